@@ -42,6 +42,8 @@ SERVER = (
     ("max_queue", int, "prompts of an API key that may wait; more get status 429 (default 256)"),
     ("stats_interval", float, "seconds between log lines about throughput; 0: none (default 10)"),
     ("restart", int, "how often an engine that ended is started again (default 0)"),
+    ("replicas", int, "engines, each in a process with a KV cache of its own (default 1)"),
+    ("router", str, "plug-in that chooses the replica of a request; `minivllm plugins router` lists them"),
     ("drain_timeout", float, "seconds that running requests get after SIGTERM (default 30)"),
 )
 ENGINE = (
@@ -210,7 +212,7 @@ def serve(args: argparse.Namespace) -> int:
     logs.set_up(loaded.server.log_format, loaded.server.log_level)
     for note in (*args.notes, *loaded.notes):
         logs.event("note", sentence=note, note=note)
-    return run(args, loaded)
+    return run(args, loaded, lambda: load(args))
 
 
 def _module_of(name: str) -> str:

@@ -113,6 +113,14 @@ class ServerConfig(Strict):
     )
     stats_interval: float = Field(10, ge=0, description="time between log events about throughput; 0: none")
     restart: int = Field(0, ge=0, le=1000, description="number of times that a dead engine is started again")
+    replicas: int = Field(1, ge=1, le=64, description="engines, each in a process with a KV cache of its own")
+    router: str = Field(
+        "least-tokens", min_length=1, description="plug-in that chooses the replica of a request, for replicas above 1"
+    )
+    router_options: dict[str, Any] = Field({}, description="options of the router")
+    replica_retries: int = Field(
+        3, ge=0, le=1000, description="number of times that a request without a token moves from a dead replica"
+    )
     drain_timeout: float = Field(30, ge=0, description="time for running requests to end after SIGTERM")
 
     @field_validator("allowed_hosts")
@@ -132,6 +140,13 @@ class ServerConfig(Strict):
         address = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and address:
             refuse("uds", f"uds together with server.{address[0]}: set a Unix socket or an address, not both")
+        for name in ("router", "router_options", "replica_retries"):
+            if self.replicas == 1 and name in self.model_fields_set:
+                refuse(name, f"{name} without server.replicas above 1: set both, or neither")
+        if self.replicas > 1 and "restart" in self.model_fields_set:
+            refuse(
+                "restart", "restart together with server.replicas above 1, which are always started again: remove it"
+            )
         if self.steering_dir is not None and not self.admin:
             refuse("steering_dir", "steering_dir without server.admin: set both, or neither")
         if self.ssl_certfile is None:

@@ -51,6 +51,7 @@ from .openai.bodies import (
 )
 from .page.files import Page
 from .page.live import LiveSocket
+from .replicas import routes as replicas
 from .responses import routes as responses
 from .responses.socket import ResponsesSocket
 
@@ -118,6 +119,10 @@ _OPERATIONS: Routes = (
     ("/stop_profile", operations.stop_profile, "POST"),
     ("/debug/state", operations.debug_state, "GET"),
     ("/reset_prefix_cache", operations.reset_prefix_cache, "POST"),
+    ("/replicas", replicas.show, "GET"),
+    ("/replicas/update", replicas.update, "POST"),
+    ("/replicas/{number}/drain", replicas.drain, "POST"),
+    ("/replicas/{number}/resume", replicas.resume, "POST"),
 )
 ADMIN: Routes = tuple((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS)
 # columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
@@ -223,8 +228,7 @@ class Application:
         healthy, _ = client.healthy()
         if not healthy:
             return _answer(_unavailable(RESTARTING if client.restarting else ""))
-        restarts = {"restarts": client.restarted} if client.restarted else {}
-        return JSONResponse({"status": "ok", **restarts})
+        return JSONResponse({"status": "ok", **client.health()})
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if the server accepts requests: the engine is healthy and the server is not shutting down."""

@@ -24,11 +24,13 @@ from minivllm.errors import ConfigError, EngineDeadError, shown
 
 from . import logs
 from .app import Application
-from .link.process_client import ProcessClient
+from .replicas.client import make_client
 from .serve import Stop, check_config, make_service
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
+
+    from .link.client import EngineClient
 
 URLS = (
     "/v1/chat/completions",
@@ -304,7 +306,7 @@ async def run_batch(loaded: Loaded, paths: BatchFiles, most: int | None = None) 
     check_config(loaded)
     server = loaded.server
     app = Application(server)
-    client = ProcessClient(loaded, server.stuck_after, server.restart)
+    client = make_client(loaded)
     stop = Stop()
     results = Results(paths)
     with stop.listening():
@@ -328,7 +330,7 @@ async def run_batch(loaded: Loaded, paths: BatchFiles, most: int | None = None) 
 
 
 async def _run(
-    loaded: Loaded, app: Application, client: ProcessClient, paths: BatchFiles, results: Results, most: int | None
+    loaded: Loaded, app: Application, client: EngineClient, paths: BatchFiles, results: Results, most: int | None
 ) -> None:
     """Start the engine and send the requests of the input."""
     await client.open()

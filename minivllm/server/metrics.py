@@ -50,6 +50,22 @@ SPANS = {
     "whole": ("arrival_time", "finished_time"),
 }
 
+# figure of a replica -> description of its gauge, or of its counter
+REPLICA = {
+    "up": "1 for a replica whose engine runs",
+    "requests": "requests of a replica that have not ended",
+    "running": "sequences of a replica that run",
+    "waiting": "sequences of a replica that wait",
+    "kv_cache_usage": "share of a replica's KV cache in use, 0 to 1",
+}
+REPLICA_TOTALS = {
+    "sent": "requests that were sent to a replica",
+    "restarts": "restarts of a replica's engine",
+    "prompt_tokens": "tokens of prompts of a replica",
+    "generated_tokens": "tokens of answers of a replica",
+    "prefix_queries": "prompt tokens that were looked up in a replica's prefix cache",
+    "prefix_hits": "prompt tokens that were found in a replica's prefix cache",
+}
 # pages of a tier of the KV cache, by figure of ``Engine.stats``
 TIER_EVENTS = ("hits", "misses", "stores", "loads", "evictions", "skipped", "late", "lost", "faults")
 
@@ -129,6 +145,12 @@ class Metrics:
         self.tier_bytes = counter("minivllm:kv_tier_moved_bytes", "bytes that a tier moved", "tier", "event")
         self.tier_seconds = counter("minivllm:kv_tier_load_seconds", "time of all loads from a tier", "tier")
         self.tier_used = gauge("minivllm:kv_tier_used_bytes", "bytes of pages in a tier", "tier")
+        self.replicas = {key: gauge(f"minivllm:replica_{key}", text, "replica") for key, text in REPLICA.items()}
+        self.replica_totals = {
+            key: counter(f"minivllm:replica_{key}", text, "replica") for key, text in REPLICA_TOTALS.items()
+        }
+        self.moved = counter("minivllm:moved_requests", "requests without a token that moved from an ended replica")
+        self.router_faults = counter("minivllm:router_faults", "answers of the router that were not valid")
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}
         self._plugins = {seam: _names_of(plugin) for seam, plugin in info.selections.items()}
         selected = gauge("minivllm:plugin_info", "the plug-ins that were chosen", "seam", "plugin")
@@ -219,6 +241,10 @@ class Metrics:
         for key, counter in self._totals.items():
             self._advance(counter, key, totals.get(key, 0))
         self._count_joules(stats.get("energy"))
+        for replica in stats.get("replicas", ()):
+            self._count_replica(replica)
+        self._advance(self.moved, "moved", stats.get("moved", 0))
+        self._advance(self.router_faults, "router faults", stats.get("router_faults", 0))
         for figures in stats.get("tiers", ()):
             self._count_tier(figures)
         for part in ("plan", "submit", "wait", "publish"):
@@ -231,6 +257,18 @@ class Metrics:
         for seam, figures in stats.get("figures", {}).items():
             for name, number in figures.items():
                 self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
+
+    def _count_replica(self, stats: Mapping[str, Any]) -> None:
+        """Update the metrics of a replica."""
+        number = str(stats["replica"])
+        values = {name: stats.get(name, 0) for name in ("running", "waiting", "requests")}
+        values["up"] = int(stats["state"] in ("serving", "draining"))
+        blocks = stats.get("blocks_total", 0)
+        values["kv_cache_usage"] = (blocks - stats["blocks_free"] - stats["blocks_cached"]) / blocks if blocks else 0
+        for name, gauge in self.replicas.items():
+            gauge.labels(**self._labels, replica=number).set(values[name])
+        for name, counter in self.replica_totals.items():
+            self._advance(counter.labels(**self._labels, replica=number), f"{number} {name}", stats.get(name, 0))
 
     def _count_tier(self, figures: Mapping[str, Any]) -> None:
         """Update the metrics of a tier of the KV cache."""

@@ -20,7 +20,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,14 @@ from .http.listening import bind, release, tls, url_of
 from .http.socket_connection import socket_protocol
 from .http.sweep import Sweep
 from .link import state
-from .link.process_client import ProcessClient
 from .metrics import Metrics
 from .openai import tools
 from .openai.generate import Service
 from .openai.parsers import choose
 from .openai.tokens import Tokens
+from .replicas.client import make_client
+from .replicas.places import environments
+from .replicas.routing import Routing
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -63,8 +65,10 @@ LOOK = 1.0  # seconds between checks of the engine
 HEAP_GROWN = 2 << 20  # bytes by which the resident memory may grow before free heap pages are returned to the system
 
 
-def serve(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Run the command ``minivllm serve`` with its arguments and configuration, and return the exit code."""
+def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded] | None = None) -> int:
+    """Run the command ``minivllm serve`` with its arguments and configuration, and return the exit code.
+
+    ``reload()`` reads the configuration again, for an update of replicas."""
     keys = list(args.api_key or ())
     if not keys and os.environ.get(ENVIRONMENT):
         keys = [os.environ[ENVIRONMENT]]
@@ -77,7 +81,8 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
         keys += read_keys(loaded.server.api_key_file)
     check_config(loaded)
     found = middleware.load(args.middleware or ())
-    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found))
+    read_again = None if reload is None else lambda: fair_to(keys, reload())
+    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found, read_again))
 
 
 def check_config(loaded: Loaded) -> None:
@@ -87,6 +92,9 @@ def check_config(loaded: Loaded) -> None:
     if server.steering_dir is not None and not os.path.isdir(server.steering_dir):
         raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder")
     choose(server, None, engine.allow_targets)
+    if server.replicas > 1:
+        environments(loaded)
+        Routing(loaded)
     if engine.chat_template is not None and not is_name(engine.chat_template):
         read_template(engine.chat_template)
 
@@ -126,10 +134,16 @@ def make_service(
     return Service(client, server, names, tokens, door, metrics, defaults, most, allow_targets)
 
 
-async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequence[Any] = ()) -> int:
+async def run(
+    loaded: Loaded,
+    keys: list[str],
+    admin_key: str = "",
+    around: Sequence[Any] = (),
+    reload: Callable[[], Loaded] | None = None,
+) -> int:
     """Serve until a signal comes or the engine dies, and return the exit code.
 
-    ``around`` is the operator's middleware.
+    ``around`` is the operator's middleware.  ``reload`` is that of ``serve``.
     Raise ResourceError if the address is in use, the errors of ``LLM(...)`` if the engine cannot start, and
     EngineDeadError if it dies.
     """
@@ -137,7 +151,7 @@ async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequ
     app = Application(server, keys, admin_key, around)
     context = tls(server)
     bound = bind(server)
-    client: EngineClient = ProcessClient(loaded, server.stuck_after, server.restart)
+    client = make_client(loaded)
     http = Http(app, server, context)
     url = url_of(server, bound)
     start = time.monotonic()
@@ -155,6 +169,7 @@ async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequ
                 return 0
             await opening  # raises the engine's error, with which the command ends
             service = make_service(client, server, model, loaded.sampling, loaded.engine.allow_targets)
+            service.reload = reload
             service.tokens.pool.start()
             app.open(service)
             state.freeze_loaded()

@@ -6,6 +6,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ server.batch                                          requests of a file, by the application without a socket
     │ server.serve  server.app  server.operations  server.compat  server.pool_jobs
     │ server.page                                           the page, and the state of the engine for it
+    │ server.replicas                                       several engines behind one address
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
     │ server.responses                                      OpenAI's Responses API, over its chats
     │ server.ollama                                         another protocol, by the classes of OpenAI's
@@ -68,13 +69,14 @@ MAY_IMPORT = {
         "registry registration server runtime.processes registration.spec registration.fresh "
         "runtime.usage device.hardware"
     ),
-    "server.batch": "server.serve server.app server.link server",
+    "server.batch": "server.serve server.app server.replicas server",
     "server.serve": (
-        "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
+        "server.app server.replicas server.openai server.link server.http runtime.text core.declared_params server "
+        "runtime.processes"
     ),
     "server.app": (
-        "server.operations server.page server.embedding server.compat server.anthropic server.responses server.ollama "
-        "server.openai server.http server"
+        "server.operations server.page server.replicas server.embedding server.compat server.anthropic server.responses "
+        "server.ollama server.openai server.http server"
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.compat": "server.openai server",
@@ -82,6 +84,9 @@ MAY_IMPORT = {
         "server.openai server.link server.http runtime.text runtime.replies core.interfaces server runtime.processes"
     ),
     "server.page": "server.openai server.http server",
+    "server.replicas": (
+        "server.openai server.link core.engine core.interfaces server registry registration registration.spec"
+    ),
     "server.anthropic": "server.openai server.http runtime.text server",
     "server.responses": "server.openai server.link server.http runtime.text server",
     "server.ollama": "server.embedding server.openai server.http server",

@@ -245,9 +245,9 @@ class _Batch:
         """Return the vector of one prompt.  ApiError (500) if the engine fails on it."""
         service, options = self.service, self.options
         name = f"{self.state['request_id']}-{number}"
-        stream = await service.client.stream(
-            self.all_ids[number], self.params, name, pieces=False, owner=self.owner, pooling=self.pooling
-        )
+        session = self.state.get("session", "")
+        shared = {"owner": self.owner, "pooling": self.pooling, "session": session}
+        stream = await service.client.stream(self.all_ids[number], self.params, name, pieces=False, **shared)
         error = None
         try:
             async with stream:

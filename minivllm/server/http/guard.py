@@ -64,6 +64,7 @@ class Guard:
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, echoed=echoed, tenant="", owner="", identity="", log={})
         state["trace"] = trace_of(headers)
+        state["session"] = session_of(headers)
         start = time.monotonic()
         status = 0  # no answer yet
 
@@ -113,8 +114,8 @@ class Guard:
         request_id = uuid.uuid4().hex
         start = time.monotonic()
         state = scope.setdefault("state", {})
-        trace = trace_of(dict(scope["headers"]))
-        state.update(request_id=request_id, tenant="", log={}, trace=trace)
+        headers = dict(scope["headers"])
+        state.update(request_id=request_id, tenant="", log={}, trace=trace_of(headers), session=session_of(headers))
         answer = RememberingSend(send)
         try:
             self._check_sizes(scope)
@@ -213,6 +214,11 @@ async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:
         logs.log.error("the server failed outside of its routes", exc_info=exc)
         kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
         await send_error(send, errors.of(exc), scope, kind)
+
+
+def session_of(headers: dict[bytes, bytes]) -> str:
+    """Return the name of the session of a request (``X-Session-Id``, 256 characters of it), or "" without one."""
+    return headers.get(b"x-session-id", b"").decode("latin-1")[:256]
 
 
 def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:

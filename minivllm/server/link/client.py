@@ -56,6 +56,7 @@ class EngineInfo:
     ``hidden`` is the width of an embedding, 0 if the engine makes none.  ``pooling`` and ``pooling_fault`` are those of
     ``frontend.pooling.DefaultPooling``.  ``for_embeddings`` is true for a model whose files name a pooling.  ``forms``
     are the kinds of grammars that the engine compiles.  ``explained`` has (seam, plug-in, reasons) for each choice.
+    ``block`` is the number of tokens of a KV block.
     """
 
     model: str
@@ -80,6 +81,7 @@ class EngineInfo:
     for_embeddings: bool
     forms: list[str]
     explained: list[list[str]]
+    block: int
 
 
 class EngineClient:
@@ -150,15 +152,15 @@ class EngineClient:
         energy: bool = False,
         marks: Mapping[int, str] | None = None,
         pooling: str | None = None,
+        session: str = "",
     ) -> Stream:
         """Send a request and return its stream once the engine has accepted it.
 
         With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
         when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
-        ``pooling`` requests an embedding instead of tokens, which ``Stream.tapped`` has at the end.
-        Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
-        shutting down.
+        ``pooling`` requests an embedding instead of tokens (``Stream.tapped``).  Several engines read ``session``.
+        Raise RequestError if the engine refuses the request, and EngineDeadError if no engine accepts requests.
         """
         self._check_open()
         ids = _prompt(prompt_ids)
@@ -305,6 +307,10 @@ class EngineClient:
             return await answer
         finally:
             self._asked.pop(number, None)
+
+    def health(self) -> dict[str, Any]:
+        """Return the fields of /health besides the status."""
+        return {"restarts": self.restarted} if self.restarted else {}
 
     def healthy(self) -> tuple[bool, str]:
         """Return whether the engine ran a step or was idle within the last 5 s, and the reason if not."""

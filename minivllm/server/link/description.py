@@ -38,6 +38,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "model": config.model,
         "max_model_len": wiring.max_model_len,
         "vocab_size": vocab_size,
+        "block": wiring.block,
         "kv_tokens": blocks * wiring.block,
         "max_num_seqs": wiring.max_num_seqs,
         "max_logprobs": vocab_size if wiring.max_logprobs < 0 else wiring.max_logprobs,

@@ -6,10 +6,13 @@ import asyncio
 import codecs
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,12 +43,20 @@ class ProcessClient(EngineClient):
     ``stuck_after`` is the time in seconds after which a step counts as hung.  The child then names the plug-in in which
     it hangs, and ends.
     ``restarts`` is the number of times that an ended engine is started again.  Requests that already have a token fail,
-    and the others wait for the new engine.
+    and the others wait for the new engine.  ``math.inf`` means no limit.
+    ``environ`` are variables that the child gets in addition to those of this process.
     """
 
-    def __init__(self, loaded: Loaded, stuck_after: float = 120.0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        stuck_after: float = 120.0,
+        restarts: float = 0,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         self.restarts_left = restarts
+        self._environ = environ
         self._restart: asyncio.Task[None] | None = None
         self._was_open = False
         self._loaded = loaded
@@ -70,17 +81,24 @@ class ProcessClient(EngineClient):
     async def open(self) -> None:
         try:
             self._opened(await self._start())
-            if self._folder is not None:
-                from minivllm.runtime.text.tokenizer import load_tokenizer
-
-                template = self._loaded.engine.chat_template
-                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
+            await self._load_tokenizer()
             self._check_open()  # the engine may have died meanwhile
             self._was_open = True
         except BaseException:
             self._lost("the engine could not be started")
             await self._end(0.0)
             raise
+
+    async def _load_tokenizer(self) -> None:
+        """Load the tokenizer of the model, if it has one."""
+        if self._folder is not None:
+            from minivllm.runtime.text.tokenizer import load_tokenizer
+
+            template = self._loaded.engine.chat_template
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
+
+    def _verify(self, description: dict[str, Any]) -> None:
+        """Raise a MinivllmError if an engine that was started again may not serve."""
 
     async def _start(self) -> dict[str, Any]:
         """Start a child process, wait for its engine to start, and return the engine's description."""
@@ -95,6 +113,7 @@ class ProcessClient(EngineClient):
                 stdout=pipe,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(theirs.fileno(), read_end),
+                env={**os.environ, **self._environ} if self._environ else None,
             )
         except BaseException:
             ours.close()
@@ -212,11 +231,14 @@ class ProcessClient(EngineClient):
                 await self._clear()
                 self.restarts_left -= 1
                 self.restarted += 1
-                count = f"{self.restarted} of {self.restarted + self.restarts_left}"
+                count = str(self.restarted)
+                if self.restarts_left < math.inf:
+                    count += f" of {self.restarted + self.restarts_left}"
                 event("the engine is started again", logging.WARNING, reason=why, restart=count)
                 try:
                     self._printed = PrintedLog(TAIL)
                     description = await self._start()
+                    self._verify(description)
                     break
                 except Exception as e:
                     why = str(e)
@@ -228,9 +250,10 @@ class ProcessClient(EngineClient):
                         return
                     await asyncio.sleep(min(self.restarted, AGAIN))
         self.restarting = False
+        waiting = list(self._untouched.items())  # ``_opened`` may add requests, which are sent already
         self._opened(description)
-        event("the engine runs again", restart=count, requests=len(self._untouched))
-        for number, (owner, data) in list(self._untouched.items()):
+        event("the engine runs again", restart=count, requests=len(waiting))
+        for number, (owner, data) in waiting:
             assert self._outbox is not None
             self._outbox.put(owner, number, data)
 

@@ -85,6 +85,7 @@ class Stream(RequestText):
         self.scored = None if params.logprobs is None else [Scored(self._spell) for _ in range(branches)]
         # values f32 [width] of each read (``taps``) of each branch that has ended well, or its embedding
         self.tapped: dict[int, list[np.ndarray]] = {}
+        self.moves = 0  # number of times that the request was sent to another engine, because its own had ended
         self._drop = drop  # aborts the request
         self._cut = cut  # ends a branch in the engine
         self._read = read  # the client's set of streams that a task waits for
@@ -298,6 +299,11 @@ class Stream(RequestText):
         if not self._done:
             self._error = error
             self._end()
+
+    def move(self, drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None]) -> None:
+        """Use the methods of another engine's client, to which the request moves before it has a token."""
+        self._drop = drop
+        self._cut = cut
 
     def _end(self) -> None:
         """Mark the request as ended and wake the reader."""

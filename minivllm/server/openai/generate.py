@@ -38,6 +38,7 @@ from .bodies import Generation, read
 from .parsers import Chosen, choose, spelling_of
 
 if TYPE_CHECKING:
+    from minivllm.config import Loaded
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.runtime.replies.grammar import Spelling
@@ -75,6 +76,7 @@ class Service:
     most_tokens: int | None = None
     allow_targets: Sequence[str] = ()  # modules of which the configuration may name a parser
     created: int = field(default_factory=lambda: int(time.time()))
+    reload: Callable[[], Loaded] | None = None  # reads the configuration again
 
     def __post_init__(self) -> None:
         self.bodies = bodies.Bodies(self.tokens.pool)
@@ -469,6 +471,7 @@ async def open_streams(
     If the engine refuses a prompt, all streams are closed and the error of the first refused prompt is raised."""
     client, log = service.client, state["log"]
     shared = {"pieces": pieces, "owner": state["owner"], "taps": taps, "energy": energy, "marks": marks}
+    shared["session"] = state.get("session", "")
     # the log line of a client that leaves before the streams are open
     log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
     log["completion_tokens"] = 0

@@ -1,0 +1,1 @@
+"""Several engines behind one HTTP process: replicas, the router's use, their figures and their routes."""
