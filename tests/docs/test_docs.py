@@ -84,6 +84,7 @@ PAGES = {
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
     "server": 3,
+    "replicas": 1,
     "attention": 0,
     "compare-hf": 2,
     "performance": 0,

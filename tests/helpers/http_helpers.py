@@ -39,6 +39,7 @@ class Running:
         from minivllm.server.app import Application
         from minivllm.server.http.listening import bind, release, tls, url_of
         from minivllm.server.link.client import LocalClient
+        from minivllm.server.replicas.client import make_client
         from minivllm.server.serve import Http, make_service
 
         options = {
@@ -61,7 +62,7 @@ class Running:
             self.loop = asyncio.get_running_loop()
             self.app = Application(loaded.server, keys)
             self.http = Http(self.app, loaded.server, tls(loaded.server))
-            client = LocalClient(loaded)
+            client = LocalClient(loaded) if loaded.server.replicas == 1 else make_client(loaded)
             serving = asyncio.create_task(self.http.serve(sockets=[self._bound]))
             await client.open()
             self.app.open(make_service(client, loaded.server, loaded.engine.model, loaded.sampling))
