@@ -75,8 +75,8 @@ MAY_IMPORT = {
         "runtime.processes"
     ),
     "server.app": (
-        "server.operations server.page server.replicas server.embedding server.compat server.anthropic server.responses "
-        "server.ollama server.openai server.http server"
+        "server.operations server.page server.replicas server.embedding server.compat server.anthropic "
+        "server.responses server.ollama server.openai server.http server"
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.compat": "server.openai server",

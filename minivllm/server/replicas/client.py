@@ -273,6 +273,13 @@ class ReplicaClient(EngineClient):
     async def state(self, trim: bool) -> dict[str, Any]:
         return {"replicas": await self._each(lambda one: one.state(trim))}
 
+    async def snapshot(self, owner: str | None, steps: int = 0, ended: int = 0) -> dict[str, Any]:
+        """Return the state of the first replica whose engine runs, for the page."""
+        for one in self.replicas:
+            if one.healthy()[0]:
+                return await one.snapshot(owner, steps, ended)
+        raise EngineDeadError(self.healthy()[1])
+
     def tables(self) -> dict[str, int]:
         found = merged([one.tables() for one in self.replicas])
         found["read"] = len(self._read)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 # facts about an engine that may differ between replicas, for example while an update replaces them
-MAY_DIFFER = ("kv_tokens", "max_num_seqs", "selections", "weight_bytes", "energy", "block", "sampling")
+MAY_DIFFER = ("kv_tokens", "max_num_seqs", "selections", "weight_bytes", "energy", "block", "sampling", "explained")
 
 
 @dataclass
