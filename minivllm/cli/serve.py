@@ -28,6 +28,7 @@ SERVER = (
     ("ssl_ciphers", str, "ciphers of TLS 1.2, as OpenSSL writes them"),
     ("root_path", str, "the path prefix that a proxy gives the server"),
     ("api_key_file", str, "a file with one API key a line"),
+    ("lora_dir", str, "a folder within which operators may load adapters; with --admin and --enable-lora"),
     ("steering_dir", str, "a folder of vectors NAME.npy that taps of operators may add; with --admin"),
     ("responses_dir", str, "a folder in which responses are stored (default: in memory)"),
     (
@@ -65,10 +66,14 @@ ENGINE = (
     ("num_kvcache_blocks", int, "KV blocks, instead of as many as fit; also --num-gpu-blocks-override"),
     ("max_logprobs", int, "most log-probabilities of a token that a request may have (default 20)"),
     ("logprobs_mode", str, "raw_logprobs or processed_logprobs"),
+    ("max_loras", int, "adapters on the device at the same time (default 8)"),
+    ("max_lora_rank", int, "largest rank of an adapter (default 16)"),
+    ("max_cpu_loras", int, "adapters in host memory (default: four times max_loras)"),
     ("model_impl", str, "code that runs the model: auto, minivllm or transformers"),
     ("scheduler", str, "policy; `minivllm plugins scheduler` lists them; also --scheduling-policy"),
 )  # fmt: skip
 SWITCHES = (
+    ("enable_lora", "serve adapters (LoRA)"),
     ("enable_prefix_caching", "share the KV blocks of equal prefixes (default)"),
     ("enforce_eager", "run no captured graphs"),
     ("skip_tokenizer_init", "load no tokenizer: requests and answers are token ids"),
@@ -95,6 +100,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--admin", action="store_true", default=None, help=text)
     text = "serve the page with a chat and the live engine at /, and the page of the API at /docs (default)"
     sub.add_argument("--page", action=argparse.BooleanOptionalAction, help=text)
+    text = "adapters (LoRA) to serve, with --enable-lora; requests send the name as model; a JSON object also works"
+    sub.add_argument("--lora-modules", nargs="+", metavar="NAME=FOLDER", help=text)
     text = "names of the model in requests"
     sub.add_argument("--served-model-name", nargs="+", metavar="NAME", help=text)
     text = "web pages whose scripts may use the server (CORS); or a JSON list"
@@ -158,6 +165,8 @@ def load(args: argparse.Namespace) -> Loaded:
     flags = engine_options(args)
     if "max_logprobs" in flags:  # the server checks this limit of the engine as well
         server["max_logprobs"] = flags["max_logprobs"]
+    if args.lora_modules is not None:
+        server["lora_modules"] = [_module(value) for value in args.lora_modules]
     if args.allowed_origins is not None:
         server["allowed_origins"] = _origins(args.allowed_origins)
     if server:
@@ -198,6 +207,16 @@ def _origins(values: list[str]) -> list[str]:
     except ValueError as exc:
         text = values[0][:80]
         raise ConfigError(f"--allowed-origins {text}: expected URLs, or a JSON list of them: {exc}") from None
+
+
+def _module(value: str) -> str:
+    """Return an adapter as NAME=FOLDER, which vLLM also writes as a JSON object.  ConfigError for another object."""
+    if not value.startswith("{"):
+        return value
+    table = json_table("--lora-modules", value)
+    if not {"name", "path"} <= table.keys() or table.keys() - {"name", "path", "base_model_name"}:
+        raise ConfigError(f"--lora-modules {value[:80]}: expected name and path")
+    return f"{table['name']}={table['path']}"
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -68,8 +68,7 @@ only safetensors, configuration and tokenizer are fetched: leave it out <- ignor
 set HF_TOKEN <- hf-token
 here it is --set 'hooks=["opentelemetry"]' with OTEL_EXPORTER_OTLP_ENDPOINT: see docs/hooks.md <- otlp-traces-endpoint \
     collect-detailed-traces
-here it is --set enable_lora=true, with max_loras, max_lora_rank and max_cpu_loras <- enable-lora max-loras \
-    max-lora-rank max-cpu-loras lora-*
+adapters are in the dtype of the model: leave it out <- lora-*
 merge the adapter into the weights <- fully-sharded-loras qlora-adapter-name-or-path enable-prompt-adapter
 only text is served <- limit-mm-per-prompt disable-mm-preprocessor-cache allowed-local-media-path media-io-kwargs \
     enable-mm-embeds interleave-mm-strings mm-*

@@ -183,6 +183,12 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
     return values
 
 
+def _relative_module(module: str, folder: Path) -> str:
+    """Convert the path of an adapter, NAME=FOLDER, from relative to a file in ``folder``."""
+    name, _, path = module.partition("=")
+    return f"{name}={os.path.normpath(folder / path)}" if path else module
+
+
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Convert the paths in a file from relative to the file to relative to the current folder.
 
@@ -216,6 +222,11 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     convert(values, "chat_template", is_template_path)
     for key in ("prompts_file", "output", "record"):
         convert(values.get("run"), key, lambda text: True)
-    for key in ("api_key_file", "steering_dir", "responses_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        convert(values.get("server"), key, bool)
+    server = values.get("server")
+    modules = server.get("lora_modules") if isinstance(server, dict) else None
+    if isinstance(server, dict) and isinstance(modules, list) and all(isinstance(module, str) for module in modules):
+        server["lora_modules"] = [_relative_module(module, folder) for module in modules]
+    own = ("api_key_file", "lora_dir", "steering_dir", "responses_dir", "uds")
+    for key in (*own, "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        convert(server, key, bool)
     return values

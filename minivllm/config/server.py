@@ -43,11 +43,16 @@ class ServerConfig(Strict):
         [], description="accepted host names in requests; '*.NAME': all subdomains, '*': all"
     )
     admin: bool = Field(
-        False, description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state and the field taps"
+        False,
+        description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state, the field taps, lora_dir",
     )
     page: bool = Field(True, description="serve the page at / (chat and live engine) and the page at /docs (API)")
     live_interval: float = Field(0.25, ge=0.1, description="time between two states of the engine on open pages")
     max_live_sockets: int = Field(16, ge=0, description="largest number of open pages that show the live engine")
+    lora_modules: list[str] = Field(
+        [], max_length=4096, description="adapters to serve, each as NAME=FOLDER; requests send the name as model"
+    )
+    lora_dir: str | None = Field(None, description="folder within which operators may load adapters while it runs")
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
     tool_parser: str = Field(
         "auto",
@@ -149,6 +154,15 @@ class ServerConfig(Strict):
             )
         if self.steering_dir is not None and not self.admin:
             refuse("steering_dir", "steering_dir without server.admin: set both, or neither")
+        if self.lora_dir is not None and not self.admin:
+            refuse("lora_dir", "lora_dir without server.admin: set both, or neither")
+        names = [module.partition("=")[0] for module in self.lora_modules]
+        for number, module in enumerate(self.lora_modules):
+            name, _, folder = module.partition("=")
+            if not name or not folder or len(name) > 256:
+                refuse(f"lora_modules.{number}", f"lora_modules: {module[:80]!r}: expected NAME=FOLDER")
+            if name in (*names[:number], *self.served_model_name):
+                refuse(f"lora_modules.{number}", f"lora_modules: the name {name[:80]!r} is there twice")
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
                 if getattr(self, name):

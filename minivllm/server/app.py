@@ -37,6 +37,7 @@ from .openai.bodies import (
     CountBody,
     DetokenizeBody,
     EmbedBody,
+    LoadAdapterBody,
     MessageBody,
     OllamaChatBody,
     OllamaEmbedBody,
@@ -48,6 +49,7 @@ from .openai.bodies import (
     ScoreBody,
     TemplateBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from .page.files import Page
 from .page.live import LiveSocket
@@ -124,7 +126,11 @@ _OPERATIONS: Routes = (
     ("/replicas/{number}/drain", replicas.drain, "POST"),
     ("/replicas/{number}/resume", replicas.resume, "POST"),
 )
-ADMIN: Routes = tuple((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS)
+_ADAPTERS: Routes = (
+    ("/v1/load_lora_adapter", operations.load_adapter, "POST", LoadAdapterBody, (TEXT,), BODY_ERRORS),
+    ("/v1/unload_lora_adapter", operations.unload_adapter, "POST", UnloadAdapterBody, (TEXT,), BODY_ERRORS),
+)
+ADMIN: Routes = (*((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS), *_ADAPTERS)
 # columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
 PROBES = (
     ("/health", "health", "GET"),

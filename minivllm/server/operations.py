@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import minivllm
 
@@ -20,7 +20,7 @@ from .http import unknown_routes
 from .http.sse import dump
 from .link import state
 from .openai import chat, fields
-from .openai.bodies import DetokenizeBody, TokenizeBody
+from .openai.bodies import DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from .openai.generate import Service, read_body
 from .openai.logprobs import Speller
 from .openai.tokens import MANY
@@ -49,15 +49,16 @@ async def model(request: Request, service: Service) -> Any:
 
 def _card(service: Service, name: str) -> dict[str, Any]:
     """Return the description of the model under one of its names."""
-    created, root = service.created, service.names[0]
+    created, base = service.created, service.names[0]
+    adapter = name in service.adapters.by_name
     length = service.client.info.max_model_len
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "minivllm",
-        "root": root,
-        "parent": None,
+        "root": name if adapter else base,
+        "parent": base if adapter else None,
         "max_model_len": length,
         "permission": [],
     }
@@ -228,3 +229,29 @@ async def debug_state(request: Request, service: Service) -> Any:
 async def reset_prefix_cache(request: Request, service: Service) -> Any:
     """Empty the prefix cache.  ``reset`` tells whether that was done."""
     return JSONResponse({"reset": await service.client.reset_prefix_cache()})
+
+
+async def load_adapter(request: Request, service: Service) -> Any:
+    """Load an adapter (LoRA) from a folder within ``lora_dir``, and serve it under a name."""
+    body = await read_body(request, service, LoadAdapterBody)
+    fields.check(body)
+    name, path = _text(body, "lora_name"), _text(body, "lora_path")
+    await service.adapters.load(service.client, service.adapters.new(name, path))
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(request: Request, service: Service) -> Any:
+    """Stop serving an adapter under its name.  Requests that run keep it."""
+    body = await read_body(request, service, UnloadAdapterBody)
+    fields.check(body)
+    name = _text(body, "lora_name")
+    await service.adapters.unload(service.client, name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _text(body: Any, name: str) -> str:
+    """Return a text of a body.  ApiError (400) if it is missing or empty."""
+    value = getattr(body, name)
+    if not value:
+        raise ApiError(400, f"{name}: expected text", name)
+    return value

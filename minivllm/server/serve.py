@@ -91,6 +91,11 @@ def check_config(loaded: Loaded) -> None:
     server, engine = loaded.server, loaded.engine
     if server.steering_dir is not None and not os.path.isdir(server.steering_dir):
         raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder")
+    if (server.lora_modules or server.lora_dir) and not engine.enable_lora:
+        name = "lora_modules" if server.lora_modules else "lora_dir"
+        raise ConfigError(f"server.{name} without enable_lora=true: set both, or neither")
+    if server.lora_dir is not None and not os.path.isdir(server.lora_dir):
+        raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder")
     choose(server, None, engine.allow_targets)
     if server.replicas > 1:
         environments(loaded)
@@ -171,6 +176,7 @@ async def run(
             service = make_service(client, server, model, loaded.sampling, loaded.engine.allow_targets)
             service.reload = reload
             service.tokens.pool.start()
+            await service.adapters.open(client)
             app.open(service)
             state.freeze_loaded()
             _log_token(app)

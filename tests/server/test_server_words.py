@@ -77,6 +77,10 @@ BODIES = {
     "/v2/rerank": {"query": "a", "documents": ["b"]},
     "/rerank": {"query": "a", "documents": ["b"]},
 }
+OPERATOR_BODIES = {  # of routes that need the operator's key
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
 BREAKS = {  # route -> what it works with, in which something fails
     "/v1/models": lambda s: (operations, "_card"),
     "/v1/models/{model:path}": lambda s: (s, "check_model"),
@@ -89,6 +93,8 @@ BREAKS = {  # route -> what it works with, in which something fails
     "/stop_profile": lambda s: (s.client, "profile"),
     "/debug/state": lambda s: (s.client, "state"),
     "/reset_prefix_cache": lambda s: (s.client, "reset_prefix_cache"),
+    "/v1/load_lora_adapter": lambda s: (s.adapters, "new"),
+    "/v1/unload_lora_adapter": lambda s: (s.adapters, "unload"),
     "/v1/completions": lambda s: (s.client, "stream"),
     "/v1/chat/completions": lambda s: (s.client, "stream"),
     "/api/chat": lambda s: (s.client, "stream"),
@@ -127,7 +133,7 @@ def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, m
     part = (server.app.service.responses, "delete") if method == "DELETE" else BREAKS[path](server.app.service)
     monkeypatch.setattr(*part, broken)
     where = path.replace("{model:path}", "pocket").replace("{response_id}", "resp_0")
-    body = BODIES.get(path, {}) if method == "POST" else None
+    body = {**BODIES, **OPERATOR_BODIES}.get(path, {}) if method == "POST" else None
     key = {"Authorization": f"Bearer {server.app.admin_token}"}
     name = {route[0]: route[1].__name__ for route in ADMIN}.get(path)
     message = INTERNAL if name is None else f"{name} failed: Broken: /secret/path"  # an operator may know the reason

@@ -56,6 +56,8 @@ class Adapters:
         self.names: dict[str, Adapter] = {}
         self.by_place: list[Adapter | None] = [None] * limits.max_loras
         self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
+        # adapters that are loaded without a request, with what is called afterwards
+        self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
         self.freed: list[int] = []  # numbers whose host memory the next delta frees
         self.orders: list[tuple[int, str]] = []  # loads of the next call
@@ -128,14 +130,19 @@ class Adapters:
         self._leave_place(adapter)
         self._leave_host(adapter)
 
-    def unload(self, name: str) -> None:
-        """Forget an adapter by its name.  Requests that use it keep it until they end.  RequestError if none has it."""
+    def preload(self, asked: LoRARequest, done: Callable[[str], None]) -> None:
+        """Load an adapter, and call ``done`` with "" or the error.  RequestError as in ``find``."""
+        self.preloads.append((self.find(asked), done))
+
+    def unload(self, name: str) -> bool:
+        """Forget an adapter by its name.  Requests that use it keep it until they end.  Return False if none has it."""
         adapter = self.names.pop(name, None)
         if adapter is None:
-            raise RequestError(f"no adapter is named {shown(name)}", "lora_name")
+            return False
         self.known.pop(adapter.request.lora_int_id, None)
         if not adapter.users and adapter.state != LOADING:
             self.forget(adapter)
+        return True
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
@@ -156,9 +163,11 @@ class Adapters:
         """Order loads and look at those that run, by the executor's ``call``.
 
         Return the sequences whose adapters are loaded, and those whose adapters failed, each with the error."""
-        if not self.waits and not self.loading:
+        if not self.waits and not self.loading and not self.preloads:
             return [], []
-        for adapter in dict.fromkeys(self.waits.values()):
+        for adapter in dict.fromkeys(
+            (*self.waits.values(), *(adapter for adapter, _ in self.preloads))
+        ):
             if adapter.state == NEW:
                 self._order(adapter)
         if self.orders or self.now() - self._polled >= POLL:
@@ -170,6 +179,11 @@ class Adapters:
         ]
         for seq in (*ready, *(seq for seq, _ in failed)):
             del self.waits[seq]
+        ended = [one for one in self.preloads if one[0].state in (READY, FAILED)]
+        self.preloads = [one for one in self.preloads if one not in ended]
+        for adapter, done in ended:
+            done(adapter.error)
+            self.release(adapter)
         return ready, failed
 
     def _order(self, adapter: Adapter) -> None:

@@ -61,6 +61,7 @@ from .tiers import POLL, VERB, Tiers
 if TYPE_CHECKING:
     import numpy as np
 
+    from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.plan import StepResult
@@ -353,7 +354,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests or self.in_flight)
+        loads = self.adapters is not None and bool(self.adapters.preloads)
+        return bool(self.requests or self.in_flight) or loads
 
     @alone
     def step(self) -> bool:
@@ -568,6 +570,19 @@ class Engine:
     def drop_prefix(self, name: str) -> None:
         """Forget the name of a prefix, so that its pages may be evicted."""
         self.named_prefixes().drop(name, partial(self.ask, self.executor.call))
+
+    @alone
+    def load_adapter(self, asked: LoRARequest, done: Callable[[str], None]) -> None:
+        """Load an adapter into host memory, during the next steps, and call ``done`` with "" or the error.
+        RequestError if its folder is malformed."""
+        if self.adapters is None:
+            raise RequestError("this engine serves no adapters; set enable_lora=true", "lora_name")
+        self.adapters.preload(asked, done)
+
+    @alone
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter by its name; requests that use it keep it.  Return False for an unknown name."""
+        return self.adapters is not None and self.adapters.unload(name)
 
     @alone
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:

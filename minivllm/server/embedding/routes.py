@@ -66,6 +66,8 @@ class Pooling:
         for name in parameters:
             self.warnings.append({"field": name, "message": f"{name} has no effect here: no token is generated"})
         self.model = service.check_model(body.model)
+        if self.model in service.adapters.by_name:
+            raise ApiError(400, f"model={self.model[:100]!r} is an adapter; vectors are the base model's", "model")
         self.most, self.vocab = service.server.max_inputs, service.client.info.vocab_size
         self.prompts: Sequence[Any] = ()
         self.options = EmbedFields()

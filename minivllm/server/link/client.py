@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -36,6 +36,7 @@ from .taps import NOTHING, PooledTaps, read_values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
+    from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
@@ -153,13 +154,14 @@ class EngineClient:
         marks: Mapping[int, str] | None = None,
         pooling: str | None = None,
         session: str = "",
+        lora: LoRARequest | None = None,
     ) -> Stream:
         """Send a request and return its stream once the engine has accepted it.
 
         With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
         when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
-        ``pooling`` requests an embedding instead of tokens (``Stream.tapped``).  Several engines read ``session``.
+        ``pooling`` requests an embedding (``Stream.tapped``).  Several engines read ``session``.  ``lora`` is an adapter.
         Raise RequestError if the engine refuses the request, and EngineDeadError if no engine accepts requests.
         """
         self._check_open()
@@ -181,9 +183,8 @@ class EngineClient:
             "watch": pieces or bool(params.stop),
             "owner": owner,
         }
-        header |= taps.header() if taps else {}
-        header |= {"energy": True} if energy else {}
-        header |= {"pooling": pooling} if pooling else {}
+        optional = {"energy": energy, "pooling": pooling, "lora": lora and astuple(lora)}
+        header |= {name: value for name, value in optional.items() if value} | (taps.header() if taps else {})
         try:
             self._send("add", header, {"prompt": ids, **taps.columns()})
         except (TypeError, ValueError) as e:
@@ -289,6 +290,14 @@ class EngineClient:
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache, and return True."""
         return await self._ask("reset_prefix_cache")
+
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load an adapter into host memory.  RequestError if it does not fit the model."""
+        await self._ask("load_adapter", lora=astuple(adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter by its name.  An unknown name is ignored."""
+        await self._ask("unload_adapter", name=name)
 
     async def profile(self, start: bool) -> str:
         """Start a trace of the torch profiler, or end it, and return the path of the file that the end writes."""

@@ -40,6 +40,7 @@ from minivllm.core.engine.owners import owner_count
 from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
 from minivllm.core.external_calls import refusal
+from minivllm.core.interfaces.adapters import LoRARequest
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
@@ -260,6 +261,7 @@ class EngineLoop(TurnLoop):
         vectors: np.ndarray = NO_VECTORS,
         energy: bool = False,
         pooling: str | None = None,
+        lora: Sequence[Any] | None = None,
     ) -> None:
         """Read a new request, and add it to the engine or first compile its grammar."""
         try:
@@ -281,6 +283,7 @@ class EngineLoop(TurnLoop):
                 on_done=lambda request: self._ended(live),
                 taps=pooled_taps.taps,
                 pooling=None if pooling is None else PromptPooling(pooling),
+                lora=None if lora is None else LoRARequest(*lora),
             )
             if self.engine.grammars is not None:
                 self.engine.grammars.gates.add(request, self.engine.eos_ids, self.engine.capacity.vocab_size)
@@ -337,10 +340,21 @@ class EngineLoop(TurnLoop):
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
         """Call the method ``_ask_`` + ``what``, and send its result or error as the answer to question ``ask``."""
         try:
+            if what == "load_adapter":  # the answer comes once it is loaded
+                self.engine.load_adapter(LoRARequest(*args["lora"]), lambda error: self._loaded(ask, error))
+                return
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
         except BaseException as e:
             answer = [ask, None, describe_error(e).split(": ", 1)]
         self.header.setdefault("answers", []).append(answer)
+
+    def _loaded(self, ask: int, error: str) -> None:
+        """Answer the question ``ask`` after the load of an adapter; "" means that it is loaded."""
+        answer = [ask, not error, [RequestError.__name__, error, "lora_path"] if error else None]
+        self.header.setdefault("answers", []).append(answer)
+
+    def _ask_unload_adapter(self, name: str) -> bool:
+        return self.engine.unload_adapter(name)
 
     def _ask_stats(self) -> dict[str, Any]:
         turns = max(self.turns, 1)

@@ -27,6 +27,7 @@ from .field_table import (
     DETOKENIZE,
     EMBED,
     FORM,
+    LOAD_ADAPTER,
     OLLAMA_CHAT,
     OLLAMA_EMBED,
     OLLAMA_GENERATE,
@@ -38,6 +39,7 @@ from .field_table import (
     SCORE,
     TEMPLATE,
     TOKENIZE,
+    UNLOAD_ADAPTER,
     declared_by,
 )
 from .fields import Translation, check_required, translate
@@ -95,6 +97,8 @@ PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)
 EmbedBody = _model("EmbedBody", PooledBody, EMBED)
 RerankBody = _model("RerankBody", PooledBody, RERANK)
 ScoreBody = _model("ScoreBody", PooledBody, SCORE)
+UnloadAdapterBody = _model("UnloadAdapterBody", Body, LOAD_ADAPTER, UNLOAD_ADAPTER)
+LoadAdapterBody = _model("LoadAdapterBody", UnloadAdapterBody, LOAD_ADAPTER)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:

@@ -162,7 +162,7 @@ class Chat(Work):
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
             marks = self.marks.by_token
-            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, marks)
+            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, marks, self.model)
             streams = await opened
         if until is not None:
             streams[0].end_when(until)

@@ -92,7 +92,10 @@ class Completion(Work):
                     by_length[most] = self.params.ending_after(most)
                 asks.append((ids, by_length[most]))
             check_cost(service, asks)
-            streams = await open_streams(service, held, self.state, asks, bool(body.stream), self.taps, self.energy)
+            opening = open_streams(
+                service, held, self.state, asks, bool(body.stream), self.taps, self.energy, model=self.model
+            )
+            streams = await opening
         return self._answer("cmpl", "text_completion", streams, hidden=self.only_scores)
 
     def _shorter(self, text: str) -> str:

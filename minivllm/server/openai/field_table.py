@@ -29,6 +29,7 @@ RESPONSES = "responses"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "ollama_model"
 OLLAMA_EMBED, OLLAMA_PROMPT_EMBED = "ollama_embed", "ollama_embeddings"
 EMBED, RERANK, SCORE = "embed", "rerank", "score"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "load adapter", "unload adapter"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -412,6 +413,9 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (EMBED,): EMBED_ONLY,
     (RERANK,): RERANK_ONLY,
     (SCORE,): SCORE_ONLY,
+    (LOAD_ADAPTER, UNLOAD_ADAPTER): {"lora_name": (TEXT, "name of the adapter, which requests send as model")},
+    (LOAD_ADAPTER,): {"lora_path": (TEXT, "folder of the adapter, within the server's lora_dir")},
+    (UNLOAD_ADAPTER,): {"lora_int_id": (INT, "vLLM's number of the adapter; it has no effect")},
 }
 
 PARAMETERS = (
@@ -473,7 +477,7 @@ REFUSALS = {
     ),
     "send text or token ids": "prompt_embeds",
     "this server cannot receive a KV cache from another server": "kv_transfer_params ec_transfer_params",
-    "this server has no adapters": "lora_request lora lora_path adapter_id adapter_source",
+    "send the name of an adapter as model": "lora_request lora lora_path adapter_id adapter_source",
     "use logprobs": "logprob_token_ids",
     "it would repeat the prompt that the client has sent": "return_prompt_text",
     "use return_token_ids": "return_token_offsets",

@@ -33,6 +33,7 @@ from minivllm.server.metrics import times_of
 from minivllm.server.response_store import KeyResponses, Store
 
 from . import JsonObject, Warnings, tools
+from .adapters import ServedAdapters
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
 from .parsers import Chosen, choose, spelling_of
@@ -62,13 +63,13 @@ NAMED = 8  # most models that an error message names
 class Service:
     """The state that all routes share.
 
-    ``names`` are the served names of the model.  ``defaults`` has the sampling parameters of the model's
-    generation_config.json, overridden by the ``[sampling]`` table.  ``most_tokens`` is ``max_tokens`` of that table,
-    the most tokens of an answer; None means no limit."""
+    ``names`` are the served names of the model, then those of its adapters.  ``defaults`` has the sampling parameters
+    of the model's generation_config.json, overridden by the ``[sampling]`` table.  ``most_tokens`` is ``max_tokens`` of
+    that table, the most tokens of an answer; None means no limit."""
 
     client: EngineClient
     server: ServerConfig
-    names: Sequence[str]
+    names: list[str]
     tokens: Tokens
     door: Door
     metrics: Metrics
@@ -81,6 +82,7 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = bodies.Bodies(self.tokens.pool)
         self.slices = Slices()
+        self.adapters = ServedAdapters(self.names, self.server.lora_modules, self.server.lora_dir)
         self.responses = Store.of(self.server)
         self.background = Jobs()
         self.live = LiveStates(self.client, self.server)
@@ -464,14 +466,17 @@ async def open_streams(
     taps: PooledTaps = NOTHING,
     energy: bool = False,
     marks: Mapping[int, str] | None = None,
+    model: str = "",
 ) -> list[Stream]:
     """Open one stream for each prompt, with the same taps, to be closed by ``held``.
 
+    ``model`` is the name of the model or of an adapter.
     ``marks`` maps token ids to the characters that stand for them in the text of the streams.
     If the engine refuses a prompt, all streams are closed and the error of the first refused prompt is raised."""
     client, log = service.client, state["log"]
     shared = {"pieces": pieces, "owner": state["owner"], "taps": taps, "energy": energy, "marks": marks}
     shared["session"] = state.get("session", "")
+    shared["lora"] = service.adapters.by_name.get(model)
     # the log line of a client that leaves before the streams are open
     log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
     log["completion_tokens"] = 0

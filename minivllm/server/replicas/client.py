@@ -30,6 +30,7 @@ from .routing import Routing, block_keys
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
+    from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.params import SamplingParams
 
 SLOW = 5.0  # seconds in which a replica must report its statistics
@@ -291,6 +292,17 @@ class ReplicaClient(EngineClient):
             if done:
                 self.routing.emptied(one.number)
         return all(answers)
+
+    async def load_adapter(self, adapter: LoRARequest) -> None:
+        """Load an adapter in all replicas.  A replica that does not answer loads it with its first request."""
+        loads = (one.load_adapter(adapter) for one in self.replicas if one.accepts)
+        ended = await asyncio.gather(*loads, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
+                raise error
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._each(lambda one: one.unload_adapter(name))
 
     async def profile(self, start: bool) -> str:
         """Start or end a profile of replica 0, which stands for the others."""
