@@ -161,7 +161,7 @@ class EngineClient:
         With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
         when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
-        ``pooling`` requests an embedding (``Stream.tapped``).  Several engines read ``session``.  ``lora`` is an adapter.
+        ``pooling`` requests an embedding (``Stream.tapped``).  Replicas read ``session``.  ``lora`` names an adapter.
         Raise RequestError if the engine refuses the request, and EngineDeadError if no engine accepts requests.
         """
         self._check_open()
