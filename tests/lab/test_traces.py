@@ -8,10 +8,15 @@ import json
 import numpy as np
 import pytest
 
+from minivllm.core.engine.sessions import number_of
 from minivllm.errors import ConfigError
+from minivllm.lab.replay.serve import ServeSizes, serve
+from minivllm.lab.simulate.drive import _Record
 from minivllm.lab.traces import write
 from minivllm.lab.traces.presets import PRESETS
 from minivllm.lab.traces.read import FOLDER, SAMPLES, read_trace
+from minivllm.plugins.evictor.lru import Lru
+from minivllm.plugins.scheduler.fcfs import Fcfs
 
 BURSTGPT = "Timestamp,Request tokens,Response tokens"
 GENERATED = "synthetic:like=chat,requests=30,seed=4,node=40,longest=2000,rate=9"
@@ -117,3 +122,53 @@ def test_times_are_those_of_their_offsets_and_a_byte_order_mark_is_no_column(tmp
     path.write_text(text.replace(stamps[1], "noon"))
     with pytest.raises(ConfigError, match=r"a.csv:3: 'noon' is no time; expected a time and two numbers"):
         read_trace(str(path))
+
+
+def test_sessions_of_a_generated_trace_know_their_pauses_as_well_as_it_is_told():
+    text = "synthetic:requests=3000,seed=3,turns=8,think=5,think_spread=1,rate=4"
+    plain = read_trace(text)
+    for known in (0.0, 0.5, 1.0):
+        trace = read_trace(f"{text},known={known}")
+        for name in ("arrival", "prompt", "output", "runs", "session"):
+            assert (getattr(trace, name) == getattr(plain, name)).all(), "known changes no request"
+        real, expected = [], []
+        for number in np.unique(trace.session):
+            of_session = np.flatnonzero(trace.session == number)
+            real += np.diff(trace.arrival[of_session]).tolist()
+            expected += trace.next_s[of_session[:-1]].tolist()
+        if known in (0.0, 1.0):
+            assert np.allclose(expected, 5.0 if known == 0 else real)
+        else:  # the correlation of the logarithms is the square root of the known share of the variance
+            assert abs(np.corrcoef(np.log(real), np.log(expected))[0, 1] - known**0.5) < 0.05
+
+
+def test_single_requests_have_no_session_and_parts_keep_the_columns():
+    trace = read_trace("synthetic:requests=2000,seed=3,turns=10,think=0.5,single=0.9,single_question=900,depth=0")
+    single = trace.session < 0
+    assert trace.session_of(int(np.flatnonzero(single)[0])) is None
+    assert 0.35 < single.mean() < 0.6  # 9 of 10 conversations, each with a tenth of the requests
+    assert 800 < np.median(trace.prompt[single]) < 1000
+    half = trace.part(500, 900)
+    i = int(np.flatnonzero(half.session >= 0)[0])
+    facts = half.session_of(i)
+    assert facts.id == str(trace.session[500 + i]) and facts.next_s == trace.next_s[500 + i]
+    for problem in ("known=1.5", "single=2"):
+        with pytest.raises(ConfigError, match="expected a share from 0 to 1"):
+            read_trace(f"synthetic:{problem}")
+
+
+def test_a_replay_and_a_simulation_send_the_sessions_of_a_trace():
+    trace = read_trace("synthetic:requests=40,turns=4,question=40,answer=8,node=30")
+    seen = []
+
+    class Reads(Lru):
+        def ended(self, keys, turn):
+            seen.append((turn.session, turn.next_s))
+
+    sizes = ServeSizes(4, 512, 4096, 16, 400)
+    serve(trace, sizes, lambda ctx: Fcfs(None, ctx), lambda ctx: Reads(None, ctx))
+    numbers = [number_of(("", ""), str(n)) for n in trace.session.tolist()]
+    assert sorted(seen) == sorted(zip(numbers, trace.next_s.tolist(), strict=True))
+    record = _Record(trace, 0.0)
+    sent = [record.request(i, trace.tokens(i), 0.0, False).params.session for i in range(len(trace))]
+    assert sent == [trace.session_of(i) for i in range(len(trace))]

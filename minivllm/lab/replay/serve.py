@@ -388,7 +388,8 @@ def _add(engine: Engine, trace: Trace, i: int, ended: Callable[[Request], None])
     """Add request i to the engine, and return False if the engine refuses it as too long for the model or the cache."""
     output = int(trace.output[i])
     arrival = float(trace.arrival[i])
-    params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, seed=i)
+    session = trace.session_of(i)
+    params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, seed=i, session=session)
     request = Request(str(i), trace.tokens(i), params, arrival, on_done=ended)
     try:
         engine.add(request)

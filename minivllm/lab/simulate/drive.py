@@ -118,6 +118,7 @@ class _Record:
 
     def __init__(self, trace: Trace, base: float) -> None:
         n = len(trace)
+        self.trace = trace
         self.base = base
         self.lengths = trace.output.tolist()
         self.first = np.full(n, np.nan)
@@ -130,6 +131,7 @@ class _Record:
         """Return request i of the trace, with the length of its answer for the scheduler if ``known_length``."""
         params = self.params.ending_after(self.lengths[i])  # five times as fast as the checks of new parameters
         params.seed = i
+        params.session = self.trace.session_of(i)
         params.expected_tokens = self.lengths[i] if known_length else None
         return Request(str(i), prompt, params, due, on_done=self.end)
 

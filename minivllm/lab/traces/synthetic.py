@@ -36,6 +36,9 @@ class Synthetic:
     turns: float = 3.0  # mean number of turns of a conversation (geometric distribution)
     think: float = 60.0  # from a request's arrival to the next request of its conversation, median
     think_spread: float = 1.0
+    known: float = 0.5  # share of the variance of the logarithm of this time that the client knows (``Trace.next_s``)
+    single: float = 0.0  # share of conversations of one request, whose clients send no facts of sessions
+    single_question: int = 2000  # median
     question: int = 200  # median
     answer: int = 200  # median
     spread: float = 0.8
@@ -49,12 +52,16 @@ class Synthetic:
         for f in fields(self):
             value = getattr(self, f.name)
             low: float = 1
-            if f.name in ("seed", "zipf", "think_spread", "spread", "depth"):
+            if f.name in ("seed", "zipf", "think_spread", "known", "single", "spread", "depth"):
                 low = 0
             if f.name in ("rate", "burst", "think"):
                 low = 1e-6
             if not low <= value < 2**31:
                 raise ConfigError(f"synthetic: {f.name}={shown(value)}: expected at least {low:g}, and below 2**31")
+        for name in ("known", "single"):
+            share = getattr(self, name)
+            if share > 1:
+                raise ConfigError(f"synthetic: {name}={shown(share)}: expected a share from 0 to 1")
         if self.requests > 10_000_000 or self.depth * math.log2(self.fan) > 24:
             raise ConfigError(
                 "synthetic: expected at most 10,000,000 requests and a tree of at most 16,777,216 leaves (fan ** depth)"
@@ -102,8 +109,11 @@ class _Generator:
         self.child_shares = weights / weights.sum()
         self.nodes: dict[tuple[int, ...], Run] = {}  # path -> run
         self.contents = 0
-        # (arrival, prompt tokens, output tokens, content number of the answer, runs of the prompt)
-        self.requests: list[tuple[float, int, int, int, list[Run]]] = []
+        self.guesses = np.random.default_rng((s.seed, 1))  # so that ``known`` changes no request
+        self.conversations = 0
+        # (arrival, prompt tokens, output tokens, content number of the answer, runs of the prompt, number of the
+        # conversation, expected seconds to its next request)
+        self.requests: list[tuple[float, int, int, int, list[Run], int, float]] = []
 
     def arrivals(self) -> list[float]:
         """Return the arrivals of all requests."""
@@ -130,16 +140,43 @@ class _Generator:
         """Draw the requests of a conversation that begins at ``start`` seconds."""
         prompt = self.draw_prefix()
         arrival = start
-        for _ in range(int(self.rng.geometric(1 / self.s.turns))):
-            question = self.draw_run(self.s.question)
+        self.conversations += 1
+        turns = int(self.rng.geometric(1 / self.s.turns))
+        session = self.conversations
+        median = self.s.question
+        if self.is_single():
+            turns = 1
+            session = -1
+            median = self.s.single_question
+        for _ in range(turns):
+            question = self.draw_run(median)
             answer, output = self.draw_run(self.s.answer)
             prompt = [*prompt, question]
             total = sum(tokens for _, tokens in prompt)
             if total + output > self.s.longest:
                 return
-            self.requests.append((arrival, total, output, answer, prompt))
+            deviation = float(self.rng.standard_normal())
+            expected = self.pause(self.guess(deviation))
+            self.requests.append((arrival, total, output, answer, prompt, session, expected))
             prompt = [*prompt, (answer, output)]
-            arrival += self.s.think * float(np.exp(self.s.think_spread * self.rng.standard_normal()))
+            arrival += self.pause(deviation)
+
+    def is_single(self) -> bool:
+        """Draw whether a conversation has one request."""
+        share = self.s.single
+        return share > 0 and self.guesses.random() < share
+
+    def pause(self, deviation: float) -> float:
+        """Return the seconds between two requests of a conversation for a standard normal deviation."""
+        factor = np.exp(self.s.think_spread * deviation)
+        return self.s.think * float(factor)
+
+    def guess(self, deviation: float) -> float:
+        """Draw the deviation that a client expects: the mean of the deviations, given the part that it knows."""
+        known = self.s.known
+        noise = float(self.guesses.standard_normal())
+        spread = math.sqrt(known * (1 - known))
+        return known * deviation + spread * noise
 
 
 def generate(s: Synthetic) -> Trace:

@@ -7,13 +7,15 @@ equal text.  The answer of a request has a content number too, so that the next 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from minivllm.core.interfaces.session import Session
 from minivllm.errors import ConfigError
 
+COLUMNS = ("arrival", "prompt", "output", "answer", "session", "next_s")
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: the odd multiplier of both hashes below
 
 
@@ -36,16 +38,30 @@ class Trace:
     first: np.ndarray  # i64 [n + 1]
     runs: np.ndarray  # i32 [total, 2] content number, tokens
     unit: int = 0
+    # Both columns are empty for a trace that does not tell sessions apart.
+    session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # i32 [n] number, -1 for none
+    # f64 [n] seconds to the next request of the session that a client expects
+    next_s: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     def __len__(self) -> int:
         return len(self.arrival)
 
     def part(self, start: int, stop: int) -> Trace:
         """Return requests [start, stop) as a trace that begins at time 0 and shares ``runs`` with this one."""
-        columns = {name: getattr(self, name)[start:stop] for name in ("arrival", "prompt", "output", "answer")}
+        columns = {name: getattr(self, name)[start:stop] for name in COLUMNS}
         if stop > start:
             columns["arrival"] = columns["arrival"] - columns["arrival"][0]
         return replace(self, **columns, first=self.first[start : stop + 1])
+
+    def session_of(self, i: int) -> Session | None:
+        """Return the facts of request i's session; None if it has none."""
+        if not len(self.session):
+            return None
+        number = int(self.session[i])
+        if number < 0:
+            return None
+        expected = float(self.next_s[i])
+        return Session(str(number), next_s=expected)
 
     def tokens(self, i: int) -> np.ndarray:
         """Return the content numbers of request i's prompt, i32 [tokens]."""
@@ -106,11 +122,21 @@ def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
 
 
 def build(
-    name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: Sequence[Any], *, unit: int = 0
+    name: str,
+    arrival: Any,
+    prompt: Any,
+    output: Any,
+    answer: Any,
+    runs: Sequence[Any],
+    session: Any = (),
+    next_s: Any = (),
+    *,
+    unit: int = 0,
 ) -> Trace:
     """Return a trace, sorted by arrival, from one list per column.
 
-    ``runs`` holds a list of (content number, tokens) per request.  The first request arrives at time 0.  Raise
+    ``runs`` holds a list of (content number, tokens) per request; ``session`` and ``next_s`` are empty without
+    sessions.  The first request arrives at time 0.  Raise
     ConfigError for a trace without requests, or a request without a prompt token or an output token.
     """
     seconds = np.asarray(arrival, np.float64)
@@ -128,4 +154,9 @@ def build(
     flat = np.array([run for prompt_runs in ordered for run in prompt_runs], np.int32)
     seconds = seconds[order]
     seconds -= seconds[0]
-    return Trace(name, seconds, prompts, outputs, answers, first, flat.reshape(-1, 2), unit)
+    sessions = np.asarray(session, np.int32)
+    pauses = np.asarray(next_s, np.float64)
+    if len(sessions):
+        sessions = sessions[order]
+        pauses = pauses[order]
+    return Trace(name, seconds, prompts, outputs, answers, first, flat.reshape(-1, 2), unit, sessions, pauses)
