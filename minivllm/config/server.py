@@ -44,7 +44,8 @@ class ServerConfig(Strict):
     )
     admin: bool = Field(
         False,
-        description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state, the field taps, lora_dir",
+        description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state, /cache/..., the field "
+        "taps, lora_dir",
     )
     page: bool = Field(True, description="serve the page at / (chat and live engine) and the page at /docs (API)")
     live_interval: float = Field(0.25, ge=0.1, description="time between two states of the engine on open pages")
@@ -53,6 +54,7 @@ class ServerConfig(Strict):
         [], max_length=4096, description="adapters to serve, each as NAME=FOLDER; requests send the name as model"
     )
     lora_dir: str | None = Field(None, description="folder within which operators may load adapters while it runs")
+    prefix_dir: str | None = Field(None, description="folder of the files of exported prefixes, for /cache/...")
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
     tool_parser: str = Field(
         "auto",
@@ -163,6 +165,8 @@ class ServerConfig(Strict):
                 refuse(f"lora_modules.{number}", f"lora_modules: {module[:80]!r}: expected NAME=FOLDER")
             if name in (*names[:number], *self.served_model_name):
                 refuse(f"lora_modules.{number}", f"lora_modules: the name {name[:80]!r} is there twice")
+        if self.prefix_dir is not None and not self.admin:
+            refuse("prefix_dir", "prefix_dir without server.admin: set both, or neither")
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
                 if getattr(self, name):

@@ -417,11 +417,9 @@ class LLM(FrontDoor):
 
     def _salt(self, ids: np.ndarray, params: SamplingParams) -> tuple[str, ...]:
         """Return the salt of a request for one token after a prompt i32 [n]."""
-        from minivllm.core.engine.request import Request
-        from minivllm.core.engine.request_checks import salt_of
+        from minivllm.core.engine.request_checks import salt_of_prompt
 
-        request = Request("", ids, params, 0.0, end=len(ids) + 1)
-        return salt_of(request, self.engine.wiring)
+        return salt_of_prompt(ids, params, self.engine.wiring)
 
     def start_profile(self) -> None:
         """Start a torch profiler trace of everything that the executor runs."""

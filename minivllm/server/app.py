@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 from minivllm.errors import describe_error
 
-from . import compat, errors, operations
+from . import compat, errors, operations, prefixes
 from .anthropic import messages
 from .embedding import routes as embedding
 from .errors import ApiError
@@ -44,6 +44,8 @@ from .openai.bodies import (
     OllamaGenerateBody,
     OllamaModelBody,
     OllamaPromptEmbedBody,
+    PrefixBody,
+    PrefixFileBody,
     RerankBody,
     ResponsesBody,
     ScoreBody,
@@ -125,12 +127,24 @@ _OPERATIONS: Routes = (
     ("/replicas/update", replicas.update, "POST"),
     ("/replicas/{number}/drain", replicas.drain, "POST"),
     ("/replicas/{number}/resume", replicas.resume, "POST"),
+    ("/cache/prefixes", prefixes.names, "GET"),
+    ("/cache/prefixes/{name}", prefixes.drop, "DELETE"),
+    ("/cache/verify", prefixes.verify, "POST"),
+)
+_SAVED: Routes = (
+    ("/cache/prefixes", prefixes.save, "POST", PrefixBody),
+    ("/cache/prefixes/{name}/export", prefixes.export, "POST", PrefixFileBody),
+    ("/cache/import", prefixes.add, "POST", PrefixFileBody),
 )
 _ADAPTERS: Routes = (
     ("/v1/load_lora_adapter", operations.load_adapter, "POST", LoadAdapterBody, (TEXT,), BODY_ERRORS),
     ("/v1/unload_lora_adapter", operations.unload_adapter, "POST", UnloadAdapterBody, (TEXT,), BODY_ERRORS),
 )
-ADMIN: Routes = (*((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS), *_ADAPTERS)
+ADMIN: Routes = (
+    *((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS),
+    *((*operation, (JSON,), BODY_ERRORS) for operation in _SAVED),
+    *_ADAPTERS,
+)
 # columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
 PROBES = (
     ("/health", "health", "GET"),

@@ -550,6 +550,15 @@ class Engine:
             self._die(str(e))
             raise
 
+    @alone
+    def settle(self) -> None:
+        """Collect the steps in flight.  A fault of the executor or the cache ends the engine."""
+        try:
+            self.collect(0)
+        except Exception as e:
+            self._die(str(e) if isinstance(e, MinivllmError) else describe_error(e))
+            raise
+
     def named_prefixes(self) -> NamedPrefixes:
         """Return the prefixes with names.  RequestError if no tier keeps names, or while steps are in flight."""
         tiers = self.cache.tiers

@@ -20,6 +20,8 @@ from .taps import check_taps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
+
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.sampling import Column, Processor, Row, Sampler
@@ -190,6 +192,14 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
     check_taps(request, engine.wiring, engine.capacity, engine.executor)
     check_pooling(request, engine.capacity.hidden, engine.executor)
     return started
+
+
+def salt_of_prompt(ids: np.ndarray, params: SamplingParams, wiring: Wiring) -> tuple[str, ...]:
+    """Return the salt of a request for one token after a prompt i32 [n]."""
+    from .request import Request
+
+    request = Request("", ids, params, 0.0, end=len(ids) + 1)
+    return salt_of(request, wiring)
 
 
 def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:

@@ -299,6 +299,18 @@ class EngineClient:
         """Forget an adapter by its name.  An unknown name is ignored."""
         await self._ask("unload_adapter", name=name)
 
+    async def prefixes(self) -> dict[str, Any]:
+        """Return the ``tokens`` of the named prefixes by name, and the ``store`` that keeps them, with ``options``."""
+        return await self._ask("prefixes")
+
+    async def save_prefix(self, name: str, ids: list[int], tenant: str, cache_salt: str | None) -> int:
+        """Keep the blocks of a prompt that was computed under a name, and return the number of their tokens."""
+        return await self._ask("save_prefix", name=name, ids=ids, tenant=tenant, cache_salt=cache_salt)
+
+    async def drop_prefix(self, name: str) -> None:
+        """Forget the name of a prefix."""
+        await self._ask("drop_prefix", name=name)
+
     async def profile(self, start: bool) -> str:
         """Start a trace of the torch profiler, or end it, and return the path of the file that the end writes."""
         if start:

@@ -38,6 +38,7 @@ import numpy as np
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.owners import owner_count
 from minivllm.core.engine.request import Request, Seq
+from minivllm.core.engine.request_checks import salt_of_prompt
 from minivllm.core.engine.scores import Scores
 from minivllm.core.external_calls import refusal
 from minivllm.core.interfaces.adapters import LoRARequest
@@ -375,6 +376,22 @@ class EngineLoop(TurnLoop):
     def _ask_reset_prefix_cache(self) -> bool:
         self.engine.reset_prefix_cache()
         return True
+
+    def _ask_prefixes(self) -> dict[str, Any]:
+        self.engine.settle()
+        named = self.engine.named_prefixes()
+        store = self.engine.wiring.cache.stores[named.tier]
+        return {"tokens": named.tokens(), "store": store.name, "options": dict(store.options)}
+
+    def _ask_save_prefix(self, name: str, ids: list[int], tenant: str, cache_salt: str | None) -> int:
+        self.engine.settle()
+        params = SamplingParams(max_tokens=1, tenant=tenant, cache_salt=cache_salt)
+        tokens = np.array(ids, np.int32)
+        return self.engine.save_prefix(name, tokens, salt_of_prompt(tokens, params, self.engine.wiring))
+
+    def _ask_drop_prefix(self, name: str) -> None:
+        self.engine.settle()
+        self.engine.drop_prefix(name)
 
     def _ask_profile(self, start: bool, path: str) -> str:
         if start:

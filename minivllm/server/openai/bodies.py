@@ -33,6 +33,8 @@ from .field_table import (
     OLLAMA_GENERATE,
     OLLAMA_MODEL,
     OLLAMA_PROMPT_EMBED,
+    PREFIX,
+    PREFIX_FILE,
     REQUIRED,
     RERANK,
     RESPONSES,
@@ -95,6 +97,8 @@ OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
 OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
 PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)
 EmbedBody = _model("EmbedBody", PooledBody, EMBED)
+PrefixBody = _model("PrefixBody", Body, PREFIX)
+PrefixFileBody = _model("PrefixFileBody", Body, PREFIX_FILE)
 RerankBody = _model("RerankBody", PooledBody, RERANK)
 ScoreBody = _model("ScoreBody", PooledBody, SCORE)
 UnloadAdapterBody = _model("UnloadAdapterBody", Body, LOAD_ADAPTER, UNLOAD_ADAPTER)

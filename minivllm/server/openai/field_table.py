@@ -30,6 +30,7 @@ OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "
 OLLAMA_EMBED, OLLAMA_PROMPT_EMBED = "ollama_embed", "ollama_embeddings"
 EMBED, RERANK, SCORE = "embed", "rerank", "score"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "load adapter", "unload adapter"
+PREFIX, PREFIX_FILE = "prefix", "prefix_file"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -391,6 +392,12 @@ OLLAMA_EMBED_ONLY = {
     "truncate": (BOOL, "cut the end of a text that is too long; default true"),
     "dimensions": (INT, "number of values to keep, the first ones"),
 }
+SAVED_PREFIX = {
+    "name": (TEXT, "1 to 60 bytes"),
+    "prompt": (PROMPT, "text or token ids"),
+    "tenant": (TEXT, "whose requests find the prefix: key-0 is the first API key; absent: the key of this request"),
+    "cache_salt": (TEXT, "only requests with the same salt find the prefix"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -416,6 +423,8 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (LOAD_ADAPTER, UNLOAD_ADAPTER): {"lora_name": (TEXT, "name of the adapter, which requests send as model")},
     (LOAD_ADAPTER,): {"lora_path": (TEXT, "folder of the adapter, within the server's lora_dir")},
     (UNLOAD_ADAPTER,): {"lora_int_id": (INT, "vLLM's number of the adapter; it has no effect")},
+    (PREFIX,): SAVED_PREFIX,
+    (PREFIX_FILE,): {"file": (TEXT, "name of a tar file in server.prefix_dir")},
 }
 
 PARAMETERS = (
