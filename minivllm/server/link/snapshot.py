@@ -193,15 +193,16 @@ def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
     """Return the columns of the given sequences.  Times are in seconds before now, None for what has not happened."""
     slots = engine.slots
     requests = [seq.request for seq in seqs]
-    at = [seq.slot for seq in seqs]
-    known = [int(slots.known[slot]) if slot >= 0 else seq.known for slot, seq in zip(at, seqs, strict=True)]
-    computed = [int(slots.computed[slot]) if slot >= 0 else 0 for slot in at]
-    blocks = [int(slots.blocks[0, slot]) if slot >= 0 else 0 for slot in at]
+    at = np.array([seq.slot for seq in seqs], np.intp)
+    runs = at >= 0  # the columns of other rows are those of slot -1, which are not used
+    known = np.where(runs, slots.known[at], [seq.known for seq in seqs]).tolist()
+    computed = np.where(runs, slots.computed[at], 0).tolist()
+    blocks = np.where(runs, slots.blocks[0, at], 0).tolist()
     return {
         "id": [request.id for request in requests],
         "owner": [request.owner for request in requests],
         "sample": [seq.sample for seq in seqs],
-        "running": [slot >= 0 for slot in at],
+        "running": runs.tolist(),
         "prompt": [len(request.prompt) for request in requests],
         "cached": [request.cached_tokens for request in requests],
         "known": known,
@@ -209,10 +210,17 @@ def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
         "end": [request.end for request in requests],
         "blocks": blocks,
         "preempted": [seq.preempted for seq in seqs],
-        "arrival": [_before(request.arrival, now) for request in requests],
-        "scheduled": [_before(request.scheduled, now) for request in requests],
-        "first": [_before(request.first_token, now) for request in requests],
+        "arrival": _ages([request.arrival for request in requests], now),
+        "scheduled": _ages([request.scheduled for request in requests], now),
+        "first": _ages([request.first_token for request in requests], now),
     }
+
+
+def _ages(times: list[float | None], now: float) -> list[float | None]:
+    """Return the seconds from each time until now, as ``_before`` does, at once."""
+    if None in times:
+        return [_before(at, now) for at in times]
+    return np.round(now - np.array(times, np.float64), 3).tolist()
 
 
 def _before(at: float | None, now: float) -> float | None:
