@@ -16,8 +16,8 @@ from typing import Any
 
 from minivllm.config import load_config
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.link.live_states import LiveStates
+from minivllm.server.link.process_client import ProcessClient
 
 SIMULATED = {"name": "sim", "options": {"step_ms": 0.0}}
 

@@ -169,6 +169,9 @@ def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: 
     sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     sub.add_argument("--system", help="a system message")
+    sub.add_argument("--url", help="talk to a server with OpenAI's API, such as http://127.0.0.1:8000")
+    text = "key of the server (default: MINIVLLM_API_KEY or OPENAI_API_KEY)"
+    sub.add_argument("--api-key", metavar="KEY", help=text)
     text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
     sub = command("run", "cli.commands:run", text, wiring, record)
     sub.add_argument("file", help="TOML, YAML or JSON with a [run] table, or a run.json that --record wrote")

@@ -1,24 +1,41 @@
-"""``minivllm chat``: a conversation in the terminal.  Each line of standard input, also of a pipe, is a message."""
+"""``minivllm chat``: a conversation in the terminal, with an engine in this process or with a server (``--url``).
+
+Each line of standard input, also of a pipe, is a message.  On a terminal Ctrl-C stops the answer only.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.cli.commands import read_stdin, with_flags, write_stream
+from minivllm import files
+from minivllm.cli.chat_input import make_reader
+from minivllm.cli.chat_sources import KINDS, Local, Server, Source
+from minivllm.cli.commands import with_flags
 from minivllm.cli.common import check_one_model, load, open_llm
-from minivllm.errors import RequestError, shown
+from minivllm.errors import ConfigError, MinivllmError, RequestError, ResourceError, shown, suggest
 
 HELP = """\
 /help          show these commands
 /reset         forget the conversation
 /system TEXT   set the system message, and forget the conversation
+/set           show the sampling parameters; /set NAME VALUE changes one, /set NAME default removes it
+/save FILE     write the conversation as JSON
+/load FILE     read a conversation that /save wrote
+/why           show why the last answer took so long: waiting, prefix hits, tokens
+/stats         show figures of the engine or the server
 /exit          end, as an empty line or Ctrl-D does
-//TEXT         send a message that begins with a slash"""
+//TEXT         send a message that begins with a slash
+Three quotes (\"\"\") begin and end a message of several lines."""
+COMMANDS = ("/help", "/reset", "/clear", "/system ", "/set ", "/save ", "/load ", "/why", "/stats", "/exit")
 ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
+ROLES = ("user", "assistant")
+STOPPED = "The answer was stopped; it is part of the conversation as far as it came."
 
 
 def say(text: str) -> None:
@@ -43,19 +60,29 @@ class Conversation:
         """Add a finished turn."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-    def command(self, line: str) -> bool:
+    def command(self, line: str, source: Source) -> bool:
         """Run a line that is a command.  Returns False for a line that is a message."""
         word, _, rest = line.partition(" ")
-        word = ALIASES.get(word, word)
-        if word == "/help":
+        word, rest = ALIASES.get(word, word), rest.strip()
+        run = {"/set": self._set, "/save": self._save, "/load": self._load}.get(word)
+        if run is not None:
+            try:
+                run(rest, source)
+            except MinivllmError as exc:
+                say(f"minivllm: error: {exc}")
+        elif word == "/help":
             say(HELP)
         elif word == "/reset":
             self.turns.clear()
             say("The conversation is empty.")
         elif word == "/system":
-            self.system = rest.strip()
+            self.system = rest
             self.turns.clear()
             say("The system message is set." if self.system else "There is no system message.")
+        elif word == "/why":
+            say("There is no answer yet." if source.last is None else source.last.why())
+        elif word == "/stats":
+            say(_table(source.stats()))
         elif word == "/exit":
             self.ended = True
         elif re.fullmatch(r"/[A-Za-z?]+", line):  # a path or a sentence is a message
@@ -64,48 +91,152 @@ class Conversation:
             return False
         return True
 
+    def _set(self, rest: str, source: Source) -> None:
+        """Show or change the sampling parameters."""
+        name, _, text = rest.partition(" ")
+        text = text.strip()
+        if not name:
+            say(_table({name: source.sampling.get(name, "default") for name in KINDS}))
+            return
+        if name not in KINDS:
+            hint = suggest(name, KINDS)
+            raise RequestError(f"/set {shown(name)}: expected one of {', '.join(KINDS)}.{hint}", name)
+        changed = {**source.sampling}
+        if text in ("", "default"):
+            changed.pop(name, None)
+        else:
+            changed[name] = _number(name, text)
+        source.check(changed)
+        source.sampling = changed
+        say(f"{name} is {text or 'default'}.")
+
+    def _save(self, path: str, source: Source) -> None:
+        """Write the conversation to a file that is not there yet."""
+        if not path:
+            raise ConfigError("/save: expected the name of a file")
+        data = {"system": self.system, "messages": self.turns, "sampling": source.sampling}
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                json.dump(data, file, ensure_ascii=False, indent=1, default=str)
+        except FileExistsError:
+            raise ConfigError(f"/save {shown(path)}: the file is there already; choose another name") from None
+        except OSError as exc:
+            raise ResourceError(f"/save {shown(path)}: {exc.strerror}") from None
+        say(f"{len(self.turns)} messages are in {path}.")
+
+    def _load(self, path: str, source: Source) -> None:
+        """Read a conversation, in place of the present one."""
+        if not path:
+            raise ConfigError("/load: expected the name of a file")
+        text = files.read_given(path, name=f"/load {shown(path)}")
+        try:
+            found = json.loads(text)
+            turns = [{"role": turn["role"], "content": turn["content"]} for turn in found["messages"]]
+            system = found.get("system", "")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(f"/load {shown(path)}: expected a file that /save wrote") from None
+        plain = all(turn["role"] in ROLES and isinstance(turn["content"], str) for turn in turns)
+        if not plain or not isinstance(system, str):
+            raise ConfigError(f"/load {shown(path)}: expected messages of user and assistant with texts")
+        self.system, self.turns = system, turns
+        say(f"{len(turns)} messages are loaded.")
+
+
+def _number(name: str, text: str) -> Any:
+    """Return the value of a sampling parameter.  RequestError for another text."""
+    try:
+        return KINDS[name](text)
+    except ValueError:
+        kind = "a whole number" if KINDS[name] is int else "a number"
+        raise RequestError(f"/set {name} {shown(text)}: expected {kind}, or default", name) from None
+
+
+def _table(values: dict[str, Any]) -> str:
+    """Return values as lines, without those that are tables themselves."""
+    plain = {name: value for name, value in values.items() if not isinstance(value, (dict, list))}
+    width = max(map(len, plain), default=0)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in plain.items())
+
 
 def chat(args: argparse.Namespace) -> int:
     """Answer each line of standard input until it ends; return the exit code."""
-    from minivllm.core.interfaces.params import SamplingParams
-
     check_one_model(args)
+    if args.url is not None:
+        source = server_of(args)
+        talk(args, source)
+        return 0
+    if args.api_key is not None:
+        raise ConfigError("--api-key without --url: an engine in this process needs no key")
     loaded = with_flags(args, load(args))
-    SamplingParams.make(**loaded.sampling)  # raises for wrong parameters before the model is loaded
-    terminal = sys.stdin is not None and sys.stdin.isatty()
-    talk = Conversation(args.system or "")
+    local = Local(None, dict(loaded.sampling))
+    local.check(local.sampling)  # raises for wrong parameters before the model is loaded
     with open_llm(loaded, args) as llm:
         sampling = {"max_tokens": None}  # an answer ends where the model ends it, or where the context is full
-        sampling |= llm.resolved.sampling
-        sampling |= loaded.sampling
-        params = SamplingParams.make(**sampling)
-        if terminal:
-            say("An empty line or Ctrl-D ends; /help shows the commands.")
-        while not talk.ended:
-            if terminal:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = read_stdin(sys.stdin.readline)
-            message = line.strip()
-            if not line or (terminal and not message):
-                break
-            if not message or talk.command(message):
-                continue
-            if message.startswith("//"):
-                message = message[1:]
-            answer_line(llm, talk, message, params, terminal)
+        local.sampling = {**sampling, **llm.resolved.sampling, **loaded.sampling}
+        local.llm = llm
+        talk(args, local)
     return 0
 
 
-def answer_line(llm: Any, talk: Conversation, text: str, params: Any, terminal: bool) -> None:
+def server_of(args: argparse.Namespace) -> Server:
+    """Return the server of ``--url``.  ConfigError for flags of an engine."""
+    engine_flags = {"--config": args.config, "--set": args.set, "--allow-target": args.allow_target}
+    engine_flags |= {"--hf-overrides": args.hf_overrides, "--record": args.record, "--regex": args.regex}
+    for flag, value in engine_flags.items():
+        if value:
+            raise ConfigError(f"{flag} with --url: it is for an engine in this process; leave one of them out")
+    key = args.api_key or os.environ.get("MINIVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
+    sampling = {name: getattr(args, name) for name in (*KINDS, "stop") if getattr(args, name) is not None}
+    if args.json_schema is not None:
+        text = files.read_given(args.json_schema, name=f"--json-schema: {args.json_schema}")
+        try:
+            schema = json.loads(text)
+        except ValueError as exc:
+            raise ConfigError(f"--json-schema {args.json_schema}: expected JSON: {exc}") from None
+        sampling["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return Server(args.url, key, args.model, sampling, write)
+
+
+def write(text: str) -> None:
+    """Write a part of an answer to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def talk(args: argparse.Namespace, source: Source) -> None:
+    """Read messages and answer them until the input ends."""
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    conversation = Conversation(args.system or "")
+    read = make_reader(terminal, COMMANDS)
+    if terminal:
+        say("An empty line or Ctrl-D ends; /help shows the commands.")
+    while not conversation.ended:
+        message = read()
+        if message is None or (terminal and not message):
+            break
+        if not message or conversation.command(message, source):
+            continue
+        if message.startswith("//"):
+            message = message[1:]
+        answer_line(source, conversation, message, terminal)
+
+
+def answer_line(source: Source, conversation: Conversation, text: str, terminal: bool) -> None:
     """Write the answer to a message and add both to the conversation.
 
-    A refused message is reported on a terminal, where the conversation continues.  Without a terminal it raises
-    RequestError.
+    On a terminal a refused message is reported, and an interrupt stops the answer; the conversation continues.
+    Without a terminal both raise.
     """
     try:
-        pieces = llm.chat_stream(talk.with_question(text), params)
-        talk.keep(text, write_stream(pieces, llm.engine, params.max_tokens))
-    except RequestError as exc:
+        answer = source.answer(conversation.with_question(text))
+        conversation.keep(text, answer)
+    except (RequestError, ResourceError) as exc:
         if not terminal:
             raise
         say(f"minivllm: error: {exc}")
+    except KeyboardInterrupt:
+        if not terminal:
+            raise
+        conversation.keep(text, source.partial)
+        write("\n")
+        say(STOPPED)

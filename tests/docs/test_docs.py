@@ -61,6 +61,7 @@ def here(tmp_path, monkeypatch):
 PAGES = {
     "quickstart": 7,
     "page": 0,
+    "terminal": 0,
     "options": 4,
     "sampling": 6,
     "python": 7,
