@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
+from . import adapters
 from .configs import VOCAB
 from .functions import GRAMMARS
 
@@ -32,6 +33,8 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
     of which there are at least half as many."""
     while True:
         prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
+        if not engine.get("enable_lora"):
+            params.pop("adapter", None)
         fits = len(prompt) + 8 < engine["max_model_len"] and rows(params) <= engine["max_num_seqs"]
         size = len(prompt) + width(params) * params["max_tokens"]
         if fits and (cap is None or cap / 2 <= size <= cap):
@@ -49,6 +52,9 @@ def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Para
     if tapped.random() < 0.2:
         add, beams = tapped.random() < 0.6, "beam_width" in params
         params["taps"] = {"seed": i, "add": add or beams, "read": not beams and (not add or tapped.random() < 0.5)}
+    adapted = random.Random(f"adapter {model} {sampler} {mode} {i}")
+    if adapted.random() < 0.5:
+        params["adapter"] = adapted.randint(1, adapters.COUNT)
     return prompt, params
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "14"
+VERSION = "15"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip
@@ -73,6 +73,7 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     drive = asks.weighted(rng, DRIVES)
     count = asks.weighted(rng, {1: 12, 2: 3, 3: 1})
     engines = [configs.draw(rng, device, dtype) for _ in range(count)]
+    engines = [configs.with_adapters(random.Random(f"adapters {seed} {i}"), e) for i, e in enumerate(engines)]
     waves = rng.choice([1, 1, 2, 3])
     made: list[Ask] = []
     # requests of like sizes, so that a pool that holds the largest of them is too small for two others: preemption

@@ -161,6 +161,14 @@ def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kvstore": stores if options["enable_prefix_caching"] else []}
 
 
+def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """Places for 1 to 8 adapters in some engines, with little host memory or enough for all."""
+    if rng.random() < 0.6:
+        return options
+    places = rng.choice([1, 1, 2, 3, 8])
+    return {**options, "enable_lora": True, "max_loras": places, "max_cpu_loras": rng.choice([places, places + 1, 16])}
+
+
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
     an answer does depend on is as in ``options``.  ``other``: one whose last bits are others, as norms and gates are
@@ -183,4 +191,5 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
         "max_num_batched_tokens": 8 if other else 1024,
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 200,
+        **({"enable_lora": True} if options.get("enable_lora") else {}),
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .adapters import lora_of
 from .cases import Ask, Case
 from .configs import VOCAB, device_defaults
 from .functions import sampling_params, taps_of
@@ -176,6 +177,9 @@ class Run:
     def _taps(self, ask: Ask) -> list[Any]:
         return taps_of(ask.params, self.engines[ask.engine].engine.capacity.taps)
 
+    def _lora(self, ask: Ask) -> Any:
+        return lora_of(ask.params, self.folder, self.case.engines[ask.engine]["model"])
+
     def _call(self, which: list[int]) -> None:
         from minivllm import RequestError
 
@@ -187,7 +191,9 @@ class Run:
             prompts = [{"prompt_token_ids": self.prompt_of(i)} for i in mine]
             try:
                 taps = [self._taps(a) for a in asks]
-                got = llm.generate(prompts, [self._params(a) for a in asks], use_tqdm=False, taps=taps)
+                loras = [self._lora(a) for a in asks]
+                made = [self._params(a) for a in asks]
+                got = llm.generate(prompts, made, use_tqdm=False, taps=taps, lora_request=loras)
             except RequestError as e:
                 for i in mine:
                     self.answers[i].refused = str(e)
@@ -207,7 +213,9 @@ class Run:
                 ask = self.case.asks[i]
                 prompt = {"prompt_token_ids": self.prompt_of(i)}
                 try:
-                    open_[i] = self.engines[ask.engine].stream(prompt, self._params(ask), self._taps(ask))
+                    open_[i] = self.engines[ask.engine].stream(
+                        prompt, self._params(ask), self._taps(ask), self._lora(ask)
+                    )
                 except RequestError as e:
                     self.answers[i].refused = str(e)
             turn += 1
@@ -248,7 +256,8 @@ class Run:
         ask, answer, pieces = self.case.asks[i], self.answers[i], 0
         await asyncio.sleep(0.003 * ask.delay)
         prompt = {"prompt_token_ids": self.prompt_of(i)}
-        stream = self.engines[ask.engine].generate(prompt, self._params(ask), taps=self._taps(ask))
+        more = {"taps": self._taps(ask), "lora_request": self._lora(ask)}
+        stream = self.engines[ask.engine].generate(prompt, self._params(ask), **more)
         task = asyncio.current_task()
         try:
             async with contextlib.aclosing(stream):

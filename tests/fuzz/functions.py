@@ -133,11 +133,11 @@ def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
 
 
 def sampling_params(params: dict[str, Any], vocab: int) -> Any:
-    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs; ``taps`` are
-    none of them."""
+    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs; ``taps`` and
+    ``adapter`` are none of them."""
     from minivllm import SamplingParams
 
-    made = {name: value for name, value in params.items() if name != "taps"}
+    made = {name: value for name, value in params.items() if name not in ("taps", "adapter")}
     if "allowed_tokens_fn" in made:
         made["allowed_tokens_fn"] = allowed(*made["allowed_tokens_fn"], vocab)
     if "choose_fn" in made:

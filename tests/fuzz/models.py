@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import adapters
 from .configs import VOCAB
 
 HEADS = {
@@ -74,6 +75,7 @@ def make(folder: Path) -> None:
     """Write each model, and a draft model that is often right: the model with noise, and without a window."""
     import torch
 
+    import minivllm.pocket
     from minivllm.testing import tiny
 
     def config(family: str, **more: Any) -> Any:
@@ -83,6 +85,7 @@ def make(folder: Path) -> None:
     for family, shape in SHAPES.items():
         model = tiny.tiny_model(config(family), seed=len(family))
         tiny.save(model, folder / family)
+        adapters.write(folder / family, model.state_dict(), transposed=family == "gpt2")
         whole: dict[str, Any] = {"use_sliding_window": False} if "use_sliding_window" in shape else {}
         if "layer_types" in shape:
             whole["layer_types"] = ["full_attention"] * len(shape["layer_types"])
@@ -95,6 +98,8 @@ def make(folder: Path) -> None:
             for p in draft.parameters():
                 p += 0.02 * torch.randn_like(p)
         tiny.save(draft, folder / f"{family}-draft")
+    pocket = Path(minivllm.pocket.__file__).parent / "model"
+    adapters.write(folder / "pocket", tiny.read_tensors(pocket))
     (folder / "done").touch()
 
 

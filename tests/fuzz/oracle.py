@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .adapters import lora_of
 from .configs import PLAIN, VOCAB, plain_of
 from .drive import Answer, Output, engine_options
 from .functions import sampling_params, taps_of
@@ -76,6 +77,7 @@ class Oracle:
         """What the request answers alone.  ``anew``: computed, whatever is known; ``other``: as ``plain_of``."""
         self.asked += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
+        options = {**options, "enable_lora": "adapter" in params}
         if len(prompt) + params["max_tokens"] <= options["max_model_len"]:  # where that ends it, it decides
             options = {**options, "max_model_len": PLAIN["max_model_len"]}
         plain = plain_of(options, self.device, other)
@@ -89,7 +91,8 @@ class Oracle:
             made = sampling_params(params, VOCAB[options["model"]])
             llm = self.engine(options, other)
             taps = taps_of(params, llm.tap_points())
-            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, False, taps)[0])
+            lora = lora_of(params, self.folder, options["model"])
+            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, False, taps, lora)[0])
             if anew:
                 return answer
             self.answers[key] = answer

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import functions
+from .adapters import lora_of
 from .configs import VOCAB, rounds
 from .drive import Output
 from .oracle import Oracle
@@ -68,9 +69,10 @@ class Ties:
         vocab = VOCAB[self.options["model"]]
         made = functions.sampling_params(asked, vocab)
         made.choose_fn = follow
-        llm = self.oracle.engine(self.options)
+        llm = self.oracle.engine({**self.options, "enable_lora": "adapter" in p})
+        lora = lora_of(p, self.oracle.folder, self.options["model"])
         taps = [tap for tap in functions.taps_of(p, llm.tap_points()) if tap.add is not None]
-        llm.generate([{"prompt_token_ids": self.prompt}], made, False, taps)
+        llm.generate([{"prompt_token_ids": self.prompt}], made, False, taps, lora)
         x = found[0]
         if "allowed_tokens_fn" in p:
             keep = np.full(vocab, -np.inf)
