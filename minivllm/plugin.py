@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         encode_plan,
         encode_result,
     )
+    from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
     from minivllm.core.interfaces.decoder import (
         MLP,
         ConvNames,
@@ -161,6 +162,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
+    # compressor
+    "minivllm.core.interfaces.compressor": "Compressor CompressorContext StoredTokens",
     # drafter
     "minivllm.core.interfaces.drafter": "Ask Drafter DrafterContext DraftModel Head HeadFiles",
     # evictor
@@ -243,6 +246,8 @@ __all__ = [
     "CodecError",
     "Column",
     "Compiled",
+    "Compressor",
+    "CompressorContext",
     "ConfigError",
     "ConvNames",
     "Conversion",
@@ -353,6 +358,7 @@ __all__ = [
     "StepWatch",
     "StepWiring",
     "StoreContext",
+    "StoredTokens",
     "StoredWeight",
     "StructuredOutputsParams",
     "Tap",

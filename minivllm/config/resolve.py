@@ -1,7 +1,7 @@
 """Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
     hooks → device → executor → model → drafter → quantizer → KV format → processors → attention → block size → evictor
-           → scheduler → sampler → strategies → grammar → kvstore
+           → scheduler → sampler → strategies → grammar → kvstore → compressor
 
 The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
@@ -37,6 +37,7 @@ from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
 from .adapters import wire_adapters
+from .compression import refuse_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
@@ -192,8 +193,8 @@ class _Fold:
         self._grammar()
         groups = group_layers(specs)
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
-        stores = self._stores()
-        cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), stores)
+        cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), self._stores())
+        cache = self._compression(cache, specs, speculation, bool(models))
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
         self._tell_states(len(specs), second_models, wiring)
         return Resolved(
@@ -242,6 +243,16 @@ class _Fold:
             raise ConfigError(f"{label}kvstore: {reason}")
         return tuple(self._several("kvstore", self.config.kvstore, ()))
 
+    def _compression(
+        self, cache: CacheWiring, specs: Sequence[AttnSpec], speculation: SpeculationWiring, own_models: bool
+    ) -> CacheWiring:
+        """Choose the compressor, and return the options of the KV cache with those of compression."""
+        config = self.config
+        self._pick("compressor", config.compressor, ("device",))
+        drafts = speculation.num_speculative_tokens
+        refuse_compression(config, self.origins, self.parts, specs, bool(self.states), drafts, own_models)
+        return replace(cache, kv_budget=config.kv_budget, compress_every=config.compress_every)
+
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.
 
@@ -270,7 +281,7 @@ class _Fold:
     ) -> Wiring:
         """Return the wiring of the chosen plug-ins."""
         config = self.config
-        kinds = ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")
+        kinds = ("model", "quantizer", "kvformat", "attention", "sampler", "drafter", "compressor")
         return Wiring(
             model_dir=str(checkpoint.folder),
             load_format=config.load_format,

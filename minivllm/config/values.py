@@ -196,6 +196,15 @@ class EngineConfig(Strict):
     partial_prefix_hits: bool = Field(
         True, description="reuse the first tokens of a cached block if a shared prefix ends inside it"
     )
+    kv_budget: float = Field(
+        0.0,
+        ge=0,
+        description="tokens of a request that a compressor keeps in the KV cache, or a share of its prompt below 1; 0: "
+        "only requests with a kv_budget of their own are compressed",
+    )
+    compress_every: int = Field(
+        0, ge=0, description="generated tokens between two compressions of a request; 0: one at the end of its prompt"
+    )
     enforce_eager: bool = Field(False, description="never use CUDA graphs: the same as graph=off")
     graph: Literal["auto", "mixed", "decode", "off"] = Field(
         "auto",
@@ -250,6 +259,7 @@ class EngineConfig(Strict):
     kv_format: One = PluginChoice()
     grammar: One = PluginChoice()
     drafter: One = PluginChoice()
+    compressor: One = PluginChoice()
     processors: Several = [PluginChoice(name=name) for name in PROCESSORS]
     strategies: Several = [PluginChoice(name="single"), PluginChoice(name="parallel"), PluginChoice(name="beam")]
     hooks: Several = []

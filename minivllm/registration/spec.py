@@ -99,6 +99,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 open=("block",),
             ),
+            Kind("compressor", _SEAMS + "compressor:Compressor", facts=("device",)),
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
@@ -120,7 +121,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 6),
+                api=(2, 7),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
@@ -230,7 +231,7 @@ OPTION_OF = {  # kind -> name of its option in the configuration, if that differ
     "router": "server.router", "strategy": "strategies",
 }  # fmt: skip
 RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
-ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests
+ASKED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .suites import SUITES
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
+    from .compressor import CompressorConformance
     from .drafter import DrafterConformance
     from .evictor import EvictorConformance
     from .executor import ExecutorConformance
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "DrafterConformance", "EvictorConformance", "ExecutorConformance",
+    "SUITES", "AttentionConformance", "CompressorConformance", "DrafterConformance", "EvictorConformance",
+    "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
     "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",
     "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",

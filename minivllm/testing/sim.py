@@ -168,6 +168,7 @@ def _wiring(
     groups: int,
     checkpoints: int | None,
     stores: tuple[Part, ...] = (),
+    compress: tuple[float, int] | None = None,
 ) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     return Wiring(
@@ -180,13 +181,15 @@ def _wiring(
         max_model_len=max_len,
         batch_invariant=False,
         seed=0,
-        parts={"model": part, "sampler": part, "drafter": part},
+        parts={"model": part, "sampler": part, "drafter": part, **({"compressor": part} if compress else {})},
         cache=CacheWiring(
             block,
             groups=tuple((i,) for i in range(groups)),
             num_state_checkpoints=checkpoints or 0,
             recurrent=checkpoints is not None,
             stores=stores,
+            kv_budget=compress[0] if compress else 0,
+            compress_every=compress[1] if compress else 0,
         ),
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
@@ -213,6 +216,7 @@ def sim_engine(
     now: Callable[[], float] = monotonic,
     checkpoints: int | None = None,
     stores: tuple[Part, ...] = (),
+    compress: tuple[float, int] | None = None,
     device: Callable[..., SimExecutor] | None = None,
 ) -> Engine:
     """Return an engine over a simulated device.
@@ -221,10 +225,11 @@ def sim_engine(
     ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
     ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
-    ``stores`` are the tiers of the KV cache.  ``device`` makes the simulated device.  None means
+    ``stores`` are the tiers of the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``; None means that
+    no row is compressed.  ``device`` makes the simulated device.  None means
     ``SimExecutor``.
     """
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints, stores)
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints, stores, compress)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 SUITES = {  # seam -> (module of this package, class)
     "attention": ("attention", "AttentionConformance"),
+    "compressor": ("compressor", "CompressorConformance"),
     "drafter": ("drafter", "DrafterConformance"),
     "evictor": ("evictor", "EvictorConformance"),
     "executor": ("executor", "ExecutorConformance"),

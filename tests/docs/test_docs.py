@@ -71,6 +71,7 @@ PAGES = {
     "adapters": 1,
     "caching": 1,
     "tiers": 2,
+    "compression": 2,
     "sessions": 1,
     "reproducibility": 2,
     "speculative": 1,

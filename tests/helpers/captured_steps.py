@@ -252,7 +252,7 @@ def test_rows_of_one_token_are_read_alike_from_the_columns_and_from_a_table(seed
     state, slots = columns(seed=seed), np.array([5, 0, 3])
     known = state.known.numpy()[slots]
     plan = StepPlan(0, slots, np.ones(3, np.int32), known - 1, np.arange(3))
-    host = step.host_lengths(plan, 2)
+    host = step.host_lengths(plan, state.dropped_host)
     want, last = step.read_rows(state, state.to(step.pack_rows(plan, 3, 3, 6)), host)
     static = captured.column_tensors(state, torch.from_numpy(slots), captured.bounds(GraphKey("decode", 3, 3, 64), 2))
     got = captured.read_columns(state, static)
@@ -266,7 +266,9 @@ def test_rows_of_one_token_are_read_alike_from_the_columns_and_from_a_table(seed
 def test_what_pads_a_table_changes_no_row_and_writes_to_the_null_block(seed):
     state, slots, q_len = columns(seed=seed), np.array([2, 4, 1]), np.array([1, 3, 6], np.int32)
     plan = StepPlan(0, slots, q_len, np.array([9, 0, 5]), np.arange(3))
-    want, last = step.read_rows(state, state.to(step.pack_rows(plan, 3, 10, 6)), step.host_lengths(plan, 2))
+    want, last = step.read_rows(
+        state, state.to(step.pack_rows(plan, 3, 10, 6)), step.host_lengths(plan, state.dropped_host)
+    )
     table = state.to(step.pack_rows(plan, 5, 16, 6))
     got, most = step.read_rows(state, table, captured.bounds(GraphKey("mixed", 5, 16, 64), 2), padded=True)
     assert torch.equal(got.ids[:10], want.ids) and torch.equal(got.position[:10], want.position)

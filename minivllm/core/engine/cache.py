@@ -21,6 +21,7 @@ import numpy as np
 from .blocks import NO_BLOCKS
 from .cache_walk import walk
 from .checkpoints import OPENING
+from .compaction import UNPUBLISHED, Compaction
 from .taps import most_cached
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ class KVCache:
         self.copied = 0  # tokens not computed thanks to copied blocks
         # group 0 keeps all blocks, because hits are chains in it
         self.windows = [None, *windows[1:]] if prefix else windows
+        self.limited = [
+            window is not None for window in windows
+        ]  # a group's layers have a sliding window
         self.slides = any(self.windows)
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int]] = []
         self.saves: list[tuple[int, int, int, int]] = []
+        self.compacts = False  # rows may be compressed
+        self.compactions: list[Compaction] = []
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
         self.tiers: Tiers | None = None  # tiers behind the device
@@ -114,9 +120,10 @@ class KVCache:
         """Return (tokens, blocks): how much of a chunk fits, and the new blocks per group it needs.  The chunk may use
         the row's own blocks and the available ones that are not ``promised`` to other rows."""
         s = self.slots
-        have, done = min(s.blocks[:, slot].tolist()), int(s.computed[slot])
-        chunk = max(0, min(chunk, (have + self.available - promised) * s.block - done))
-        return chunk, max(0, self.blocks_for(done + chunk) - have)
+        have, stored = s.blocks[:, slot], s.computed[slot] - s.dropped[:, slot]
+        room = (have + (self.available - promised)) * s.block - stored
+        chunk = max(0, min(chunk, int(room.min())))
+        return chunk, max(0, int((self.blocks_for(stored + chunk) - have).max()))
 
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
         """Return the longest usable prefix hit of a sequence as block ids i32 for each KV group.  A block that lies
@@ -329,7 +336,9 @@ class KVCache:
 
     def missing(self, slots: np.ndarray, upto: np.ndarray) -> np.ndarray:
         """Return i32 [G, n]: the blocks that each row lacks in each KV group to hold ``upto`` tokens."""
-        return np.maximum(self.blocks_for(upto) - self.slots.blocks[:, slots], 0)
+        s = self.slots
+        stored = upto - s.dropped[:, slots] if self.compacts else upto
+        return np.maximum(self.blocks_for(stored) - s.blocks[:, slots], 0)
 
     def can_take(self, missing: np.ndarray) -> bool:
         need = np.add.reduce(missing, axis=1).tolist()
@@ -362,6 +371,7 @@ class KVCache:
         available."""
         have = self.slots.blocks[:, slot]
         want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
+        want = np.minimum(want, self.slots.table.shape[2])
         self.grow(np.array([slot], np.int32), np.maximum(want - have, 0)[:, None])
 
     def _append(self, group: int, slots: Any, index: Any, blocks: np.ndarray) -> None:
@@ -396,6 +406,49 @@ class KVCache:
         # The parent publishes a block that is full but not yet collected, so the child publishes only later blocks.
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
+    def to_compact(self, slot: int, keep: int) -> list[Compaction]:
+        """Return the compressions of a row to ``keep`` tokens, one for each KV group that holds more of it.  Groups
+        with a sliding window are not compressed.  Nothing changes."""
+        s, found = self.slots, []
+        for g, pool in enumerate(self.pools):
+            stored = int(s.computed[slot] - s.dropped[g, slot])
+            if self.limited[g] or stored <= keep:
+                continue
+            blocks = s.table[g, slot, : s.blocks[g, slot]].copy()
+            used, n = self.blocks_for(stored), self.blocks_for(keep)
+            head = blocks[:n]
+            own = (pool.ref[head] == 1) & (pool.key[head] == 0)
+            found.append(Compaction(g, slot, stored, keep, blocks, used, own))
+        return found
+
+    def compact(self, compactions: list[Compaction]) -> None:
+        """Compress a row as ``to_compact`` returned.  The caller has checked that its blocks are available.
+
+        The kept tokens move to blocks that no other row and no cached prefix uses: blocks of the row itself, then those
+        reserved for it, then new ones.  The blocks that are read stay taken until the device has the order."""
+        s = self.slots
+        for one in compactions:
+            g, slot, own = one.group, one.slot, one.own
+            head, spare = one.blocks[: len(own)], one.blocks[one.used :]
+            reserved = spare[: one.lacking]
+            fresh = self.pools[g].take(one.lacking - len(reserved))
+            new = head.copy()
+            new[~own] = np.concatenate([reserved, fresh])
+            table = np.zeros(len(one.blocks) + len(fresh), np.int32)
+            after = np.concatenate([new, spare[len(reserved) :]])
+            table[: len(after)] = after
+            before = np.zeros(len(table), np.int32)
+            before[: len(one.blocks)] = one.blocks
+            changed = np.flatnonzero(table != before)
+            self._append(g, slot, changed, table[changed])
+            one.retired = np.concatenate([head[~own], one.blocks[len(own) : one.used]])
+            one.computed = int(s.computed[slot])
+            s.blocks[g, slot] = len(after)
+            s.dropped[g, slot] += one.stored - one.kept
+            s.prefix_published[slot] = UNPUBLISHED
+            self.compactions.append(one)
+            self.duplicates = True
+
     def trim(self, slots: np.ndarray) -> None:
         """Release the blocks of these rows that lie before the sliding window of every later query.  With prefix
         caching a block is released only after its publication."""
@@ -418,6 +471,10 @@ class KVCache:
         """Release all blocks of a row, and remove the row's changes that have not been sent to the device."""
         self.table = [t[t[:, 1] != slot] for t in self.table]
         self.trims = [t for t in self.trims if t[1] != slot]
+        for one in self.compactions:
+            if one.slot == slot:
+                self.pools[one.group].release(one.retired)
+        self.compactions = [one for one in self.compactions if one.slot != slot]
         if self.checkpoints is not None:
             self.states = [one for one in self.states if one[1] != slot]
             self.saves = [one for one in self.saves if one[0] != slot]
@@ -476,6 +533,7 @@ class KVCache:
             not self.partial
             or not part
             or done < seq.known
+            or self.slots.dropped[:, slot].any()
             or self.slots.prefix_published[slot] < i
         ):
             return
@@ -546,6 +604,12 @@ class KVCache:
             found["state"] = np.array(self.states, np.int32)
         if self.saves:
             found["save"] = np.array(self.saves, np.int32)
+        if self.compactions:
+            found["compact"] = np.array([one.row for one in self.compactions], np.int32)
+            found["sources"] = np.concatenate([one.sources for one in self.compactions])
+            for one in self.compactions:
+                self.pools[one.group].release(one.retired)
+            self.compactions = []
         if self.tiers is not None:
             found |= self.tiers.changes()
         self.states, self.saves = [], []
@@ -576,7 +640,8 @@ class KVCache:
     def check(self) -> None:
         """Compare all block tables with the pools (see ``cache_walk``); AssertionError names the inconsistency.  It is
         slow, for tests and on request."""
-        walk(self.pools, self.slots)
+        retired = [(one.group, one.retired) for one in self.compactions]
+        walk(self.pools, self.slots, retired)
         if self.checkpoints is not None:
             self.checkpoints.check(self.pools[0].key != 0)
         if self.tiers is not None:

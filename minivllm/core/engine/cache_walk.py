@@ -11,17 +11,22 @@ import numpy as np
 from minivllm.core.interfaces.attention import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .blocks import BlockPool
     from .slots import Slots
 
 
-def walk(pools: list[BlockPool], s: Slots) -> None:
-    """Compare the pools with the tables of the running rows, and the blocks published for a row with its tokens."""
+def walk(pools: list[BlockPool], s: Slots, retired: Sequence[tuple[int, np.ndarray]] = ()) -> None:
+    """Compare the pools with the tables of the running rows, and the blocks published for a row with its tokens.
+    ``retired`` holds (group, blocks) that compressed rows have given up and that the device still reads."""
     for g, pool in enumerate(pools):
-        walk_pool(pool, [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
+        tables = [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()]
+        walk_pool(pool, [*tables, *(blocks for group, blocks in retired if group == g)])
     lead = pools[0]
     for slot in s.running.tolist():
-        assert s.computed[slot] <= s.blocks[:, slot].min() * s.block, f"slot {slot} lacks a block"
+        stored = s.computed[slot] - s.dropped[:, slot]
+        assert (stored <= s.blocks[:, slot] * s.block).all(), f"slot {slot} lacks a block"
         before = lead.root(s.seq[slot].request.salt)[0]
         for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
             row = s.tokens[slot, i * s.block : (i + 1) * s.block]

@@ -43,6 +43,7 @@ from .adapters import Adapters
 from .blocks import BlockPool
 from .cache import KVCache
 from .checkpoints import Checkpoints
+from .compression import Compression
 from .flight import Flight
 from .guides import add_guide
 from .masks import RowMasks
@@ -104,20 +105,21 @@ class Engine:
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
         self.adapters = self._adapters(parts)
-        policy = parts.policy(
-            SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
-        )
+        most_tokens = wiring.max_num_batched_tokens
+        policy = parts.policy(SchedulerContext(wiring.max_num_seqs, most_tokens, wiring.block))
         self.speculation = Speculation.of(wiring)
+        self.compression = Compression.of(wiring, capacity, executor, self.cache)
         self.planner = Planner(
             self.slots,
             self.cache,
             policy,
-            wiring.max_num_batched_tokens,
+            most_tokens,
             self.clock.seams,
             self.finish,
             self.events,
             self.speculation,
             self.adapters,
+            self.compression,
         )
         self.publisher = Publisher(
             self.slots,
@@ -621,6 +623,7 @@ class Engine:
             "evictions": sum(p.evictions for p in self.cache.pools),
             "evicted_needed": sum(p.lost.needed for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
+            **({"compression": self.compression.stats()} if self.compression else {}),
             **self._state_stats(),
             **({} if tiers is None else tiers.stats()),
             **({} if self.adapters is None else self.adapters.stats()),

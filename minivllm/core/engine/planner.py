@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .adapters import Adapters
     from .beams import Beams
     from .cache import KVCache
+    from .compression import Compression
     from .events import EngineEvents
     from .request import FinishSequence, Seq
     from .slots import Slots
@@ -66,7 +67,9 @@ class Planner:
         events: EngineEvents,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        compression: Compression | None = None,
     ) -> None:
+        self.compression = compression
         self.slots = slots
         self.cache = cache
         self.policy = policy
@@ -177,6 +180,8 @@ class Planner:
         if self.searches:
             apply_pending(self)
         fork_ready(self)
+        if self.compression is not None:
+            self.compression.plan(self)
         if self.cache.slides:
             self.cache.trim(s.running[~s.drafting[s.running]])
         need = self.need(s.running)
@@ -246,7 +251,10 @@ class Planner:
         """Count the tokens that each running row has to compute; 0 where the row waits.  ``run`` holds slots."""
         s = self.slots
         may = s.ready[run] & (s.known[run] < s.end[run])
-        return (s.schedulable[run] - s.computed[run]) * may
+        upto = s.schedulable[run]
+        if self.compression is not None:
+            upto = np.minimum(upto, s.compress_at[run])
+        return (upto - s.computed[run]) * may
 
     def _decode(self, need: np.ndarray) -> np.ndarray:
         """Return the rows that lack one token and have the blocks for it.  Rows are preempted if blocks are missing.
@@ -401,7 +409,8 @@ class Planner:
             seq.request.scheduled = seq.request.scheduled or now
             owner_number = seq.request.owner_number
             for slot in [one.slot for one in seq.pair]:
-                want = min(int(s.schedulable[slot] - s.computed[slot]), parts.most(owner_number))
+                upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
+                want = min(upto - int(s.computed[slot]), parts.most(owner_number))
                 if want > 0:
                     new[slot], blocks = self.cache.room(slot, want, promised)
                     promised += blocks
@@ -437,7 +446,7 @@ class Planner:
         most = most_cached(seq, most)
         hit = self.cache.lookup(seq, most)
         protected = seq.preempted >= PROTECTED_AFTER and beams is None
-        upto = seq.request.stored if protected else seq.known
+        upto = seq.request.stored if protected else min(seq.known, seq.request.stored)
         spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
         beside = 0 if guide is None else guide.request.end if protected else guide.known
         if not self.cache.has_room(hit, upto, spare, beside):
@@ -508,6 +517,9 @@ class Planner:
             draft=draft,
             delta=delta,
             **asked_columns(s, at, computed, q_len, draws),
+            **(
+                {} if self.compression is None else self.compression.observe(s, at, computed, q_len)
+            ),
         )
         self.steady = steady_of(self, plan, at)
         return plan

@@ -167,6 +167,11 @@ class Request:
     # pools the prompt's hidden states (``pooling.Pooling``); the request then draws no token.  None for other requests
     pooling: Any = None
     tap_bytes: int = 0  # bytes of the values that its sequences have read
+    # tokens that a compression keeps in the KV cache, 0 = its rows are not compressed (see ``compression``)
+    keep: int = 0
+    held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
+    # number of last prompt tokens whose queries the compressor reads
+    observed: int = 0
     # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None
 
@@ -180,7 +185,9 @@ class Request:
     @property
     def stored(self) -> int:
         """Return the most tokens of one of its sequences that the KV cache holds."""
-        return self.end if self.pooling is None else len(self.prompt)
+        if self.pooling is not None:
+            return len(self.prompt)
+        return self.held if self.keep else self.end
 
     @property
     def expected(self) -> int:

@@ -11,6 +11,7 @@ from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError, describe_error, suggest
 
+from .compression import BUDGET
 from .pooling import check_pooling
 from .prompt_scores import check_logprobs
 from .stops import StopRule
@@ -18,7 +19,7 @@ from .strategies import branches, own_names
 from .taps import check_taps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from minivllm.core.timing import StepClock
 
     from .cache import KVCache
+    from .compression import Compression
     from .parts import HostSampler
     from .request import Request, Seq
     from .speculation import Speculation
@@ -37,9 +39,15 @@ if TYPE_CHECKING:
     Strategies = Sequence[tuple[str, DecodingStrategy]]
 
 
-def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -> None:
-    """Check the prompt, stop ids and size of a request, and set its ``end``.  RequestError if the request cannot be
-    served."""
+def check_prompt(
+    request: Request,
+    wiring: Wiring,
+    vocab: int,
+    cache: KVCache,
+    compression: Compression | None = None,
+) -> None:
+    """Check the prompt, stop ids and size of a request, and set its ``end`` and ``held``.  RequestError if the request
+    cannot be served."""
     p, limit = request.params, wiring.max_model_len
     n = len(request.prompt)
     if not n:
@@ -68,7 +76,12 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         raise RequestError(
             f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
         )
-    request.end = n + 1 if pools else _end(n, p, limit, cache)
+
+    def held(end: int) -> int:
+        return end if compression is None else compression.hold(request, end, wiring.block)
+
+    request.end = n + 1 if pools else _end(n, p, limit, cache, held)
+    request.held = held(request.end)
     if not cache.fits_alone(n, request.stored, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
         todo = "shorten it" if pools else "shorten it, lower max_tokens,"
@@ -79,30 +92,44 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         )
 
 
-def _end(n: int, p: SamplingParams, limit: int, cache: KVCache) -> int:
+def _end(n: int, p: SamplingParams, limit: int, cache: KVCache, held: Callable[[int], int]) -> int:
     """Return the length in tokens at which a request with a prompt of ``n`` tokens ends at the latest.
 
-    Without ``max_tokens`` that is the model's limit, or less if the KV cache holds less.
+    Without ``max_tokens`` that is the model's limit, or less if the KV cache holds less.  ``held(end)`` is the number
+    of tokens that the cache must hold for a row of ``end`` tokens.
     """
     if p.max_tokens is not None:
         return min(n + p.max_tokens, limit)
-    if cache.fits_alone(n, limit, p.width):
+
+    def fits(end: int) -> bool:
+        return cache.fits_alone(n, held(end), p.width)
+
+    if fits(limit):
         return limit
     lengths = range(n + 1, limit)
-    fitting = bisect_left(lengths, True, key=lambda end: not cache.fits_alone(n, end, p.width))
+    fitting = bisect_left(lengths, True, key=lambda end: not fits(end))
     return lengths[fitting - 1] if fitting else limit
 
 
-def check_read(p: SamplingParams, strategies: Strategies, processors: Processors) -> None:
+def check_read(
+    p: SamplingParams,
+    strategies: Strategies,
+    processors: Processors,
+    compression: Compression | None = None,
+) -> None:
     """Raise RequestError if a parameter of the request is not read by any processor, sampler or strategy of this
     engine."""
     if p.extra:
         p.check_extra()
     asked = p.asked()
     known = own_names(strategies).union(*(made.reads for _, made in processors)) if asked else set()
+    if compression is not None:
+        known.add(BUDGET)
     for name in asked:
         if name not in known:
             what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
+            if name == BUDGET:
+                what = f"{name} is set, but compressor=none compresses nothing"
             does = f"add one that does{''.join(f', {who}' for who in declared_params.readers(name)[:4])}"
             raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
 
@@ -145,6 +172,7 @@ class Intake(Protocol):
     strategies: Strategies
     binders: list[Binder]
     speculation: Speculation | None
+    compression: Compression | None
     host_sampler: HostSampler | None
 
 
@@ -171,8 +199,11 @@ def host_draw(engine: Intake, seq: Seq) -> Any:
 
 def prepare(engine: Intake, request: Request) -> list[Branch]:
     """Check a request, bind the plug-ins to it, and return its branches."""
-    p = request.params
-    check_prompt(request, engine.wiring, engine.capacity.vocab_size, engine.cache)
+    p, compression = request.params, engine.compression
+    check_read(p, engine.strategies, engine.processors, compression)
+    if compression is not None:
+        compression.bind(request)
+    check_prompt(request, engine.wiring, engine.capacity.vocab_size, engine.cache, compression)
     if p.structured_outputs is not None and request.grammar is None:
         raise RequestError(
             "structured_outputs: nobody has compiled them for this request", "structured_outputs"
@@ -183,11 +214,12 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
         raise RequestError(
             f"{n} stop ids with the model's own; expected at most {STOP_IDS}", "stop_token_ids"
         )
-    check_read(p, engine.strategies, engine.processors)
     run = engine.clock.seams.run
     request.rows = tuple(run(one.seam, one.bind, request) for one in engine.binders)
     request.speculates = engine.speculation is not None and engine.speculation.serves(request)
     started = run("strategy", branches, engine.strategies, request)
+    if compression is not None:
+        compression.check(request, any(branch.guide is not None for branch in started))
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
     check_taps(request, engine.wiring, engine.capacity, engine.executor)
     check_pooling(request, engine.capacity.hidden, engine.executor)

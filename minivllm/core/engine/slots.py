@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
+NEVER = np.iinfo(np.int32).max  # in ``compress_at``
+
 
 class Slots:
     """Columns of S rows.  Invariants: a row in ``running`` has a Seq; ``computed <= known <= end``; ``collected <=
@@ -49,7 +51,7 @@ class Slots:
         self._times = np.full((4, size), np.inf)
         # tpot: seconds a token may take
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
-        self._ints = np.zeros((16, size), np.int32)
+        self._ints = np.zeros((17, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
         # compute up to here: ``known``, or prompt - 1 while branches wait to fork
@@ -61,6 +63,7 @@ class Slots:
         self.emitted = self._ints[12]  # tokens sent to the sink, including the prompt's
         self.sample = self._ints[13]
         self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
+        self.compress_at = self._ints[16]  # computed tokens at the next compression
         self._flags = np.zeros((12, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its partner
         # False: the row is not planned until its last token was collected
@@ -85,11 +88,18 @@ class Slots:
         self.paired = 0  # rows with a partner
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
+        self.tokens = np.zeros((size, max_len + 1), np.int32)
+        self._add_cache_columns(groups, size, -(-max_len // block) + 1)
+
+    def _add_cache_columns(self, groups: int, size: int, blocks: int) -> None:
+        """Add the columns of the KV cache, of ``size`` rows with tables of ``blocks`` blocks."""
         self.prefix_published = np.zeros(size, np.int32)  # blocks published in the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
-        self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks released (window)
-        self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
-        self.tokens = np.zeros((size, max_len + 1), np.int32)
+        # leading blocks released (sliding window)
+        self.trimmed = np.zeros((groups, size), np.int32)
+        # computed tokens that compressions have removed from the KV cache
+        self.dropped = np.zeros((groups, size), np.int32)
+        self.table = np.zeros((groups, size, blocks), np.int32)
 
     @property
     def n_running(self) -> int:
@@ -105,8 +115,7 @@ class Slots:
         self.changes += 1
         self.seq[slot] = seq
         self.serial[slot], self.step[slot] = seq.serial, 0
-        self.id[slot] = seq.id
-        self.stream[slot] = r.stream
+        self.id[slot], self.stream[slot] = seq.id, r.stream
         n, at, beam = seq.known, r.arrival, r.beams is not None
         host = seq.choose is not None or beam
         late = p.allowed_tokens_fn is not None or r.grammar is not None
@@ -129,6 +138,7 @@ class Slots:
             seq.sample,
             r.owner_number,
             -1,
+            len(r.prompt) if r.keep else NEVER,
         )
         self._flags[:, slot] = (
             False,
@@ -152,8 +162,8 @@ class Slots:
         self.tapping += r.tapped is not None
         self.pooling += r.pooling is not None
         self.adapter[slot] = -1 if r.adapter is None else r.adapter.place
-        self.prefix_published[slot] = 0
-        self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
+        self.prefix_published[slot] = self.blocks[:, slot] = 0
+        self.trimmed[:, slot] = self.dropped[:, slot] = 0
         self.running = np.concatenate((self.running, np.array((slot,), np.intp)))
         return slot
 

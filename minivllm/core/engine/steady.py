@@ -58,7 +58,11 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
         return None
     if s.tapping and not reads_all(s, at, plan.taps):
         return None
-    return Steady(plan, at, s.changes, int((s.end[at] - s.known[at]).min()), 0)
+    steps = (s.end[at] - s.known[at]).min()
+    if p.cache.compacts:
+        # the step before a compression is planned in full, because it may keep queries
+        steps = min(steps, (s.compress_at[at] - s.computed[at]).min() - 1)
+    return Steady(plan, at, s.changes, max(0, int(steps)), 0)
 
 
 def next_steady(planner: SteadyPlanner) -> StepPlan | None:
@@ -80,7 +84,8 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
             if not cache.can_take(missing):
                 return None
             cache.grow(at, missing)
-        room = 1 + int((s.blocks[:, at] * s.block - after).min())
+        stored = after - s.dropped[:, at]
+        room = 1 + int((s.blocks[:, at] * s.block - stored).min())
     s.computed[at] = after
     s.known[at] = s.schedulable[at] = after + ONE
     p.step_id += 1

@@ -124,6 +124,10 @@ def most_cached(seq: Seq, most: int) -> int:
     request = seq.request
     if request.prompt_topk >= 0:
         return 1
+    if (
+        request.keep
+    ):  # the row is compressed where its prompt ends, and the queries before are computed for it
+        most = min(most, max(1, len(request.prompt) - request.observed + 1))
     if request.pooling is not None:
         return request.pooling.most_cached(most)
     if request.tapped is not None and request.tapped.read:

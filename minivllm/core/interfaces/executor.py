@@ -16,7 +16,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
 # Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
 # CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
-# Join.adapter, Wiring.adapters, the verb "adapters"
+# Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
+# Capacity.compresses, CacheWiring.kv_budget and compress_every
 API = (2, 7)
 
 
@@ -43,6 +44,11 @@ class CacheWiring:
     num_state_checkpoints: int = -1
     recurrent: bool = False  # the model has recurrent states
     stores: tuple[Part, ...] = ()  # plug-ins of the seam kvstore, the nearest tier first
+    # tokens that a compression keeps (below 1 a share of the prompt); 0 compresses only requests that ask for it
+    kv_budget: float = 0
+    compress_every: int = (
+        0  # generated tokens between two compressions; 0 compresses at the end of the prompt only
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class Wiring:
     max_model_len: int
     batch_invariant: bool
     seed: int
-    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler and drafter
+    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler, drafter, compressor
     parts: Mapping[str, Part]
     cache: CacheWiring
     steps: StepWiring = StepWiring()
@@ -147,6 +153,9 @@ class Capacity:
     # copies of recurrent states (``CacheWiring.num_state_checkpoints``); None if the model has no such states
     checkpoints: int | None = None
     state_bytes: int = 0  # size of the recurrent states of one sequence
+    # number of last tokens whose queries the compressor reads; None if the executor does not compress rows
+    # (``Delta.compact``), and then a compressor is refused
+    compresses: int | None = None
 
 
 class Executor(ABC):

@@ -106,6 +106,8 @@ class StepTensors:
     watch: StepWatch | None = None
     # hidden states [T, width] of the served model, for the layers of a drafter (``drafter.Head``)
     hidden: Tensor | None = None
+    # keeps the prepared queries of attention for a compressor by ``keep(layer, q)``; None if the step has none to keep
+    queries: Any = None
     drafted: bool = False  # ``hidden`` are the head's own states at the draft before
 
 

@@ -71,7 +71,7 @@ class Join:
 @dataclass(frozen=True)
 class Delta:
     """The changes on the host since the last step.  The device applies them before the step, in this order: store,
-    keep, leave, state, adapter, join, fork, save, table, trim, copy, fill, forget, token."""
+    keep, leave, state, adapter, join, fork, save, table, trim, copy, fill, compact, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
@@ -104,6 +104,12 @@ class Delta:
     # i32 [n, 2] (place, number): loaded adapters to copy to places on the device; place -1 frees the adapter's host
     # memory
     adapter: np.ndarray = field(default_factory=nothing(0, 2))
+    # i32 [n, 5] (group, slot, stored, kept, computed): compress a row (see ``interfaces.compressor``).  The KV cache of
+    # the group holds ``stored`` of its ``computed`` tokens.  ``kept`` of these move to the first entries of the row's
+    # block table, which ``table`` has set.
+    compact: np.ndarray = field(default_factory=nothing(0, 5))
+    # i32 the blocks that hold the stored tokens of each row of ``compact``, concatenated
+    sources: np.ndarray = field(default_factory=nothing())
 
 
 NO_CHANGE = Delta()
@@ -156,6 +162,9 @@ class StepPlan:
     # i32 [n, 3] (row, first, count): return the sum of the hidden states of ``count`` tokens of the row, from its
     # number ``first`` in this step on.  Hidden states are the input of the output layer.  These rows draw nothing.
     pooled: np.ndarray = field(default_factory=nothing(0, 3))
+    # i32 [n, 3] (row, count, more): keep the queries of the last ``count`` tokens of the row for the next
+    # ``Delta.compact`` of its slot, in addition to those of earlier steps if ``more`` is 1, else in their place
+    observe: np.ndarray = field(default_factory=nothing(0, 3))
 
     def further(self, id: int, computed: np.ndarray, delta: Delta) -> StepPlan:
         """Return a plan for another step of the same rows.  It takes a tenth of the time of creating a plan."""

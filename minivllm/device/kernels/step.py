@@ -23,8 +23,8 @@ _OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
 
 @kernel("slots", "ids", "position", "kv_len", "slot_map", "rows")
 def _begin(
-    slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, tokens_stride, table_stride, rows,
-    BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, dropped, tokens_stride, table_stride, rows,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, DROPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0)
@@ -35,9 +35,11 @@ def _begin(
     tl.store(position + row, at)
     ended = tl.load(stopped + slot) != 0
     for g in tl.static_range(GROUPS):
-        block = tl.load(table + (g * SLOTS + slot) * table_stride + at // BLOCK).to(tl.int64)
-        tl.store(kv_len + g * rows + row, length.to(tl.int32))
-        tl.store(slot_map + g * rows + row, tl.where(ended, 0, block * BLOCK + at % BLOCK))
+        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that the cache does not hold any more
+        place = at - gone
+        block = tl.load(table + (g * SLOTS + slot) * table_stride + place // BLOCK).to(tl.int64)
+        tl.store(kv_len + g * rows + row, (length - gone).to(tl.int32))
+        tl.store(slot_map + g * rows + row, tl.where(ended, 0, block * BLOCK + place % BLOCK))
 
 
 def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
@@ -56,12 +58,14 @@ def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, s
         position,
         kv_len,
         slot_map,
+        state.known if state.dropped is None else state.dropped,
         state.tokens.stride(0),
         state.table.stride(1),
         len(slots),
         BLOCK=state.block,
         GROUPS=groups,
         SLOTS=size,
+        DROPS=state.dropped is not None,
         num_warps=1,
         **pdl(ids),
     )

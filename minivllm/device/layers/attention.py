@@ -39,6 +39,8 @@ class AttentionLayer(Module):
         k = k.view(tokens, spec.kv_heads, spec.dim_qk)
         v = v.view(tokens, spec.kv_heads, spec.dim_v)
         q = self.backend.write(self.layer, q, k, v, step.meta, pre)
+        if step.queries is not None:
+            step.queries.keep(self.layer.index, q)
         out = q.new_empty(tokens, spec.heads, spec.dim_v)
         self.backend.forward(self.layer, q, step.meta, out)
         return out.view(tokens, spec.heads * spec.dim_v)

@@ -58,6 +58,7 @@ class NativeSteps:
             "stop_ids": state.stop_ids,
             "per_row": state.stop_ids.shape[1],
             "rope_first": state.rope_first,
+            "dropped": state.dropped,
             "temperature": self._temperature(wiring) if self.plain else None,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
@@ -109,6 +110,8 @@ class NativeSteps:
         used."""
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
+            return False
+        if len(plan.observe):
             return False
         if len(plan.pooled):
             used = len(plan.samples) + int(plan.pooled[:, 2].sum())

@@ -227,6 +227,7 @@ struct Columns {
   const int32_t* stop_ids;  // [S, per_row]
   int64_t per_row;
   const float* temperature;  // [S], of the sampler
+  const int64_t* dropped;    // [groups, S] or null: tokens that the KV cache does not hold any more
 };
 
 constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
@@ -485,7 +486,8 @@ class Program {
     const int64_t count = heads_of(op), tasks = op.kv_heads / count, head = task % tasks * count;
     const Row& r = rows_[task / tasks];
     const int64_t group = op.heads / op.kv_heads, block = c_.block, queries = count * group;
-    const int32_t* table = c_.table + (op.kv_group * c_.slots + r.slot) * c_.blocks;
+    const int64_t line = op.kv_group * c_.slots + r.slot, dropped = c_.dropped ? c_.dropped[line] : 0;
+    const int32_t* table = c_.table + line * c_.blocks;
     const int64_t q_width = op.heads * op.dim_qk, k_width = op.kv_heads * op.dim_qk;
     const bool nobody = tokens_[r.first].nobody;
     for (int64_t t = r.first; t < r.first + r.count; t++) {
@@ -494,7 +496,7 @@ class Program {
       for (int64_t h = 0; h < count; h++) prepare(op, k + h * op.dim_qk, op.k_norm, t);
       for (int64_t h = 0; h < queries; h++) prepare(op, x + (head * group + h) * op.dim_qk, op.q_norm, t);
       if (nobody) continue;
-      const int64_t at = tokens_[t].position, slot = int64_t(table[at / block]) * block + at % block;
+      const int64_t at = tokens_[t].position - dropped, slot = int64_t(table[at / block]) * block + at % block;
       const int64_t to = slot * op.kv_heads + head;
       if (op.key_scales) {
         for (int64_t h = 0; h < count; h++) {
@@ -513,7 +515,7 @@ class Program {
         std::memset(out, 0, queries * op.dim_v * sizeof(float));
         continue;
       }
-      const int64_t last = tokens_[t].position, low = op.window ? last + 1 - op.window : 0, first = low > 0 ? low : 0;
+      const int64_t last = tokens_[t].position - dropped, low = op.window ? last + 1 - op.window : 0, first = low > 0 ? low : 0;
       const int64_t room = (last - first + 1 + 63) / 64 * 64;
       if (s.scores.size() < size_t(queries * room)) s.scores.resize(queries * room * 2);
       const Attention a = {op.keys,     op.values, op.key_scales, op.value_scales,
@@ -630,7 +632,7 @@ void delta_step(int32_t isa, Team& team, const DeltaLayer& d, const StateRows& s
 using minivllm::Program;
 using minivllm::Team;
 
-EXPORT int32_t minivllm_abi(void) { return 3; }
+EXPORT int32_t minivllm_abi(void) { return 4; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }

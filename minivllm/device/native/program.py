@@ -81,6 +81,7 @@ class ColumnAddresses(ctypes.Structure):
         ("stop_ids", _ADDRESS),
         ("per_row", _INT),
         ("temperature", _ADDRESS),
+        ("dropped", _ADDRESS),
     ]
 
 

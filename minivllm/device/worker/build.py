@@ -385,9 +385,9 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
         np.zeros(rows, np.int32),
         no_rows(),
     )
-    host = step.host_lengths(plan, len(worker.groups))
     groups = len(worker.groups)
     state = DeviceState(rows, wiring.max_model_len, groups, wiring.block, worker.device)
+    host = step.host_lengths(plan, state.dropped_host)
     state.recurrent = worker.states
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))

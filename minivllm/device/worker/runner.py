@@ -22,7 +22,7 @@ from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices
-from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged, rows_with_drafts
+from minivllm.core.interfaces.plan import Delta, LateInputs, StepError, StepPlan, merged, rows_with_drafts
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
@@ -35,6 +35,7 @@ from .adapters import applied
 from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls
 from .capture import release_unused, synchronize
+from .compaction import Compactor, compresses
 from .drafting import Drafting
 from .head_model import HeadModel
 from .own_model import OwnModel
@@ -66,8 +67,11 @@ class Runner:
         self.device, self.model, self.backend = w.device, w.model, w.backend
         self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
-        self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch)
+        sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
+        compacts = compresses(wiring)
+        self.state = DeviceState(*sizes, w.device, wiring.rope_switch, compacts)
         self.state.recurrent = w.states
+        self.compactor = Compactor(wiring, w, self.state) if compacts else None
         self.mover = page_mover(wiring, w)
         self.adapters = w.adapters
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
@@ -153,6 +157,7 @@ class Runner:
             hidden=w.hidden_size,
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
+            compresses=None if self.compactor is None else self.compactor.compressor.window,
         )
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
@@ -167,14 +172,7 @@ class Runner:
         try:
             running.begun = self._mark()
             with torch.inference_mode():
-                if self.mover is not None and len(plan.delta.store):
-                    self.mover.store(plan.delta.store)
-                self.state.apply(plan.delta, self.worker.caches)
-                if self.mover is not None and len(plan.delta.fill):
-                    self.mover.fill(plan.delta.fill)
-                if self.adapters is not None:
-                    self.adapters.apply(plan.delta)
-                self._apply_faults(plan)
+                self._apply(plan.delta)
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)
@@ -214,12 +212,22 @@ class Runner:
             self._fail(running, what, as_exception(e))
         return running
 
-    def _apply_faults(self, plan: StepPlan) -> None:
-        """Apply the delta of a plan to the taps, and to the errors of slots."""
-        for slot in plan.delta.leave.tolist() if self._poison else ():
+    def _apply(self, delta: Delta) -> None:
+        """Apply the changes of a step to the columns and the KV cache.  Note the slots that fail in them."""
+        if self.mover is not None and len(delta.store):
+            self.mover.store(delta.store)
+        self.state.apply(delta, self.worker.caches)
+        if self.mover is not None and len(delta.fill):
+            self.mover.fill(delta.fill)
+        if self.adapters is not None:
+            self.adapters.apply(delta)
+        for slot in delta.leave.tolist() if self._poison else ():
             self._poison.pop(slot, None)
-        self._poison.update(self.taps.apply(plan.delta))
-        for source, to, _ in plan.delta.fork.tolist() if self._poison else ():
+        self._poison.update(self.taps.apply(delta))
+        if self.compactor is not None:
+            self.compactor.note(delta)
+            self._poison.update(self.seams.run("compressor", self.compactor.apply, delta))
+        for source, to, _ in delta.fork.tolist() if self._poison else ():
             if source in self._poison:
                 self._poison[to] = self._poison[source]
 
@@ -229,6 +237,9 @@ class Runner:
         tapped = self.taps.tokens(plan)
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
+        if len(plan.observe):
+            assert self.compactor is not None and self.compactor.queries is not None
+            read.queries = self.compactor.queries.of_step(plan)
         adapts = self.adapts(plan)
         selects = self.selects_tokens(read) and not adapts
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
@@ -299,7 +310,7 @@ class Runner:
         return read
 
     def _read(self, plan: StepPlan) -> StepTensors:
-        host = step.host_lengths(plan, len(self.worker.groups))
+        host = step.host_lengths(plan, self.state.dropped_host)
         table = step.pack_rows(plan, len(plan.slots), host.tokens, self.wiring.max_num_seqs)
         return step.read_rows(self.state, self.state.to(table), host)[0]
 

@@ -115,6 +115,7 @@ class DeviceState:
         block: int,
         device: torch.device,
         rope_switch: int | None = None,
+        compresses: bool = False,
     ) -> None:
 
         def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
@@ -133,6 +134,10 @@ class DeviceState:
         self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
         self.stopped = make(slots, dtype=torch.bool, fill=True)
         self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
+        # tokens that the KV cache of each group does not hold any more, i64 [G, S], on the device and on the host; None
+        # if no row is compressed
+        self.dropped = make(groups, slots) if compresses else None
+        self.dropped_host = np.zeros((groups, slots), np.int64)
         self.wants_min = np.zeros(slots, bool)  # on the host: slots with ``min_tokens``
         self.processors: list[ProcessorState] = []
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
@@ -176,6 +181,12 @@ class DeviceState:
         for seq in delta.forget.tolist():
             self.saved.pop(seq, None)
 
+    def stored(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return how many of the first ``tokens`` i64 [N] of ``slots`` i64 [N] the KV cache of each group holds, i64
+        [G, N].  Rows of this state may be compressed."""
+        assert self.dropped is not None
+        return tokens - self.dropped[:, slots]
+
     def rope_position(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the rows i64 [T] of the rotary embedding tables for ``position`` i64 [T] of ``slots`` i64 [T]."""
         return position if self.rope_first is None else position + self.rope_first[slots]
@@ -201,6 +212,9 @@ class DeviceState:
         if self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
+        if self.dropped is not None:
+            self.dropped[:, at] = 0
+            self.dropped_host[:, j.slot] = 0
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
         if self.recurrent is not None:
@@ -217,6 +231,9 @@ class DeviceState:
             column[b] = column[a]
         if self.rope_first is not None:
             self.rope_first[b] = self.rope_first[a]
+        if self.dropped is not None:
+            self.dropped[:, b] = self.dropped[:, a]
+            self.dropped_host[:, to] = self.dropped_host[:, source]
         # the source has drawn no token, so the copy cannot have ended, even if the source is marked as stopped because
         # it was preempted in this delta
         self.stopped.index_fill_(0, b, False)

@@ -45,10 +45,10 @@ class HostLengths(NamedTuple):
     kv_len: np.ndarray  # i32 [G, R] tokens in the KV cache after the step, in each group of layers
 
 
-def host_lengths(plan: StepPlan, groups: int) -> HostLengths:
-    """Return the exact lengths of the rows of a plan, for a model with ``groups`` groups of layers."""
-    q_len, shape = plan.q_len, (groups, len(plan.slots))
-    kv_len = np.broadcast_to(plan.computed + q_len, shape)
+def host_lengths(plan: StepPlan, dropped: np.ndarray) -> HostLengths:
+    """Return the exact lengths of the rows of a plan.  ``dropped`` is ``DeviceState.dropped_host``."""
+    q_len = plan.q_len
+    kv_len = plan.computed + q_len - dropped[:, plan.slots]
     return HostLengths(int(q_len.sum()), int((q_len == 1).sum()), q_len, kv_len)
 
 
@@ -89,7 +89,15 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
     slots, cu_q, q_len, kv_len, last, row, position = table.split([r, r + 1, r, r, r, t, t])
     slot_of = slots[row]
     ids = state.tokens[slot_of, position].long()
-    place = state.table[:, slot_of, position // block].long() * block + position % block
+    if state.dropped is None:
+        place = state.table[:, slot_of, position // block].long() * block + position % block
+    else:
+        at = state.stored(slot_of, position).clamp_min(0)
+        groups = torch.arange(len(at), device=at.device)[:, None]
+        place = state.table[groups, slot_of, at // block].long() * block + at % block
+    stored = kv_len.int().expand(len(state.table), r)
+    if state.dropped is not None:
+        stored = state.stored(slots, kv_len).int()
     nobody = state.stopped[slot_of]
     if padded:
         nobody = nobody | (torch.arange(t, device=table.device) >= cu_q[-1])
@@ -97,7 +105,7 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         slots=slots,
         cu_q=cu_q.int(),
         q_len=q_len.int(),
-        kv_len=kv_len.int().expand(len(state.table), r),
+        kv_len=stored,
         position=state.rope_position(slot_of, position),
         row=row,
         table=state.table,

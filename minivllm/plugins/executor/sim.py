@@ -74,6 +74,7 @@ class Sim(Executor):
     """Subclasses plant faults or say otherwise what a row draws (``_next``) and when it ends (``_commit``)."""
 
     threaded = True  # the stores of tiers are called by threads
+    observed = 0  # last tokens whose queries a compressor reads
     windows: tuple[int | None, ...] | None = None  # of each KV group; None: a table without an entry says where one is
 
     def __init__(self, options: Any = None) -> None:
@@ -92,6 +93,8 @@ class Sim(Executor):
         self._started = False
         self.states: SimStates | None = None  # recurrent states, if they are checked
         self.mover: Mover | None = None  # of the tiers of the KV cache
+        # (group, slot) -> positions i64 of the tokens that the KV cache holds of a compressed row
+        self.held: dict[tuple[int, int], np.ndarray] = {}
 
     def start(self, wiring: Wiring) -> Capacity:
         vocab = self.options.vocab_size or _vocab_of(wiring.model_dir, wiring.hf_overrides)
@@ -121,7 +124,17 @@ class Sim(Executor):
         self._started = True
         depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
         notes = (MADE_UP,)
-        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, notes, guides=True, checkpoints=checkpoints)
+        return Capacity(
+            blocks,
+            (1,) * len(blocks),
+            vocab,
+            0,
+            depth,
+            notes,
+            guides=True,
+            checkpoints=checkpoints,
+            compresses=self.observed,
+        )
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
         """Return the blocks of each KV group, with the null block.
@@ -227,6 +240,11 @@ class Sim(Executor):
             self.text.fork(source, slot, int(self.known[source]))
             self.sample[slot], self.stopped[slot] = sample, False
             self._refuse(slot, self.refused.get(source))
+            for g in range(len(getattr(self, "kv", ()))):
+                if (g, source) in self.held:
+                    self.held[g, slot] = self.held[g, source]
+                else:
+                    self.held.pop((g, slot), None)
         for slot, token in d.token.tolist():
             self._append(np.array([slot]), np.array([token]))
         if self.options.check:
@@ -235,6 +253,8 @@ class Sim(Executor):
             self.states.apply(d)
         if self.mover is not None and len(d.fill):
             self.mover.fill(d.fill)
+        if self.options.check and len(d.compact):
+            self._compact(d)
 
     def _join(self, j: Join) -> None:
         slots = j.slot
@@ -244,6 +264,7 @@ class Sim(Executor):
         at = np.concatenate([[0], np.cumsum(j.known)]).tolist()
         for i, slot in enumerate(slots.tolist()):
             self.text.put(slot, j.tokens[at[i] : at[i + 1]])
+            self.held = {key: positions for key, positions in self.held.items() if key[1] != slot}
             self._refuse(slot, next((p for p, rows in zip(self.processors, j.bound, strict=False) if i in rows), None))
 
     def _refuse(self, slot: int, processor: str | None) -> None:
@@ -448,25 +469,58 @@ class Sim(Executor):
             assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
             kv[copy[:, 2]] = kv[copy[:, 1]]  # all are read before one is written
 
+    def _own(self, slot: int, tokens: int) -> np.ndarray:
+        """Return the content u64 [tokens] that the KV cache must have at each position of a row."""
+        space = zlib.crc32(repr(self.space(slot)).encode())
+        return self.text.prefix[slot, 1 : tokens + 1] ^ np.uint64(space)
+
+    def _compact(self, d: Delta) -> None:
+        """Move the kept tokens of compressed rows to their new blocks, and check those that were stored."""
+        sources = d.sources.tolist()
+        for g, slot, stored, kept, computed in d.compact.tolist():
+            used = -(-stored // self.block)
+            blocks, sources = np.array(sources[:used]), sources[used:]
+            positions = self.held.get((g, slot), np.arange(computed))
+            assert len(positions) == stored, f"slot {slot} stores {len(positions)} tokens, the delta says {stored}"
+            at = np.arange(stored)
+            content = self.kv[g][blocks[at // self.block], at % self.block]
+            if not self.stopped[slot]:
+                own = self._own(slot, computed)[positions]
+                assert (content == own).all(), f"group {g}: foreign KV of slot {slot} is compressed"
+            chosen = np.sort(np.random.default_rng([slot, computed]).permutation(stored)[:kept])
+            to = np.arange(kept)
+            new = self.table[g, slot, to // self.block]
+            assert (new > 0).all(), f"group {g} slot {slot}: a kept token has no block"
+            self.kv[g][new, to % self.block] = content[chosen]
+            self.held[g, slot] = positions[chosen]
+
     def _read_and_write(self, slot: int, q: int, computed: int) -> None:
         """Check and update the KV cache of all groups for a row's step."""
-        own = self.text.prefix[slot, 1 : computed + q + 1] ^ np.uint64(zlib.crc32(repr(self.space(slot)).encode()))
-        at = np.arange(computed + q)
+        own = self._own(slot, computed + q)
         for g, kv in enumerate(self.kv):
+            positions = np.arange(computed + q)
+            compressed = (g, slot) in self.held
+            if compressed:
+                positions = np.concatenate([self.held[g, slot], positions[computed:]])
+                self.held[g, slot] = positions
+            stored = len(positions) - q
+            at = np.arange(len(positions))
             blocks, inside = self.table[g, slot, at // self.block], at % self.block
-            reads = np.arange(computed)
-            if self.windows is not None:
+            reads = np.arange(stored)
+            if compressed:
+                pass  # it has no window, and reads all that is stored
+            elif self.windows is not None:
                 window = self.windows[g]
                 reads = reads[0 if window is None else max(0, computed - window + 1) :]
             else:
-                reads = reads[blocks[:computed] > 0]
+                reads = reads[blocks[:stored] > 0]
             for p in reads[blocks[reads] <= 0][:1]:
                 raise AssertionError(f"group {g} slot {slot}: position {p} has no block")
-            for p in reads[kv[blocks[reads], inside[reads]] != own[reads]][:1]:
+            for p in reads[kv[blocks[reads], inside[reads]] != own[positions[reads]]][:1]:
                 raise AssertionError(f"group {g}: foreign KV at {p} of slot {slot}")
-            for p in at[computed:][blocks[computed:] <= 0][:1]:
+            for p in at[stored:][blocks[stored:] <= 0][:1]:
                 raise AssertionError(f"group {g} slot {slot}: position {p}, which is written, has no block")
-            kv[blocks[computed:], inside[computed:]] = own[computed:]
+            kv[blocks[stored:], inside[stored:]] = own[positions[stored:]]
 
 
 def _vocab_of(model_dir: str, overrides: Mapping[str, Any]) -> int:

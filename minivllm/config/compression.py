@@ -1,0 +1,70 @@
+"""What a compressor excludes: models and other choices with which rows of the KV cache cannot be compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from minivllm.errors import ConfigError
+from minivllm.validation import begins, source_of
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnSpec
+    from minivllm.core.interfaces.executor import Part
+
+    from .values import EngineConfig
+
+OFF = "minivllm/none"
+
+
+def refuse_compression(
+    config: EngineConfig,
+    origins: Mapping[str, str],
+    parts: Mapping[str, Part],
+    specs: Sequence[AttnSpec],
+    recurrent: bool,
+    drafts: int,
+    own_models: bool,
+) -> None:
+    """Raise ConfigError if the chosen compressor cannot be used, or if an option needs one and none is chosen.
+
+    ``parts`` are the chosen plug-ins, ``specs`` those of the layers with attention.  ``recurrent`` tells that the model
+    has recurrent states, ``own_models`` that a processor has a second model.  ``drafts`` is the number of drafts."""
+    name = parts["compressor"].name
+    if name == OFF:
+        for option in ("kv_budget", "compress_every"):
+            _refuse_option(config, origins, option)
+        return
+    reason = _excluded(specs, recurrent, drafts, own_models, parts["drafter"].name)
+    if reason:
+        label = begins(source_of(origins, "compressor"))
+        raise ConfigError(f"{label}compressor={name.removeprefix('minivllm/')}: {reason}")
+    budget = config.kv_budget
+    if budget >= 1 and budget != int(budget):
+        label = begins(source_of(origins, "kv_budget"))
+        expected = "a whole number of tokens, or a share of the prompt below 1"
+        raise ConfigError(f"{label}kv_budget={budget}: expected {expected}")
+
+
+def _refuse_option(config: EngineConfig, origins: Mapping[str, str], option: str) -> None:
+    value = getattr(config, option)
+    if not value:
+        return
+    label = begins(source_of(origins, option))
+    todo = "choose a compressor, or remove the option"
+    raise ConfigError(f"{label}{option}={value}: compressor=none compresses nothing; {todo}")
+
+
+def _excluded(specs: Sequence[AttnSpec], recurrent: bool, drafts: int, own_models: bool, drafter: str) -> str:
+    """Return why rows cannot be compressed, "" if they can."""
+    if recurrent:
+        return "the model has recurrent states, which are not compressed"
+    if any(spec.alibi is not None for spec in specs):
+        return "attention of the model (ALiBi) reads the distance between tokens from their places in the cache"
+    if all(spec.window is not None for spec in specs):
+        return "every layer of the model has a sliding window, which limits the cache already"
+    if drafts:
+        return f"drafter={drafter.removeprefix('minivllm/')} needs all tokens; use none"
+    if own_models:
+        return "a processor has a second model, which needs all tokens; remove the processor"
+    return ""

@@ -1,0 +1,50 @@
+"""The move of a compressed row's tokens to fewer blocks of a KV group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .blocks import NO_BLOCKS
+
+UNPUBLISHED = 1 << 30  # in ``Slots.prefix_published``: none of the row's later blocks are published
+
+
+@dataclass
+class Compaction:
+    """Compression of one row in one KV group, from ``stored`` tokens to ``kept`` tokens."""
+
+    group: int
+    slot: int
+    stored: int
+    kept: int
+    blocks: np.ndarray  # i32 the row's block table before
+    used: int  # number of its first blocks that hold tokens; the others are reserved
+    own: (
+        np.ndarray
+    )  # bool, for each block that the kept tokens need: no other row and no cached prefix uses it
+    retired: np.ndarray = field(
+        default_factory=lambda: NO_BLOCKS
+    )  # i32 blocks that the row gives up
+    computed: int = 0  # computed tokens of the row
+
+    @property
+    def lacking(self) -> int:
+        """Return the number of blocks for kept tokens besides the row's own."""
+        return int(np.count_nonzero(~self.own))
+
+    @property
+    def to_take(self) -> int:
+        """Return the number of new blocks."""
+        return max(0, self.lacking - (len(self.blocks) - self.used))
+
+    @property
+    def row(self) -> tuple[int, int, int, int, int]:
+        """Return the row of ``plan.Delta.compact``."""
+        return self.group, self.slot, self.stored, self.kept, self.computed
+
+    @property
+    def sources(self) -> np.ndarray:
+        """Return the blocks i32 that hold the stored tokens."""
+        return self.blocks[: self.used]

@@ -1,0 +1,73 @@
+"""The compressor seam: which tokens of a sequence stay in the KV cache.
+
+A request with a ``kv_budget`` of k tokens is compressed when its prompt has been computed, and with the option
+``compress_every`` = m again after every m generated tokens.  A compressor gives each stored token a score.  The engine
+keeps the k tokens with the highest scores, for each layer and KV head, moves them to the first blocks of the row, and
+frees the other blocks::
+
+    stored    t0 t1 t2 t3 t4 t5 t6 t7        scores of a head    9 1 7 2 3 8 4 6        k = 4
+    kept      t0 t2 t5 t7                    later tokens follow: t0 t2 t5 t7 t8 t9 ...
+
+Keys stay as they were rotated, and later tokens keep their positions.  Every layer and head keeps the same number of
+tokens, so a row has one length, and memory is freed.  A head sees only its own kept tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class CompressorContext:
+    """The arguments with which a worker constructs a compressor."""
+
+    device: str
+    dtype: str  # of queries, keys and values
+    max_len: int  # largest number of tokens of a sequence
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """The n tokens of a sequence that one layer stores, in the order of their positions."""
+
+    layer: int  # number of the attention layer, from 0
+    keys: Tensor  # [n, kv_heads, dim_qk], normalized and rotated as attention reads them
+    values: Tensor  # [n, kv_heads, dim_v]
+    # [w, heads, dim_qk] queries of the last w tokens, 1 <= w <= ``window``; None if the compressor reads none.  Query
+    # head i reads KV head i // (heads // kv_heads).
+    queries: Tensor | None
+    scale: float  # factor of the scores of attention, before the softmax
+    keep: int  # number of tokens that stay
+    computed: (
+        int  # tokens of the sequence that were computed; the last stored token is the last of these
+    )
+    seed: int  # of the request, for a compressor that draws
+
+
+class Compressor(ABC):
+    """Scores stored tokens.  One instance serves all layers and rows of a process.
+
+    Contract.  Scores depend on the arguments of ``score`` alone, so that a preempted sequence keeps the same tokens
+    when it is computed again.  ``score`` must not wait for the device, and must not change its arguments.
+    """
+
+    # Number of last tokens whose queries ``score`` reads, 0 for none.  Steps that compute the end of a prompt then run
+    # as separate launches.  At a compression after the prompt only the query of the last token is there.
+    window = 0
+
+    def __init__(self, options: Any, ctx: CompressorContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    @abstractmethod
+    def score(self, stored: StoredTokens) -> Tensor:
+        """Return the scores of the stored tokens, [kv_heads, n], or [n] for all heads alike.
+
+        Tokens with higher scores are kept.  Of equal scores, the earlier token is kept.  NaN counts as the lowest.
+        """

@@ -1,0 +1,184 @@
+"""Compress rows on the device: score the stored tokens of each layer, and move the kept ones.
+
+    sources  [b7, b3, b9]  ──► keys, values ──► scores [kv_heads, n] ──► kept [kv_heads, k], ascending
+    cache    tokens of b7, b3, b9 ──────────── gather by head ─────────► first k places of the row's table
+
+Nothing here waits for the device.  The blocks of ``Delta.sources`` are read before a block is written, layer by layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from minivllm.core.external_calls import as_exception, call_foreign
+from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
+from minivllm.core.interfaces.plan import StepError
+from minivllm.errors import PluginError, describe_error
+from minivllm.registry import build_part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.plan import Delta, StepPlan
+
+    from .build import Worker
+    from .state import DeviceState
+
+OFF = "minivllm/none"
+
+
+def compresses(wiring: Wiring) -> bool:
+    """Return whether the wiring has a compressor."""
+    part = wiring.parts.get("compressor")
+    return part is not None and part.name != OFF
+
+
+class Compactor:
+    """The compressor of a worker, and the moves of the tokens that it keeps."""
+
+    def __init__(self, wiring: Wiring, worker: Worker, state: DeviceState) -> None:
+        part = wiring.parts["compressor"]
+        ctx = CompressorContext(wiring.device, wiring.dtype, wiring.max_model_len)
+        self.compressor: Compressor = build_part("compressor", part, ctx)
+        self.name, self.state, self.block = f"compressor {part.name}", state, wiring.block
+        self.format = worker.backend.ctx.kv_format
+        self.dtype = worker.parts.dtype
+        self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
+        self.seeds: dict[int, int] = {}  # slot -> seed of its row
+        self.queries = QueryStore() if self.compressor.window else None
+        for layer in worker.parts.layers:
+            for name, tensor in layer.cache.items():
+                want = (wiring.block, layer.spec.kv_heads)
+                if tuple(tensor.shape[1:3]) != want:
+                    raise PluginError(
+                        f"{self.name}: the tensor {name!r} of the KV cache has blocks of {tuple(tensor.shape[1:])}; "
+                        f"expected {want} first, tokens and heads; use another attention back end or KV format"
+                    )
+
+    def apply(self, delta: Delta) -> dict[int, StepError]:
+        """Compress the rows of ``delta.compact``.  Return an error for each slot whose scores failed.
+
+        Such a row keeps its newest tokens, so that the lengths on the host are right until it ends."""
+        errors: dict[int, StepError] = {}
+        first = 0
+        for group, slot, stored, kept, computed in delta.compact.tolist():
+            used = -(-stored // self.block)
+            sources = self.state.to(delta.sources[first : first + used]).long()
+            first += used
+            place = self._places(sources, stored)
+            table = self.state.table[group, slot, : -(-kept // self.block)].long()
+            to = self._places(table, kept)
+            for layer in self.layers[group]:
+                try:
+                    chosen = self._choose(layer, slot, sources, stored, kept, computed)
+                except BaseException as e:
+                    message = describe_error(as_exception(e), self.compressor)
+                    errors[slot] = StepError("rows", self.name, message)
+                    newest = torch.arange(stored - kept, stored, device=place.device)
+                    chosen = newest.expand(layer.spec.kv_heads, kept)
+                _move(layer, place[chosen], to)
+            self.state.dropped_host[group, slot] += stored - kept
+            assert self.state.dropped is not None
+            self.state.dropped[group, slot : slot + 1].add_(stored - kept)
+        if self.queries is not None:
+            for slot in delta.compact[:, 1].tolist():
+                self.queries.forget(slot)
+        return errors
+
+    def _places(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Return the flat place i64 [tokens] of each token in ``blocks`` i64."""
+        at = torch.arange(tokens, device=blocks.device)
+        return blocks[at // self.block] * self.block + at % self.block
+
+    def _choose(self, layer: AttnLayer, slot: int, sources: Tensor, stored: int, kept: int, computed: int) -> Tensor:
+        """Return the tokens that stay, i64 [kv_heads, kept], ascending."""
+        keys, values = self.format.load(layer.cache, sources[None], self.dtype)
+        tokens = StoredTokens(
+            layer=layer.index,
+            keys=keys[0, :stored],
+            values=values[0, :stored],
+            queries=None if self.queries is None else self.queries.of(slot, layer.index),
+            scale=layer.spec.softmax_scale,
+            keep=kept,
+            computed=computed,
+            seed=self.seeds.get(slot, 0),
+        )
+        scores = call_foreign(self.compressor.score, tokens)
+        heads = layer.spec.kv_heads
+        if not isinstance(scores, torch.Tensor) or scores.shape not in ((stored,), (heads, stored)):
+            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            raise PluginError(f"score() gave {found}; expected a tensor [{heads}, {stored}] or [{stored}]")
+        lowest = scores.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+        order = lowest.expand(heads, stored).sort(dim=-1, descending=True, stable=True).indices
+        return order[:, :kept].sort(dim=-1).values
+
+    def note(self, delta: Delta) -> None:
+        """Store the seeds of new rows on the host, because reading them from the device would wait for it.  Forget the
+        queries of rows that left."""
+        if self.queries is not None:
+            for slot in delta.leave.tolist():
+                self.queries.forget(slot)
+        join = delta.join
+        if join is not None:
+            for slot, seed, sample in zip(join.slot.tolist(), join.seed.tolist(), join.sample.tolist(), strict=True):
+                self.seeds[slot] = seed + sample
+        for source, slot, sample in delta.fork.tolist():
+            self.seeds[slot] = self.seeds.get(source, 0) + sample
+            if self.queries is not None:
+                self.queries.fork(source, slot)
+
+
+def _move(layer: AttnLayer, sources: Tensor, to: Tensor) -> None:
+    """Copy the tokens at the flat places ``sources`` i64 [kv_heads, k] of a layer's cache to ``to`` i64 [k], head by
+    head."""
+    heads = torch.arange(len(sources), device=to.device)[:, None]
+    for tensor in layer.cache.values():
+        raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+        flat = raw.view(-1, *raw.shape[2:])
+        flat[to, heads] = flat[sources, heads]
+
+
+class QueryStore:
+    """The prepared queries of the last tokens of rows that are compressed next, by slot and layer."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        # (slot, first token, end, whether they follow earlier ones) of the running step
+        self._wanted: list[tuple[int, int, int, int]] = []
+
+    def of_step(self, plan: StepPlan) -> QueryStore:
+        """Prepare to keep the queries of ``plan.observe``."""
+        ends = plan.q_len.cumsum()
+        self._wanted = [
+            (int(plan.slots[row]), int(ends[row]) - count, int(ends[row]), more)
+            for row, count, more in plan.observe.tolist()
+        ]
+        return self
+
+    def keep(self, layer: int, q: Tensor) -> None:
+        """Store the queries of the wanted tokens from q [T, heads, dim] of a layer's step."""
+        for slot, first, end, more in self._wanted:
+            new = q[first:end].clone()
+            if more:
+                new = torch.cat([self._kept[slot, layer], new])
+            self._kept[slot, layer] = new
+
+    def of(self, slot: int, layer: int) -> Tensor | None:
+        return self._kept.get((slot, layer))
+
+    def fork(self, source: int, slot: int) -> None:
+        """Copy the queries of a slot to another one."""
+        for (of, layer), queries in list(self._kept.items()):
+            if of == source:
+                self._kept[slot, layer] = queries
+
+    def forget(self, slot: int) -> None:
+        for key in [key for key in self._kept if key[0] == slot]:
+            del self._kept[key]
+
+
+__all__ = ["Compactor", "QueryStore", "compresses"]

@@ -1,0 +1,110 @@
+"""Compressors that read the attention of the last queries: snapkv, tova, rkv."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, normalize, pad
+
+from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
+
+ROWS = 1024  # keys whose similarity to all others is computed at once
+
+
+def last_attention(stored: StoredTokens, queries: Tensor) -> Tensor:
+    """Return the attention probabilities f32 [kv_heads, group, w, n] of ``queries`` [w, heads, dim_qk] of the last w
+    tokens over the stored tokens.  ``group`` is the number of query heads of a KV head."""
+    n, kv_heads, dim = stored.keys.shape
+    w = len(queries)
+    grouped = queries.float().view(w, kv_heads, -1, dim)
+    products = torch.einsum("whgd,nhd->hgwn", grouped, stored.keys.float())
+    scores = products * stored.scale
+    order = torch.arange(n, device=scores.device)
+    own = order[n - w :, None]
+    visible = order <= own  # causal
+    hidden = scores.masked_fill(~visible, float("-inf"))
+    return hidden.softmax(dim=-1)
+
+
+def with_newest(score: Tensor, count: int) -> Tensor:
+    """Raise the last ``count`` scores above all others, which are at most 1, the newest to the highest."""
+    n = score.shape[-1]
+    order = torch.arange(n, device=score.device)
+    high = 2 + order / n
+    return torch.where(order < n - count, score, high)
+
+
+class SnapKV(Compressor):
+    """Keep the tokens to which the last ``window`` queries attend, and these tokens themselves (arXiv:2404.14469).
+
+    The attention is averaged over these queries and over a KV head's query heads, and over ``kernel`` neighbours."""
+
+    def __init__(self, options: object, ctx: CompressorContext) -> None:
+        super().__init__(options, ctx)
+        self.window = self.options.window
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        assert stored.queries is not None
+        w = len(stored.queries)
+        earlier = len(stored.keys) - w
+        if not earlier:
+            return stored.keys.new_ones(w)
+        attention = last_attention(stored, stored.queries)
+        of_earlier = attention[..., :earlier].mean(dim=2)
+        size = self.options.kernel
+        smooth = avg_pool1d(of_earlier, size, stride=1, padding=size // 2)
+        score = pad(smooth.mean(dim=1), (0, w))
+        return with_newest(score, w)
+
+
+class Tova(Compressor):
+    """Keep the tokens to which the last query attends most, on average over all heads (TOVA, arXiv:2401.06104)."""
+
+    window = 1
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        assert stored.queries is not None
+        last = stored.queries[-1:]
+        attention = last_attention(stored, last)
+        score = attention.mean(dim=(0, 1, 2))
+        return with_newest(score, 1)
+
+
+class RKV(Compressor):
+    """Keep tokens that are attended to and are not redundant, for long outputs (R-KV, arXiv:2505.24133).
+
+    score = importance * attention of the last queries - (1 - importance) * similarity of the key to the other keys,
+    both normalized over the stored tokens.  The last ``window`` tokens are kept."""
+
+    def __init__(self, options: object, ctx: CompressorContext) -> None:
+        super().__init__(options, ctx)
+        self.window = self.options.window
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        assert stored.queries is not None
+        attention = last_attention(stored, stored.queries)
+        of_query_head = attention.mean(dim=2)
+        of_head = of_query_head.amax(dim=1)
+        size = self.options.kernel
+        largest = max_pool1d(of_head, size, stride=1, padding=size // 2)
+        importance = largest / largest.sum(dim=-1, keepdim=True)
+        similarity = mean_similarity(stored.keys)
+        redundancy = similarity.softmax(dim=-1)
+        weight = self.options.importance
+        score = weight * importance - (1 - weight) * redundancy
+        newest = min(self.window, len(stored.keys))
+        return with_newest(score, newest)
+
+
+def mean_similarity(keys: Tensor) -> Tensor:
+    """Return the mean cosine similarity f32 [kv_heads, n] of each of the keys [n, kv_heads, dim] to the other keys of
+    its head."""
+    unit = normalize(keys.float(), dim=-1)
+    unit = unit.transpose(0, 1)
+    others = unit.transpose(1, 2)
+    sums = []
+    for part in unit.split(ROWS, dim=1):
+        similarity = part @ others
+        sums.append(similarity.sum(dim=-1))
+    total = torch.cat(sums, dim=-1)
+    return (total - 1) / unit.shape[1]

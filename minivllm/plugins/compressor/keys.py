@@ -1,0 +1,53 @@
+"""Compressors that read keys only, or nothing: streaming, knorm, keydiff, random."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from minivllm.core.interfaces.compressor import Compressor, StoredTokens
+
+
+class Streaming(Compressor):
+    """Keep the first ``sinks`` tokens and the newest ones (StreamingLLM, arXiv:2309.17453).
+
+    Unlike there, keys keep the rotation of their positions."""
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        n = len(stored.keys)
+        order = torch.arange(n, device=stored.keys.device)
+        first = order < min(self.options.sinks, stored.keep)
+        return torch.where(first, n, order).float()
+
+
+class KNorm(Compressor):
+    """Keep the keys with the smallest norm, which attract most attention (arXiv:2406.11430)."""
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        keys = stored.keys.float()
+        norms = keys.norm(dim=-1)
+        return -norms.T
+
+
+class KeyDiff(Compressor):
+    """Keep the keys that differ most from the mean direction of all keys (KeyDiff, arXiv:2504.15364)."""
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        keys = stored.keys.float()
+        unit = normalize(keys, dim=-1)
+        mean = unit.mean(dim=0, keepdim=True)
+        similarity = cosine_similarity(keys, mean, dim=-1)
+        return -similarity.T
+
+
+class Random(Compressor):
+    """Keep random tokens, other ones for each layer and head.  It is the control of an experiment."""
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        n, heads = stored.keys.shape[:2]
+        generator = torch.Generator()
+        mixed = hash((stored.seed, stored.layer, stored.computed))
+        generator.manual_seed(mixed % 2**63)
+        drawn = torch.rand(heads, n, generator=generator)
+        return drawn.to(stored.keys.device, non_blocking=True)

@@ -1,0 +1,142 @@
+"""The conformance suite of compressors, which score the tokens of the KV cache.
+
+Scores are checked for random keys, values and queries of many sizes, and the compressor serves an engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
+
+from .base import since
+from .kept import Lasting
+from .spec import SpecConformance
+from .tiny import tiny_dir
+
+HEADS = ((4, 4), (4, 2), (8, 1))  # query heads, KV heads
+SIZES = (1, 2, 5, 17, 64, 200)  # stored tokens
+DIM = 16
+PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8, 11, 22, 34, 45, 31, 10, 4, 18, 15]
+OUTPUT = 12  # tokens
+
+
+def stored_tokens(n: int, heads: int, kv_heads: int, window: int, seed: int = 0, **changes: Any) -> StoredTokens:
+    """Return ``n`` random stored tokens.  ``window`` 0 means no queries; ``changes`` replace other fields."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    queries = normal(min(window, n), heads, DIM) if window else None
+    fields: dict[str, Any] = {
+        "layer": 0,
+        "keys": normal(n, kv_heads, DIM),
+        "values": normal(n, kv_heads, DIM),
+        "queries": queries,
+        "scale": DIM**-0.5,
+        "keep": max(1, n // 2),
+        "computed": n,
+        "seed": 3,
+    }
+    return StoredTokens(**{**fields, **changes})
+
+
+class CompressorConformance(Lasting, SpecConformance):
+    """The suite of compressors.  The test of the engine uses a small Llama with random weights."""
+
+    kind = "compressor"
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in besides its options."""
+        return (CompressorContext("cpu", "float32", 256),)
+
+    def exercise(self, instance: Compressor) -> Any:
+        """Score some tokens, and return the scores."""
+        return instance.score(stored_tokens(40, 4, 2, instance.window)).tolist()
+
+    def once_more(self, instance: Compressor, number: int) -> None:
+        """Score other tokens."""
+        instance.score(stored_tokens(20 + number % 30, 4, 2, instance.window, seed=number))
+
+    def cases(self, window: int) -> list[StoredTokens]:
+        """Return stored tokens of all sizes."""
+        sizes = itertools.product(SIZES, HEADS)
+        return [stored_tokens(n, heads, kv_heads, window) for n, (heads, kv_heads) in sizes]
+
+    @since(1, 0)
+    def test_each_stored_token_gets_a_score(self) -> None:
+        """Check that scores are numbers of shape [kv_heads, n] or [n], for any number of tokens, heads and queries."""
+        made = self.build(*self.context())
+        for stored in self.cases(made.window):
+            n, kv_heads = stored.keys.shape[:2]
+            scores = made.score(stored)
+            assert isinstance(scores, Tensor), f"score returned {type(scores).__name__}: expected a tensor"
+            shape = tuple(scores.shape)
+            assert shape in ((n,), (kv_heads, n)), f"scores are {shape}: expected ({kv_heads}, {n}) or ({n},)"
+            assert not scores.isnan().any(), f"a score of {n} tokens is NaN"
+
+    @since(1, 0)
+    def test_one_query_is_enough(self) -> None:
+        """Check that a compressor that reads queries scores with one query too, as after the prompt."""
+        made = self.build(*self.context())
+        if not made.window:
+            pytest.skip("the compressor reads no queries")
+        scores = made.score(stored_tokens(30, 4, 2, 1))
+        assert not scores.isnan().any(), "a score is NaN"
+
+    @since(1, 0)
+    def test_scores_depend_on_the_arguments_alone(self) -> None:
+        """Check that equal arguments get equal scores, from another instance and after other calls too."""
+        made, other = self.build(*self.context()), self.build(*self.context())
+        for stored in self.cases(made.window):
+            first = made.score(stored)
+            torch.manual_seed(1)
+            made.score(stored_tokens(33, 4, 2, made.window, seed=9))
+            again = made.score(stored)
+            assert torch.equal(first, again), "another call changed the scores of the same tokens"
+            torch.manual_seed(2)
+            assert torch.equal(first, other.score(stored)), "another instance scores the same tokens otherwise"
+
+    @since(1, 0)
+    def test_arguments_and_the_random_state_do_not_change(self) -> None:
+        """Check that ``score`` changes no keys, values and queries, and draws nothing from torch's generator."""
+        made = self.build(*self.context())
+        state = torch.get_rng_state()
+        for stored in self.cases(made.window):
+            parts = [part for part in (stored.keys, stored.values, stored.queries) if part is not None]
+            before = [part.clone() for part in parts]
+            made.score(stored)
+            same = all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))
+            assert same, "score changed its arguments: copy them first"
+        assert torch.equal(state, torch.get_rng_state()), "score drew from torch's generator: use one of its own"
+
+    @since(1, 0)
+    def test_the_engine_serves_it(self, tmp_path: Path) -> None:
+        """Check that compressed requests have the same tokens alone, together and behind prefix hits, and that
+        requests whose budget holds all tokens have those without compression."""
+        path, *_ = tiny_dir(tmp_path)
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
+        if self.subject.entry.label == "minivllm/none":
+            pytest.skip("the engine does not call it")
+        choice = {"name": self.plugin, "options": dict(self.options)}
+        prompts = [PROMPT, PROMPT[:19], [59, *PROMPT]]
+
+        def tokens(llm: LLM, asked: list[list[int]], budget: float) -> list[list[int]]:
+            params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=1, kv_budget=budget)
+            return [list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False)]
+
+        with LLM(str(path), compressor=choice, compress_every=5, **options) as llm:
+            alone = [tokens(llm, [prompt], 0.5)[0] for prompt in prompts]
+            assert tokens(llm, prompts, 0.5) == alone, "requests have other tokens when they run together"
+            assert llm.stats()["compression"]["compressions"] > 0
+            all_kept = tokens(llm, prompts, 1000)
+        with LLM(str(path), **options) as llm:
+            assert tokens(llm, prompts, 0) == all_kept, "a budget that holds all tokens changes tokens"

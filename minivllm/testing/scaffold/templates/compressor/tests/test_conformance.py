@@ -1,0 +1,5 @@
+from minivllm.testing import CompressorConformance
+
+
+class TestMyPlugin(CompressorConformance):
+    plugin = "my-plugin/my-plugin"

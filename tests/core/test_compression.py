@@ -1,0 +1,276 @@
+"""KV compression in the engine's books: any order of events, planted faults, and requests that are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from compression_machine import drive
+
+from minivllm.core.engine.blocks import NO_BLOCKS
+from minivllm.core.engine.cache import KVCache
+from minivllm.core.engine.compaction import Compaction
+from minivllm.core.engine.compression import Compression
+from minivllm.core.engine.planner import Planner
+from minivllm.core.engine.slots import Slots
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.plugins.executor.sim import Sim
+from minivllm.plugins.strategy.beam import Beam
+from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
+
+FAULTS = {}
+READS = ("temperature", "kv_budget", "beam_width")
+
+
+def fault(cls):
+    """``fault(cls)``: the decorated function gets the real method first and replaces it."""
+
+    def plant(fn):
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        return fn
+
+    return plant
+
+
+@fault(KVCache)
+def a_compressed_block_is_published_under_the_uncompressed_key(real, self, compactions):
+    """compact: the row goes on to publish its blocks."""
+    before = {one.slot: int(self.slots.prefix_published[one.slot]) for one in compactions}
+    real(self, compactions)
+    for slot, published in before.items():
+        self.slots.prefix_published[slot] = min(published, int(self.slots.blocks[0, slot]) - 1)
+
+
+@fault(KVCache)
+def blocks_are_free_before_the_device_has_read_them(real, self, compactions):
+    """compact: the old blocks are released at once."""
+    real(self, compactions)
+    for one in compactions:
+        self.pools[one.group].release(one.retired)
+        one.retired = NO_BLOCKS
+
+
+@fault(KVCache)
+def old_blocks_are_never_released(real, self):
+    """changes: the blocks that a compressed row gives up stay taken."""
+    for one in self.compactions:
+        one.retired = NO_BLOCKS
+    return real(self)
+
+
+@fault(KVCache)
+def kept_tokens_move_into_a_cached_prefix(real, self, slot, keep):
+    """to_compact: a published block counts as the row's own."""
+    found = real(self, slot, keep)
+    for one in found:
+        one.own[:] = self.pools[one.group].ref[one.blocks[: len(one.own)]] == 1
+    return found
+
+
+@fault(KVCache)
+def kept_tokens_move_into_a_block_of_another_branch(real, self, slot, keep):
+    """to_compact: a block that two rows share counts as the row's own."""
+    found = real(self, slot, keep)
+    for one in found:
+        one.own[:] = self.pools[one.group].key[one.blocks[: len(one.own)]] == 0
+    return found
+
+
+@fault(KVCache)
+def the_device_reads_one_block_less(real, self):
+    """changes: the last source is named twice in place of the first."""
+    found = real(self)
+    if "sources" in found and len(found["sources"]) > 1:
+        found["sources"] = np.roll(found["sources"], 1)
+    return found
+
+
+@fault(KVCache)
+def a_compression_of_a_preempted_row_is_sent(real, self, slot):
+    """release: the order stays, for the next row of the slot."""
+    kept = [one for one in self.compactions if one.slot == slot]
+    real(self, slot)
+    for one in kept:
+        one.retired = NO_BLOCKS
+    self.compactions += kept
+
+
+@fault(Slots)
+def a_row_that_returns_counts_as_compressed(real, self, seq):
+    """enter: the number of dropped tokens is that of the last row of the slot."""
+    before = self.dropped[:, self.free[-1]].copy()
+    slot = real(self, seq)
+    self.dropped[:, slot] = before
+    return slot
+
+
+@fault(Compression)
+def a_row_is_compressed_before_its_blocks_are_published(real, self, planner):
+    """plan: steps in flight are ignored."""
+    steps = planner.slots.step.copy()
+    planner.slots.step[:] = 0
+    real(self, planner)
+    planner.slots.step[:] = steps
+
+
+@fault(Planner)
+def a_step_goes_beyond_a_compression(real, self, run):
+    """need: the row computes all that is missing."""
+    compression, self.compression = self.compression, None
+    try:
+        return real(self, run)
+    finally:
+        self.compression = compression
+
+
+@fault(Sim)
+def the_device_keeps_a_token_less(real, self, d):
+    """_compact: the last kept place is not written."""
+    before = self.kv[0].copy()
+    real(self, d)
+    g, slot, _, kept, _ = d.compact[-1].tolist()
+    block, inside = self.table[g, slot, (kept - 1) // self.block], (kept - 1) % self.block
+    if g == 0:
+        self.kv[0][block, inside] = before[block, inside] + 1
+
+
+@fault(Sim)
+def a_row_keeps_tokens_of_the_row_before(real, self, j):
+    """_join: the positions of the slot's last row stay."""
+    held = dict(self.held)
+    real(self, j)
+    self.held = held
+
+
+def plant(monkeypatch, name):
+    cls, method, fn = FAULTS[name]
+    real = getattr(cls, method)
+    monkeypatch.setattr(cls, method, lambda self, *args: fn(real, self, *args))
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_a_planted_fault_is_caught(name, monkeypatch):
+    plant(monkeypatch, name)
+    with pytest.raises(Exception) as caught:
+        drive(1000, shrink=False)
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    print(f"{name}: {message.splitlines()[0][:160]}")
+    assert not any(error in message for error in ("TypeError", "AttributeError", "NameError")), message
+
+
+def test_compression_changes_no_token_of_the_simulated_device_and_loses_no_block():
+    seen = drive(100)
+    seen.require(compressed=1, preempted=1, forked=1, aborted=1, evicted=1)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_last_block_of_a_compressed_row_is_not_published(planted, monkeypatch):
+    real = KVCache.publish_tail
+
+    def publish_tail(cache, slot, seq):
+        cache.slots.dropped[:, slot] = 0
+        real(cache, slot, seq)
+
+    if planted:
+        monkeypatch.setattr(KVCache, "publish_tail", publish_tail)
+    made = engine(compress=(1, 1))
+    first = request(made, "a", [7], max_tokens=3, ignore_eos=True)
+    run(made)
+    request(made, "b", [7, *outputs(first)[0][0], 5, 6], max_tokens=3, ignore_eos=True, kv_budget=0)
+    if planted:
+        with pytest.raises(EngineDeadError, match="foreign KV"):
+            run(made)
+    else:
+        run(made, check=True)
+
+
+def engine(**options):
+    options = dict(slots=4, max_len=128, blocks=40, compress=(0, 0), reads=READS) | options
+    return sim_engine(**options)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_is_compressed_at_its_prompts_end_and_after_every_so_many_tokens(depth):
+    made = engine(compress=(6, 4), depth=depth)
+    r = request(made, "a", range(1, 21), max_tokens=14, ignore_eos=True)
+    most = 0
+    while made.busy:
+        made.step()
+        for slot in made.slots.running.tolist():
+            if made.slots.dropped[0, slot]:
+                most = max(most, int(made.slots.blocks[0, slot]))
+    at_rest(made)
+    assert outputs(r)[0] == answer(range(1, 21), r.params, max_len=128)
+    # at 20, 24, 28 and 32 tokens; 33 of the 34 tokens are computed
+    assert made.compression.stats() == {"compressions": 4, "dropped_tokens": 14 + 4 + 4 + 4}
+    assert most == -(-(6 + 4) // made.wiring.block)
+
+
+def test_a_share_is_one_of_the_prompt_and_a_budget_above_it_compresses_nothing():
+    made = engine()
+    half = request(made, "a", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=0.5)
+    whole = request(made, "b", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=30)
+    assert (half.keep, whole.keep) == (15, 30)
+    run(made, check=True)
+    assert made.compression.stats() == {"compressions": 1, "dropped_tokens": 15}
+
+
+def test_more_requests_run_at_once_when_they_are_compressed():
+    """Ten prompts of 32 tokens with 24 generated tokens take 140 blocks of 4 tokens; 48 are there."""
+    most = {}
+    for budget in (0, 8):
+        made = engine(slots=10, blocks=49, compress=(budget, 0), prefix=False, budget=32)
+        for i in range(10):
+            request(made, str(i), range(i + 1, i + 33), max_tokens=24, ignore_eos=True)
+        most[budget] = 0
+        while made.busy:
+            made.step()
+            most[budget] = max(most[budget], len(made.slots.running))
+        at_rest(made)
+    assert most[8] >= 1.9 * most[0]
+
+
+def test_a_request_is_refused_if_the_cache_cannot_hold_its_prompt_and_the_kept_tokens():
+    made = engine(blocks=12, max_len=128, compress=(0, 4))
+    request(made, "a", range(1, 29), max_tokens=90, ignore_eos=True, kv_budget=4)
+    with pytest.raises(RequestError, match="needs the KV cache of up to 120 tokens"):
+        request(made, "b", range(1, 31), max_tokens=90, ignore_eos=True)
+    run(made, check=True)
+    at_rest(made)
+
+
+@pytest.mark.parametrize(("budget", "said"), [(1.5, "a whole number of tokens"), (-1, "kv_budget"), ("x", "kv_budget")])
+def test_a_budget_that_is_no_number_of_tokens_is_refused(budget, said):
+    made = engine()
+    with pytest.raises(RequestError, match=said):
+        request(made, "a", range(1, 9), kv_budget=budget)
+    assert not made.requests
+
+
+class Guided(DecodingStrategy):
+    def start(self, params):
+        return [Branch(0, guide=Guide(2.0, (5, 6)))]
+
+    def result(self, params, ends):
+        return [0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "said"),
+    [(Beam(), {"beam_width": 2}, "beam search is not compressed"), (Guided(), {}, "with a guide is not compressed")],
+)
+def test_rows_of_searches_and_guides_are_refused_by_name(strategy, more, said):
+    made = engine(strategy=strategy)
+    with pytest.raises(RequestError, match=said):
+        request(made, "a", range(1, 9), kv_budget=4, **more)
+
+
+def test_a_budget_without_a_compressor_is_refused():
+    made = sim_engine(reads=("temperature",))
+    with pytest.raises(RequestError, match="compressor=none compresses nothing"):
+        request(made, "a", range(1, 9), kv_budget=4)
+
+
+def test_the_books_of_a_compression_name_blocks_of_the_row_only_once():
+    one = Compaction(0, 1, 10, 4, np.array([7, 8, 9, 3, 4], np.int32), 3, np.array([False]))
+    assert one.lacking == 1 and one.to_take == 0 and one.sources.tolist() == [7, 8, 9]

@@ -1,0 +1,175 @@
+"""The built-in compressors in an engine on a CPU, compared with models of transformers that do not see removed keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compression_reference import Recorder, logits_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.engine.planner import Planner
+from minivllm.errors import ConfigError, RequestError
+from minivllm.plugin import Compressor
+from minivllm.testing.tiny import tiny_dir
+
+SCORERS = ("streaming", "knorm", "keydiff", "random", "snapkv", "tova", "rkv")
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "phi3": {}, "gemma3": WINDOWED, "mixtral": {}}
+# no token twice: its keys would have one norm, and rounding would choose between them
+PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8, 11, 22, 34, 45, 31, 10, 4, 18, 15]
+OPTIONS = {"snapkv": {"window": 4, "kernel": 3}, "rkv": {"window": 3, "kernel": 3}}
+MOST = 17
+
+
+def choice(name):
+    return {"name": name, "options": OPTIONS[name]} if name in OPTIONS else name
+
+
+def engine(path, name, **options):
+    defaults = dict(skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, max_model_len=128, kvcache_block_size=4)
+    return LLM(str(path), compressor=choice(name), **{**defaults, "compress_every": 5, **options})
+
+
+def params(**values):
+    return SamplingParams(**{**dict(temperature=0, max_tokens=MOST, ignore_eos=True, seed=7, kv_budget=0.5), **values})
+
+
+def run(llm, prompts, **values):
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params(**values), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("graph", ["auto", "off"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SCORERS)
+def test_tokens_are_those_of_transformers_where_queries_do_not_see_removed_keys(
+    name, family, graph, tmp_path, monkeypatch
+):
+    path, cfg, hf = tiny_dir(tmp_path, family, **FAMILIES[family])
+    recorder = Recorder(monkeypatch, cfg.num_hidden_layers)
+    with engine(path, name, graph=graph) as llm:
+        (out,) = llm.generate([PROMPT], params(logprobs=1), use_tqdm=False)
+        assert llm.stats()["compression"]["compressions"] == 4
+    tokens = list(out.outputs[0].token_ids)
+    logits = logits_of(hf, PROMPT + tokens[:-1], recorder)[len(PROMPT) - 1 :]
+    assert logits.argmax(-1).tolist() == tokens
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    found = torch.tensor([next(iter(p.values())).logprob for p in out.outputs[0].logprobs])
+    assert (found - expected).abs().max() < 1e-4
+
+
+def preempt_often(monkeypatch):
+    """Preempt a running row in every third step."""
+    real = Planner.next
+
+    def plan(planner, now):
+        rows = planner.slots.running
+        if len(rows) and planner.step_id % 3 == 0 and planner.slots.preempted[rows[-1]] < 5:
+            planner.preempt(int(rows[-1]))
+        return real(planner, now)
+
+    monkeypatch.setattr(Planner, "next", plan)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_batches_chunks_hits_and_preemptions_change_no_token(name, tmp_path, monkeypatch):
+    path, *_ = tiny_dir(tmp_path)
+    prompts = [PROMPT, PROMPT[:19], PROMPT[3:], [59, *PROMPT], PROMPT]
+    with engine(path, name, enable_prefix_caching=False) as llm:
+        alone = [run(llm, [prompt])[0] for prompt in prompts]
+    with engine(path, name) as llm:
+        assert run(llm, prompts) == alone
+        assert run(llm, prompts) == alone, "behind prefix hits"
+        assert llm.stats()["prefix_hits"] > 0
+    with engine(path, name, max_num_batched_tokens=9) as llm:
+        assert run(llm, prompts) == alone, "in chunks"
+    with engine(path, name, num_kvcache_blocks=16) as llm:
+        assert run(llm, prompts) == alone, "with little memory"
+    preempt_often(monkeypatch)
+    with engine(path, name, max_num_batched_tokens=21) as llm:
+        assert run(llm, prompts) == alone, "preempted"
+        assert llm.stats()["preemptions"] > 4
+
+
+@pytest.mark.parametrize("kv_format", ["fp16", "bf16", "int8", "fp8"])
+def test_stored_bytes_of_every_kv_format_move_unchanged(kv_format, tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "knorm", kv_format=kv_format) as llm, engine(path, "knorm", kv_format=kv_format) as slow:
+        assert run(llm, [PROMPT], kv_budget=len(PROMPT) + MOST) == run(slow, [PROMPT], kv_budget=0)
+        assert run(llm, [PROMPT]) == run(slow, [PROMPT])
+
+
+def test_keeping_everything_changes_no_token(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "keydiff") as llm, engine(path, "none", compress_every=0) as plain:
+        prompts = [PROMPT, PROMPT[:9]]
+        assert run(llm, prompts, kv_budget=100) == run(plain, prompts, kv_budget=0)
+
+
+def test_branches_of_a_request_are_compressed_on_their_own(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "keydiff") as llm:
+        alone = run(llm, [PROMPT])[0]
+        (out,) = llm.generate([PROMPT], params(n=3), use_tqdm=False)
+        assert [list(one.token_ids) for one in out.outputs] == [list(alone)] * 3
+
+
+def test_a_class_of_the_user_works_with_one_option(tmp_path):
+    class Oldest(Compressor):
+        def score(self, stored):
+            return -stored.keys.new_ones(len(stored.keys)).cumsum(0)
+
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, Oldest) as llm:
+        assert len(run(llm, [PROMPT])[0]) == MOST
+        assert llm.stats()["compression"]["compressions"] == 4
+
+
+def raises(stored):
+    raise ValueError("no scores today")
+
+
+FAULTS = {"no scores today": raises, "gave (3,)": lambda stored: stored.keys.new_ones(3), "gave int": lambda stored: 7}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_a_scorer_that_fails_ends_its_own_request_only(said, tmp_path):
+    class Mine(Compressor):
+        def score(self, stored):
+            return FAULTS[said](stored)
+
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, Mine) as llm:
+        failed, fine = llm.generate([PROMPT, PROMPT], [params(), params(kv_budget=0)], use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error" and fine.outputs[0].finish_reason == "length"
+        assert said in failed.error
+        assert run(llm, [PROMPT], kv_budget=0)[0] == fine.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compressor": "none", "kv_budget": 8}, "compressor=none compresses nothing"),
+        ({"compressor": "none", "compress_every": 8}, "compressor=none compresses nothing"),
+        ({"compressor": "knorm", "drafter": "ngram"}, "drafter=ngram needs all tokens"),
+        ({"compressor": "knorm", "kv_budget": 1.5}, "a whole number of tokens"),
+        ({"compressor": "knorm", "kv_budget": -1}, "kv_budget"),
+        ({"compressor": {"name": "snapkv", "options": {"kernel": 4}}}, "expected an odd number"),
+    ],
+)
+def test_what_is_not_compressed_together_is_refused_by_name(options, said, tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        LLM(str(path), skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.parametrize(("family", "said"), [("qwen3_5", "recurrent states"), ("mpt", "ALiBi")])
+def test_models_that_are_not_compressed_are_refused_by_name(family, said, tmp_path):
+    path, *_ = tiny_dir(tmp_path, family)
+    with pytest.raises(ConfigError, match=said):
+        LLM(str(path), skip_tokenizer_init=True, compressor="knorm")
+
+
+def test_a_request_budget_is_refused_where_nothing_is_compressed(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "none", compress_every=0) as llm, pytest.raises(RequestError, match="compressor=none"):
+        run(llm, [PROMPT])
