@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from minivllm.config.base import Strict, refuse
 from minivllm.config.layers import ConfigShape, unalias
@@ -25,6 +25,11 @@ ALIASES = {
     "num_gpu_blocks_override": "num_kvcache_blocks",
 }  # fmt: skip
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+# devices of vLLM and of torch for which nothing is built in
+OTHER_DEVICES = ("neuron", "tpu", "xla", "xpu", "hpu", "npu", "mps", "rocm", "hip")
+OTHER_DEVICE_PARTS = "docs/accelerators.md lists the parts (executor, attention) that a package must supply"
 
 
 class PluginChoice(BaseModel):
@@ -271,6 +276,14 @@ class EngineConfig(Strict):
     grammar_workers: int = Field(2, ge=1, le=64, description="processes that compile grammars")
     grammar_cache_mb: int = Field(64, ge=0, description="MB of compiled grammars to keep")
     allow_targets: list[str] = Field([], description="modules whose classes may be used as plug-ins; never from a file")
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _is_built_in(cls, device: Any) -> Any:
+        """Refuse a device for which another package would have to supply the parts."""
+        if device in OTHER_DEVICES:
+            raise ValueError(f"no back end for {device} is built in: {OTHER_DEVICE_PARTS}; use cpu or cuda")
+        return device
 
     def __init__(self, **values: Any) -> None:
         """Set the options, under any of their names, and check that they are consistent.  ConfigError if not."""

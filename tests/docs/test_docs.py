@@ -87,6 +87,8 @@ PAGES = {
     "tensor-parallelism": 1,
     "server": 3,
     "replicas": 1,
+    "accelerators": 1,
+    "vllm-names": 0,
     "attention": 0,
     "compare-hf": 2,
     "performance": 0,
