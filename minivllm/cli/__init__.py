@@ -24,8 +24,10 @@ from minivllm.cli import (
     cache,
     compare,
     compare_hf,
+    completion,
     config,
     doctor,
+    models,
     plugins,
     quantize,
     replay,
@@ -149,6 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_commands(command)
     stats.add_commands(command)
     cache.add_commands(command)
+    models.add_commands(command)
+    completion.add_commands(command, parser)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Measure the quality of the packaged model."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)

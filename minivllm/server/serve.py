@@ -201,10 +201,11 @@ def _log_loaded(info: EngineInfo, seconds: float) -> None:
     """Log which engine was loaded and how long that took."""
     attention = info.selections.get("attention", "?")
     engine = f"{info.device}, {info.dtype}, attention {attention}"
+    weights = f"weights {info.weight_bytes / 2**20:,.0f} MiB"
     room = f"the KV cache holds {info.kv_tokens:,} tokens, a request may have {info.max_model_len:,}"
     logs.event(
         "loaded",
-        sentence=f"loaded in {seconds:.1f} s ({engine}): {room}, {info.max_num_seqs:,} run at once",
+        sentence=f"loaded in {seconds:.1f} s ({engine}): {weights}, {room}, {info.max_num_seqs:,} run at once",
         ms=round(1e3 * seconds),
         device=info.device,
         dtype=info.dtype,
