@@ -22,6 +22,7 @@ from .blocks import NO_BLOCKS
 from .cache_walk import walk
 from .checkpoints import OPENING
 from .compaction import UNPUBLISHED, Compaction
+from .tail_use import TailUse
 from .taps import most_cached
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class KVCache:
         if checkpoints is not None:
             pools[0].forgotten = checkpoints.drop
         self.copied = 0  # tokens not computed thanks to copied blocks
+        self.tails = TailUse()
         # group 0 keeps all blocks, because hits are chains in it
         self.windows = [None, *windows[1:]] if prefix else windows
         self.limited = [
@@ -321,6 +323,8 @@ class KVCache:
             pool.touch(source)
             self._append_copy(g, slot, n, source)
         self.copied += shared
+        if lead.tokens[first, -1] < 0:
+            self.tails.copied()
         return shared
 
     def _append_copy(self, g: int, slot: int, index: int, source: int) -> None:
@@ -526,7 +530,8 @@ class KVCache:
 
     def publish_tail(self, slot: int, seq: Seq) -> None:
         """Publish the partly filled last block of a sequence that ends, so that a later prompt with the same beginning
-        can copy it.  The last token was drawn but never computed, so it is not included."""
+        can copy it, unless the cache is full and such blocks are rarely used.  The last token was drawn but never
+        computed, so it is not included."""
         done = int(self.slots.collected[slot]) - 1  # its last token was drawn but never computed
         i, part = divmod(done, self.block)
         if (
@@ -537,8 +542,11 @@ class KVCache:
             or self.slots.prefix_published[slot] < i
         ):
             return
-        salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
         lead = self.pools[0]
+        if not self.tails.pays(full=not lead.free):
+            return
+        self.tails.cached()
+        salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
         lead.keys_of(tokens[: i * self.block], salt, seq.keys)  # a branch has no keys yet
         row = np.full(self.block, -1, np.int32)
         row[:part] = tokens[i * self.block :]
