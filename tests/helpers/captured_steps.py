@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_captures import CpuRecorder, cpu_captures
+from fuzz import adapters as fuzz_adapters
 from greedy import prompts
 from prediction_heads import MTPReference
 
@@ -22,8 +23,9 @@ from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import commit
+from minivllm.device.layers import adapters
 from minivllm.device.worker import captured, sampling, step
-from minivllm.device.worker.graphs import TappedKey
+from minivllm.device.worker.graphs import AdaptedKey, TappedKey
 from minivllm.device.worker.state import DeviceState
 from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
@@ -73,11 +75,11 @@ def engine(folder, **options):
     return LLM(model=str(folder), **{**base, **options})
 
 
-def play(folder, params, captures, taps=None, **options):
+def play(folder, params, captures, taps=None, lora=None, **options):
     """(what each request got, the captures): prompts of many lengths, twice, so that the second time hits prefixes."""
     items = prompts(61, [1 + 13 * i % 50 for i in range(len(params))])
     with engine(folder, **options if captures else {**options, "graph": "off"}) as llm:
-        outs = [o for _ in range(2) for o in llm.generate(items, params, False, taps)]
+        outs = [o for _ in range(2) for o in llm.generate(items, params, False, taps, lora)]
         llm.engine.cache.check()
         assert [o.error for o in outs] == [None] * len(outs)
         runner = llm.engine.executor.runner
@@ -154,6 +156,33 @@ def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):
 def test_a_sampler_with_state_and_rows_with_drafts_are_those_of_separate_launches(models, options):
     graphs = compare(models["qwen3"], asked({"mirostat_tau": 3.0} if "sampler" in options else {}, *PLAIN), **options)
     assert len(graphs.samples) > 4
+
+
+def adapters_of(folder, model, count):
+    """Write adapters of a model, and return a request for each."""
+    fuzz_adapters.write(folder, model.state_dict())
+    return [fuzz_adapters.lora_of({"adapter": 1 + n}, folder.parent, folder.name) for n in range(count)]
+
+
+@pytest.mark.parametrize("options", [{"run_ahead": 1}, {"run_ahead": 2, "num_kvcache_blocks": 9, "max_loras": 1}])
+def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypatch, options):
+    """Separate launches without kernels give what captures with the interpreted kernels give."""
+    folder, _, model = tiny_dir(tmp_path / "adapted", "qwen3")
+    one, two = adapters_of(folder, model, 2)
+    params = asked(*[{"temperature": 0}] * 6, max_tokens=6, ignore_eos=True, logprobs=2)
+    lora, options = [one, None, two, one, None, two], {"enable_lora": True, **options}
+    want, none = play(folder, params, False, lora=lora, **options)
+    monkeypatch.setattr(adapters, "runs_kernels", lambda device: True)
+    with cpu_captures() as recorded:
+        got, made = play(folder, params, True, lora=lora, **options)
+    assert none is None and made.notes == [] and len(recorded) == len(made.forwards) + len(made.samples)
+    kinds = {(type(key), key.kind) for key in made.forwards}
+    assert {(AdaptedKey, "decode"), (GraphKey, "decode"), (AdaptedKey, "mixed"), (GraphKey, "mixed")} <= kinds
+    for a, b in zip(want, got, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
+    assert len({tuple(out.outputs[0].token_ids) for out in got}) > 3
 
 
 def test_hidden_states_of_captured_steps_are_read_by_a_head(tmp_path, monkeypatch):

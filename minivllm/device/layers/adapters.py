@@ -71,7 +71,7 @@ class LinearAdapter:
         # products whose bits do not depend on the number of rows, by place on the device
         self.fixed: dict[int, tuple[FixedRows, list[FixedRows]]] = {}
         self.kernel: Any = None
-        if memory.arena.is_cuda:
+        if memory.kernels:
             from minivllm.device.kernels.lora import LoraProduct
 
             starts = [rows.start for rows in self.rows]
@@ -123,6 +123,7 @@ class AdapterMemory:
     ) -> None:
         """Allocate memory for ``places`` adapters, and attach it to all linear layers of ``modules``."""
         self.invariant = invariant
+        self.kernels = runs_kernels(device)
         rank = -(-max_rank // LEAST_RANK) * LEAST_RANK
         self.modules = {name: module for name, module in modules.items() if type(module) is Linear}
         self.places: dict[str, Place] = {}
@@ -155,12 +156,17 @@ class AdapterMemory:
     def step(self, tokens: Tensor) -> Iterator[None]:
         """Apply adapters in the layers of a step; ``tokens`` i32 [T] are the places of its tokens."""
         self.tokens = tokens
-        if not tokens.is_cuda:
+        if not self.kernels:
             self.groups = _groups_of(tokens)
         try:
             yield
         finally:
             self.tokens, self.groups = None, []
+
+
+def runs_kernels(device: Any) -> bool:
+    """Return whether the Triton kernels apply adapters on a device."""
+    return torch.device(device).type == "cuda"
 
 
 def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:

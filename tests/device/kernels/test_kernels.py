@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 
 
 def test_the_kernels_give_what_their_references_give():
-    here = Path(__file__).parents[2]
+    here = Path(__file__).parents[2] / "helpers"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
     files = [f"interpreted{of}.py" for of in ("", "_attention", "_quant", "_quantize")]
     command += ["--durations=10", *(str(here / name) for name in files)]

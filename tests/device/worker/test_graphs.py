@@ -34,7 +34,8 @@ def captures(most: int = 64) -> Graphs:
     """Of a runner for ``most`` rows; without a device."""
     made = Graphs.__new__(Graphs)
     wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
-    made.runner = SimpleNamespace(wiring=wiring, taps=SimpleNamespace(of_step=of_step))
+    taps = SimpleNamespace(of_step=of_step)
+    made.runner = SimpleNamespace(wiring=wiring, taps=taps, adapts=lambda plan: False)
     made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
     made.token_flops = CAPTURE_FLOPS / 4000
@@ -186,7 +187,7 @@ def test_the_trial_step_has_all_tokens_of_the_largest_and_writes_to_the_null_blo
 @pytest.mark.slow
 def test_captured_steps_give_what_separate_launches_give():
     """In a process of its own, because Triton's interpreter is chosen when Triton is imported."""
-    here = Path(__file__).parents[2]
+    here = Path(__file__).parents[2] / "helpers"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "captured_steps.py")]
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
