@@ -8,6 +8,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -37,14 +38,36 @@ def test_the_links_of_a_notebook_lead_to_pages(path):
         assert (path.parent / target).exists(), target
 
 
-def test_the_notebook_swaps_an_evictor_and_plots(capsys):
-    """Its policy keeps more of a small cache than ``lru``, and the plot has a line for each policy."""
+def run(name):
+    """Run the cells of a notebook and return its names."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     space = {"__name__": "__main__"}
-    for name, text in code_of(ROOT / "examples" / "evictor.ipynb"):
-        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        exec(compile(text, name, "exec"), space)
+    for cell, text in code_of(ROOT / "examples" / name):
+        linecache.cache[cell] = (len(text), None, text.splitlines(True), cell)
+        exec(compile(text, cell, "exec"), space)
+    return space
+
+
+def test_the_notebook_draws_blocks_and_requests(capsys):
+    """Blocks are shared while several requests run and cached after them; later requests wait, and have hits."""
+    space = run("blocks.ipynb")
+    cells, timeline = space["cells"], space["timeline"]
+    assert (cells[-1] == 1).sum() > 10 and (cells == 3).sum(axis=1).max() >= 1 and set(np.unique(cells)) == {0, 1, 2, 3}
+    assert len(cells) >= 8 and space["map_axes"].get_images()[0].get_array().shape == cells.T.shape
+    hits = [cached for _, _, cached, _ in timeline]
+    assert hits[:3] == [0, 0, 0] and min(hits[3:]) >= 16, "the first three begin together"
+    assert all(list(edges) == sorted(edges) for *_, edges in timeline)
+    waits = [edges[1] - edges[0] for *_, edges in timeline]
+    assert max(waits[:3]) < min(waits[3:]), "three rows run at once"
+    assert len(space["axes"].patches) == 3 * len(timeline)
+    assert "prompt tokens were a prefix hit" in capsys.readouterr().out
+    space["llm"].close()
+
+
+def test_the_notebook_swaps_an_evictor_and_plots(capsys):
+    """Its policy keeps more of a small cache than ``lru``, and the plot has a line for each policy."""
+    space = run("evictor.ipynb")
     rates, sizes = space["rates"], space["SIZES"]
     assert set(rates) == {"lru", "fifo", "Deepest"} and all(len(found) == len(sizes) for found in rates.values())
     gains = [own - other for own, other in zip(rates["Deepest"], rates["lru"], strict=True)]
