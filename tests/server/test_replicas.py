@@ -203,6 +203,16 @@ def test_prefix_on_a_trace_has_most_of_the_hits_of_one_cache():
     assert shares["prefix"] > 0.9 and shares["prefix"] > shares["round-robin"] + 0.05, shares
 
 
+def test_named_prefixes_are_refused():
+    async def main():
+        client = ReplicaClient(loaded(3, device="cpu"))
+        for call in (client.prefixes(), client.save_prefix("n", [1], "", None), client.drop_prefix("n")):
+            with pytest.raises(RequestError, match="named prefixes need one engine"):
+                await call
+
+    asyncio.run(main())
+
+
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)

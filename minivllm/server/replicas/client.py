@@ -135,7 +135,7 @@ class ReplicaClient(EngineClient):
         session = how.pop("session", "")
         if session:
             session = f"{how.get('owner', '')} {session}"
-        request = self._routed(prompt_ids, params, session)
+        request = self._routed(prompt_ids, params, session, how.get("lora"))
         tried: set[int] = set()
         while True:
             replica = self._choose(request, tried)
@@ -146,12 +146,15 @@ class ReplicaClient(EngineClient):
             except EngineDeadError:  # it ended unnoticed, or reads nothing: the request was not accepted
                 tried.add(replica.number)
 
-    def _routed(self, prompt_ids: Any, params: SamplingParams, session: str) -> RoutedRequest:
+    def _routed(
+        self, prompt_ids: Any, params: SamplingParams, session: str, lora: LoRARequest | None = None
+    ) -> RoutedRequest:
         """Return a request as the router sees it."""
         block = self.replicas[0].info.block
+        salt = params.salt if lora is None else (*params.salt, lora.lora_name)
 
         def keys() -> Sequence[int]:
-            return block_keys(np.asarray(prompt_ids), params.salt, block)
+            return block_keys(np.asarray(prompt_ids), salt, block)
 
         return RoutedRequest(len(prompt_ids), session, keys)
 
@@ -303,6 +306,17 @@ class ReplicaClient(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         await self._each(lambda one: one.unload_adapter(name))
+
+    async def prefixes(self) -> dict[str, Any]:
+        """Raise RequestError, because each engine would keep its own names."""
+        raise RequestError("named prefixes need one engine: each replica has its own tiers; start without --replicas")
+
+    async def save_prefix(self, name: str, ids: list[int], tenant: str, cache_salt: str | None) -> int:
+        await self.prefixes()
+        return 0
+
+    async def drop_prefix(self, name: str) -> None:
+        await self.prefixes()
 
     async def profile(self, start: bool) -> str:
         """Start or end a profile of replica 0, which stands for the others."""
