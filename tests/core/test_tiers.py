@@ -129,9 +129,9 @@ def a_load_writes_to_the_block_of_an_earlier_one(real, self, rows):
 @fault(TierThread)
 def a_page_of_another_size_is_used(real, self, key, size):
     """get: a short page is filled up."""
-    page = self.store.get(key) if not self.store.trouble else None
+    page = self.store.get(key) if not self.store.next_faults else None
     if page is None and key in self.store.pages:
-        self.store.trouble.clear()
+        self.store.next_faults.clear()
         page = self.store.pages[key].copy()
         page[-4:] = 0
     return page
@@ -255,7 +255,7 @@ def test_a_row_that_leaves_before_its_delta_takes_its_writes_with_it():
     again = bench.ask("b", PROMPT)
     bench.engine.step()
     bench.work()
-    bench.engine._turn_tiers()
+    bench.engine._turn_loads()
     planner = bench.engine.planner
     assert planner.n_waiting == 1
     assert planner._enter(again.sequences[0], 0)
@@ -273,7 +273,7 @@ def test_blocks_that_a_branch_shares_are_filled_when_its_parent_is_preempted():
     again = bench.ask("b", PROMPT, n=2)
     bench.engine.step()
     bench.work()
-    bench.engine._turn_tiers()
+    bench.engine._turn_loads()
     planner = bench.engine.planner
     assert planner._enter(again.sequences[0], 0)
     fork_ready(planner)
@@ -307,7 +307,7 @@ def test_a_plan_that_fails_after_an_admission_sends_no_page_ahead_of_the_row(sta
     assert again.sequences[0].slot >= 0
     assert not written
     assert any(group != RELEASE for group, *_ in bench.tiers.fills)
-    bench.engine._turn_tiers()
+    bench.engine._turn_loads()
     assert not written
     bench.run(again)
     assert written

@@ -25,8 +25,8 @@ PATIENCE = 0.5  # seconds
 
 
 class WeakStore(KVStore):
-    """Keeps pages in a dict, and refuses a page that exceeds its part of the limit.  ``trouble`` holds the kinds of the
-    next faults."""
+    """A store that keeps pages in a dict, and refuses a page that exceeds its part of the limit.  ``next_faults`` has
+    the kinds of the next faults."""
 
     patience = PATIENCE
     always = True
@@ -34,7 +34,7 @@ class WeakStore(KVStore):
     def __init__(self, options, ctx) -> None:
         super().__init__(options, ctx)
         self.pages: dict[bytes, np.ndarray] = {}
-        self.trouble: list[str] = []
+        self.next_faults: list[str] = []
         self.refused = 0  # pages, for lack of room
 
     @property
@@ -45,7 +45,7 @@ class WeakStore(KVStore):
         return {}
 
     def fault(self) -> str:
-        return self.trouble.pop() if self.trouble else ""
+        return self.next_faults.pop() if self.next_faults else ""
 
     def put(self, key, page):
         fault = self.fault()
@@ -147,22 +147,22 @@ class TierMachine(CacheMachine):
         self.made, self.gone = [], set()
         self.n = self.failed = 0
         self.kind = kind
-        self.hasty = False
+        self.stores_work_at_once = False
 
     @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.001, 0.02, 0.5]))
     def step(self, times, seconds):
         for _ in range(times):
             self.clock.turn(self.engine, seconds)
-            if self.hasty:
-                self.work_all()
+            if self.stores_work_at_once:
+                self.finish_store_work()
 
-    def work_all(self):
+    def finish_store_work(self):
         while sum(thread.work() for thread in self.engine.executor.threads):
             pass
 
     @rule(on=st.booleans())
     def let_the_stores_work_at_once(self, on):
-        self.hasty = on
+        self.stores_work_at_once = on
 
     @rule(thread=st.integers(0, 3), n=st.integers(1, 8))
     def a_store_works(self, thread, n):
@@ -172,12 +172,12 @@ class TierMachine(CacheMachine):
 
     @rule()
     def all_stores_work(self):
-        self.work_all()
+        self.finish_store_work()
 
     @rule(thread=st.integers(0, 3), fault=st.sampled_from(["raises", "lost", "short"]))
     def a_store_will_fail(self, thread, fault):
         threads = self.engine.executor.threads
-        threads[thread % len(threads)].store.trouble.append(fault)
+        threads[thread % len(threads)].store.next_faults.append(fault)
         self.seen["fault"] += 1
 
     @precondition(lambda self: self.made)
@@ -187,15 +187,16 @@ class TierMachine(CacheMachine):
         for _ in range(300):
             if self.engine.busy:
                 self.clock.turn(self.engine)
-                self.work_all()
-        r = data.draw(st.sampled_from(self.made))
+                self.finish_store_work()
+        earlier = data.draw(st.sampled_from(self.made))
         for pool in self.engine.cache.pools:
             pool.release(pool.take(pool.available))
         self.step(2, 0.001)
-        self.work_all()
-        more = [[], [3], [5, 5, 5, 5, 5]]
-        for i in range(n):
-            self.ask([r.prompt.tolist(), more[i]], branches, 3, (r.params.tenant, r.params.cache_salt))
+        self.finish_store_work()
+        endings = [[], [3], [5, 5, 5, 5, 5]]
+        salt = earlier.params.tenant, earlier.params.cache_salt
+        for ending in endings[:n]:
+            self.ask([earlier.prompt.tolist(), ending], branches, 3, salt)
         for _ in range(n):
             self.clock.turn(self.engine, 0.001)
 
@@ -203,10 +204,10 @@ class TierMachine(CacheMachine):
         if not hasattr(self, "engine") or self.watch.faults or self.engine.dead:
             return
         super().teardown()
-        self.work_all()
+        self.finish_store_work()
         for _ in range(4):
             self.engine.step()
-            self.work_all()
+            self.finish_store_work()
         self.engine.cache.check()
         assert not self.tiers.waits and not self.tiers.staged and not self.tiers.loading
         for mover in (self.engine.executor.mover, self.engine.executor.second):
@@ -226,10 +227,10 @@ class TierMachine(CacheMachine):
 
 
 def drive(examples: int, steps: int = 30, shrink: bool = False) -> Seen:
-    """Run the machine, the same examples every time; what it saw."""
+    """Run the machine on the same examples every time, and return the counts of what happened."""
     seen = Seen()
     machine = type("Machine", (TierMachine,), {"policies": [Fcfs], "seen": seen})
-    how = settings(
+    profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
@@ -240,7 +241,7 @@ def drive(examples: int, steps: int = 30, shrink: bool = False) -> Seen:
         print_blob=False,
         report_multiple_bugs=False,
     )
-    run_state_machine_as_test(machine, settings=how)
+    run_state_machine_as_test(machine, settings=profile)
     return seen
 
 
