@@ -10,7 +10,7 @@ The rows of B are cut and reordered as the rows of the base weight are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,10 +70,19 @@ class _Pieces:
 
 
 class AdapterReader:
-    """Reads the folders of adapters for one model and one process."""
+    """Reads the folders of adapters for one model and one process.
 
-    def __init__(self, wiring: Wiring, cfg: Any, parts: ModelParts, memory: AdapterMemory) -> None:
-        self.wiring, self.cfg, self.parts, self.memory = wiring, cfg, parts, memory
+    ``zeros(size, dtype)`` allocates host memory, pinned for a GPU."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        cfg: Any,
+        parts: ModelParts,
+        memory: AdapterMemory,
+        zeros: Callable[[int, torch.dtype], Tensor],
+    ) -> None:
+        self.wiring, self.cfg, self.parts, self.memory, self.zeros = wiring, cfg, parts, memory, zeros
         self._rules: list[tuple[re.Pattern[str], Rule]] = []
         self._conversion: Any = None
 
@@ -81,9 +90,8 @@ class AdapterReader:
         """Return the adapter of a folder.  RequestError if it is malformed, or does not fit the model."""
         path = Path(folder)
         settings = read_settings(path, self.wiring.adapters.max_lora_rank)
-        pinned = self.memory.arena.is_cuda
-        weights = torch.zeros(self.memory.arena.shape[1], dtype=self.memory.arena.dtype, pin_memory=pinned)
-        ranks = torch.zeros(len(self.memory.places), dtype=torch.int32, pin_memory=pinned)
+        weights = self.zeros(self.memory.arena.shape[1], self.memory.arena.dtype)
+        ranks = self.zeros(len(self.memory.places), torch.int32)
         with opened(path / WEIGHTS) as file, torch.inference_mode():
             pairs = _pairs(folder, list(file.keys()))
             for name, (a, b) in pairs.items():

@@ -20,6 +20,8 @@ from minivllm.device.layers.adapters import AdapterMemory
 from minivllm.device.loading.adapter_weights import AdapterReader, HostAdapter
 from minivllm.errors import MinivllmError, describe_error
 
+from .capture import ALONE
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.core.interfaces.executor import Wiring
@@ -37,13 +39,14 @@ class Adapters:
         self.memory = AdapterMemory(
             parts.modules, limits.max_loras, limits.max_lora_rank, parts.dtype, device, wiring.batch_invariant
         )
-        self.device = device
+        # with its number, because other threads have another current device
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.of_slot = np.full(slots, -1, np.int32)
         self.loaded: dict[int, HostAdapter] = {}
         # on a GPU: copies to the device that may not have ended, with an event behind each
         self._copied: deque[tuple[Any, HostAdapter]] = deque()
-        self._reader = AdapterReader(wiring, cfg, parts, self.memory)
+        self._reader = AdapterReader(wiring, cfg, parts, self.memory, self._zeros)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
         self._wake = threading.Condition()
@@ -63,6 +66,13 @@ class Adapters:
             ended = [list(one) for one in self._ended]
             self._ended.clear()
         return ended
+
+    def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros [size] in host memory, pinned for a GPU."""
+        if self.device.type != "cuda":
+            return torch.zeros(size, dtype=dtype)
+        with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
+            return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def _load(self) -> None:
         """Read the ordered folders, on the thread."""
