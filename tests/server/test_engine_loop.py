@@ -37,6 +37,8 @@ TOLD = dict(
     pooling="last",
     pooling_fault="",
     for_embeddings=False,
+    explained=[],
+    block=4,
     forms=["json"],
 )
 
