@@ -521,6 +521,28 @@ def test_a_token_costs_what_it_adds_to_a_step():
     assert slope.value == pytest.approx(0.001, rel=0.05)
 
 
+def test_steps_that_others_delayed_do_not_change_the_speed_of_computing():
+    slope, rng = Slope(), np.random.default_rng(0)
+    for n, tokens in enumerate(rng.integers(10, 900, 200).tolist()):
+        slope.add(tokens, 0.020 + 0.001 * tokens + (1.5 if n % 5 == 0 else 0.0))
+        if n > 20:
+            assert slope.value == pytest.approx(0.001, rel=0.1)
+
+
+def test_a_wait_beyond_the_loads_is_learned_and_counts_in_the_choice():
+    choice = LoadChoice([False])
+    choice.step_ended(np.array([100], np.int32), 100.0)
+    choice.page_loaded(0, 1000, 0.010)
+    assert choice.loads({0: 1000}, {0: 1000}, 16)
+    for n in range(20):  # each request waits 20 ms longer than its loads take, and one is stuck
+        choice.ended(choice.seconds_to_load({0: 1000}), 5.0 if n == 17 else 0.030)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.030, rel=0.05)
+    assert not choice.loads({0: 1000}, {0: 1000}, 16)
+    for _ in range(20):  # and then not at all
+        choice.ended(choice.seconds_to_load({0: 1000}), 0.001)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010, rel=0.05)
+
+
 def test_a_slow_tier_is_tried_again():
     choice = LoadChoice([False])
     choice.step_ended(np.array([100], np.int32), 100.0)
@@ -543,7 +565,7 @@ def test_a_request_computes_what_a_slow_tier_has(seconds):
     bench.run(bench.ask("a", PROMPT))
     bench.evict()
     bench.tiers.choice.always = [False]
-    bench.tiers.choice.token_seconds = 1e-3
+    bench.tiers.choice.steps.add(100, 0.1)
     bench.tiers.choice.byte_seconds = [seconds]
     again = bench.ask("b", PROMPT)
     bench.run(again)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import numpy as np
-
 NEW = 0.3  # weight of a new measurement in the mean
 PROMPT = 4  # tokens of a row in a step, from which the step counts as one of prompts
-FADING = (
-    0.05  # share of the older steps that each step removes from the measured speed of computing
-)
+RECENT = 24  # steps from which the speed of computing is measured
+WAITS = 9  # requests from whose waits the time beyond the loads is measured
+APART = 0.25  # share of the largest step by which two steps differ at least, for a slope
 # a tier that was slow counts as faster by this factor after each request that did not load from it, so that it is
 # measured again
 HOPE = 0.97
@@ -25,25 +26,30 @@ def mean(before: float | None, new: float) -> float:
 
 
 class Slope:
-    """The growth of one quantity with another, by least squares in which later pairs count more."""
+    """The growth of one quantity with another: the median of the slopes between recent pairs.
+
+    Single pairs that took long, because other programs used the machine, do not change it."""
 
     def __init__(self) -> None:
-        self.sums = [0.0] * 5  # of weights, x, y, x * x and x * y
+        self.pairs: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._value: float | None = None
 
     def add(self, x: float, y: float) -> None:
-        for i, value in enumerate((1.0, x, y, x * x, x * y)):
-            self.sums[i] = (1 - FADING) * self.sums[i] + value
+        self.pairs.append((x, y))
+        self._value = None
 
     @property
     def value(self) -> float | None:
-        """Return the slope; the quotient of the means while all x are alike, and None without pairs."""
-        n, x, y, xx, xy = self.sums
-        if not n:
-            return None
-        spread, together = n * xx - x * x, n * xy - x * y
-        if spread > 0.05 * n * xx and together > 0:
-            return together / spread
-        return y / x
+        """Return the slope; the median of y / x while all x are alike, and None without pairs."""
+        if self._value is None and self.pairs:
+            x, y = np.array(self.pairs).T
+            run = x[:, None] - x
+            rise = y[:, None] - y
+            far = run > APART * x.max()
+            slopes = rise[far] / run[far]
+            slope = float(np.median(slopes)) if len(slopes) else 0.0
+            self._value = slope if slope > 0 else float(np.median(y / x))
+        return self._value
 
 
 class LoadChoice:
@@ -54,7 +60,10 @@ class LoadChoice:
         """Begin without measurements.  ``always`` marks the tiers from which pages are loaded in any case."""
         self.always = always
         self.steps = Slope()  # seconds by tokens: what a token adds to a step that runs in any case
-        self.token_seconds: float | None = None  # to compute a token of a prompt
+        # seconds that recent requests waited longer than their loads should take, and the median:
+        # the time in queues and between polls
+        self.longer: deque[float] = deque(maxlen=WAITS)
+        self.wait_seconds = 0.0
         self.byte_seconds: list[float | None] = [None] * len(
             always
         )  # to load a byte from each tier
@@ -68,7 +77,11 @@ class LoadChoice:
         tokens = int(q_len.sum())
         if milliseconds > 0 and tokens >= PROMPT * len(q_len):
             self.steps.add(tokens, milliseconds / 1e3)
-            self.token_seconds = self.steps.value
+
+    @property
+    def token_seconds(self) -> float | None:
+        """Return the seconds to compute a token of a prompt; None if no step was measured."""
+        return self.steps.value
 
     def page_loaded(self, tier: int, size: int, seconds: float) -> None:
         """Note the time of a load of ``size`` bytes."""
@@ -85,7 +98,7 @@ class LoadChoice:
         """Return the expected seconds until pages are in host memory.  ``sizes`` has the bytes from each tier, with
         those that other requests have ordered before."""
         each = [size * (self.byte_seconds[tier] or 0.0) for tier, size in sizes.items()]
-        return max(each, default=0.0)
+        return max(each, default=0.0) + self.wait_seconds
 
     def loads(self, own: Mapping[int, int], sizes: Mapping[int, int], tokens: int) -> bool:
         """Return True if loading pages is expected to be faster than computing their ``tokens``.
@@ -98,6 +111,7 @@ class LoadChoice:
             self.loaded += 1
             return True
         self.computed += 1
+        self.wait_seconds *= HOPE
         for tier in own:
             seconds = self.byte_seconds[tier]
             if seconds is not None:
@@ -110,6 +124,8 @@ class LoadChoice:
         self.predicted_seconds += predicted
         self.measured_seconds += measured
         self.error_seconds += abs(predicted - measured)
+        self.longer.append(self.wait_seconds + measured - predicted)
+        self.wait_seconds = max(0.0, float(np.median(self.longer)))
 
     def figures(self) -> dict[str, Any]:
         """Return the speeds in bytes and tokens per second (None if they were not measured), and the counters."""
