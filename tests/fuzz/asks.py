@@ -35,6 +35,8 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
         prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
         if not engine.get("enable_lora"):
             params.pop("adapter", None)
+        if engine.get("compressor", "none") == "none":
+            params.pop("kv_budget", None)
         fits = len(prompt) + 8 < engine["max_model_len"] and rows(params) <= engine["max_num_seqs"]
         size = len(prompt) + width(params) * params["max_tokens"]
         if fits and (cap is None or cap / 2 <= size <= cap):
@@ -55,6 +57,9 @@ def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Para
     adapted = random.Random(f"adapter {model} {sampler} {mode} {i}")
     if adapted.random() < 0.5:
         params["adapter"] = adapted.randint(1, adapters.COUNT)
+    compressed = random.Random(f"compression {model} {sampler} {mode} {i}")
+    if compressed.random() < 0.6 and not {"beam_width", "guidance_scale"} & params.keys():
+        params["kv_budget"] = compressed.choice([1, 5, 16, 33, 0.1, 0.25, 0.5, 0.9])
     return prompt, params
 
 

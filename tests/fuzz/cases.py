@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "15"
+VERSION = "16"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip
@@ -74,6 +74,7 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     count = asks.weighted(rng, {1: 12, 2: 3, 3: 1})
     engines = [configs.draw(rng, device, dtype) for _ in range(count)]
     engines = [configs.with_adapters(random.Random(f"adapters {seed} {i}"), e) for i, e in enumerate(engines)]
+    engines = [configs.with_compression(random.Random(f"compression {seed} {i}"), e) for i, e in enumerate(engines)]
     waves = rng.choice([1, 1, 2, 3])
     made: list[Ask] = []
     # requests of like sizes, so that a pool that holds the largest of them is too small for two others: preemption
@@ -122,4 +123,6 @@ def _blocks(engine: dict[str, Any], ask: Ask, end: int) -> int:
     block, width = engine["kvcache_block_size"], asks.width(ask.params)
     shared = (len(ask.prompt) - 1) // block if ask.after is None else 0
     whole = -(-min(end, engine["max_model_len"]) // block)
+    if "kv_budget" in ask.params:  # the kept tokens move to blocks besides those of the prompt
+        whole = 2 * whole + 2
     return max(shared + width * (whole - shared), 2 * whole if "guidance_scale" in ask.params else 0)

@@ -65,6 +65,9 @@ STORES: list[Any] = [
     [{"name": "cpu", "options": {"bytes": 1 << 20, "eager": True}}, {"name": "disk", "options": DISK}],
     [{"name": "disk", "options": {**DISK, "eager": False, "patience": 0.05}}],
 ]  # fmt: skip
+# Those that keep tokens by their places: a score of keys is near another one where rounding differs.
+COMPRESSORS: list[Any] = ["streaming", {"name": "streaming", "options": {"sinks": 0}}, "random"]
+UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
 PLAIN = {  # what shrinking tries to put in place of what was drawn
@@ -72,7 +75,7 @@ PLAIN = {  # what shrinking tries to put in place of what was drawn
     "kv_format": "auto", "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False,
     "partial_prefix_hits": False, "kvstore": [], "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
     "max_num_batched_tokens": 4096, "max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 2000,
-    "max_model_len": 512, "speculate": "always", "num_speculative_tokens": 2,
+    "max_model_len": 512, "speculate": "always", "num_speculative_tokens": 2, "compressor": "none", "compress_every": 0,
 }  # fmt: skip
 
 
@@ -169,6 +172,13 @@ def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]
     return {**options, "enable_lora": True, "max_loras": places, "max_cpu_loras": rng.choice([places, places + 1, 16])}
 
 
+def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """A compressor in some engines without drafts."""
+    if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
+        return options
+    return {**options, "compressor": rng.choice(COMPRESSORS), "compress_every": rng.choice([0, 0, 1, 3, 8])}
+
+
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
     an answer does depend on is as in ``options``.  ``other``: one whose last bits are others, as norms and gates are
@@ -192,4 +202,5 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 200,
         **({"enable_lora": True} if options.get("enable_lora") else {}),
+        **{name: options[name] for name in ("compressor", "compress_every") if name in options},
     }

@@ -78,6 +78,8 @@ class Oracle:
         self.asked += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
         options = {**options, "enable_lora": "adapter" in params}
+        if "kv_budget" not in params:
+            options = {name: value for name, value in options.items() if name not in ("compressor", "compress_every")}
         if len(prompt) + params["max_tokens"] <= options["max_model_len"]:  # where that ends it, it decides
             options = {**options, "max_model_len": PLAIN["max_model_len"]}
         plain = plain_of(options, self.device, other)

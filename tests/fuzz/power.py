@@ -12,7 +12,7 @@ EXPECTED = {  # of a run with some hundred configurations; the others of one on 
     "any": ("preemptions", "prefix hits", "partial hits", "evictions", "late rows", "host rows", "forks", "beams",
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
-            "adapters", "adapters replaced"),
+            "adapters", "adapters replaced", "compressions"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
 }  # fmt: skip
 
@@ -26,6 +26,7 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
         met["evictions"] += stats["evictions"]
         met["overshoot tokens"] += stats["overshoot_tokens"]
         met["steps"] += stats.get("steps", 0)
+        met["compressions"] += stats.get("compression", {}).get("compressions", 0)
         met["adapters replaced"] += stats.get("adapters", {}).get("replaced_on_device", 0)
     met["captured decode steps"], met["captured mixed steps"] = driven.captured["decode"], driven.captured["mixed"]
     met["captured draws"] = driven.captured["draw"]

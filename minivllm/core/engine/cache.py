@@ -21,7 +21,7 @@ import numpy as np
 from .blocks import NO_BLOCKS
 from .cache_walk import walk
 from .checkpoints import OPENING
-from .compaction import UNPUBLISHED, Compaction
+from .compaction import Compaction
 from .tail_use import TailUse
 from .taps import most_cached
 
@@ -449,7 +449,7 @@ class KVCache:
             one.computed = int(s.computed[slot])
             s.blocks[g, slot] = len(after)
             s.dropped[g, slot] += one.stored - one.kept
-            s.prefix_published[slot] = UNPUBLISHED
+            s.prefix_published[slot] = s.table.shape[2]  # no later block of the row is published
             self.compactions.append(one)
             self.duplicates = True
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from .blocks import NO_BLOCKS
 
-UNPUBLISHED = 1 << 30  # in ``Slots.prefix_published``: none of the row's later blocks are published
-
 
 @dataclass
 class Compaction:

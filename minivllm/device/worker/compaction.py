@@ -124,10 +124,9 @@ class Compactor:
                 self.queries.forget(slot)
         join = delta.join
         if join is not None:
-            for slot, seed, sample in zip(join.slot.tolist(), join.seed.tolist(), join.sample.tolist(), strict=True):
-                self.seeds[slot] = seed + sample
-        for source, slot, sample in delta.fork.tolist():
-            self.seeds[slot] = self.seeds.get(source, 0) + sample
+            self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
+        for source, slot, _ in delta.fork.tolist():
+            self.seeds[slot] = self.seeds.get(source, 0)
             if self.queries is not None:
                 self.queries.fork(source, slot)
 
