@@ -236,6 +236,14 @@ def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):
     assert any(isinstance(key, TappedKey) and key.kind == "mixed" for key in graphs.forwards)
 
 
+@pytest.mark.parametrize("model", ["qwen3", "windows"])
+@pytest.mark.parametrize("name", ["streaming", "tova"])
+def test_compressed_rows_draw_the_same_in_captured_steps(models, model, name):
+    more = asked(*PLAIN, ignore_eos=True, max_tokens=20, kv_budget=0.5)
+    graphs = compare(models[model], more, compressor=name, compress_every=7, run_ahead=1)
+    assert {"decode", "mixed"} <= {key.kind for key in graphs.forwards}
+
+
 def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):
     params = asked({"extra": {"waits": 1}}, *PLAIN)
     want, _ = play(models["qwen3"], params, False, processors=[f"{__name__}:Waits"])
@@ -262,9 +270,9 @@ def test_a_replay_runs_no_python_and_reads_what_lies_at_its_addresses():
 # ---- the two forms of each end of a step -----------------------------------------------------------------------------
 
 
-def columns(slots=7, groups=2, block=4, length=40, seed=0):
+def columns(slots=7, groups=2, block=4, length=40, seed=0, compresses=False):
     torch.manual_seed(seed)
-    state = DeviceState(slots, length, groups, block, torch.device("cpu"))
+    state = DeviceState(slots, length, groups, block, torch.device("cpu"), compresses=compresses)
     state.tokens.copy_(torch.randint(0, 50, state.tokens.shape))
     state.known.copy_(torch.randint(1, length - 1, (slots,)))
     state.table.copy_(torch.randint(1, 90, state.table.shape))
@@ -273,12 +281,16 @@ def columns(slots=7, groups=2, block=4, length=40, seed=0):
     state.min_end.copy_(state.known + torch.randint(-2, 2, (slots,)))
     state.stop_ids[:, :4] = torch.randint(0, 12, (slots, 4)).int()
     state.n_eos.copy_(torch.randint(0, 4, (slots,)))
+    if compresses:
+        state.dropped.copy_((torch.rand(groups, slots) * state.known).long())
+        state.dropped_host[:] = state.dropped.numpy()
     return state
 
 
+@pytest.mark.parametrize("compresses", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_of_one_token_are_read_alike_from_the_columns_and_from_a_table(seed):
-    state, slots = columns(seed=seed), np.array([5, 0, 3])
+def test_rows_of_one_token_are_read_alike_from_the_columns_and_from_a_table(seed, compresses):
+    state, slots = columns(seed=seed, compresses=compresses), np.array([5, 0, 3])
     known = state.known.numpy()[slots]
     plan = StepPlan(0, slots, np.ones(3, np.int32), known - 1, np.arange(3))
     host = step.host_lengths(plan, state.dropped_host)

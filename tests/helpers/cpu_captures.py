@@ -56,7 +56,9 @@ class OnDevice(AttentionBackend):
     ) -> None:
         table = meta.table[layer.group].index_select(0, meta.slots[meta.row]).long()
         k, v = self.ctx.kv_format.load(layer.cache, table, q.dtype)  # [T, n, kv_heads, D]
-        at, last = torch.arange(k.shape[1]), meta.position[:, None]
+        kv_len, row = meta.kv_len[layer.group], meta.row  # a compressed row has more positions than keys
+        before = (kv_len - meta.q_len - meta.cu_q[:-1])[row]
+        at, last = torch.arange(k.shape[1]), (before + torch.arange(len(row))).clamp_min(0)[:, None]
         seen = (at <= last) if layer.spec.window is None else (at <= last) & (at > last - layer.spec.window)
         share = layer.spec.heads // layer.spec.kv_heads
         k, v = (torch.where(seen[:, :, None, None], x, 0.0).repeat_interleave(share, 2) for x in (k, v))
