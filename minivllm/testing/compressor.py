@@ -127,11 +127,16 @@ class CompressorConformance(Lasting, SpecConformance):
         if self.subject.entry.label == "minivllm/none":
             pytest.skip("the engine does not call it")
         choice = {"name": self.plugin, "options": dict(self.options)}
+        if ":" in self.plugin:
+            options["allow_targets"] = [self.plugin.partition(":")[0]]
         prompts = [PROMPT, PROMPT[:19], [59, *PROMPT]]
 
         def tokens(llm: LLM, asked: list[list[int]], budget: float) -> list[list[int]]:
             params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=1, kv_budget=budget)
-            return [list(o.outputs[0].token_ids) for o in llm.generate(asked, params, use_tqdm=False)]
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            for output in outputs:
+                assert output.error is None, f"a compressed request ended with an error: {output.error}"
+            return [list(output.outputs[0].token_ids) for output in outputs]
 
         with LLM(str(path), compressor=choice, compress_every=5, **options) as llm:
             alone = [tokens(llm, [prompt], 0.5)[0] for prompt in prompts]

@@ -131,7 +131,7 @@ def test_each_custom_id_has_one_result_whatever_is_wrong_with_its_lines(tmp_path
     ],
 )
 def test_a_wrong_configuration_is_found_before_the_engine_starts(tmp_path, monkeypatch, capsys, values, text):
-    monkeypatch.setattr("minivllm.server.batch.ProcessClient", None)
+    monkeypatch.setattr("minivllm.server.batch.make_client", None)
     source = write(tmp_path / "in.jsonl", [line("a", CHAT, HI)])
     flags = [part for value in values for part in ("--set", value)]
     assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out.jsonl"), *flags]) == 2

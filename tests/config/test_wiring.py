@@ -66,6 +66,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "strategy",
         "strategy",
         "grammar",
+        "compressor",
     ]
     w = found.wiring
     assert {seam: part.target for seam, part in w.parts.items()} == {
@@ -75,6 +76,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "attention": "minivllm.plugins.attention.sdpa:Sdpa",
         "sampler": "minivllm.plugins.sampler.default:DefaultSampler",
         "drafter": "minivllm.plugins.drafter.none:NoDrafts",
+        "compressor": "minivllm.plugins.compressor.none:NoCompression",
     }
     assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler", "grammar"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]

@@ -175,7 +175,7 @@ def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]
 def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """A compressor in some engines without drafts."""
     if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
-        return options
+        return {**options, "compressor": "none", "compress_every": 0}
     return {**options, "compressor": rng.choice(COMPRESSORS), "compress_every": rng.choice([0, 0, 1, 3, 8])}
 
 

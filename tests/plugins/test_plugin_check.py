@@ -50,7 +50,7 @@ GOOD = spec_text(impl="check_impl:Good")
         (spec_text(impl="check_impl:Half"), "Half does not implement add, drop, free, hold, victims"),
         (spec_text(impl="check_impl:Full"), "AttributeError: module 'check_impl' has no attribute 'Full'"),
         (spec_text(impl="check_impl:Good", api=(1, 9)),
-         "contract version: expected 1.1, supports 1.9  (written for a newer minivllm: upgrade minivllm)"),
+         "contract version: expected 1.2, supports 1.9  (written for a newer minivllm: upgrade minivllm)"),
         (spec_text(impl="check_impl:Good", features=["fast"]),
          "its spec's features name 'fast', which evictor does not know. There are: none."),
         (GOOD.replace('"for a test"', '"for a test", options="json:JSONDecoder"'),

@@ -59,7 +59,7 @@ def test_routes_and_methods_that_are_not_there(server):
         "/start_profile",
         "/reset_prefix_cache",
         "/collective_rpc",
-        "/docs",
+        "/redoc",
         "/debug/state",
         "//v1/models",
         "/%2fv1/models",

@@ -16,11 +16,12 @@ pytest.importorskip("fastapi")
 import httpx
 from http_helpers import served
 
-from minivllm.server import compat, logs, operations
+from minivllm.server import compat, logs, operations, prefixes
 from minivllm.server.app import ADMIN, ROUTES
 from minivllm.server.errors import INTERNAL, TYPES
 from minivllm.server.ollama import models
 from minivllm.server.openai import chat, completions, websocket
+from minivllm.server.replicas import routes as replicas
 
 HI = [{"role": "user", "content": "hi"}]
 server = served(engine={"batch_invariant": False}, admin=True)
@@ -80,7 +81,11 @@ BODIES = {
 OPERATOR_BODIES = {  # of routes that need the operator's key
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/cache/prefixes": {"name": "a", "prompt": "b"},
+    "/cache/prefixes/{name}/export": {"file": "a.tar"},
+    "/cache/import": {"file": "a.tar"},
 }
+CACHE = ("/cache/prefixes", "/cache/prefixes/{name}")
 BREAKS = {  # route -> what it works with, in which something fails
     "/v1/models": lambda s: (operations, "_card"),
     "/v1/models/{model:path}": lambda s: (s, "check_model"),
@@ -93,6 +98,14 @@ BREAKS = {  # route -> what it works with, in which something fails
     "/stop_profile": lambda s: (s.client, "profile"),
     "/debug/state": lambda s: (s.client, "state"),
     "/reset_prefix_cache": lambda s: (s.client, "reset_prefix_cache"),
+    **dict.fromkeys(CACHE, lambda s: (prefixes, "_client")),
+    "/cache/prefixes/{name}/export": lambda s: (prefixes, "_places"),
+    "/cache/import": lambda s: (prefixes, "_places"),
+    "/cache/verify": lambda s: (prefixes, "_root"),
+    **dict.fromkeys(
+        ("/replicas", "/replicas/update", "/replicas/{number}/drain", "/replicas/{number}/resume"),
+        lambda s: (replicas, "replicas_of"),
+    ),
     "/v1/load_lora_adapter": lambda s: (s.adapters, "new"),
     "/v1/unload_lora_adapter": lambda s: (s.adapters, "unload"),
     "/v1/completions": lambda s: (s.client, "stream"),
@@ -130,12 +143,14 @@ BREAKS = {  # route -> what it works with, in which something fails
     "path, method", [(path, method) for path, _, method, _, _, codes in (*ROUTES, *ADMIN) if 501 not in codes]
 )
 def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, method):
-    part = (server.app.service.responses, "delete") if method == "DELETE" else BREAKS[path](server.app.service)
+    deletes_answer = method == "DELETE" and path not in CACHE
+    part = (server.app.service.responses, "delete") if deletes_answer else BREAKS[path](server.app.service)
     monkeypatch.setattr(*part, broken)
     where = path.replace("{model:path}", "pocket").replace("{response_id}", "resp_0")
     body = {**BODIES, **OPERATOR_BODIES}.get(path, {}) if method == "POST" else None
     key = {"Authorization": f"Bearer {server.app.admin_token}"}
-    name = {route[0]: route[1].__name__ for route in ADMIN}.get(path)
+    where = where.replace("{name}", "a").replace("{number}", "0")
+    name = {(route[0], route[2]): route[1].__name__ for route in ADMIN}.get((path, method))
     message = INTERNAL if name is None else f"{name} failed: Broken: /secret/path"  # an operator may know the reason
     is_documented(server.client.request(method, where, json=body, headers=key), message=message, path=path)
 

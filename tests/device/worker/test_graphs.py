@@ -54,6 +54,7 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ())
         prompt=none,
         draft=none,
         pooled=none,
+        observe=none,
         steered=steered,
         read=read,
     )

@@ -1,0 +1,101 @@
+"""Wrong compressors with one fault each, and right ones."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.core.interfaces.compressor import Compressor
+from minivllm.plugins.compressor.attention_weights import last_attention
+from minivllm.registration.spec import ANY, Spec
+
+SEAM = "compressor"
+SCORED = "test_each_stored_token_gets_a_score"
+ALONE = "test_scores_depend_on_the_arguments_alone"
+KEPT = "test_arguments_and_the_random_state_do_not_change"
+ONE = "test_one_query_is_enough"
+SERVED = "test_the_engine_serves_it"
+FAULTS = {
+    "ScoresHeadsLast": (SCORED, SERVED),
+    "ReturnsAList": (SCORED, SERVED),
+    "DividesByTheNumberOfOthers": (SCORED,),
+    "NormalizesInPlace": (KEPT,),
+    "DrawsFromTheGlobalGenerator": (ALONE, KEPT),
+    "CountsItsCalls": (ALONE,),
+    "NeedsTwoQueries": (ONE,),
+}
+RIGHT = ("Norms", "Attended")
+
+
+def spec(name):
+    return Spec(f"{__name__}:{name}", (1, 0), "for a test of the kit", limits={"device": ANY})
+
+
+class Norms(Compressor):
+    spec = spec("Norms")
+
+    def score(self, stored):
+        return stored.keys.norm(dim=-1).T
+
+
+class ScoresHeadsLast(Norms):
+    spec = spec("ScoresHeadsLast")
+
+    def score(self, stored):
+        return super().score(stored).T
+
+
+class ReturnsAList(Norms):
+    spec = spec("ReturnsAList")
+
+    def score(self, stored):
+        return super().score(stored).tolist()
+
+
+class DividesByTheNumberOfOthers(Norms):
+    spec = spec("DividesByTheNumberOfOthers")
+
+    def score(self, stored):
+        others = torch.tensor(len(stored.keys) - 1.0)
+        return super().score(stored) * (others / others)
+
+
+class NormalizesInPlace(Norms):
+    spec = spec("NormalizesInPlace")
+
+    def score(self, stored):
+        return stored.keys.sub_(stored.keys.mean(dim=0)).norm(dim=-1).T
+
+
+class DrawsFromTheGlobalGenerator(Compressor):
+    spec = spec("DrawsFromTheGlobalGenerator")
+
+    def score(self, stored):
+        return torch.rand(len(stored.keys))
+
+
+class CountsItsCalls(Norms):
+    spec = spec("CountsItsCalls")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.calls = 0
+
+    def score(self, stored):
+        self.calls += 1
+        return super().score(stored) + self.calls
+
+
+class Attended(Compressor):
+    spec = spec("Attended")
+    window = 4
+
+    def score(self, stored):
+        return last_attention(stored, stored.queries).mean(dim=(1, 2))
+
+
+class NeedsTwoQueries(Attended):
+    spec = spec("NeedsTwoQueries")
+
+    def score(self, stored):
+        first, last = stored.queries[-2], stored.queries[-1]
+        return last_attention(stored, torch.stack([first, last])).mean(dim=(1, 2))
