@@ -204,6 +204,7 @@ class EngineConfig(Strict):
     kv_budget: float = Field(
         0.0,
         ge=0,
+        allow_inf_nan=False,
         description="tokens of a request that a compressor keeps in the KV cache, or a share of its prompt below 1; 0: "
         "only requests with a kv_budget of their own are compressed",
     )

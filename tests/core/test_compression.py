@@ -210,7 +210,7 @@ def test_a_share_is_one_of_the_prompt_and_a_budget_above_it_compresses_nothing()
     made = engine()
     half = request(made, "a", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=0.5)
     whole = request(made, "b", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=30)
-    assert (half.keep, whole.keep) == (15, 30)
+    assert (half.keep, whole.keep) == (15, 0)
     run(made, check=True)
     assert made.compression.stats() == {"compressions": 1, "dropped_tokens": 15}
 
@@ -265,8 +265,29 @@ def test_rows_of_searches_and_guides_are_refused_by_name(strategy, more, said):
         request(made, "a", range(1, 9), kv_budget=4, **more)
 
 
+def test_a_budget_of_a_request_takes_the_place_of_the_engines():
+    made = engine(compress=(8, 0))
+    plain = request(made, "a", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=0)
+    other = request(made, "b", range(1, 31), max_tokens=3, ignore_eos=True, kv_budget=12)
+    usual = request(made, "c", range(1, 31), max_tokens=3, ignore_eos=True)
+    assert (plain.keep, other.keep, usual.keep) == (0, 12, 8)
+    run(made, check=True)
+
+
+def test_protected_rows_that_wait_for_a_compression_do_not_stop_the_oldest():
+    """Their blocks were checked, and a table is too short to reserve them all."""
+    made = engine(max_len=40, blocks=25, budget=72)
+    request(made, "old", range(1, 37), max_tokens=4, ignore_eos=True, kv_budget=32, arrival=10.0)
+    prompt = [1 + (7 * i + 3) % 48 for i in range(36)]
+    row = request(made, "protected", prompt, max_tokens=4, ignore_eos=True, kv_budget=32, arrival=0.0)
+    row.sequences[0].preempted = 8
+    run(made, limit=200, check=True)
+    at_rest(made)
+
+
 def test_a_budget_without_a_compressor_is_refused():
     made = sim_engine(reads=("temperature",))
+    request(made, "fine", range(1, 9), kv_budget=0)
     with pytest.raises(RequestError, match="compressor=none compresses nothing"):
         request(made, "a", range(1, 9), kv_budget=4)
 

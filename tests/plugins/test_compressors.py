@@ -9,7 +9,7 @@ from compression_reference import Recorder, logits_of
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.planner import Planner
 from minivllm.errors import ConfigError, RequestError
-from minivllm.plugin import Compressor
+from minivllm.plugin import Compressor, SchedulerPolicy
 from minivllm.testing.tiny import tiny_dir
 
 SCORERS = ("streaming", "knorm", "keydiff", "random", "snapkv", "tova", "rkv")
@@ -113,6 +113,22 @@ def test_branches_of_a_request_are_compressed_on_their_own(tmp_path):
         assert [list(one.token_ids) for one in out.outputs] == [list(alone)] * 3
 
 
+class FirstVictim(SchedulerPolicy):
+    def victim(self, candidates, need):
+        return 0
+
+
+def test_branches_whose_parent_is_preempted_as_they_fork_have_its_queries(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    prompts = [[1 + (i * k + k) % 59 for i in range(29)] for k in (3, 7, 11, 13)]
+    options = dict(max_num_seqs=16, max_model_len=64, num_kvcache_blocks=38, enable_prefix_caching=False)
+    with engine(path, "snapkv", scheduler=FirstVictim, **options) as llm:
+        for _ in range(3):
+            done = llm.generate(prompts, params(n=4, max_tokens=8, kv_budget=0.3), use_tqdm=False)
+            assert [output.error for output in done] == [None] * 4
+        assert llm.stats()["preemptions"] > 0
+
+
 def test_a_class_of_the_user_works_with_one_option(tmp_path):
     class Oldest(Compressor):
         def score(self, stored):
@@ -153,6 +169,7 @@ def test_a_scorer_that_fails_ends_its_own_request_only(said, tmp_path):
         ({"compressor": "knorm", "drafter": "ngram"}, "drafter=ngram needs all tokens"),
         ({"compressor": "knorm", "kv_budget": 1.5}, "a whole number of tokens"),
         ({"compressor": "knorm", "kv_budget": -1}, "kv_budget"),
+        ({"compressor": "knorm", "kv_budget": float("inf")}, "kv_budget"),
         ({"compressor": {"name": "snapkv", "options": {"kernel": 4}}}, "expected an odd number"),
     ],
 )

@@ -8,10 +8,11 @@ import shutil
 import pytest
 import torch
 from http_helpers import Running
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from minivllm.config import load_config
 from minivllm.errors import ConfigError
+from minivllm.server.openai import completions
 
 LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
 SIZES = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 128), "mlp.up_proj": (256, 512)}  # of pocket
@@ -115,6 +116,15 @@ def test_wrong_loads_are_refused_and_change_nothing(server, folder):
     broken = folder / "broken"
     shutil.copytree(folder / "two", broken, dirs_exist_ok=True)
     (broken / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 8}))
+    for name, value in (("nan", float("nan")), ("large", 1e38)):
+        shutil.copytree(folder / "two", folder / name, dirs_exist_ok=True)
+        tensors = load_file(folder / name / "adapter_model.safetensors")
+        next(tensor for key, tensor in tensors.items() if "lora_B" in key)[0, 0] = value
+        save_file(tensors, folder / name / "adapter_model.safetensors")
+    settings = json.loads((folder / "large" / "adapter_config.json").read_text())
+    (folder / "large" / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 1e4}))
+    shutil.copytree(folder / "two", folder / "slow", dirs_exist_ok=True)
+    (folder / "slow" / "adapter_config.json").write_text(json.dumps({**settings, "rank_pattern": {"(.+)+#": 2}}))
     (folder / "link").unlink(missing_ok=True)
     (folder / "link").symlink_to(folder.parent / "outside")
     before = server.client.get(f"{server.url}/v1/models").json()
@@ -125,6 +135,11 @@ def test_wrong_loads_are_refused_and_change_nothing(server, folder):
         ({"lora_name": "x", "lora_path": "."}, "within the server's lora_dir"),
         ({"lora_name": "x", "lora_path": "none"}, "no such folder"),
         ({"lora_name": "x", "lora_path": "broken"}, "has shape [4, 256], expected [3, 256]"),
+        ({"lora_name": "x", "lora_path": "nan"}, "not all finite numbers in float32"),
+        ({"lora_name": "x", "lora_path": "large"}, "not all finite numbers in float32"),
+        ({"lora_name": "x", "lora_path": "slow"}, "without repeated groups"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, "without zero bytes"),
+        ({"lora_name": "x", "lora_path": "a" * 5000}, "at most 1024 characters"),
         ({"lora_name": "pocket", "lora_path": "two"}, "in use"),
         ({"lora_path": "two"}, "lora_name: expected text"),
         ({"lora_name": "x"}, "lora_path: expected text"),
@@ -132,6 +147,31 @@ def test_wrong_loads_are_refused_and_change_nothing(server, folder):
         answer = server.client.post(f"{server.url}/v1/load_lora_adapter", json=body)
         assert answer.status_code == 400 and message in answer.json()["error"]["message"], (body, answer.text)
     assert server.client.get(f"{server.url}/v1/models").json() == before
+
+
+def test_an_adapter_that_is_unloaded_while_its_request_is_prepared_is_not_replaced_by_the_model(server, monkeypatch):
+    adapters = server.app.service.adapters
+    post = lambda path, **body: server.client.post(f"{server.url}/v1/{path}", json=body)  # noqa: E731
+    assert post("load_lora_adapter", lora_name="two", lora_path="two").status_code == 200
+    known = adapters.by_name["two"]
+    real = completions.open_streams
+
+    async def late(*args, **more):
+        await adapters.unload(server.app.service.client, "two")
+        return await real(*args, **more)
+
+    monkeypatch.setattr(completions, "open_streams", late)
+    answer = post("completions", model="two", prompt="x", **GREEDY)
+    assert answer.status_code == 404, answer.text
+    adapters.by_name["two"] = known  # a request that was sent before the unloading arrives after it
+    adapters.names.append("two")
+    monkeypatch.setattr(completions, "open_streams", real)
+    answer = post("completions", model="two", prompt="x", **GREEDY)
+    assert answer.status_code == 400 and "was unloaded" in answer.json()["error"]["message"], answer.text
+    del adapters.by_name["two"]
+    adapters.names.remove("two")
+    for path, name in (("load", {"lora_path": "two"}), ("unload", {})):
+        assert post(f"{path}_lora_adapter", lora_name="two", **name).status_code == 200
 
 
 def test_only_an_operator_may_load(server):

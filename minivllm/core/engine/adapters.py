@@ -64,6 +64,9 @@ class Adapters:
         self.loading: dict[int, Adapter] = {}
         self.loads = self.swaps = self.failed = 0
         self._uses = self._number = 0
+        self.unloaded: set[int] = (
+            set()
+        )  # ids of adapters that were unloaded, which no request uses again
         self._polled = -1.0
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -76,6 +79,9 @@ class Adapters:
         return adapter
 
     def _find(self, asked: LoRARequest) -> Adapter:
+        if asked.lora_int_id in self.unloaded:
+            what = f"adapter {shown(asked.lora_name)} was unloaded"
+            raise RequestError(f"{what}: load it again, under a new id", "lora_request")
         adapter = self.known.get(asked.lora_int_id)
         if adapter is not None and adapter.request == asked:
             if adapter.state == FAILED and not adapter.users:
@@ -140,6 +146,7 @@ class Adapters:
         if adapter is None:
             return False
         self.known.pop(adapter.request.lora_int_id, None)
+        self.unloaded.add(adapter.request.lora_int_id)
         if not adapter.users and adapter.state != LOADING:
             self.forget(adapter)
         return True

@@ -51,8 +51,8 @@ class Compression:
     compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens whose queries the
     compressor reads."""
 
-    def __init__(self, budget: float, every: int, observed: int) -> None:
-        self.budget, self.every, self.observed = budget, every, observed
+    def __init__(self, budget: float, every: int, observed: int, shares: bool) -> None:
+        self.budget, self.every, self.observed, self.shares = budget, every, observed, shares
         self.compressions = self.dropped = 0
 
     @classmethod
@@ -71,35 +71,52 @@ class Compression:
                 "process, multiprocess, ray or sim, or compressor=none"
             )
         cache.compacts = True
-        return cls(wiring.cache.kv_budget, wiring.cache.compress_every, capacity.compresses)
+        return cls(
+            wiring.cache.kv_budget, wiring.cache.compress_every, capacity.compresses, cache.prefix
+        )
 
     def bind(self, request: Request) -> None:
         """Set the number of tokens that a request keeps.  RequestError if its budget is not a number of tokens or a
         share of its prompt."""
-        budget = request.params.extra.get(BUDGET, self.budget)
+        budget = request.params.extra.get(BUDGET)
+        if budget is None:
+            budget = self.budget
         if not budget or request.pooling is not None:
             return
-        if budget >= 1 and budget != int(budget):
-            raise RequestError(
-                f"{BUDGET}={budget}: expected a whole number of tokens, or a share of the prompt below 1",
-                BUDGET,
-            )
+        if not math.isfinite(budget) or (budget >= 1 and budget != int(budget)):
+            expected = "a whole number of tokens, or a share of the prompt below 1"
+            raise RequestError(f"{BUDGET}={budget}: expected {expected}", BUDGET)
         n = len(request.prompt)
-        request.keep = math.ceil(budget * n) if budget < 1 else int(budget)
-        request.observed = min(self.observed, n)
+        keep = math.ceil(budget * n) if budget < 1 else int(budget)
+        request.keep = keep
+        request.first_compression = n
+        if (
+            n <= keep and self.every
+        ):  # the first multiple at which more than ``keep`` tokens are stored
+            request.first_compression = n + self.every * -(-(keep + 1 - n) // self.every)
+        request.observed = min(self.observed, n) if n > keep else 0
+
+    def settle(self, request: Request) -> None:
+        """Leave a request uncompressed if it ends before its first compression removes a token."""
+        n, keep = len(request.prompt), request.keep
+        last = request.end - 1  # the last token is drawn and not computed
+        if keep and (request.first_compression > last or (n <= keep and not self.every)):
+            request.keep = request.observed = 0
 
     def hold(self, request: Request, end: int, block: int) -> int:
         """Return the most tokens that the KV cache holds for a row of a request that ends at ``end`` tokens.
 
-        The blocks of its prompt may be cached prefixes, so the kept tokens move to other blocks."""
+        The kept tokens move to other blocks where those of the prompt may be cached prefixes, or are shared by the
+        branches of the request."""
         n, keep = len(request.prompt), request.keep
-        if not keep or end <= keep:
+        if not keep or request.first_compression >= end:
             return end
-        if n <= keep and not self.every:
-            return end
-        before = max(n, min(end, keep + self.every)) if self.every else n
         grown = min(self.every, end - n) if self.every else end - n
-        return -(-before // block) * block + keep + grown + block
+        before = max(n, min(end, keep + self.every)) if self.every else n
+        after = keep + grown + block
+        if not self.shares and request.params.width == 1:
+            return max(before, after)
+        return -(-before // block) * block + after
 
     def check(self, request: Request, guided: bool) -> None:
         """Raise RequestError if the rows of a request cannot be compressed."""
@@ -107,11 +124,13 @@ class Compression:
             return
         if request.beams is not None:
             raise RequestError(
-                f"{BUDGET}: a beam search is not compressed; leave out one of the two", BUDGET
+                f"{BUDGET}: a beam search is not compressed; leave out one of the two, or set {BUDGET}=0",
+                BUDGET,
             )
         if guided:
             raise RequestError(
-                f"{BUDGET}: a row with a guide is not compressed; leave out one of the two", BUDGET
+                f"{BUDGET}: a row with a guide is not compressed; leave out one of the two, or set {BUDGET}=0",
+                BUDGET,
             )
 
     def plan(self, planner: CompressingPlanner) -> None:

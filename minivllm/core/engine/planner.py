@@ -100,6 +100,7 @@ class Planner:
         self.shared = False  # some request names its owner (see ``owners``)
         # waiting sequence of an owner without a row, for which the last plan had no room
         self.stuck: Seq | None = None
+        self.placeless = False  # the last refused sequence had no place for its adapter
         self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
@@ -280,8 +281,10 @@ class Planner:
         preempted; a protected one only waits."""
         s, oldest = self.slots, self.slots.id[self.slots.running].min()
         victim = self.preempt_one_of(s.running, need)
-        if victim is None and s.id[requester] == oldest and len(self.cache.pools) > 1:
-            # Blocks of a sliding window cannot be reserved ahead, so protected rows are preempted too.
+        unreserved = len(self.cache.pools) > 1 or self.cache.compacts
+        if victim is None and s.id[requester] == oldest and unreserved:
+            # Blocks of a sliding window, and those to which a compression moves tokens, are not reserved ahead, so
+            # protected rows are preempted too.
             victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
@@ -400,6 +403,7 @@ class Planner:
         """Admit waiting sequences and plan their first chunks in ``chunks``.  A ``static`` batch enters at once, even
         if its tokens exceed the budget.  Blocks are first promised to each row, then taken for all rows together."""
         s, new, promised, refused = self.slots, {}, 0, None
+        self.placeless = False
         for seq in self._newcomers(now, None if static else parts):
             if parts.left <= 0 and not static:
                 break
@@ -420,7 +424,8 @@ class Planner:
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
             self.cache.grow(rows, self.cache.missing(rows, upto))
             chunks |= new
-        if self.shared and self.n_waiting and self.stuck is None:
+        # A row that is preempted leaves its adapter's place to other rows of the adapter.
+        if self.shared and self.n_waiting and self.stuck is None and not self.placeless:
             self.stuck = who_is_stuck(self, refused)
 
     def _newcomers(self, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
@@ -452,6 +457,7 @@ class Planner:
         if not self.cache.has_room(hit, upto, spare, beside):
             return False
         if self.adapters is not None and not self.adapters.place(seq):
+            self.placeless = True
             return False
         self.waiting.remove(seq, served=True)
         slot = s.enter(seq)

@@ -169,6 +169,7 @@ class Request:
     tap_bytes: int = 0  # bytes of the values that its sequences have read
     # tokens that a compression keeps in the KV cache, 0 = its rows are not compressed (see ``compression``)
     keep: int = 0
+    first_compression: int = 0  # computed tokens at its first compression
     held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
     # number of last prompt tokens whose queries the compressor reads
     observed: int = 0

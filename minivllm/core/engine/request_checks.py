@@ -81,10 +81,14 @@ def check_prompt(
         return end if compression is None else compression.hold(request, end, wiring.block)
 
     request.end = n + 1 if pools else _end(n, p, limit, cache, held)
+    if compression is not None:
+        compression.settle(request)
     request.held = held(request.end)
     if not cache.fits_alone(n, request.stored, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
         todo = "shorten it" if pools else "shorten it, lower max_tokens,"
+        if request.keep:
+            todo = "shorten it, lower kv_budget or max_tokens, set kv_budget=0,"
         raise RequestError(
             f"the request needs the KV cache of up to {request.stored} tokens for each of {wide}={p.width}, but the "
             f"whole cache holds {room}; {todo} or raise num_kvcache_blocks",
@@ -123,7 +127,7 @@ def check_read(
         p.check_extra()
     asked = p.asked()
     known = own_names(strategies).union(*(made.reads for _, made in processors)) if asked else set()
-    if compression is not None:
+    if compression is not None or p.extra.get(BUDGET) == 0:
         known.add(BUDGET)
     for name in asked:
         if name not in known:

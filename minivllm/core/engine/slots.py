@@ -138,7 +138,7 @@ class Slots:
             seq.sample,
             r.owner_number,
             -1,
-            len(r.prompt) if r.keep else NEVER,
+            r.first_compression if r.keep else NEVER,
         )
         self._flags[:, slot] = (
             False,

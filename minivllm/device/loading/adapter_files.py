@@ -22,6 +22,7 @@ from minivllm.errors import RequestError, brief, shown
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # patterns of a folder, and characters of one of them
+MOST_REPEATS = 3  # of * and + in a pattern
 READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "init_lora_weights"}
 # fields that do not change the result of the weights in the file
 HARMLESS = {
@@ -152,8 +153,11 @@ def _patterns(folder: Path, name: str, values: Any, whole: bool = False) -> dict
             fine = len(pattern) <= MOST_PATTERN and re.compile(pattern) is not None
         except re.error:
             fine = False
-        if not fine:
-            what = f"a regular expression of at most {MOST_PATTERN} characters"
+        # such a pattern may take as long as 2 to the power of the length of a name
+        repeats = re.findall(r"(?<!\\)[*+]", pattern)
+        if not fine or len(repeats) > MOST_REPEATS or re.search(r"\)[*+{]|\{", pattern):
+            what = f"a regular expression of at most {MOST_PATTERN} characters and {MOST_REPEATS} times * or +, without"
+            what += " repeated groups and {}"
             raise _refusal(folder, f"{name}: the pattern {shown(pattern)}: expected {what}")
     return values
 

@@ -99,6 +99,9 @@ class AdapterReader:
                 self._check(folder, name, adapted, settings, *(file.get_slice(one).get_shape() for one in (a, b)))
                 scale = settings.scale_of(name)
                 self._fill(adapted, file.get_tensor(a), file.get_tensor(b), scale, weights, ranks)
+            if not torch.isfinite(weights).all():  # products of all adapters of a step share their sums
+                dtype = str(weights.dtype).removeprefix("torch.")
+                raise _refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
         return HostAdapter(weights, ranks)
 
     def _open(self) -> None:

@@ -117,11 +117,8 @@ class Compactor:
         return order[:, :kept].sort(dim=-1).values
 
     def note(self, delta: Delta) -> None:
-        """Store the seeds of new rows on the host, because reading them from the device would wait for it.  Forget the
-        queries of rows that left."""
-        if self.queries is not None:
-            for slot in delta.leave.tolist():
-                self.queries.forget(slot)
+        """Store the seeds of new rows on the host, because reading them from the device would wait for it.  Copy the
+        queries of rows that fork, and then forget those of rows that left, which may be parents of forks."""
         join = delta.join
         if join is not None:
             self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
@@ -129,6 +126,9 @@ class Compactor:
             self.seeds[slot] = self.seeds.get(source, 0)
             if self.queries is not None:
                 self.queries.fork(source, slot)
+        if self.queries is not None:
+            for slot in delta.leave.tolist():
+                self.queries.forget(slot)
 
 
 def _move(layer: AttnLayer, sources: Tensor, to: Tensor) -> None:

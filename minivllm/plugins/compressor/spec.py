@@ -8,7 +8,7 @@ DEVICES = {"device": ANY}
 KV_BUDGET = Param(
     "kv_budget",
     float,
-    0.0,
+    None,
     ge=0.0,
     wanted="tokens, or a share of the prompt below 1; 0 means no compression",
     summary="tokens that stay in the KV cache when the request is compressed",

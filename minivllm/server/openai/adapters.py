@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.adapters import MOST_NAME, LoRARequest
-from minivllm.errors import shown
+from minivllm.errors import ConfigError, shown
 from minivllm.server.errors import ApiError
 
 if TYPE_CHECKING:
     from minivllm.server.link.client import EngineClient
 
+MOST_PATH = 1024  # characters
 MOST = 4096  # adapters that a server has names for
 
 
@@ -31,6 +32,9 @@ class ServedAdapters:
         self._number = 0
         for module in modules:
             name, _, path = module.partition("=")
+            if name in names:
+                what = f"lora_modules: {shown(name)} is the name of the model"
+                raise ConfigError(f"{what}: expected another name for the adapter")
             self.by_name[name] = self._request(name, path)
             names.append(name)
 
@@ -50,8 +54,11 @@ class ServedAdapters:
             raise ApiError(400, text, "lora_name")
         if len(self.names) + len(self.loading) > MOST:
             raise ApiError(400, f"{MOST} adapters have names: unload one first", "lora_name")
+        if "\0" in path or len(path) > MOST_PATH:
+            what = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
+            raise ApiError(400, f"lora_path={shown(path)}: {what}", "lora_path")
         whole = os.path.realpath(os.path.join(self.folder, path))
-        if "\0" in path or os.path.commonpath([whole, self.folder]) != self.folder or whole == self.folder:
+        if os.path.commonpath([whole, self.folder]) != self.folder or whole == self.folder:
             raise ApiError(400, f"lora_path={shown(path)}: expected a folder within the server's lora_dir", "lora_path")
         return self._request(name, whole)
 

@@ -477,6 +477,8 @@ async def open_streams(
     shared = {"pieces": pieces, "owner": state["owner"], "taps": taps, "energy": energy, "marks": marks}
     shared["session"] = state.get("session", "")
     shared["lora"] = service.adapters.by_name.get(model)
+    if model:
+        service.check_model(model)  # an adapter may have been unloaded since its name was checked
     # the log line of a client that leaves before the streams are open
     log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
     log["completion_tokens"] = 0

@@ -300,9 +300,12 @@ class ReplicaClient(EngineClient):
         """Load an adapter in all replicas.  A replica that does not answer loads it with its first request."""
         loads = (one.load_adapter(adapter) for one in self.replicas if one.accepts)
         ended = await asyncio.gather(*loads, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
-                raise error
+        wrong = [e for e in ended if isinstance(e, BaseException) and not isinstance(e, EngineDeadError)]
+        if wrong:
+            await self._each(lambda one: one.unload_adapter(adapter.lora_name))
+            raise wrong[0]
+        if all(isinstance(one, EngineDeadError) for one in ended):
+            raise EngineDeadError("no replica could load the adapter")
 
     async def unload_adapter(self, name: str) -> None:
         await self._each(lambda one: one.unload_adapter(name))
