@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from minivllm.core.interfaces.executor import NO_COMPRESSION
 from minivllm.errors import ConfigError
 from minivllm.validation import begins, source_of
 
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
 
     from .values import EngineConfig
-
-OFF = "minivllm/none"
 
 
 def refuse_compression(
@@ -31,7 +30,7 @@ def refuse_compression(
     ``parts`` are the chosen plug-ins, ``specs`` those of the layers with attention.  ``recurrent`` tells that the model
     has recurrent states, ``own_models`` that a processor has a second model.  ``drafts`` is the number of drafts."""
     name = parts["compressor"].name
-    if name == OFF:
+    if name == NO_COMPRESSION:
         for option in ("kv_budget", "compress_every"):
             _refuse_option(config, origins, option)
         return

@@ -90,10 +90,10 @@ class CacheMachine(EngineMachine):
             pool.release(blocks)
 
 
-def drive(examples: int, steps: int = 30, shrink: bool = True) -> Seen:
-    """Run the machine, the same examples every time; what it saw."""
+def drive(examples: int, steps: int = 30, shrink: bool = True, machine_of: type = CacheMachine) -> Seen:
+    """Run a machine on the same examples every time, and return what it saw."""
     seen = Seen()
-    machine = type("Machine", (CacheMachine,), {"policies": [Fcfs], "seen": seen})
+    machine = type("Machine", (machine_of,), {"policies": [Fcfs], "seen": seen})
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     how = settings(
         max_examples=examples,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from cache_machine import CacheMachine
-from hypothesis import HealthCheck, Phase, settings
+from cache_machine import drive as drive_cache
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 
-from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.base import Seen
 from minivllm.testing.policy_watch import Watch
 from minivllm.testing.sim import Clock, SimExecutor, request, sim_engine
@@ -87,19 +86,4 @@ class CompressionMachine(CacheMachine):
 
 def drive(examples: int, steps: int = 30, shrink: bool = True) -> Seen:
     """Run the machine on the same examples every time, and return what it saw."""
-    seen = Seen()
-    machine = type("Machine", (CompressionMachine,), {"policies": [Fcfs], "seen": seen})
-    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    how = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=phases,
-        derandomize=True,
-        database=None,
-        print_blob=False,
-        report_multiple_bugs=False,
-    )
-    run_state_machine_as_test(machine, settings=how)
-    return seen
+    return drive_cache(examples, steps, shrink, CompressionMachine)

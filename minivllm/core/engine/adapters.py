@@ -166,17 +166,23 @@ class Adapters:
         """Forget that a sequence waits, because it has ended."""
         self.waits.pop(seq, None)
 
-    def turn(self, call: Callable[..., Any]) -> tuple[list[Seq], list[tuple[Seq, str]]]:
-        """Order loads and look at those that run, by the executor's ``call``.
+    def turn(
+        self, call: Callable[..., Any], at_rest: bool
+    ) -> tuple[list[Seq], list[tuple[Seq, str]]]:
+        """Order loads and look at those that run, by the executor's ``call``.  ``at_rest`` means that no step is in
+        flight.
 
         Return the sequences whose adapters are loaded, and those whose adapters failed, each with the error."""
+        if at_rest and self.freed and not self.rows:  # no delta may come, and no step reads them
+            numbers, self.freed = self.freed, []
+            self._note_ended(call(VERB, {"free": numbers}))
         if not self.waits and not self.loading and not self.preloads:
             return [], []
         for adapter in dict.fromkeys(
             (*self.waits.values(), *(adapter for adapter, _ in self.preloads))
         ):
-            if adapter.state == NEW:
-                self._order(adapter)
+            if adapter.state == NEW and not self._order(adapter):
+                break  # there is no room for the others either
         if self.orders or self.now() - self._polled >= POLL:
             self._polled = self.now()
             self._poll(call)
@@ -193,15 +199,15 @@ class Adapters:
             self.release(adapter)
         return ready, failed
 
-    def _order(self, adapter: Adapter) -> None:
-        """Order the load of an adapter if host memory has room for it."""
+    def _order(self, adapter: Adapter) -> bool:
+        """Order the load of an adapter, and return True.  Return False if host memory has no room for it."""
         if self.host.full:
             victim = self.host.evict(
                 lambda one: bool(one.users) or one.place >= 0 or one.state == LOADING
             )
             if victim is None:
                 self._make_place()  # the adapter that leaves the device may leave host memory at the next turn
-                return
+                return False
             self._leave_host(victim)
             self.forget(victim)
         adapter.state = LOADING
@@ -209,12 +215,17 @@ class Adapters:
         self.loading[adapter.number] = adapter
         self.orders.append((adapter.number, adapter.files.folder))
         self.loads += 1
+        return True
 
     def _poll(self, call: Callable[..., Any]) -> None:
         orders, self.orders = self.orders, []
         answers: Sequence[Iterable[Any]] = call(VERB, {"load": orders})
         for number, _ in orders:
             self.loading[number].waiting = len(answers)
+        self._note_ended(answers)
+
+    def _note_ended(self, answers: Sequence[Iterable[Any]]) -> None:
+        """Note the loads that have ended: (number, error or None) of each rank."""
         for ended in answers:
             for number, error in ended:
                 adapter = self.loading[number]

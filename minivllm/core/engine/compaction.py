@@ -19,12 +19,10 @@ class Compaction:
     kept: int
     blocks: np.ndarray  # i32 the row's block table before
     used: int  # number of its first blocks that hold tokens; the others are reserved
-    own: (
-        np.ndarray
-    )  # bool, for each block that the kept tokens need: no other row and no cached prefix uses it
-    retired: np.ndarray = field(
-        default_factory=lambda: NO_BLOCKS
-    )  # i32 blocks that the row gives up
+    # bool, for each block that the kept tokens need: no other row and no cached prefix uses it
+    own: np.ndarray
+    # i32 blocks that the row releases once the device has the order
+    retired: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     computed: int = 0  # computed tokens of the row
 
     @property

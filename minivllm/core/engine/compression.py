@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 BUDGET = "kv_budget"  # parameter of a request
-OFF = "minivllm/none"
 
 
 class CompressingPlanner(Protocol):
@@ -59,10 +58,10 @@ class Compression:
     def of(
         cls, wiring: Wiring, capacity: Capacity, executor: Executor, cache: KVCache
     ) -> Compression | None:
-        """Return the compressions of a wiring, and tell the cache that rows may be compressed; None without a
-        compressor.  ConfigError if the executor does not implement them."""
-        part = wiring.parts.get("compressor")
-        if part is None or part.name == OFF:
+        """Return the compressions of a wiring, and set ``cache.compacts``; None without a compressor.  ConfigError if
+        the executor does not implement them."""
+        part = wiring.compressor
+        if part is None:
             return None
         if capacity.compresses is None:
             who = type(executor).__name__
@@ -90,9 +89,8 @@ class Compression:
         keep = math.ceil(budget * n) if budget < 1 else int(budget)
         request.keep = keep
         request.first_compression = n
-        if (
-            n <= keep and self.every
-        ):  # the first multiple at which more than ``keep`` tokens are stored
+        if n <= keep and self.every:
+            # the first multiple at which more than ``keep`` tokens are stored
             request.first_compression = n + self.every * -(-(keep + 1 - n) // self.every)
         request.observed = min(self.observed, n) if n > keep else 0
 

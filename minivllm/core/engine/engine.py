@@ -396,7 +396,8 @@ class Engine:
     def _turn_loads(self) -> None:
         """Order loads of adapters and pages, and queue the sequences whose loads have ended."""
         if self.adapters is not None and not self.dead:
-            ready, failed = self.adapters.turn(partial(self.ask, self.executor.call))
+            call = partial(self.ask, self.executor.call)
+            ready, failed = self.adapters.turn(call, not self.in_flight)
             for seq in ready:
                 self.planner.requeue(seq)
             for seq, error in failed:

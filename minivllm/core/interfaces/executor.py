@@ -19,6 +19,7 @@ from .plan import LateInputs, StepPlan, StepResult
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
 # Capacity.compresses, CacheWiring.kv_budget and compress_every
 API = (2, 7)
+NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,12 @@ class Wiring:
         """Return the number of tokens in a block of the KV cache."""
         return self.cache.kvcache_block_size
 
+    @property
+    def compressor(self) -> Part | None:
+        """Return the compressor, None if rows are not compressed."""
+        part = self.parts.get("compressor")
+        return None if part is None or part.name == NO_COMPRESSION else part
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -200,8 +207,9 @@ class Executor(ABC):
         are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID),
         "kv_tiers" (orders for the stores of ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover``
         describes; the answer is a list with one element for each rank) and "adapters" (``load``: pairs (number, folder)
-        of adapters to load next to the steps; the answer is a list with, for each rank, pairs (number, error or None)
-        of the loads that have ended since the last call).
+        of adapters to load next to the steps; ``free``: numbers of adapters to remove, only while no step is in flight;
+        the answer is a list with, for each rank, pairs (number, error or None) of the loads that have ended since the
+        last call).
         NotImplementedError names a verb that the executor does not implement.
         """
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")

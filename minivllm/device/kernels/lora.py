@@ -41,15 +41,15 @@ def _shrink(
     first = split * SPAN
     acc = tl.zeros((BT, R), tl.float32)
     for s in range(adapters):
-        mine = place == s
-        if tl.max(mine.to(tl.int32), 0) > 0:
+        chosen = place == s
+        if tl.max(chosen.to(tl.int32), 0) > 0:
             rank = tl.load(ranks + s * ranks_row)
             weights = a + tl.cast(s, tl.int64) * a_place + part * R * K
             for k0 in range(first, tl.minimum(first + SPAN, K), BK):
                 k = k0 + tl.arange(0, BK)
                 xs = tl.load(
                     x + tl.cast(t, tl.int64)[:, None] * x_row + k[None, :],
-                    mask=mine[:, None] & (k < K)[None, :],
+                    mask=chosen[:, None] & (k < K)[None, :],
                     other=0.0,
                 )
                 ws = tl.load(
@@ -80,15 +80,15 @@ def _expand(
     inner = inner.to(b.dtype.element_ty)
     acc = tl.zeros((BT, BN), tl.float32)
     for s in range(adapters):
-        mine = place == s
-        if tl.max(mine.to(tl.int32), 0) > 0:
+        chosen = place == s
+        if tl.max(chosen.to(tl.int32), 0) > 0:
             rank = tl.load(ranks + s * ranks_row)
             ws = tl.load(
                 b + tl.cast(s, tl.int64) * b_place + n[None, :] * R + r[:, None],
                 mask=(r < rank)[:, None] & (n < stop)[None, :],
                 other=0.0,
             )
-            hs = tl.where(mine[:, None] & (r < rank)[None, :], inner, 0.0)
+            hs = tl.where(chosen[:, None] & (r < rank)[None, :], inner, 0.0)
             acc = tl.dot(hs, ws, acc, input_precision=PRECISION)
     there = (place >= 0)[:, None] & (n < stop)[None, :]
     out = y + tl.cast(t, tl.int64)[:, None] * y_row + n[None, :]

@@ -183,9 +183,9 @@ class AdapterReader:
         numbers = [part for part, _ in info.parts]
         for part, piece in pieces.found.items():
             share = info.share(part)
-            mine = piece.chunk(share.size)[share.rank] if info.split == "column" else piece
+            shard = piece.chunk(share.size)[share.rank] if info.split == "column" else piece
             to_a[numbers.index(part), :rank] = a
-            to_b[info.rows[part], :rank] = mine
+            to_b[info.rows[part], :rank] = shard
         ranks[place.number] = max(int(ranks[place.number]), rank)
 
 

@@ -56,8 +56,11 @@ class Adapters:
     # ---- loads ---------------------------------------------------------------------------------------------------
 
     def answer(self, args: Mapping[str, Any]) -> list[list[Any]]:
-        """Order loads, and return (number, error or None) of the loads that have ended since the last call."""
+        """Free and order adapters, and return (number, error or None) of the loads that have ended since the last
+        call.  No step in flight uses the freed ones."""
         with self._wake:
+            for number in args.get("free", ()):
+                self.loaded.pop(int(number), None)
             self._orders.extend((int(number), str(folder)) for number, folder in args.get("load", ()))
             if self._orders and self._thread is None:
                 self._thread = threading.Thread(target=self._load, name="minivllm-adapters", daemon=True)

@@ -22,26 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minivllm.core.interfaces.attention import AttnLayer
-    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.executor import Part, Wiring
     from minivllm.core.interfaces.plan import Delta, StepPlan
 
     from .build import Worker
     from .state import DeviceState
 
-OFF = "minivllm/none"
-
-
-def compresses(wiring: Wiring) -> bool:
-    """Return whether the wiring has a compressor."""
-    part = wiring.parts.get("compressor")
-    return part is not None and part.name != OFF
-
 
 class Compactor:
     """The compressor of a worker, and the moves of the tokens that it keeps."""
 
-    def __init__(self, wiring: Wiring, worker: Worker, state: DeviceState) -> None:
-        part = wiring.parts["compressor"]
+    def __init__(self, part: Part, wiring: Wiring, worker: Worker, state: DeviceState) -> None:
+        """Build the compressor ``part``.  PluginError if the KV cache of a layer is not stored token by token."""
         ctx = CompressorContext(wiring.device, wiring.dtype, wiring.max_model_len)
         self.compressor: Compressor = build_part("compressor", part, ctx)
         self.name, self.state, self.block = f"compressor {part.name}", state, wiring.block
@@ -167,6 +159,7 @@ class QueryStore:
             self._kept[slot, layer] = new
 
     def of(self, slot: int, layer: int) -> Tensor | None:
+        """Return the queries [w, heads, dim] of a slot in a layer, None if none are kept."""
         return self._kept.get((slot, layer))
 
     def fork(self, source: int, slot: int) -> None:
@@ -176,8 +169,6 @@ class QueryStore:
                 self._kept[slot, layer] = queries
 
     def forget(self, slot: int) -> None:
+        """Remove the queries of a slot."""
         for key in [key for key in self._kept if key[0] == slot]:
             del self._kept[key]
-
-
-__all__ = ["Compactor", "QueryStore", "compresses"]

@@ -35,7 +35,7 @@ from .adapters import applied
 from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls
 from .capture import release_unused, synchronize
-from .compaction import Compactor, compresses
+from .compaction import Compactor
 from .drafting import Drafting
 from .head_model import HeadModel
 from .own_model import OwnModel
@@ -68,10 +68,10 @@ class Runner:
         self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
-        compacts = compresses(wiring)
-        self.state = DeviceState(*sizes, w.device, wiring.rope_switch, compacts)
+        part = wiring.compressor
+        self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None)
         self.state.recurrent = w.states
-        self.compactor = Compactor(wiring, w, self.state) if compacts else None
+        self.compactor = None if part is None else Compactor(part, wiring, w, self.state)
         self.mover = page_mover(wiring, w)
         self.adapters = w.adapters
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)

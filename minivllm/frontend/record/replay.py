@@ -13,7 +13,7 @@ from .diff import Comparison, Difference, compare
 
 
 def as_config(record: JsonObject) -> Entries:
-    """Return the configuration of a record in the form of a configuration file.
+    """Return the configuration of a record, with the keys of a configuration file.
 
     The values are those that the user asked for.  Values that minivllm chose are left open, so that they can change
     when the user changes another option.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import pytest
 
@@ -246,3 +247,19 @@ def test_changed_files_are_refused_and_another_name_is_served(made, tmp_path):
         second = llm.generate([prompt], greedy(4), False, lora_request=LoRARequest("v2", 2, str(folder)))
         third = llm.generate([prompt], greedy(4), False, lora_request=LoRARequest("t", 3, str(made["two"])))
     assert tokens_of(first) != tokens_of(second) == tokens_of(third), "no prefix of the old weights is used"
+
+
+def test_host_memory_of_adapters_is_bounded_while_no_step_runs(tmp_path):
+    folder, _, model = tiny_dir(tmp_path / "model", "llama")
+    paths = [write_adapter(model, tmp_path / str(n), seed=n) for n in range(6)]
+    with engine(folder, max_loras=1, max_cpu_loras=2) as llm:
+        ended = []
+        for number, path in enumerate(paths, 1):
+            llm.engine.load_adapter(lora(path, number), ended.append)
+        end = time.monotonic() + 60
+        while len(ended) < len(paths) and time.monotonic() < end:
+            if not llm.engine.step():
+                time.sleep(0.002)
+        assert ended == [""] * len(paths)
+        llm.engine.step()
+        assert len(llm.engine.executor.runner.adapters.loaded) <= 2

@@ -277,9 +277,9 @@ export class Engine {
       const { row, texts } = this.rows[i], hidden = i >= n;
       if (row.hidden !== hidden) row.hidden = hidden;
       if (hidden) continue;
-      const told = rows.prompt[i] - rows.computed[i] > 1 ? `prompt ${Math.round(100 * rows.computed[i] / rows.prompt[i])} %` : "generates";
+      const phase = rows.prompt[i] - rows.computed[i] > 1 ? `prompt ${Math.round(100 * rows.computed[i] / rows.prompt[i])} %` : "generates";
       set(texts[0], short(rows.id[i]) + (rows.sample[i] ? `/${rows.sample[i]}` : "") + (rows.owner[i].startsWith("key") ? ` ${rows.owner[i]}` : ""));
-      set(texts[1], rows.running[i] ? told : WHY[rows.why[i]] || "waits");
+      set(texts[1], rows.running[i] ? phase : WHY[rows.why[i]] || "waits");
       set(texts[2], `${rows.prompt[i]} + ${Math.max(0, rows.known[i] - rows.prompt[i])}`);
       set(texts[3], rows.cached[i] ? String(rows.cached[i]) : "–");
       set(texts[4], rows.blocks[i] + (rows.preempted[i] ? ` (preempted ${rows.preempted[i]}×)` : ""));
