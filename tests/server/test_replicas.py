@@ -336,13 +336,13 @@ def test_requests_wait_while_no_replica_runs_and_one_that_kills_engines_ends():
         held = [asyncio.create_task(ask(client, i, f"h{i}", pieces=False)) for i in range(2)]
         await asyncio.sleep(0)
         await kill_all()
-        await until(lambda: client.tables()["homeless"] == 2)
+        await until(lambda: client.tables()["unplaced"] == 2)
         await client.abort("h0")
         with pytest.raises(RequestError, match="aborted"):
             await held[0]
         held[1].cancel()
         await asyncio.gather(held[1], return_exceptions=True)
-        assert client.tables()["homeless"] == 0
+        assert client.tables()["unplaced"] == 0
 
     running(main, replica_retries=2)
 

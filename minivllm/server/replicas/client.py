@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SLOW = 5.0  # seconds in which a replica must report its statistics
 
 
-class GivenUp(EngineDeadError):
+class MovedTooOften(EngineDeadError):
     """The error of a request that moved too often."""
 
 
@@ -60,13 +60,13 @@ class ReplicaClient(EngineClient):
         super().__init__()
         self._loaded = loaded
         self.routing = Routing(loaded)
-        self._homeless: list[Orphan] = []  # requests without a token that wait for any replica
+        self._unplaced: list[Orphan] = []  # requests without a token that wait for any replica
         self.moved = 0  # number of moves of requests
         self._updating = asyncio.Lock()
         self._expected: EngineInfo | None = None  # facts that all engines have
         self._files: dict[str, tuple[int, int]] = {}  # of the model, when the replicas were started or updated
         numbers = itertools.count(1)
-        hooks = (self._rehome, self._came, self._verify)
+        hooks = (self._move_requests, self._use_started, self._verify)
         self.replicas: list[Replica] = []
         for number, environ in enumerate(environments(loaded)):
             self.replicas.append(Replica(number, loaded, environ, numbers, self._read, *hooks))
@@ -114,8 +114,8 @@ class ReplicaClient(EngineClient):
 
     async def close(self, drain: float = 0.0) -> bool:
         self._draining = True
-        homeless, self._homeless = self._homeless, []
-        for orphan in homeless:
+        unplaced, self._unplaced = self._unplaced, []
+        for orphan in unplaced:
             fail(orphan, EngineDeadError("the engine was stopped"))
         drained = await asyncio.gather(*(one.close(drain) for one in self.replicas))
         self._gone = True
@@ -141,7 +141,7 @@ class ReplicaClient(EngineClient):
             replica = self._choose(request, tried)
             try:
                 return await replica.stream(prompt_ids, params, request_id, **how)
-            except GivenUp:
+            except MovedTooOften:
                 raise
             except EngineDeadError:  # it ended unnoticed, or reads nothing: the request was not accepted
                 tried.add(replica.number)
@@ -170,21 +170,24 @@ class ReplicaClient(EngineClient):
     async def abort(self, request_id: str) -> None:
         for one in self.replicas:
             await one.abort(request_id)
-        for orphan in self._homeless:
+        for orphan in self._unplaced:
             if orphan.stream.request_id == request_id:
                 fail(orphan, RequestError("the request was aborted"))
-        self._homeless = [orphan for orphan in self._homeless if orphan.stream.running]
+        self._unplaced = [orphan for orphan in self._unplaced if orphan.stream.running]
 
     # ---- ends of engines -----------------------------------------------------------------------------------------
 
-    def _rehome(self, replica: Replica, why: str) -> None:
+    def _move_requests(self, replica: Replica, why: str) -> None:
         """Move the requests without a token of a replica whose engine has ended."""
-        orphans = replica.hand_over()
+        orphans = replica.take_untouched()
         most = self._loaded.server.replica_retries
         kept = [orphan for orphan in orphans if orphan.stream.moves < most]
         for orphan in orphans:
             if orphan.stream.moves >= most:
-                fail(orphan, GivenUp(f"the request moved {most} times from engines that ended; the last one: {why}"))
+                fail(
+                    orphan,
+                    MovedTooOften(f"the request moved {most} times from engines that ended; the last one: {why}"),
+                )
         self._place(kept)
         sentence = f"replica {replica.number} ended, {len(kept)} requests without a token move: {why}"
         event("a replica ended", logging.WARNING, sentence, replica=replica.number, moved=len(kept), reason=why)
@@ -201,8 +204,8 @@ class ReplicaClient(EngineClient):
                 try:
                     replica = self._choose(request, tried)
                 except EngineDeadError:
-                    orphan.stream.move(self._drop_homeless, _cut_nothing)
-                    self._homeless.append(orphan)
+                    orphan.stream.move(self._drop_unplaced, _cut_nothing)
+                    self._unplaced.append(orphan)
                     break
                 try:
                     replica.adopt(orphan)
@@ -211,17 +214,17 @@ class ReplicaClient(EngineClient):
                 except EngineDeadError:
                     tried.add(replica.number)
 
-    def _drop_homeless(self, stream: Stream) -> None:
+    def _drop_unplaced(self, stream: Stream) -> None:
         """Forget a waiting request whose stream is not read any longer."""
-        self._homeless = [orphan for orphan in self._homeless if orphan.stream is not stream]
+        self._unplaced = [orphan for orphan in self._unplaced if orphan.stream is not stream]
 
-    def _came(self, replica: Replica) -> None:
+    def _use_started(self, replica: Replica) -> None:
         """Use a replica whose engine has started."""
         if self._gone or self._draining:
             return
         self.routing.emptied(replica.number)
-        homeless, self._homeless = self._homeless, []
-        self._place(homeless)
+        unplaced, self._unplaced = self._unplaced, []
+        self._place(unplaced)
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -287,7 +290,7 @@ class ReplicaClient(EngineClient):
     def tables(self) -> dict[str, int]:
         found = merged([one.tables() for one in self.replicas])
         found["read"] = len(self._read)
-        return found | {"homeless": len(self._homeless)}
+        return found | {"unplaced": len(self._unplaced)}
 
     async def reset_prefix_cache(self) -> bool:
         answers = await self._each(lambda one: one.reset_prefix_cache())
@@ -371,8 +374,8 @@ class ReplicaClient(EngineClient):
             raise RequestError(f"replica {number} is the only one that serves; resume another one first", "number")
         self.replicas[number].held = held
         if not held:
-            homeless, self._homeless = self._homeless, []
-            self._place(homeless)
+            unplaced, self._unplaced = self._unplaced, []
+            self._place(unplaced)
 
     async def update(self, loaded: Loaded) -> None:
         """Replace the engines one after the other by engines with another configuration.

@@ -43,7 +43,7 @@ class Replica(ProcessClient):
 
     ``numbers`` yields the numbers of streams of all replicas, and ``read`` is their set of streams that a task waits
     for, so that a stream can move.  ``orphaned(replica, why)`` is called when the engine has ended; it takes the
-    requests without a token (``hand_over``).  ``opened(replica)`` is called when an engine has started, and
+    requests without a token (``take_untouched``).  ``opened(replica)`` is called when an engine has started, and
     ``verify(replica, description)`` before that; it raises a MinivllmError for an engine that may not serve.
     """
 
@@ -62,7 +62,7 @@ class Replica(ProcessClient):
         self.number = number
         self._numbers: Any = numbers
         self._read = read
-        self._orphaned, self._came, self._check = orphaned, opened, verify
+        self._orphaned, self._on_opened, self._check = orphaned, opened, verify
         self._sizes: dict[int, int] = {}  # number of a stream -> its prompt tokens
         self._tokens = 0  # sum of ``_sizes``
         self.closed = False  # the socket of the engine has closed, and the reason is not known yet
@@ -120,7 +120,7 @@ class Replica(ProcessClient):
 
     # ---- requests that move --------------------------------------------------------------------------------------
 
-    def hand_over(self) -> list[Orphan]:
+    def take_untouched(self) -> list[Orphan]:
         """Remove the requests without a token, and return them in the order in which they came."""
         orphans = []
         for number, (owner, data) in sorted(self._untouched.items()):
@@ -179,7 +179,7 @@ class Replica(ProcessClient):
     def _opened(self, description: dict[str, Any]) -> None:
         self.closed = False
         super()._opened(description)
-        self._came(self)
+        self._on_opened(self)
 
     def _verify(self, description: dict[str, Any]) -> None:
         self._check(self, description)
