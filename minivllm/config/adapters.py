@@ -19,7 +19,9 @@ HOST = 4  # adapters in host memory for each on the device, by default
 def wire_adapters(config: EngineConfig, origins: Mapping[str, str]) -> AdapterWiring:
     """Return the options of adapters.  ConfigError if they contradict each other."""
     if not config.enable_lora:
-        named = next((name for name in FIELDS if name in config.model_fields_set), None)
+        # a record of a run names all options, with their defaults
+        fields = type(config).model_fields
+        named = next((name for name in FIELDS if getattr(config, name) != fields[name].default), None)
         if named is not None:
             where = begins(source_of(origins, named))
             raise ConfigError(
