@@ -17,7 +17,9 @@ than from one operation of a layer to the next, shorter than what others notice.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import mmap
 import os
 import select
 import signal
@@ -324,3 +326,27 @@ if __name__ == "__main__":
     for _name in sys.argv[1:]:
         sys.stdout.buffer.write(_line(_name, _measure(_name)))
         sys.stdout.buffer.flush()
+
+
+def discard_pages(address: int, size: int) -> None:
+    """Return the whole pages of private memory of ``size`` bytes to the system; they then hold zeros.
+
+    OSError if the system refuses, or has no such call."""
+    madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if madvise is None or not sys.platform.startswith("linux"):
+        raise OSError("this system cannot return the pages of memory in use; sleep needs Linux or a GPU")
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = -(-address // page) * page
+    end = (address + size) // page * page
+    if end <= first:
+        return
+    if madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(mmap.MADV_DONTNEED)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"the pages of memory cannot be returned: {os.strerror(code)}")
+
+
+def trim_heap() -> None:
+    """Return unused pages of the heap to the system, if the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

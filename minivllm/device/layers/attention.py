@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ class AttentionLayer(Module):
     def __init__(self, name: str, layer: AttnLayer, backend: AttentionBackend, device: str, shard: Shard) -> None:
         super().__init__(name)
         self.layer, self.backend, self.shard = layer, backend, shard
+        self.pre: QKPre | None = None  # of the last call
         if layer.spec.sinks:
             layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
         if layer.spec.alibi is not None:
@@ -33,8 +36,12 @@ class AttentionLayer(Module):
         check_shape(tensor, (self.layer.spec.heads * self.shard.size,))
         fill(self.tensors[param], tensor.chunk(self.shard.size)[self.shard.rank])
 
+    def refresh(self, params: Collection[str]) -> None:
+        if self.pre is not None:  # drop the copy of the weights of the norms of q and k, which only a CPU makes
+            self.pre.both = None
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None) -> Tensor:
-        spec, tokens = self.layer.spec, q.shape[0]
+        spec, tokens, self.pre = self.layer.spec, q.shape[0], pre
         q = q.view(tokens, spec.heads, spec.dim_qk)
         k = k.view(tokens, spec.kv_heads, spec.dim_qk)
         v = v.view(tokens, spec.kv_heads, spec.dim_v)

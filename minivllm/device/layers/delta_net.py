@@ -12,7 +12,7 @@ State S [key_dim, value_dim] of each value head, behind each token, with q and k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -109,6 +109,14 @@ class DeltaNet(Module):
             self.native_conv = recurrent.newest_first(self.conv)
         if self.fused is not None and not self.invariant:
             self.both = joined(self.project, self.gates)
+
+    def refresh(self, params: Collection[str]) -> None:
+        if "A_log" in params:
+            self.rates.exp_()
+        if self.native_conv is not None:
+            self.native_conv.copy_(recurrent.newest_first(self.conv))
+        if self.both is not None:
+            self.both.linear.refresh(())
 
     def _inputs(self, h: Normed) -> tuple[Tensor, Tensor, Tensor]:
         """Return q | k | v [T, channels], z [T, value_heads * value_dim] and b | a [T, 2 * value_heads]."""

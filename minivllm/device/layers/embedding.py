@@ -9,7 +9,7 @@ ranges are shorter, and their weights are padded with rows of zeros::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +180,17 @@ class TiedLMHead(Module):
             self.scheme.load("weight", self.tied.weight, self.part)
             self.scheme.finish()
             self.tensors = dict(self.scheme.tensors)
+
+    def release(self) -> None:
+        layer = self.own or self.plain
+        if layer is not None:
+            layer.release()
+
+    def refresh(self, params: Collection[str]) -> None:
+        if self.own is not None:
+            self.own.refresh(params)
+        elif self.plain is not None:
+            self.plain.refresh()
 
     def stored(self) -> StoredWeight | None:
         return self.own.stored() if self.own is not None else stored_by(self._weight())

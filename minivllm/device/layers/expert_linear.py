@@ -27,6 +27,12 @@ class DenseExperts(Dense):
     def finish(self) -> None:
         """Do nothing: an expert multiplies few rows, for which a packed copy is not faster."""
 
+    def release(self) -> None:
+        self._fixed.clear()
+
+    def refresh(self) -> None:
+        self._fixed.clear()
+
     def expert(self, x: Tensor, e: int) -> Tensor:
         if not self.invariant or self.weight.device.type != "cpu":
             return F.linear(x, self.each[e])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -79,6 +80,19 @@ class Dense(WeightScheme):
 
             self.row = Product(self.weight, None)
 
+    def release(self) -> None:
+        """Free the packed copy of the weight, which ``refresh`` makes again."""
+        if self.weight.device.type == "cpu":
+            self.fixed = None
+        self.packed = None
+
+    def refresh(self) -> None:
+        """Make the packed copies again after the weight has changed in place.  Kernels of a GPU read the weight."""
+        if self.invariant and self.weight.device.type == "cpu":
+            self.fixed = FixedRows(self.weight)
+        elif not self.invariant:
+            self.packed = Packed(self.weight)
+
     def stored(self) -> StoredWeight | None:
         return StoredWeight(self.weight)
 
@@ -152,6 +166,14 @@ class Linear(Module):
         self.tensors = dict(self.scheme.tensors)  # a scheme may repack; this frees tensors that it dropped
         if self.bias is not None:
             self.tensors["bias"] = self.bias
+
+    def release(self) -> None:
+        if isinstance(self.scheme, Dense):
+            self.scheme.release()
+
+    def refresh(self, params: Collection[str]) -> None:
+        if isinstance(self.scheme, Dense):
+            self.scheme.refresh()
 
     def replace(self, scheme: WeightScheme) -> None:
         """Compute with the weight of another scheme, which is loaded, from now on."""

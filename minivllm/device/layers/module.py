@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -32,6 +32,14 @@ class Module:
 
     def finish(self) -> None:
         """Prepare for use; called after all parts of this module, and all earlier modules, are loaded."""
+
+    def release(self) -> None:
+        """Free the copies of weights that ``refresh`` makes again."""
+
+    def refresh(self, params: Collection[str]) -> None:
+        """Prepare for use after ``load`` replaced the parameters ``params`` of the finished module, in place.
+
+        Derived values are computed again.  ``params`` is empty if tensors got back values that they had before."""
 
 
 class Tensors(Module):

@@ -76,6 +76,7 @@ class ModuleParts:
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
         self.described = False  # the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
+        self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self.states: list[StateLayer] = []  # layers with a recurrent state

@@ -82,6 +82,16 @@ class Target:
             self.module.load(part, self.param, piece)
 
 
+@dataclass(frozen=True)
+class LoadedRules:
+    """How a model was loaded, for later updates of its weights."""
+
+    folder: str
+    cfg: Any
+    rules: Sequence[Rule]
+    targets: dict[str, Target]
+
+
 def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
     """Reorder rows of heads [heads * dim, ...] whose first ``turned`` rows are pairs (0, 1), (2, 3) ... to halves.
 
@@ -137,6 +147,7 @@ def load_weights(
             log.info("%s: %s", model_dir, note)
     rules = of_one_form(rules, text_names(headers, names) if several_forms(rules, load_format) else ())
     targets = find_targets(rules, parts)
+    parts.loaded = LoadedRules(str(model_dir), cfg, rules, targets)
     if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
         _check_there(placed, targets, str(model_dir))
     with torch.no_grad():
@@ -379,8 +390,13 @@ def rule_pattern(text: str) -> re.Pattern:
     return re.compile(re.sub(r"\\\{([ie])\\\}", number, re.escape(text)))
 
 
+def needless(rules: Sequence[Rule]) -> list[re.Pattern]:
+    """Return the patterns of the tensors that the rules name and no module stores."""
+    return [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
+
+
 def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
-    known = [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
+    known = needless(rules)
     done: set[str] = set()
     roots = roots_of(targets)
     for name, tensor in tensors:

@@ -45,6 +45,7 @@ from .scoring import score_prompt
 from .state import DeviceState, to_host
 from .taps import TapState
 from .target_states import NORM
+from .weights import RunningWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,9 +96,10 @@ class Runner:
             self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, own)
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
-        self.graphs, self.native = self._graphs(), self._native()
+        self.graphs, self.native = self.captured_steps(), self.native_steps()
+        self.weights = RunningWeights(self)
 
-    def _native(self) -> NativeSteps | None:
+    def native_steps(self) -> NativeSteps | None:
         """Return the native steps of a CPU, which run all layers in one call, or None if they cannot be used.
 
         The device, config, plug-ins and model decide; the reason is added to the notes."""
@@ -115,7 +117,7 @@ class Runner:
             self.worker.notes.append(f"steps are not captured, they run as separate operations: {why_not}")
         return made
 
-    def _graphs(self) -> Any:
+    def captured_steps(self) -> Any:
         """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails."""
 
         wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)

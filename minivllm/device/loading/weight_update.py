@@ -1,0 +1,296 @@
+"""New weights for a loaded model: checked completely, then written in place, and taken back if writing fails.
+
+    tensors ──conversion, names──► WeightUpdate (all checks) ──► write ──► weights of the model
+                                                                  └─ old tensors ──► host memory ──► restore
+
+Every tensor keeps its storage, so that captured steps stay valid.  A layer that was quantized while it was loaded is
+quantized again as a whole, and its new tensors are copied to the old ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import WeightScheme
+from minivllm.device.layers.embedding import Embedding, TiedLMHead
+from minivllm.device.layers.expert_linear import DenseExperts
+from minivllm.device.layers.linear import Dense
+from minivllm.device.layers.module import Module, check_shape
+from minivllm.device.layers.parts import ModelParts
+from minivllm.errors import ModelError, shown
+
+from .conversion import conversion_of
+from .tensor_files import Header, check_unchanged, checkpoint_tensors, file_stamps
+from .tensor_names import BUFFERS, no_place
+from .weights import PLAIN, LoadedRules, Target, dummy_tensors, needless, roots_of, whole_name
+from .weights import own_names as names_of_heads
+
+TESTED_ROWS = (1, 16)  # rows of the products that compare a quantized layer with its new weights
+WHERE = "update_weights"
+
+
+class WeightUpdate:
+    """The new tensors of a model, which have been checked, and the old ones while they are written."""
+
+    def __init__(
+        self, parts: ModelParts, found: Iterable[tuple[str, Tensor]], partial: bool = False, finite: bool = True
+    ) -> None:
+        """Check the tensors ``found`` by their names in a checkpoint.  ``partial`` allows missing tensors.  ``finite``
+        refuses infinite numbers and NaN.  ModelError changes nothing."""
+        self.parts, self.loaded, self.finite = parts, parts.loaded, finite
+        refuse_packed(self.loaded, parts)
+        tensors = self._named(list(found))
+        self.given = self._placed(tensors)
+        self._check_complete(partial)
+        self._old: list[tuple[Tensor, Tensor]] = []
+        self._stamps: Mapping[Path, tuple[int, int, int]] = {}
+
+    @classmethod
+    def of_folder(
+        cls, parts: ModelParts, folder: str, pickled: bool, partial: bool = False, finite: bool = True
+    ) -> WeightUpdate:
+        """Check the files of weights in a folder, which are mapped into memory.  They must not change until
+        ``write`` returns."""
+        stamps = file_stamps(Path(folder), pickled)
+        update = cls(parts, checkpoint_tensors(Path(folder), pickled), partial, finite)
+        update._stamps = stamps
+        return update
+
+    # ---- checks --------------------------------------------------------------------------------------------------
+
+    def _named(self, found: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the tensors with the names of the rules.  ModelError for an item that is no named tensor."""
+        for item in found:
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+                raise ModelError(f"{WHERE}: found {shown(item)}; expected pairs of a name and a tensor")
+            if not isinstance(item[1], Tensor):
+                kind = type(item[1]).__name__
+                raise ModelError(f"{WHERE}: {shown(item[0])} is a {kind}; expected a tensor")
+        if not found:
+            raise ModelError(f"{WHERE}: no tensors were given; expected the weights of the model")
+        headers = {name: Header(Path(), tuple(tensor.shape), name, "") for name, tensor in found}
+        conversion, _ = conversion_of(self.parts.arch, self.loaded.cfg, headers)
+        return found if conversion is None else list(conversion.tensors(iter(found)))
+
+    def _placed(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors by the names of their targets.  ModelError for a tensor that cannot be stored."""
+        targets, rules = self.loaded.targets, self.loaded.rules
+        known, roots = needless(rules), roots_of(targets)
+        same = self._same_as(targets)
+        given: dict[str, Tensor] = {}
+        copies: list[tuple[str, str, Tensor]] = []
+        for source, tensor in tensors:
+            name = whole_name(source, targets, roots)
+            if name in same:
+                copies.append((source, same[name], tensor))
+                continue
+            if name not in targets:
+                if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):
+                    continue
+                raise no_place(WHERE, name, targets)
+            if name in given:
+                raise ModelError(f"{WHERE}: tensor {shown(name)} is there twice; expected each tensor once")
+            self._check(name, tensor)
+            given[name] = tensor
+        for source, name, tensor in copies:
+            if name not in given:
+                self._check(source, tensor, targets[name])
+                given[name] = tensor
+            elif tensor is not given[name] and not torch.equal(tensor.cpu(), given[name].cpu()):
+                what = f"tensor {shown(source)} differs from {shown(name)}, and the model shares one weight for both"
+                raise ModelError(f"{WHERE}: {what}; expected equal tensors, or only one of them")
+        return given
+
+    def _same_as(self, targets: Mapping[str, Target]) -> dict[str, str]:
+        """Return the second name of each weight that the embedding and the output head share, with the name of its
+        target."""
+        found: dict[str, str] = {}
+        for head, own in names_of_heads(self.parts.arch, self.loaded.cfg, self.parts).items():
+            shared = next((name for name, target in targets.items() if target.module is head.tied), None)
+            if head.own is not None or shared is None:
+                continue
+            embedding = self._embedding_name(head)
+            found |= {f"{stem}.weight": shared for stem in (own, embedding) if f"{stem}.weight" != shared}
+        return found
+
+    def _embedding_name(self, head: TiedLMHead) -> str:
+        """Return the name of the embedding in a checkpoint whose head has a weight of its own."""
+        rules = self.parts.arch.weights(self.loaded.cfg)
+        return next(rule.source for rule in rules if rule.module == head.tied.name)
+
+    def _check(self, name: str, tensor: Tensor, target: Target | None = None) -> None:
+        """Raise ModelError unless a tensor has the shape of its target and finite floating-point numbers."""
+        target = target or self.loaded.targets[name]
+        assert target.shape is not None  # see ``refuse_packed``
+        try:
+            check_shape(tensor, target.shape)
+        except ModelError as e:
+            raise ModelError(f"{WHERE}: tensor {shown(name)}: {e}") from None
+        if self.finite and not bool(tensor.isfinite().all()):
+            what = "has infinite numbers or NaN; give finite numbers, or set finite=False"
+            raise ModelError(f"{WHERE}: tensor {shown(name)} {what}")
+
+    def _check_complete(self, partial: bool) -> None:
+        """Raise ModelError if tensors are missing.  A quantized layer needs all of its tensors in any case."""
+        missing = [name for name in self.loaded.targets if name not in self.given]
+        if not partial and missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            what = f"{', '.join(missing[:3])}{more} are missing"
+            raise ModelError(f"{WHERE}: {what}; give all weights, or set partial=True")
+        touched = {self.loaded.targets[name].module for name in self.given}
+        for name in missing:
+            module = self.loaded.targets[name].module
+            if module in touched and quantized(module):
+                what = f"{module.name} is quantized as a whole, and {name} is missing"
+                raise ModelError(f"{WHERE}: {what}; give all of its tensors")
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write the new weights in place.  If it raises, the weights are undefined until ``restore``."""
+        check_unchanged(self._stamps)
+        before = addresses(self.parts)
+        by_module: dict[Module, dict[str, Target]] = {}
+        for name in self.given:
+            target = self.loaded.targets[name]
+            by_module.setdefault(target.module, {})[name] = target
+        for module in self.parts.modules.values():
+            if module in by_module:
+                self._write(module, by_module[module])
+            elif isinstance(module, TiedLMHead) and module.tied in by_module and quantized(module):
+                self._write_copy(module)
+        for module in self.parts.modules.values():
+            module.refresh({target.param for target in by_module.get(module, {}).values()})
+        if addresses(self.parts) != before:
+            raise ModelError(f"{WHERE}: a layer has moved its weights; expected that they keep their memory")
+        check_unchanged(self._stamps)
+
+    def _write(self, module: Module, targets: Mapping[str, Target]) -> None:
+        """Write the tensors of a module."""
+        twin = twin_of(module, self.parts) if quantized(module) else None
+        if twin is None:
+            self._keep(module)
+        for name, target in targets.items():
+            filled = target if twin is None else replace(target, module=twin)
+            filled.fill(self.given[name])
+        if twin is not None:
+            twin.finish()
+            self._take(module, twin)
+
+    def _write_copy(self, head: TiedLMHead) -> None:
+        """Quantize the new weight of the embedding for the head that shares it."""
+        twin = copy.copy(head)
+        twin.scheme = head.scheme_of(head.info)
+        twin.finish()
+        self._take(head, twin)
+
+    def _keep(self, module: Module) -> None:
+        """Keep the values of a module's tensors in host memory for ``restore``."""
+        self._old += [(tensor, tensor.to("cpu", copy=True)) for tensor in module.tensors.values()]
+
+    def _take(self, module: Module, twin: Any) -> None:
+        """Copy the tensors of a newly quantized ``twin`` to its module, and compare the products of both."""
+        if shapes(module.tensors) != shapes(twin.tensors):
+            raise ModelError(f"{WHERE}: {module.name} has other tensors after it was quantized again")
+        self._keep(module)
+        for name, tensor in module.tensors.items():
+            tensor.copy_(twin.tensors[name])
+        layer: Any = layer_of(module)
+        if not multiplies_equally(layer.scheme, twin.scheme, layer):
+            kind = type(layer.scheme).__name__
+            what = f"the scheme {kind} of {module.name} keeps a copy of its weight outside of its tensors"
+            raise ModelError(f"{WHERE}: {what}; its weights cannot change in place")
+
+    def restore(self) -> None:
+        """Write the old weights back."""
+        for tensor, old in reversed(self._old):
+            tensor.copy_(old)
+        for module in self.parts.modules.values():
+            module.refresh(())
+        self._old.clear()
+
+
+def initial_tensors(parts: ModelParts, load_format: str, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors from which a model was loaded, or its random weights again."""
+    if load_format == "dummy":
+        return dummy_tensors(parts.loaded.targets, parts, seed)
+    return checkpoint_tensors(Path(parts.loaded.folder), load_format == "pt")
+
+
+def refuse_packed(loaded: LoadedRules, parts: ModelParts) -> None:
+    """Raise ModelError for a model whose weights cannot be replaced by floating-point weights in place."""
+    kind = type(parts.quantizer).__name__
+    for name, target in loaded.targets.items():
+        packed = target.param not in PLAIN and quantized(target.module)
+        if target.shape is None or packed:
+            what = f"{name} comes quantized in the checkpoint ({kind})"
+            raise ModelError(f"{WHERE}: {what}; load the model in a floating dtype, or quantize it while it is loaded")
+    if parts.device != "cpu" and any(quantized(module) for module in parts.modules.values()):
+        raise ModelError(f"{WHERE}: weights that are quantized ({kind}) cannot change on a GPU; use quantizer=none")
+
+
+def layer_of(module: Module) -> Module:
+    """Return the layer that stores the weights of a module: an output head with its own weight stores them in it."""
+    own = module.own if isinstance(module, TiedLMHead) else None
+    return module if own is None else own
+
+
+def quantized(module: Module) -> bool:
+    """Return whether a module stores its weight in another form than a plain matrix."""
+    scheme = getattr(layer_of(module), "scheme", None)
+    return scheme is not None and type(scheme) not in (Dense, DenseExperts)
+
+
+def twin_of(module: Module, parts: ModelParts) -> Any:
+    """Return a copy of a quantized layer with an empty weight.  ModelError if the quantizer makes none."""
+    layer: Any = layer_of(module)
+    scheme = parts._scheme(layer.info)
+    old: Any = layer.scheme
+    if type(scheme) is not type(old):
+        kind = type(parts.quantizer).__name__
+        raise ModelError(f"{WHERE}: the quantizer {kind} now treats {module.name} differently")
+    assert scheme is not None
+    twin = copy.copy(layer)
+    others = {name: t.clone() for name, t in layer.tensors.items() if name not in layer.scheme.tensors}
+    for attribute, value in vars(layer).items():
+        for name, tensor in others.items():
+            if value is layer.tensors[name]:
+                setattr(twin, attribute, tensor)
+    twin.scheme = scheme
+    twin.tensors = {**scheme.tensors, **others}
+    return twin
+
+
+def multiplies_equally(left: WeightScheme, right: WeightScheme, layer: Any) -> bool:
+    """Return whether two weights of a layer give equal bits for random inputs."""
+    info = layer.info
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(layer, Embedding):
+        ids = torch.randint(layer.range.rows, (TESTED_ROWS[-1],), generator=generator)
+        return torch.equal(left.gather(ids, layer.dtype), right.gather(ids, layer.dtype))
+    for rows in TESTED_ROWS:
+        x = torch.randn(rows, info.in_features, generator=generator).to(getattr(torch, info.dtype))
+        if info.kind == "experts":
+            equal = all(torch.equal(left.expert(x, e), right.expert(x, e)) for e in range(info.experts))
+        else:
+            equal = torch.equal(left.apply(x), right.apply(x))
+        if not equal:
+            return False
+    return True
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the shape and dtype of each tensor."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def addresses(parts: ModelParts) -> list[int]:
+    """Return the addresses of all weights."""
+    return [tensor.data_ptr() for module in parts.modules.values() for tensor in module.tensors.values()]

@@ -1,0 +1,205 @@
+"""Changes of a running model's weights, and the memory that a sleeping model frees.
+
+verb "weights":  check ──► write ──► commit           sleep ──► wake
+                             └─ error ──► restore       └──► check, write, commit (level 2)
+
+No step runs meanwhile.  Weights keep their storages; captured steps of a CPU, which hold copies, are made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception
+from minivllm.device.hardware import discard_pages, trim_heap
+from minivllm.device.loading.weight_update import WeightUpdate, initial_tensors
+from minivllm.errors import MinivllmError, describe_error
+
+from .capture import release_unused, synchronize
+
+if TYPE_CHECKING:
+    from minivllm.device.layers.parts import ModelParts
+
+
+class RunningWeights:
+    """The weights of a runner.  ``level`` 0 means that it is awake."""
+
+    def __init__(self, runner: Any) -> None:  # a Runner, which makes this object
+        self.runner, self.level = runner, 0
+        self.update: WeightUpdate | None = None
+        # of a GPU: storages of freed weights and of freed caches with their bytes, and storages with their host copies
+        self._weights: list[tuple[torch.UntypedStorage, int]] = []
+        self._memory: list[tuple[torch.UntypedStorage, int]] = []
+        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    @property
+    def parts(self) -> ModelParts:
+        """Return the parts of the served model."""
+        return self.runner.worker.parts
+
+    def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the operation ``args["do"]``.  Return its error, or None."""
+        operations: dict[str, Callable[..., None]] = {
+            "check": self._check,
+            "write": self._write,
+            "restore": self._restore,
+            "commit": self._commit,
+            "sleep": self._sleep,
+            "wake": self._wake,
+        }
+        options = {name: value for name, value in args.items() if name != "do"}
+        error = None
+        try:
+            with torch.inference_mode():
+                operations[args["do"]](**options)
+        except BaseException as e:  # a loop of a worker must not end
+            error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
+        return {"error": error}
+
+    # ---- updates -------------------------------------------------------------------------------------------------
+
+    def _check(
+        self, partial: bool, finite: bool, path: str | None = None, tensors: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        """Check the tensors of a folder, or ``tensors`` from this process."""
+        self.update = None
+        if tensors is not None:
+            self.update = WeightUpdate(self.parts, tensors, partial, finite)
+            return
+        assert path is not None
+        pickled = self.runner.wiring.load_format == "pt"
+        self.update = WeightUpdate.of_folder(self.parts, path, pickled, partial, finite)
+
+    def _write(self) -> None:
+        """Write the checked tensors.  A model that has dropped its weights gets memory for them first."""
+        assert self.update is not None
+        if self.level == 2:
+            allocate(self._weights)
+        self.update.write()
+
+    def _restore(self) -> None:
+        """Take the update back."""
+        update, self.update = self.update, None
+        if update is None:
+            return
+        if self.level == 2:  # the weights stay undefined, until another update or a wake
+            return
+        update.restore()
+        self._renew_native()
+
+    def _commit(self) -> None:
+        """End the update."""
+        self.update = None
+        if not self.level:
+            self._renew_native()
+
+    def _renew_native(self) -> None:
+        """Make the native steps of a CPU again, because they hold copies of weights."""
+        if self.runner.native is not None:
+            self._close_native()
+            self.runner.native = self.runner.native_steps()
+
+    def _close_native(self) -> None:
+        native = self.runner.native
+        if native is not None:
+            native.close()
+            self.runner.worker.weight_bytes -= native.copied
+            self.runner.native = None
+
+    # ---- sleep ---------------------------------------------------------------------------------------------------
+
+    def _sleep(self, level: int) -> None:
+        """Free the KV cache and the weights: level 1 keeps weights in host memory, level 2 drops those of the model.
+
+        On a CPU the weights are in host memory already, so level 1 frees the KV cache only."""
+        gpu = self.runner.device.type == "cuda"
+        weights = weights_of(self.parts)
+        if gpu:
+            self.runner.graphs = None
+            second = [tensor for own in self.runner.worker.own_models.values() for tensor in weights_of(own.parts)]
+            self._move([*second, *(weights if level == 1 else [])])
+        if level == 2:
+            self._close_native()
+        if gpu or level == 2:
+            for module in self.parts.modules.values():
+                module.release()
+        if level == 2:
+            free(weights, self._weights)
+        free(self._caches(), self._memory)
+        self.level = level
+        release_unused() if gpu else trim_heap()
+
+    def _caches(self) -> list[Tensor]:
+        """Return the tensors of the KV cache and of the recurrent states."""
+        worker = self.runner.worker
+        layers: list[Mapping[str, Tensor]] = [layer for group in worker.caches for layer in group]
+        if worker.states is not None:
+            layers += worker.states.memory
+        return [tensor for layer in layers for tensor in layer.values()]
+
+    def _move(self, tensors: list[Tensor]) -> None:
+        """Move tensors from a GPU to host memory."""
+        for storage in storages(tensors):
+            host = torch.UntypedStorage(storage.nbytes()).pin_memory()
+            host.copy_(storage)
+            self._moved.append((storage, host))
+        synchronize()
+        free(tensors, self._weights)
+
+    def _wake(self, reload: bool) -> None:
+        """Allocate the memory again.  ``reload`` reads dropped weights from the files of the model."""
+        gpu = self.runner.device.type == "cuda"
+        if gpu:
+            allocate(self._weights)
+            for storage, host in self._moved:
+                storage.copy_(host)
+            self._moved.clear()
+            allocate(self._memory)
+            for tensor in self._caches():
+                tensor.zero_()
+        if reload:
+            wiring = self.runner.wiring
+            tensors = initial_tensors(self.parts, wiring.load_format, wiring.seed)
+            WeightUpdate(self.parts, tensors).write()
+        for module in self.parts.modules.values():
+            module.refresh(())
+        if self.level == 2:
+            self.runner.native = self.runner.native_steps()
+        self.level = 0
+        if gpu:
+            self.runner.graphs = self.runner.captured_steps()
+
+
+def weights_of(parts: ModelParts) -> list[Tensor]:
+    """Return the weights of a model."""
+    return [tensor for module in parts.modules.values() for tensor in module.tensors.values()]
+
+
+def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of tensors, each once."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
+
+
+def free(tensors: Iterable[Tensor], freed: list[tuple[torch.UntypedStorage, int]]) -> None:
+    """Free the memory of tensors, and add storages of a GPU and their bytes to ``freed``.
+
+    On a CPU they keep their addresses, and their pages become zeros."""
+    for storage in storages(tensors):
+        if storage.device.type == "cpu":
+            discard_pages(storage.data_ptr(), storage.nbytes())
+            continue
+        freed.append((storage, storage.nbytes()))
+        storage.resize_(0)
+
+
+def allocate(freed: list[tuple[torch.UntypedStorage, int]]) -> None:
+    """Allocate the memory of freed storages again."""
+    while freed:
+        storage, size = freed[-1]
+        storage.resize_(size)
+        freed.pop()

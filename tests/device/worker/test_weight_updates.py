@@ -1,0 +1,274 @@
+"""Updates of weights in a running engine, compared with engines that load the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from native_runs import FAMILIES, checkpoint, engine, prompt
+from safetensors.torch import load_file, save_file
+
+from minivllm import EngineDeadError, RequestError, SamplingParams
+from minivllm.device.layers.embedding import TiedLMHead
+from minivllm.device.layers.linear import Linear
+from minivllm.device.layers.norm import RMSNorm
+from minivllm.device.loading import weight_update
+from minivllm.device.loading.weight_update import WeightUpdate
+from minivllm.testing.tiny import quiet, tiny_dir
+
+PROMPTS = [prompt(n, seed) for seed, n in enumerate((3, 21, 9))]
+SCORED = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+QUANTIZERS = ("int8", "int4", "fp8", "nf4")
+
+
+def answers(llm, params=SCORED, prompts=PROMPTS):
+    """Return the tokens and the log-probabilities of fixed prompts."""
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs) for output in outputs]
+
+
+def other_weights(folder: Path, seed: int = 5, scale: float = 0.1) -> dict[str, torch.Tensor]:
+    """Return a folder's weights with noise."""
+    torch.manual_seed(seed)
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor + scale * torch.randn(tensor.shape).to(tensor.dtype) for name, tensor in tensors.items()}
+
+
+def written(folder: Path, to: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a copy of a model's folder with other weights."""
+    shutil.copytree(folder, to)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny model, and its folder with other weights."""
+    place = tmp_path_factory.mktemp("weights")
+    folder, _, _ = tiny_dir(place / "first", "qwen3", intermediate_size=64)
+    return folder, written(folder, place / "second", other_weights(folder))
+
+
+def expected(folder: Path, **options):
+    """Return the answers of an engine that loads the weights of a folder."""
+    with engine(str(folder), **options) as llm:
+        return answers(llm)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_answers_as_if_it_had_loaded_the_new_weights(tmp_path, architecture):
+    first = Path(checkpoint(tmp_path / "first", architecture))
+    tensors = other_weights(first)
+    second = written(first, tmp_path / "second", tensors)
+    for options in ({}, {"graph": "off"}):
+        want = expected(second, **options)
+        with engine(str(first), **options) as llm:
+            before = answers(llm)
+            assert llm.update_weights(tensors) == 1
+            assert answers(llm) == want
+            assert before != want
+            assert llm.update_weights(first) == 2
+            assert answers(llm) == before
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_weights_that_are_quantized_while_loading_are_quantized_again(tiny, quantizer):
+    first, second = tiny
+    named = {"name": quantizer, "options": {"group_size": 32}} if quantizer in ("int4", "nf4") else quantizer
+    want = expected(second, quantizer=named)
+    with engine(str(first), quantizer=named) as llm:
+        before = answers(llm)
+        llm.update_weights(second)
+        assert answers(llm) == want != before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_invariant": True},
+        {"executor": "process"},
+        {"executor": "multiprocess", "tensor_parallel_size": 2},
+        {"load_format": "dummy"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=lambda options: next(iter(options)) + "=" + str(next(iter(options.values()))),
+)
+def test_updates_work_with_other_ways_of_running(tiny, options):
+    first, second = tiny
+    want = expected(second, **{name: value for name, value in options.items() if name != "load_format"})
+    with engine(str(first), **options) as llm:
+        before = answers(llm)
+        llm.update_weights(load_file(second / "model.safetensors").items())
+        assert answers(llm) == want != before
+
+
+def test_a_state_dict_of_transformers_is_accepted(tmp_path):
+    folder, _, model = tiny_dir(tmp_path / "model", "qwen2", tie_word_embeddings=True)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    assert "lm_head.weight" in model.state_dict()
+    with engine(str(folder)) as llm:
+        llm.update_weights(model.state_dict())
+        got = answers(llm)
+        without_head = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
+        llm.update_weights(without_head)
+        assert answers(llm) == got
+        differs = {**model.state_dict(), "lm_head.weight": model.lm_head.weight + 1}
+        with pytest.raises(RequestError, match="shares one weight for both; expected equal tensors"):
+            llm.update_weights(differs)
+    with quiet():
+        model.save_pretrained(tmp_path / "again")
+    assert got == expected(tmp_path / "again")
+
+
+def test_a_partial_update_changes_the_given_weights_only(tiny, tmp_path):
+    first, second = tiny
+    old, new = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
+    part = {name: new[name] for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight")}
+    want = expected(written(first, tmp_path / "mixed", old | part))
+    with engine(str(first)) as llm:
+        llm.update_weights(part, partial=True)
+        assert answers(llm) == want
+    with engine(str(first), quantizer="int8") as llm, pytest.raises(RequestError, match="quantized as a whole"):
+        llm.update_weights(part, partial=True)
+
+
+def changed(tensors, **changes):
+    return {**tensors, **changes}
+
+
+BAD = {
+    "an unknown name": (
+        lambda t: changed(t, **{"model.layers.7.mlp.up_proj.weight": t["model.norm.weight"]}),
+        "no place",
+    ),
+    "a missing name": (
+        lambda t: {n: x for n, x in t.items() if n != "model.norm.weight"},
+        "model.norm.weight are missing",
+    ),
+    "a shape": (lambda t: changed(t, **{"model.norm.weight": torch.zeros(7)}), r"shape \[7\], expected \[32\]"),
+    "a dtype": (lambda t: changed(t, **{"model.norm.weight": torch.zeros(32).int()}), "dtype int32"),
+    "NaN": (lambda t: changed(t, **{"model.norm.weight": torch.full((32,), torch.nan)}), "infinite numbers or NaN"),
+    "no tensor": (lambda t: changed(t, **{"model.norm.weight": [1.0]}), "is a list; expected a tensor"),
+    "a name twice": (lambda t: [*t.items(), next(iter(t.items()))], "twice"),
+    "nothing": (lambda t: [], "no tensors were given"),
+    "other things": (lambda t: [1, 2], "expected pairs of a name and a tensor"),
+    "a number": (lambda t: 3, "expected a folder, a mapping"),
+    "no folder": (lambda t: "/nowhere/at/all", "no such model directory"),
+}
+
+
+def test_refused_weights_change_nothing(tiny):
+    first, second = tiny
+    tensors = load_file(second / "model.safetensors")
+    with engine(str(first)) as llm:
+        before = answers(llm)
+        for make, message in BAD.values():
+            with pytest.raises(RequestError, match=message):
+                llm.update_weights(make(tensors))
+            assert answers(llm) == before
+        assert llm.stats()["weights"]["version"] == 0
+        llm.update_weights(changed(tensors, **{"model.norm.weight": torch.full((32,), 1e30)}), finite=False)
+
+
+def test_a_failure_in_the_middle_restores_the_old_weights(tiny, monkeypatch):
+    first, second = tiny
+    fill, filled = weight_update.Target.fill, []
+
+    def broken(self, tensor):
+        filled.append(self)
+        if len(filled) > 5:
+            raise RuntimeError("planted")
+        fill(self, tensor)
+
+    for options in ({}, {"graph": "off"}, {"batch_invariant": True}):
+        with engine(str(first), **options) as llm:
+            before = answers(llm)
+            filled.clear()
+            monkeypatch.setattr(weight_update.Target, "fill", broken)
+            with pytest.raises(RequestError, match="the old weights are in place again: RuntimeError: planted"):
+                llm.update_weights(second)
+            monkeypatch.setattr(weight_update.Target, "fill", fill)
+            assert answers(llm) == before
+            assert llm.stats()["weights"]["version"] == 0
+
+
+def test_weights_that_cannot_be_restored_end_the_engine(tiny, monkeypatch):
+    first, second = tiny
+
+    def broken(self):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(WeightUpdate, "write", broken)
+    monkeypatch.setattr(WeightUpdate, "restore", broken)
+    with engine(str(first)) as llm:
+        with pytest.raises(EngineDeadError, match="could not be restored"):
+            llm.update_weights(second)
+        with pytest.raises(EngineDeadError, match="could not be restored"):
+            answers(llm)
+
+
+# ---- planted faults: each must be found by a comparison above --------------------------------------------------------
+
+
+def stale_part(self, part, param, tensor, load=Linear.load):
+    """Leave one part of merged weights as it was."""
+    if part != "k":
+        load(self, part, param, tensor)
+
+
+def keep_copy(self, params):
+    """Leave the packed copies of a layer as they were."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault", "options"),
+    [
+        (Linear, "load", stale_part, {}),
+        (RMSNorm, "load", lambda self, part, param, tensor: None, {}),
+        (Linear, "refresh", keep_copy, {"graph": "off"}),
+        (Linear, "refresh", keep_copy, {"batch_invariant": True}),
+        (TiedLMHead, "refresh", keep_copy, {"batch_invariant": True}),
+    ],
+)
+def test_a_stale_weight_is_found(tiny, tmp_path, monkeypatch, owner, method, fault, options):
+    first, second = tiny
+    if owner is TiedLMHead:
+        first = tiny_dir(tmp_path / "tied", "qwen3", tie_word_embeddings=True)[0]
+        second = written(first, tmp_path / "other", other_weights(first))
+    want = expected(second, **options)
+    with engine(str(first), **options) as llm:
+        answers(llm)
+        monkeypatch.setattr(owner, method, fault)
+        llm.update_weights(second)
+        assert answers(llm) != want
+
+
+def test_a_scheme_with_a_hidden_copy_is_refused(tiny, monkeypatch):
+    from minivllm.plugins.quantizer.int8 import Int8Weight
+
+    first, second = tiny
+    finish, apply = Int8Weight.finish, Int8Weight.apply
+
+    def copies(self):
+        finish(self)
+        self.hidden = self.scale.clone()
+
+    def multiplies(self, x, out=None, adapter=None):
+        scale, self.scale = self.scale, self.hidden
+        try:
+            return apply(self, x, out, adapter)
+        finally:
+            self.scale = scale
+
+    monkeypatch.setattr(Int8Weight, "finish", copies)
+    monkeypatch.setattr(Int8Weight, "apply", multiplies)
+    with engine(str(first), quantizer="int8", graph="off") as llm:
+        before = answers(llm)
+        with pytest.raises(RequestError, match="keeps a copy of its weight outside of its tensors"):
+            llm.update_weights(second)
+        assert answers(llm) == before
