@@ -208,6 +208,31 @@ class AsyncLLM(FrontDoor):
         """Write the bill of materials, as ``LLM.record`` does."""
         await asyncio.to_thread(self._recorder.write, path, await self.bill_of_materials())
 
+    async def pause(self, keep_requests: bool = True) -> None:
+        """Run no steps until ``resume``.  New and running requests wait; ``keep_requests=False`` aborts the running
+        ones."""
+        await self._ask(lambda: self.engine.weights.pause(keep_requests))
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self._ask(self.engine.weights.resume)
+
+    async def update_weights(
+        self, weights: Any, *, partial: bool = False, finite: bool = True, kv: str = "recompute"
+    ) -> int:
+        """Replace the weights between two steps, as ``LLM.update_weights`` does."""
+        from .weights import update
+
+        return await self._ask(lambda: update(self.engine, weights, partial, finite, kv))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory until ``wake``, as ``LLM.sleep`` does.  Requests wait."""
+        await self._ask(lambda: self.engine.weights.sleep(level))
+
+    async def wake(self) -> None:
+        """Allocate the memory again after ``sleep``."""
+        await self._ask(self.engine.weights.wake)
+
     async def start_profile(self) -> None:
         """Start a torch profiler trace of everything that the executor runs."""
         await self._ask(lambda: self.engine.call("profile_start"))

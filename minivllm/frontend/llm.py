@@ -277,6 +277,7 @@ class LLM(FrontDoor):
     def _run(self, tracked: list[Tracked]) -> None:
         """Run requests to their end.  If one is refused or the call is interrupted, abort all of them."""
         refuse_within(self.engine.within, "generate")
+        self.engine.weights.refuse_held()
         added = []
         self._recorder.tally.next_batch()
         try:
@@ -318,6 +319,7 @@ class LLM(FrontDoor):
     def _turns(self, done: Callable[[], bool]) -> None:
         """Run steps until ``done`` returns True.  Signals are handled between steps only."""
         while not done():
+            self.engine.weights.refuse_held()
             worked = True
             with uninterrupted() as signals:
                 while worked and not signals and not done():
@@ -419,7 +421,46 @@ class LLM(FrontDoor):
         """Return the salt of a request for one token after a prompt i32 [n]."""
         from minivllm.core.engine.request_checks import salt_of_prompt
 
-        return salt_of_prompt(ids, params, self.engine.wiring)
+        return self.engine.weights.salted(salt_of_prompt(ids, params, self.engine.wiring))
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def pause(self, keep_requests: bool = True) -> None:
+        """Run no steps until ``resume``.  Open streams wait; ``keep_requests=False`` aborts them.  Calls that would
+        run a step raise RequestError."""
+        with uninterrupted():
+            self.engine.weights.pause(keep_requests)
+
+    def resume(self) -> None:
+        """Continue after ``pause``."""
+        self.engine.weights.resume()
+
+    def update_weights(self, weights: Any, *, partial: bool = False, finite: bool = True, kv: str = "recompute") -> int:
+        """Replace the weights in place, and return their new version, which counts from 0.
+
+        ``weights`` is a folder with the files of a checkpoint, a mapping of names to tensors, or pairs of both, with
+        the names of the model's checkpoint.  ``partial`` keeps weights that are not given.  ``finite`` refuses
+        infinite numbers and NaN.  Open streams continue with the new weights: with ``kv="recompute"`` their keys and
+        values are computed again, with ``kv="keep"`` they stay those of the old weights.
+
+        RequestError if the weights are refused or cannot be written; the old weights then serve."""
+        from . import weights as given
+
+        with uninterrupted():
+            return given.update(self.engine, weights, partial, finite, kv)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and of the weights until ``wake``.
+
+        Level 1 keeps the weights in host memory; on a CPU they stay where they are.  Level 2 drops them: call
+        ``update_weights`` before ``wake``, or ``wake`` reads the files of the model again."""
+        with uninterrupted():
+            self.engine.weights.sleep(level)
+
+    def wake(self) -> None:
+        """Allocate the memory again after ``sleep``."""
+        with uninterrupted():
+            self.engine.weights.wake()
 
     def start_profile(self) -> None:
         """Start a torch profiler trace of everything that the executor runs."""

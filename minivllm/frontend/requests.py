@@ -164,8 +164,11 @@ class Tracked(RequestText):
         """Return the answer so far.  It is complete once the request has ended."""
         r = self.request
         outputs = [text.output() for text in self.answer]
+        by_sample = {seq.sample: seq for seq in r.sequences}
+        for out, text in zip(outputs, self.answer, strict=True):
+            if text.index in by_sample:
+                out.set_versions(by_sample[text.index].weights)
         if r.tapped is not None:
-            by_sample = {seq.sample: seq for seq in r.sequences}
             for out, text in zip(outputs, self.answer, strict=True):
                 out.taps = values_of(by_sample[text.index], len(text.token_ids) or None)
         if self.late and self.order is not None:  # outputs are numbered by rank

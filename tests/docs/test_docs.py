@@ -69,6 +69,7 @@ PAGES = {
     "structured": 2,
     "taps": 2,
     "adapters": 1,
+    "weights": 1,
     "caching": 1,
     "tiers": 2,
     "compression": 2,

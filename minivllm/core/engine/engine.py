@@ -58,6 +58,7 @@ from .speculation import Speculation
 from .strategies import answer
 from .taps import TapLimits
 from .tiers import POLL, VERB, Tiers
+from .weights import Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,6 +86,8 @@ class Engine:
     ``async_llm``).
 
     ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
+
+    dead: str | None = None  # why the engine has ended
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Engine:
         self.tenants: dict[str, int] = {}
         self._tenant = itertools.count()
         self.finished = self.failed_steps = 0
-        self.dead: str | None = None
+        self.weights = Weights(self)
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids = itertools.count()
         self._seeds = random.Random(wiring.seed)
@@ -240,7 +243,7 @@ class Engine:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(who, next(self._tenant))
         request.owner_number = 1 + request.tenant if request.owner else 0
-        request.salt = salt_of(request, self.wiring)
+        request.salt = self.weights.salted(salt_of(request, self.wiring))
         request.turn = turn_of(request)
         if request.turn is not None:
             request.kinds = kinds_of(request, self.wiring.block)
@@ -253,6 +256,7 @@ class Engine:
                 seed,
                 tokens=request.prompt,
                 known=len(request.prompt),
+                weights=[(self.weights.version, 0)],
             )
             seq.choose = p.choose_fn or host_draw(self, seq)
             if b.guide is not None:
@@ -365,6 +369,8 @@ class Engine:
         flight (see ``idle``).  A fault of the executor or the cache ends the engine."""
         if self.dead:
             raise EngineDeadError(self.dead)
+        if self.weights.held:
+            return False
         self.clock.begin()
         try:
             self._turn_loads()
@@ -544,6 +550,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Remove the cached prefixes that no running sequence uses.  EngineDeadError if the evictor fails, which ends
         the engine."""
+        self.drop_prefixes()
+
+    def drop_prefixes(self) -> None:
+        """Do the same as ``reset_prefix_cache``, within another method."""
         try:
             for pool in self.cache.pools[::-1]:
                 pool.reset()
@@ -556,6 +566,10 @@ class Engine:
     @alone
     def settle(self) -> None:
         """Collect the steps in flight.  A fault of the executor or the cache ends the engine."""
+        self.collect_all()
+
+    def collect_all(self) -> None:
+        """Do the same as ``settle``, within another method."""
         try:
             self.collect(0)
         except Exception as e:
@@ -620,6 +634,7 @@ class Engine:
             "prefix_hits": lead.hits,
             "prefix_hits_copied": self.cache.copied,
             "prefix_by_depth": self.cache.by_depth(),
+            "weights": self.weights.stats(),
             **self.clock.summary(),
             "evictions": sum(p.evictions for p in self.cache.pools),
             "evicted_needed": sum(p.lost.needed for p in self.cache.pools),

@@ -67,7 +67,7 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     beside.stops = replace(request.stops, end=beside.end, min_end=request.stops.min_end + further)
     beside.lora, beside.adapter = request.lora, request.adapter
     for one in (request, beside):
-        one.salt = salt_of(one, engine.wiring)
+        one.salt = engine.weights.salted(salt_of(one, engine.wiring))
     beside.rows, beside.tenant = (None,) * len(request.rows), request.tenant
     beside.owner_number = request.owner_number
     request.speculates = False

@@ -58,6 +58,8 @@ class Seq:
     preempted: int = 0
     # the device has stored its kept columns (see ``plan.Delta.keep``), or will with the next delta
     saved: bool = False
+    # (version of the weights, number of the first output token that they drew), the oldest first
+    weights: list[tuple[int, int]] = field(default_factory=list)
     # keys of its first full blocks (see ``BlockPool.keys_of``)
     keys: list[int] = field(default_factory=list)
     # digests of its first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use

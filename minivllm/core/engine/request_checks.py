@@ -163,6 +163,14 @@ class Binder(NamedTuple):
             ) from e
 
 
+class Salting(Protocol):
+    """Adds the version of the weights to salts."""
+
+    def salted(self, salt: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the salt for prefixes that the current weights have computed."""
+        ...
+
+
 class Intake(Protocol):
     """The attributes of an engine against which a new request is checked."""
 
@@ -178,6 +186,9 @@ class Intake(Protocol):
     speculation: Speculation | None
     compression: Compression | None
     host_sampler: HostSampler | None
+
+    @property
+    def weights(self) -> Salting: ...
 
 
 def binders(processors: Processors) -> list[Binder]:

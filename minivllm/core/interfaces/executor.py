@@ -17,8 +17,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
 # CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
-# Capacity.compresses, CacheWiring.kv_budget and compress_every
-API = (2, 7)
+# Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors
+API = (2, 8)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -171,6 +171,9 @@ class Executor(ABC):
     # The clock of the engine in seconds, for policies and requests.  None means time.monotonic.  A
     # simulator sets it to its simulated time.
     now: Callable[[], float] | None = None
+    # whether the verb "weights" accepts ``tensors``, pairs of a name and a tensor, as no other verb does.  If not, the
+    # frontend writes them to a folder that the workers read.
+    takes_tensors = False
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
@@ -206,10 +209,11 @@ class Executor(ABC):
         Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
         are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID),
         "kv_tiers" (orders for the stores of ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover``
-        describes; the answer is a list with one element for each rank) and "adapters" (``load``: pairs (number, folder)
+        describes; the answer is a list with one element for each rank), "adapters" (``load``: pairs (number, folder)
         of adapters to load next to the steps; ``free``: numbers of adapters to remove, only while no step is in flight;
         the answer is a list with, for each rank, pairs (number, error or None) of the loads that have ended since the
-        last call).
+        last call) and "weights" (``do``: check, write, commit or restore an update of the weights, sleep or wake,
+        while no step is in flight; the answer is a list with, for each rank, a mapping with its ``error`` or None).
         NotImplementedError names a verb that the executor does not implement.
         """
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")

@@ -30,6 +30,8 @@ class Local(Executor):
     A step whose late masks are missing waits between FORWARD and SAMPLE.  Later steps wait before FORWARD, because
     captured steps share the tensors of their inputs and hidden states."""
 
+    takes_tensors = True
+
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
@@ -111,6 +113,8 @@ class Local(Executor):
             return [self.runner.mover.answer(args or {})]
         if verb == "adapters" and self.runner.adapters is not None:
             return [self.runner.adapters.answer(args or {})]
+        if verb == "weights":
+            return [self.runner.weights.answer(args or {})]
         if verb == "devices":
             return [_name(self.runner.device)]
         if verb == "figures":

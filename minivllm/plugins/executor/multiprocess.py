@@ -42,7 +42,14 @@ OPERATIONS = (
     "all_gather",
 )  # of the communicator, which imports torch
 GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages beside those of ``process``: JSON
-OF_ALL = ("kv_resident", "devices", "figures", "kv_tiers", "adapters")  # verbs whose answers of all ranks are added
+OF_ALL = (
+    "kv_resident",
+    "devices",
+    "figures",
+    "kv_tiers",
+    "adapters",
+    "weights",
+)  # verbs whose answers of all ranks are added
 AGREE = 5.0  # seconds in which all ranks must have said that a step failed
 DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost
 PATIENCE = 2.0  # a call between ranks waits so much longer than who started them, who sees more of it

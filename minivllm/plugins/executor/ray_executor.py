@@ -70,6 +70,11 @@ class Ray(Multiprocess):
             super().mask_memory(rows, words) if child is None or child.here else Executor.mask_memory(self, rows, words)
         )
 
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        if verb == "weights":  # the ranks of other machines cannot read the folder of an update
+            raise NotImplementedError("the executor ray does not change weights")
+        return super().call(verb, args)
+
     def _look(self) -> None:
         if self._cluster is not None and (ended := self._cluster.ended()) is not None:
             raise self._dead(ended)

@@ -121,6 +121,8 @@ class CompletionOutput(_Record):
     ``cumulative_logprob`` / tokens ** length_penalty.  ``taps`` has a numpy array float32 [positions, width] for each
     point that was read, or is None.  It has a row for each input token of the model: the prompt and all generated
     tokens but the last.  For "logits" it has a row for each generated token, unless the prompt is scored.
+    ``weights_versions`` has, for each token, the version of the weights that drew it (``LLM.update_weights``), and
+    ``weights_version`` is the version at the last token.
     """
 
     _also = ("tokens", "finished")
@@ -134,6 +136,18 @@ class CompletionOutput(_Record):
     stop_reason: int | str | None = None
     score: float | None = None
     taps: dict[str, Any] | None = field(default=None, compare=False)  # == of arrays is an array
+    weights_version: int = 0
+    weights_versions: list[int] = field(default_factory=list)
+
+    def set_versions(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Set the versions of the weights from pairs (version, number of its first token), the oldest first."""
+        n = len(self.token_ids)
+        used = [span for span in spans if span[1] < n] or list(spans[:1])
+        if not used:
+            return
+        self.weights_version = used[-1][0]
+        ends = [first for _, first in used[1:]] + [n]
+        dict.__setitem__(self, "weights_versions", partial(_repeated, used, ends))
 
     @property
     def tokens(self) -> list[int]:
@@ -144,6 +158,14 @@ class CompletionOutput(_Record):
     def finished(self) -> bool:
         """Return whether the sequence has ended."""
         return self.finish_reason is not None
+
+
+def _repeated(spans: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[int]:
+    """Return the version of each token, for spans (version, first token) and their ends."""
+    versions: list[int] = []
+    for (version, _), end in zip(spans, ends, strict=True):
+        versions += [version] * (end - len(versions))
+    return versions
 
 
 @_entries

@@ -1,0 +1,275 @@
+"""Weights of a running engine: updates in place, pauses, and sleep.
+
+    pause ──► requests wait          update ──► executor: check, write, commit ──► version + 1, cache emptied
+    resume ──► they continue                        └─ error ──► restore: the old weights serve
+
+The keys of cached prefixes contain a random tag of the update, so no request finds keys and values of older weights,
+neither in the KV cache nor in a tier that another process shares.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from minivllm.core.external_calls import alone
+from minivllm.errors import EngineDeadError, RequestError, shown
+
+from .request import FINISHED
+from .request_checks import salt_of
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Executor, Wiring
+
+    from .planner import Planner
+    from .request import FinishSequence, Request, Seq
+    from .slots import Slots
+
+VERB = "weights"
+RECOMPUTE, KEEP = "recompute", "keep"  # what happens to the keys and values of running requests
+LEVELS = (1, 2)
+
+
+class ChangingEngine(Protocol):
+    """The attributes of an engine that a change of its weights uses."""
+
+    within: str
+    dead: str | None
+    wiring: Wiring
+    executor: Executor
+    planner: Planner
+    slots: Slots
+    requests: dict[str, Request]
+
+    @property
+    def finish(self) -> FinishSequence: ...
+    def collect_all(self) -> None: ...
+    def drop_prefixes(self) -> None: ...
+    def fail_all(self, message: str) -> None: ...
+
+
+class Weights:
+    """The weights of an engine.  ``version`` counts the updates.  ``level`` is the level of sleep, 0 while awake.
+
+    Its methods may not be called while the engine runs another method."""
+
+    def __init__(self, engine: ChangingEngine) -> None:
+        self.engine = engine
+        self.version, self.level = 0, 0
+        self.tag = ""  # of the last update; "" for the weights from the start
+        self.paused = False
+        self.dropped = False  # the weights were dropped by ``sleep``, and not updated since then
+
+    @property
+    def within(self) -> str:
+        """Return the name of the engine's running method (see ``external_calls.alone``)."""
+        return self.engine.within
+
+    @within.setter
+    def within(self, name: str) -> None:
+        self.engine.within = name
+
+    @property
+    def held(self) -> bool:
+        """Return whether no step may run."""
+        return self.paused or self.level > 0
+
+    def salted(self, salt: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the salt of a request for prefixes that the current weights have computed."""
+        return (*salt, "weights", self.tag) if self.tag else salt
+
+    def stats(self) -> dict[str, Any]:
+        """Return the version and the state."""
+        return {"version": self.version, "paused": self.paused, "sleep_level": self.level}
+
+    def refuse_held(self) -> None:
+        """Raise RequestError if no step may run, for callers that would wait for themselves."""
+        if self.level:
+            raise RequestError("the engine sleeps, and runs no request: call wake() first")
+        if self.paused:
+            raise RequestError("the engine is paused, and runs no request: call resume() first")
+
+    # ---- pauses --------------------------------------------------------------------------------------------------
+
+    @alone
+    def pause(self, keep_requests: bool = True) -> None:
+        """Start no steps until ``resume``.  Requests wait if ``keep_requests``, else they end with "abort"."""
+        self._settle()
+        self.paused = True
+        if not keep_requests:
+            for request in list(self.engine.requests.values()):
+                for seq in list(request.sequences):
+                    if seq.status != FINISHED:
+                        self.engine.finish(seq, "abort")
+
+    @alone
+    def resume(self) -> None:
+        """Continue after ``pause``.  RequestError while the engine sleeps."""
+        if self.level:
+            raise RequestError("the engine sleeps: call wake(), which resumes it too")
+        self.paused = False
+
+    # ---- updates -------------------------------------------------------------------------------------------------
+
+    @alone
+    def update(
+        self,
+        path: str | None = None,
+        tensors: Any = None,
+        partial: bool = False,
+        finite: bool = True,
+        kv: str = RECOMPUTE,
+    ) -> int:
+        """Replace the weights by those of a folder, or by pairs (name, tensor), and return the new version.
+
+        RequestError leaves the old weights in place.  EngineDeadError if they cannot be restored, which ends the
+        engine.  ``tensors`` are for executors of this process (``Executor.takes_tensors``)."""
+        if kv not in (RECOMPUTE, KEEP):
+            raise RequestError(f"kv={shown(kv)}: expected {RECOMPUTE} or {KEEP}", "kv")
+        if self.level == 1:
+            raise RequestError(
+                "the weights are asleep in host memory: call wake() before an update"
+            )
+        if self.level == 2 and partial:
+            raise RequestError(
+                "the weights were dropped: expected all of them, with partial=False", "partial"
+            )
+        if (path is None) == (tensors is None):
+            raise RequestError("expected either a path or tensors", "path")
+        self._settle()
+        source = {"path": path} if tensors is None else {"tensors": tensors}
+        self._refuse(self._call("check", **source, partial=partial, finite=finite))
+        errors = self._call("write")
+        if errors:
+            self._take_back(errors[0])
+        self._refuse(self._call("commit"))
+        self.dropped = False
+        self._count()
+        self._renew(kv == KEEP)
+        return self.version
+
+    def _take_back(self, error: str) -> None:
+        """Take a failed update back, and raise RequestError."""
+        broken = self._call("restore")
+        if broken:
+            what = f"an update of the weights failed ({error}), and the old weights could not be restored: {broken[0]}"
+            self.engine.fail_all(what)
+            raise EngineDeadError(what)
+        self.dropped = self.level == 2
+        kept = (
+            "they are undefined until the next update"
+            if self.level == 2
+            else "the old weights are in place again"
+        )
+        raise RequestError(f"the weights were not updated, and {kept}: {error}", "weights")
+
+    def _refuse(self, errors: list[str]) -> None:
+        """Raise RequestError for the first error of the ranks."""
+        if errors:
+            raise RequestError(errors[0], "weights")
+
+    def _call(self, do: str, **args: Any) -> list[str]:
+        """Run an operation on all ranks, and return their errors.  RequestError if the executor has no such verb."""
+        executor = self.engine.executor
+        try:
+            answers: list[Mapping[str, Any]] = executor.call(VERB, {"do": do, **args})
+        except NotImplementedError as e:
+            who = type(executor).__name__
+            raise RequestError(
+                f"the executor {who} does not change weights; use local, process or multiprocess"
+            ) from e
+        except EngineDeadError as e:
+            self.engine.fail_all(str(e))
+            raise
+        return [answer["error"] for answer in answers if answer["error"] is not None]
+
+    def _renew(self, keep: bool) -> None:
+        """Forget keys and values of the old weights.  Those of running rows stay if ``keep``; otherwise the rows are
+        computed again."""
+        engine = self.engine
+        if not keep:
+            self._leave_slots()
+        for request in engine.requests.values():
+            running = any(seq.slot >= 0 for seq in request.sequences)
+            for seq in request.sequences:
+                if seq.status == FINISHED:
+                    continue
+                self._note(seq)
+                if not running:
+                    for one in seq.pair:
+                        self._rename(one, one.request)
+        engine.drop_prefixes()
+
+    def _rename(self, seq: Seq, request: Request) -> None:
+        """Give a sequence without a slot the prefix keys of the current weights."""
+        request.salt = self.salted(salt_of(request, self.engine.wiring))
+        seq.keys.clear()
+        seq.page_keys.clear()
+
+    def _note(self, seq: Seq) -> None:
+        """Note the first token of a sequence that the current weights draw."""
+        slots = self.engine.slots
+        known = int(slots.known[seq.slot]) if seq.slot >= 0 else seq.known
+        first = max(0, known - len(seq.request.prompt))
+        seq.weights = [(version, at) for version, at in seq.weights if at < first]
+        seq.weights.append((self.version, first))
+
+    def _leave_slots(self) -> None:
+        """Move all running rows back to the queue, so that their keys and values are computed again."""
+        planner, slots = self.engine.planner, self.engine.slots
+        while len(slots.running):
+            planner.preempt(int(slots.running[0]))
+
+    def _settle(self) -> None:
+        """Collect the steps in flight.  EngineDeadError if the engine has ended."""
+        if self.engine.dead:
+            raise EngineDeadError(self.engine.dead)
+        self.engine.collect_all()
+        if self.engine.dead:
+            raise EngineDeadError(self.engine.dead)
+
+    # ---- sleep ---------------------------------------------------------------------------------------------------
+
+    @alone
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache, and move the weights to host memory (level 1) or drop them (level 2).  Requests wait.
+
+        RequestError if the engine sleeps already, or if the memory cannot be freed."""
+        if level not in LEVELS or isinstance(level, bool):
+            raise RequestError(f"level={shown(level)}: expected 1 or 2", "level")
+        if self.level:
+            raise RequestError(f"the engine sleeps already, at level {self.level}")
+        self._settle()
+        self._call("restore")  # does nothing, and refuses executors that cannot sleep
+        self._leave_slots()
+        self.engine.drop_prefixes()
+        errors = self._call("sleep", level=level)
+        self.level, self.dropped = level, level == 2
+        if errors:
+            self._wake(reload=self.dropped)
+            raise RequestError(f"the engine did not sleep: {errors[0]}")
+
+    @alone
+    def wake(self) -> None:
+        """Allocate the memory again, and continue.  Weights that were dropped and not updated since then are read from
+        the files of the model.  RequestError leaves the engine asleep."""
+        if not self.level:
+            raise RequestError("the engine does not sleep")
+        if self.engine.dead:
+            raise EngineDeadError(self.engine.dead)
+        self._wake(reload=self.dropped)
+
+    def _wake(self, reload: bool) -> None:
+        errors = self._call("wake", reload=reload)
+        if errors:
+            raise RequestError(f"the engine sleeps still, because it could not wake: {errors[0]}")
+        self.level, self.dropped = 0, False
+        if reload and self.version:
+            self._count()
+            self._renew(keep=False)
+
+    def _count(self) -> None:
+        """Count a change of the weights."""
+        self.version += 1
+        self.tag = secrets.token_hex(8)
