@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Grown, Guide, Moves, Pick, Search
     from minivllm.core.interfaces.structured import StructuredOutputsParams
     from minivllm.core.interfaces.taps import Tap
+    from minivllm.core.interfaces.tokenizer import TokenizerBackend, TokenizerContext
     from minivllm.core.wiring import wiring_from_json, wiring_to_json
     from minivllm.device.layers import fields
     from minivllm.device.layers.experts import route
@@ -211,6 +212,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.scheduler": "Load QueueView SchedulerContext SchedulerPolicy StepShape",
     # strategy
     "minivllm.core.interfaces.strategy": "Branch BranchEnd DecodingStrategy Grown Guide Moves Pick Search",
+    # tokenizer
+    "minivllm.core.interfaces.tokenizer": "TokenizerBackend TokenizerContext",
 }
 _RENAMED = {  # name in this module -> (module, name in that module)
     "build_worker": ("minivllm.device.worker.process", "build"),
@@ -365,6 +368,8 @@ __all__ = [
     "TensorSpec",
     "Tensors",
     "Thought",
+    "TokenizerBackend",
+    "TokenizerContext",
     "WeightNames",
     "WeightScheme",
     "Wiring",

@@ -81,7 +81,7 @@ minivllm has nothing like it: leave it out <- disable-cascade-attn enable-sleep-
     safetensors-load-strategy enable-flash-late-interaction kv-transfer-config kv-events-config \
     kv-sharing-fast-prefill tokens-only pooler-config override-pooler-config io-processor-plugin renderer-num-workers \
     num-lookahead-slots scheduler-delay-factor stream-interval fingerprint-value mamba-* offload-* kv-offloading* \
-    cpu-offload* swap-space* multi-step* tokenizer-pool* tokenizer-mode* fingerprint-* chat-template-content* \
+    cpu-offload* swap-space* multi-step* tokenizer-pool* fingerprint-* chat-template-content* \
     response-role* override-neuron*
 one process serves one model on one device: start several, and a proxy before them <- enable-expert-parallel \
     enable-eplb enable-dbo headless master-addr master-port node-rank disable-custom-all-reduce ray-workers-use-nsight \

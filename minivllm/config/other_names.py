@@ -55,7 +55,6 @@ OPTIONS: dict[str, str] = {
     "disable_log_stats": "LLM logs no statistics: leave it out",
     "task": "models generate: leave it out",
     "runner": "models generate: leave it out",
-    "tokenizer_mode": "the tokenizer is the model's: leave it out",
     "use_v2_block_manager": "leave it out",
 }
 
@@ -132,7 +131,6 @@ prefills are always cut to the token budget <- enable_chunked_prefill=True
 the next step of a GPU is always planned ahead <- async_scheduling=True
 only text is served <- language_model_only=True
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
-the tokenizer is the model's <- tokenizer_mode=auto|hf
 config.json is read <- config_format=auto|hf
 the seam grammar chooses <- guided_decoding_backend=auto
 preempted requests are computed again <- preemption_mode=recompute

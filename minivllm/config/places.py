@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,18 @@ from minivllm import files
 from minivllm.device.loading.generation import generation_file
 from minivllm.device.loading.hf_config import Checkpoint, find_model, open_checkpoint
 from minivllm.device.loading.hub import DESCRIPTION, MODEL, PICKLED_MODEL, HubOptions, tokenizer_files
-from minivllm.errors import ModelError
-from minivllm.runtime.text.tokenizer import OTHER_FILES, configured_eos, token_ids
+from minivllm.errors import ConfigError, ModelError, shown
+from minivllm.runtime.text.tokenizer import configured_eos, token_ids
+from minivllm.runtime.text.tokenizer_files import OTHER_FILES
+
+from .values import PluginChoice
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
 
     from .values import EngineConfig
 
+TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class
 TOKENIZER = tokenizer_files(("tokenizer.json", *OTHER_FILES))
 
 
@@ -67,9 +72,14 @@ class ModelPlaces:
         ``model``."""
         config = self.config
         if config.skip_tokenizer_init:
+            if config.tokenizer_mode != PluginChoice():
+                raise ConfigError("tokenizer_mode: skip_tokenizer_init=true loads no tokenizer; remove one of them")
             return None
         if config.tokenizer is None and config.tokenizer_revision is None:
             return self._of_model(model, folder)
+        if config.tokenizer is not None and TARGET.fullmatch(config.tokenizer):
+            target = shown(config.tokenizer)
+            raise ConfigError(f"tokenizer={target}: expected a directory or an id; a class is tokenizer_mode={target}")
         same = config.tokenizer in (None, model)
         revision = config.tokenizer_revision or (config.revision if same else None)
         option = "tokenizer_revision" if config.tokenizer_revision else "revision"

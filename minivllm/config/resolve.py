@@ -1,7 +1,7 @@
 """Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
-    hooks → device → executor → model → drafter → quantizer → KV format → processors → attention → block size → evictor
-           → scheduler → sampler → strategies → grammar → kvstore → compressor
+    hooks → tokenizer → device → executor → model → drafter → quantizer → KV format → processors → attention
+          → block size → evictor → scheduler → sampler → strategies → grammar → kvstore → compressor
 
 The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
@@ -33,6 +33,7 @@ from minivllm.device.native import library
 from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
 from minivllm.registration.spec import OPTION_OF, Needs
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
+from minivllm.runtime.text.tokenizer_files import describe_files
 from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
@@ -49,6 +50,8 @@ from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from minivllm.core.interfaces.attention import AttnSpec
     from minivllm.core.interfaces.states import Recurrent
 
@@ -162,7 +165,7 @@ class _Fold:
         places = ModelPlaces(config, self.weights)
         name = places.model(hooks, self.notes)
         checkpoint = places.served(name)
-        tokenizer = places.tokenizer(name, checkpoint.folder)
+        tokenizer = self._tokenizer(places.tokenizer(name, checkpoint.folder))
         sampling = self._generation(checkpoint)
         device = self._device()
         invariant = self._invariant(device)
@@ -224,6 +227,12 @@ class _Fold:
             self.notes.append(("model.states", states_explained(self.states, layers, wiring)))
         for claim, states, layers in own.states:
             self.notes.append((f"{claim}.states", second_states_explained(states, layers, wiring)))
+
+    def _tokenizer(self, path: Path | None) -> Path | None:
+        """Choose the tokenizer for files at ``path``, and return the path."""
+        if path is not None:
+            self._pick("tokenizer", self.config.tokenizer_mode, more=describe_files(path))
+        return path
 
     def _stores(self) -> tuple[Part, ...]:
         """Choose the tiers of the KV cache.  Raise ConfigError if the prefix cache is off, or keeps no recurrent
@@ -670,8 +679,7 @@ class _Fold:
 
 
 def _without_type(checkpoint: Checkpoint) -> str:
-    """Return the message for a config.json without ``model_type``, which transformers needs to choose the config
-    class."""
+    """Return the message for a config.json without ``model_type``, by which transformers chooses the config class."""
     return (
         f"{checkpoint.folder}/config.json: model_type is missing: expected the type that transformers has for "
         f'{shown(checkpoint.architecture)}, as in "model_type": "llama" for LlamaForCausalLM'

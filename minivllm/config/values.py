@@ -166,6 +166,7 @@ class EngineConfig(Strict):
         description="chat template: a file, the text of a Jinja template, or the name of one of the model's templates; "
         "None: the model's default",
     )
+    tokenizer_mode: One = PluginChoice()
     skip_tokenizer_init: bool = Field(False, description="load no tokenizer; prompts and outputs are token ids")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = Field(
         "auto", description="format of the weights; pt: files of torch.save; dummy: random weights"

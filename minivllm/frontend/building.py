@@ -108,7 +108,8 @@ def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...
     eos = end_ids(resolved.config, Path(resolved.wiring.model_dir))
     if resolved.tokenizer_dir is None:
         return None, tuple(eos or ())
-    tokenizer = load_tokenizer(resolved.tokenizer_dir, resolved.config.chat_template, eos)
+    part = resolved.parts["tokenizer"]
+    tokenizer = load_tokenizer(resolved.tokenizer_dir, resolved.config.chat_template, eos, part)
     return tokenizer, tokenizer.eos_ids
 
 

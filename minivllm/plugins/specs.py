@@ -133,4 +133,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("strategy", "guidance", "minivllm.plugins.strategy.spec:GUIDANCE"),
     ("strategy", "parallel", "minivllm.plugins.strategy.spec:PARALLEL"),
     ("strategy", "single", "minivllm.plugins.strategy.spec:SINGLE"),
+    ("tokenizer", "gguf", "minivllm.plugins.tokenizer.spec:GGUF"),
+    ("tokenizer", "hf", "minivllm.plugins.tokenizer.spec:HF"),
+    ("tokenizer", "mistral", "minivllm.plugins.tokenizer.spec:MISTRAL"),
 )

@@ -196,6 +196,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),
+            Kind(
+                "tokenizer",
+                _SEAMS + "tokenizer:TokenizerBackend",
+                facts=("format", "tokenizer_class"),
+                features={"lossless": "every text comes back unchanged from `encode_plain` and `decode`"},
+            ),
         )
     }
 )
@@ -228,7 +234,7 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
 )
 OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
     "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser", "processor": "processors",
-    "router": "server.router", "strategy": "strategies",
+    "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
 }  # fmt: skip
 RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests

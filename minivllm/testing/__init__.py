@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerConformance
     from .session import Outcome, run
     from .strategy import StrategyConformance
+    from .tokenizer import TokenizerConformance
 
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
@@ -43,7 +44,7 @@ __all__ = [
     "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
     "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",
-    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
+    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "TokenizerConformance", "run",
 ]  # fmt: skip
 
 

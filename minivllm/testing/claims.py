@@ -15,7 +15,7 @@ from minivllm.registration.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, P
 USUAL = {  # the value of each fact to use if the limit allows it
     "architecture": "LlamaForCausalLM", "block": 16, "checkpoint": "none", "device": "cpu", "dim_qk": 64, "dim_v": 64,
     "dtype": "float32", "holds": "float32", "kv_format": "fp32", "model_type": "llama", "queries_per_kv": 1, "sm": 90,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": 1, "format": "folder", "tokenizer_class": "LlamaTokenizer",
 }  # fmt: skip
 
 OPTIONAL = ("sm", "block", "holds")  # facts that some queries of the engine do not contain

@@ -20,4 +20,5 @@ SUITES = {  # seam -> (module of this package, class)
     "sampler": ("sampler", "SamplerConformance"),
     "scheduler": ("scheduler", "SchedulerConformance"),
     "strategy": ("strategy", "StrategyConformance"),
+    "tokenizer": ("tokenizer", "TokenizerConformance"),
 }

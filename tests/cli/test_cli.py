@@ -107,7 +107,7 @@ def test_every_name_of_the_package_can_be_imported():
         (["plugins", "atention"], 4,
          "No seam is called 'atention'. Did you mean 'attention'? There are: attention, compressor, drafter, evictor, "
          "executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, "
-         "scheduler, strategy."),
+         "scheduler, strategy, tokenizer."),
         (["run", "no.toml"], 2, "no.toml: no such file"),
         (["eval", "pocket", "--task", "sum"], 2,
          "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story, echo"),

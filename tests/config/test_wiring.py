@@ -52,6 +52,7 @@ def wire(model, catalog=CATALOG, **options):
 def test_every_seam_is_filled_in_the_order_of_the_design(model):
     found = wire(model)
     assert [s.kind for s in found.selections] == [
+        "tokenizer",
         "executor",
         "model",
         "drafter",
@@ -78,7 +79,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "drafter": "minivllm.plugins.drafter.none:NoDrafts",
         "compressor": "minivllm.plugins.compressor.none:NoCompression",
     }
-    assert set(found.parts) == set(w.parts) | {"executor", "evictor", "scheduler", "grammar"}
+    assert set(found.parts) == set(w.parts) | {"tokenizer", "executor", "evictor", "scheduler", "grammar"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
     assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel", "minivllm/beam"]
     assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (
@@ -188,7 +189,7 @@ def test_explain_of_one_seam_is_its_selection(model):
 def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
     with pytest.raises(PluginError) as info:
         wire(save(tmp_path, quantization_config={"quant_method": "gptq"}), batch_invariant=True)
-    assert [s.kind for s in info.value.selections] == ["executor", "model", "drafter", "quantizer"]
+    assert [s.kind for s in info.value.selections] == ["tokenizer", "executor", "model", "drafter", "quantizer"]
     text = Explanation(info.value.selections, info.value.notes, CATALOG).text("quantizer")
     assert text == str(info.value)
     lines = text.splitlines()

@@ -17,8 +17,9 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ lab.traces
     │ frontend                                              text to requests, tokens to text
     │ config  runtime.structured                            a configuration, a grammar -> the engine's input
-    │ frontend.record  runtime.text  core.engine            the host side: the engine needs no torch
-    │ plugins  device.functions  device.worker              the device side
+    │ frontend.record  plugins
+    │ runtime.text  core.engine                             the host side: the engine needs no torch
+    │ device.functions  device.worker                       the device side
     │ device.loading  device.layers  device.kernels         the parts of models
     │ runtime.hooks  core  core.wiring
     │ runtime.energy                                        counters of joules, and the account of each request
@@ -106,7 +107,7 @@ MAY_IMPORT = {
         "core.interfaces registry registration.fresh device.hardware"
     ),
     "testing": (
-        "frontend config core.engine plugins device.worker device.loading device.layers runtime.hooks "
+        "frontend config core.engine plugins runtime.text device.worker device.loading device.layers runtime.hooks "
         "core core.wiring runtime.replies core.interfaces core.declared_params registry registration registration.spec "
         "registration.parameters device.hardware"
     ),
@@ -131,14 +132,16 @@ MAY_IMPORT = {
         "runtime.text device.loading core.declared_params registration registration.given registration.spec "
         "device.native device.hardware"
     ),
+    "plugins": (
+        "runtime.text device.worker device.layers device.kernels device.native runtime.hooks core core.wiring "
+        "runtime.replies core.interfaces core.json_schema runtime.processes registration.spec registration.fresh "
+        "device.loading.gguf_file"
+    ),
     "runtime.text": (
-        "core.engine core.interfaces runtime.replies runtime.processes registration.fresh device.loading.gguf_file"
+        "core.engine core.interfaces registry runtime.replies runtime.processes registration.fresh "
+        "device.loading.gguf_file"
     ),
     "core.engine": "core core.interfaces core.declared_params",
-    "plugins": (
-        "device.worker device.layers device.kernels device.native runtime.hooks core core.wiring runtime.replies "
-        "core.interfaces core.json_schema runtime.processes registration.spec registration.fresh"
-    ),
     "device.functions": "device.worker core core.interfaces",
     "device.worker": (
         "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "

@@ -38,6 +38,7 @@ StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWe
 TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
 Pairs Reasoning Reply ReplyContext AdapterWiring
 ReplyFormat ReplyParser Said Thought Written ReplicaLoad ReplicaRouter RoutedRequest RouterContext
+TokenizerBackend TokenizerContext
 build_worker check_shape decode_late decode_plan decode_result decoder_rules encode_late
 encode_plan encode_result fields gumbel hookimpl no_adapter noise noise_bits part_rows route wiring_from_json
 wiring_to_json worker_command

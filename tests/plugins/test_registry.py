@@ -131,7 +131,7 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     assert str(info.value) == (
         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, compressor, drafter, evictor, "
         "executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, scheduler, "
-        "strategy."
+        "strategy, tokenizer."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"

@@ -17,7 +17,8 @@ from minivllm.errors import ModelError, RequestError
 from minivllm.lab.traces.read import read_trace
 from minivllm.runtime.text.converted import convert
 from minivllm.runtime.text.growth import MOST_GROWTH, MOST_TOKEN
-from minivllm.runtime.text.tokenizer import NAMED, configured_eos, load_tokenizer
+from minivllm.runtime.text.tokenizer import configured_eos, load_tokenizer
+from minivllm.runtime.text.tokenizer_files import NAMED
 
 
 def folder_of(path, tokenizer=None, **parts):

@@ -14,25 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from minivllm.core.interfaces.tokenizer import TokenizerBackend
+
+from .alphabet import ALPHABET
 from .tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CONTEXT = 4  # earlier tokens that are decoded again with new tokens, for decoders that look at neighbours
 PATIENCE = 16  # tokens for which a trailing U+FFFD of an unknown decoder is held back; a character has fewer bytes
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the characters with which byte-level BPE (GPT-2) spells bytes, and the bytes.
-
-    Printable characters of Latin-1 spell themselves.  The other bytes are spelled from U+0100 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(plain)]
-    alphabet = {chr(b): b for b in plain}
-    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
-    return alphabet
-
-
-ALPHABET = _byte_alphabet()
 
 
 class _Bytes(dict):
@@ -52,6 +41,19 @@ class _Bytes(dict):
                 value = bytes([ALPHABET[c] for c in token])
             except KeyError:  # an added token with a character outside the alphabet is plain text
                 value = token.encode()
+        self[token_id] = value
+        return value
+
+
+class _PluginBytes(dict):
+    """Map from token ids to bytes, for plug-ins whose text is the joined bytes of tokens."""
+
+    def __init__(self, plugin: TokenizerBackend, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._bytes_of, self._skipped = plugin.token_bytes, skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = b"" if token_id in self._skipped else self._bytes_of(token_id) or b""
         self[token_id] = value
         return value
 
@@ -79,6 +81,11 @@ class _Scheme:
     """The decoding rules of a tokenizer, shared by all sequences with the same ``skip_special_tokens``."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
+        plugin = tokenizer.plugin
+        self.byte_level = plugin.library is None and plugin.bytewise
+        if self.byte_level:
+            self.bytes: dict[int, bytes] = _PluginBytes(plugin, plugin.special_ids if skip else frozenset())
+            return
         # by spelling, as in the tokenizers library, which also skips ordinary tokens that are spelled like special ones
         special = [tokenizer.token(i) for i in tokenizer.special_ids] if skip else []
         skipped = frozenset(token for token in special if token is not None)

@@ -1,93 +1,85 @@
 """The tokenizer and the chat templates of a model directory.
 
-The ``tokenizers`` library reads tokenizer.json, so transformers, whose import takes a second, is not needed for it.
-This module adds the tokens of tokenizer_config.json and the conventions of chat templates, as transformers does.
+A plug-in of the seam ``tokenizer`` converts text.  This module adds the conventions of chat templates, as transformers
+does.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minivllm import files
+from minivllm.core.interfaces.executor import Part
+from minivllm.core.interfaces.tokenizer import TokenizerBackend, TokenizerContext
 from minivllm.device.loading.gguf_file import is_gguf, read_gguf
-from minivllm.errors import ModelError, RequestError, describe_error, shown
+from minivllm.errors import ModelError, RequestError, shown
 
 from .chat import DEFAULT, ChatTemplates, fill
-from .class_tokens import class_tokens
-from .converted import convert
-from .growth import check_growth, panics_as
+from .growth import panics_as
+from .library import LibraryTokenizer
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, check_values, without_spellings
 from .messages import Chat, cut_at
 from .template import ChatTemplate, chosen_template
+from .tokenizer_files import read_object, read_templates
 
-log = logging.getLogger("minivllm")
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
-READ = ("*.json", "*.model", "*.txt", "*.jinja")  # files that transformers may open
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
-MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
 NOT_UNICODE = "prompt is not valid Unicode: expected text without lone surrogates"
 MOST_ENDS = 32  # most ids that end an answer, a limit of the device
 MOST_FILLERS = 16  # most cached ``ChatFiller`` objects
 
 
 def load_tokenizer(
-    model_dir: str | Path, chat_template: str | None = None, eos: Sequence[int] | None = None
+    model_dir: str | Path, chat_template: str | None = None, eos: Sequence[int] | None = None, part: Part | None = None
 ) -> Tokenizer:
     """Return the tokenizer of a model directory or GGUF file.  ModelError if it is missing or broken.
 
     ``chat_template`` is the text or the file of a template that replaces the model's.  ConfigError if it is not a
-    template.  ``eos`` has end-of-sequence ids that replace those of the directory.
+    template.  ``eos`` has end-of-sequence ids that replace those of the directory.  ``part`` is the plug-in, None for
+    the built-in one of the format.
 
     Code from the directory is never run (``trust_remote_code`` is off).
     """
-    folder = Path(model_dir)
-    if is_gguf(folder):
-        return _gguf_tokenizer(folder, chat_template, eos)
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _read_json(folder / "special_tokens_map.json") | config
-    backend = _read_backend(folder / "tokenizer.json") if files.is_there(folder / "tokenizer.json") else None
-    slow = None
-    try:
-        special = {name: _content(named[name]) for name in NAMED if named.get(name)}
-        if backend is not None:
-            _configure(backend, named, special)
-    except (AttributeError, TypeError, ValueError, OverflowError) as e:
-        at = folder / "tokenizer_config.json"
-        raise ModelError(f"{at}: malformed added or special tokens ({describe_error(e)}); download it again") from e
-    if backend is None:
-        backend, slow, found = _converted(folder)
-        special = found | special
-    if backend is not None:  # truncation and padding in the file are for training
-        backend.no_truncation()
-        backend.no_padding()
-        check_growth(folder, backend)
-    templates = chosen_template(_read_templates(folder, config), chat_template)
-    made = Tokenizer(backend, slow, special, templates, configured_eos(folder) if eos is None else eos)
-    made._folder = folder
+    from minivllm.registry import build_part
+
+    path = Path(model_dir)
+    chosen = built_in(path) if part is None else part
+    plugin: TokenizerBackend = build_part("tokenizer", chosen, TokenizerContext(path))
+    found = dict(plugin.chat_templates)
+    if not found and not is_gguf(path):
+        found = read_templates(path, read_object(path / "tokenizer_config.json"))
+    templates = chosen_template(found, chat_template)
+    ends = configured_eos(path) if eos is None else eos
+    made = Tokenizer(plugin.library, plugin, plugin.special_tokens, templates, ends)
+    made._folder, made._part = path, chosen
     return made
+
+
+def built_in(path: Path) -> Part:
+    """Return the built-in tokenizer for a directory or a GGUF file."""
+    if is_gguf(path):
+        return Part("minivllm/gguf", "minivllm.plugins.tokenizer.gguf:GgufTokenizer")
+    return Part("minivllm/hf", "minivllm.plugins.tokenizer.hf:HfTokenizer")
 
 
 class Tokenizer:
     """A tokenizer with the model's special tokens and chat templates.
 
-    ``backend`` is a ``tokenizers.Tokenizer``, or None if the model has only a slow tokenizer of transformers."""
+    ``backend`` is a ``tokenizers.Tokenizer``, or None if the plug-in has none.  ``plugin`` is the tokenizer of the
+    seam; None means that ``backend`` alone is one."""
 
     def __init__(
         self,
         backend: Any,
-        slow: Any,
+        plugin: TokenizerBackend | None,
         special: Mapping[str, str],
         templates: str | Mapping[str, str] | None,
         eos: Sequence[int] = (),
     ) -> None:
-        self.backend, self._slow = backend, slow
+        self.backend = backend
+        self.plugin = LibraryTokenizer(backend) if plugin is None else plugin
         self.special_tokens = dict(special)  # "eos_token" -> "<|im_end|>"
         self._templates = ChatTemplates({DEFAULT: templates} if isinstance(templates, str) else templates or {})
         self._fillers: dict[str, ChatFiller] = {}
@@ -96,6 +88,7 @@ class Tokenizer:
         # count
         self.eos_ids = tuple(dict.fromkeys([*eos] if own is None else [*eos, own]))
         self._folder: Path | None = None  # the source of the files
+        self._part: Part | None = None  # the plug-in that read them
 
     @property
     def chat_templates(self) -> dict[str, str]:
@@ -117,7 +110,7 @@ class Tokenizer:
         """Return the description of replies in tokenizer_config.json as JSON text, or "" without one."""
         if self._folder is None or is_gguf(self._folder):
             return ""
-        config = _read_json(self._folder / "tokenizer_config.json")
+        config = read_object(self._folder / "tokenizer_config.json")
         found = config.get("response_template") or config.get("response_schema")
         return json.dumps(found, ensure_ascii=False) if found else ""
 
@@ -135,7 +128,9 @@ class Tokenizer:
     def to_json(self) -> dict[str, Any]:
         """Return the fields for ``from_json``, which makes the same tokenizer in another process."""
         if self.backend is None:
-            return {"folder": str(self._folder), "templates": self.chat_templates, "eos": list(self.eos_ids)}
+            part = None if self._part is None else vars(self._part)
+            folder = str(self._folder)
+            return {"folder": folder, "part": part, "templates": self.chat_templates, "eos": list(self.eos_ids)}
         return {
             "backend": self.backend.to_str(),
             "special": self.special_tokens,
@@ -147,7 +142,8 @@ class Tokenizer:
     def from_json(cls, fields: Mapping[str, Any]) -> Tokenizer:
         """Make a tokenizer from the fields of ``to_json``."""
         if "folder" in fields:
-            made = load_tokenizer(fields["folder"], eos=fields["eos"])
+            part = fields["part"]
+            made = load_tokenizer(fields["folder"], None, fields["eos"], None if part is None else Part(**part))
             made._templates = ChatTemplates(fields["templates"])
             return made
         from tokenizers import Tokenizer as Backend
@@ -167,7 +163,7 @@ class Tokenizer:
         if self.backend is not None:
             return self._encoded(text, add_special_tokens).ids
         try:
-            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+            return self.plugin.encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:
             raise RequestError(NOT_UNICODE, "prompt") from e
 
@@ -182,10 +178,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.  Unknown ids have no text.  Spaces before punctuation are kept."""
         ids = [int(i) for i in ids]
-        if self.backend is not None:
-            with panics_as(RequestError):
-                return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        with panics_as(RequestError):
+            return self.plugin.decode(ids, skip_special_tokens)
 
     def batch_decode(self, batch: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """Return the text of each list of ids."""
@@ -226,33 +220,26 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's spelling of a token ("Ġthe", "<0x0A>"), or None for an unknown id."""
-        if self.backend is not None:
-            return self.backend.id_to_token(token_id)
-        return self._slow.convert_ids_to_tokens(token_id) if token_id < len(self._slow) else None
+        return self.plugin.token(token_id)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by the vocabulary's spelling, or None."""
-        if self.backend is not None:
-            return self.backend.token_to_id(token)
-        return self._slow.get_vocab().get(token)
+        return self.plugin.token_id(token)
 
     @cached_property
     def vocab_size(self) -> int:
         """Return the number of tokens, including added tokens.  The model's logits may be wider."""
-        return self.backend.get_vocab_size(with_added_tokens=True) if self.backend is not None else len(self._slow)
+        return self.plugin.vocab_size
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Return the ids that ``skip_special_tokens`` omits from text."""
-        if self.backend is None:
-            return frozenset(self._slow.all_special_ids)
-        return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
+        return self.plugin.special_ids
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
         """Return the ids of the tokens that were added to the vocabulary, special or not, by their texts."""
-        source = self._slow.added_tokens_decoder if self.backend is None else self.backend.get_added_tokens_decoder()
-        return {token.content: i for i, token in source.items()}
+        return dict(self.plugin.added_tokens)
 
     def apply_chat_template(
         self,
@@ -349,14 +336,13 @@ class Tokenizer:
         return found.ids
 
     def _encode_piece(self, piece: str, special: bool) -> list[int]:
-        """Return the ids of a piece of a prompt, for a slow tokenizer of transformers."""
+        """Return the ids of a piece of a prompt, for a tokenizer without a ``tokenizers.Tokenizer``."""
         if special:
             return [i for i in [self.token_id(piece)] if i is not None]
-        ids = list(self._slow.encode(piece, add_special_tokens=False, split_special_tokens=True))
-        unknown = self.token_id(self.special_tokens.get("unk_token", ""))  # stands for unknown characters
-        if not (self._kept_apart - {unknown}).isdisjoint(ids):
-            raise RequestError("messages: text is spelled like a special token, which this tokenizer cannot tell apart")
-        return ids
+        try:
+            return self.plugin.encode_plain(piece)
+        except ValueError as e:
+            raise RequestError(f"messages: text is spelled like a special token: {e}", "messages") from e
 
     @cached_property
     def _kept_apart(self) -> frozenset[int]:
@@ -411,151 +397,17 @@ def _writes(written: Sequence[str], token: str) -> bool:
     return False
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} without a file.  ModelError for other content."""
-    found = files.read_json(path, files.PART, ModelError) if files.is_there(path) else {}
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
-
-
-def _read_backend(path: Path) -> Any:
-    """Return the ``tokenizers.Tokenizer`` of a tokenizer.json.  ModelError."""
-    from tokenizers import Tokenizer as Backend
-
-    files.check(path, files.LARGE, ModelError)
-    try:
-        with panics_as(ValueError):
-            return Backend.from_file(str(path))
-    except Exception as e:  # the library raises plain Exception
-        raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {e}") from e
-
-
-def _content(token: Any) -> str:
-    """Return the text of a token, which a file has as text or as an object.  TypeError for another value."""
-    text = token.get("content", "") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise TypeError(f"{shown(token)} is not a token")
-    return text
-
-
-def _added(token: Any, special: bool) -> Any:
-    """Return the ``tokenizers.AddedToken`` of a token in a file.  ``special`` is the default of the flag."""
-    from tokenizers import AddedToken
-
-    if not isinstance(token, dict):
-        return AddedToken(_content(token), special=special)
-    flags = {name: bool(value) for name, value in token.items() if name in FLAGS}
-    return AddedToken(_content(token), **{"special": special, **flags})
-
-
-def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add the tokens of tokenizer_config.json to those of tokenizer.json, as transformers 5 does.
-
-    add_bos_token and add_eos_token are ignored, because they apply to vocabularies without a tokenizer.json.
-    """
-    there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
-    tokens = listed.items()
-    in_order = sorted(tokens, key=lambda item: int(item[0]))
-    listed_tokens = [_added(token, False) for _, token in in_order]
-    new = [t for t in listed_tokens if repr(t) not in there]
-    backend.add_tokens(new)
-    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
-    extra = list(more.values() if isinstance(more, dict) else more)
-    of_config = [config[name] for name in special]
-    named = [token for token in (*of_config, *own, *extra) if token is not None]
-    unknown = [token for token in named if _content(token) not in known]
-    special_tokens = [_added(token, True) for token in unknown]
-    backend.add_special_tokens(special_tokens)
-
-
-def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
-    """Return the tokenizer in a GGUF file.  ``eos`` has end-of-sequence ids that replace those of the file."""
-    from .gguf_tokenizer import build, read_vocabulary
-
-    file = read_gguf(path)
-    vocabulary = read_vocabulary(file)
-    prefix = "tokenizer.chat_template."
-    keys = [name for name in file.values if name.startswith(prefix)]
-    named = {name.removeprefix(prefix): file.values[name] for name in keys}
-    own = file.values.get("tokenizer.chat_template")
-    found = _named_templates({**named, **({} if own is None else {DEFAULT: own})}, path)
-    templates = chosen_template(found, chat_template)
-    ends = file.ends if eos is None else eos
-    backend = build(vocabulary, log.warning)
-    check_growth(path, backend)
-    made = Tokenizer(backend, None, vocabulary.special_tokens, templates, ends)
-    made._folder = path
-    return made
-
-
-def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
-    """Return the tokenizer that transformers makes from other files.
-
-    The result has a ``tokenizers.Tokenizer`` or None, a slow tokenizer if there is no other, and the special tokens."""
-    if not any(files.is_there(folder / name) for name in OTHER_FILES):
-        raise ModelError(f"{folder} has no tokenizer: expected tokenizer.json, or set skip_tokenizer_init=True")
-    for path in sorted(p for pattern in READ for p in folder.glob(pattern)):
-        files.check(path, files.LARGE, ModelError)
-    found = convert(folder, NAMED)
-    if found["backend"] is not None:
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_str(found["backend"])
-        if backend.get_vocab().keys() <= set(found["special"].values()):
-            raise ModelError(f"{folder}: transformers finds no vocabulary in its files; download them again")
-        return backend, None, found["special"]
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    return None, slow, found["special"]
-
-
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a model directory by name.
-
-    Files *.jinja take precedence over chat_template.json, and chat_template.json over tokenizer_config.json.  In JSON
-    the templates are one text, a list of {"name", "template"}, or a mapping."""
-    found = _named_templates(config.get("chat_template"), folder)
-    found |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"), folder)
-    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MOST_TEMPLATES]
-    paths = {DEFAULT: folder / "chat_template.jinja", **{path.stem: path for path in more}}
-    there = {name: path for name, path in paths.items() if files.is_there(path)}
-    named = {name: files.read_text(path, error=ModelError) for name, path in there.items()}
-    if not named:
-        return found
-    return {name: found[name] for name in (DEFAULT,) if name in found} | named
-
-
-def _named_templates(value: Any, where: Path) -> dict[str, str]:
-    """Return the chat templates in a value of JSON, by name.  ModelError."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {DEFAULT: value}
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        value = {one.get("name"): one.get("template") for one in value}
-    texts = [text for pair in value.items() for text in pair] if isinstance(value, dict) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        expected = 'a text, or a list of {"name": ..., "template": ...}'
-        raise ModelError(f"{where}: chat_template={shown(value)}: expected {expected}")
-    return dict(value)
-
-
 def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
     """Return the end-of-sequence ids of a model directory or GGUF file.  ModelError if they are not ids.
 
     generation_config.json (or the file ``generation``) takes precedence over config.json."""
-    ends = None if generation is None else _read_json(generation).get("eos_token_id")
+    ends = None if generation is None else read_object(generation).get("eos_token_id")
     if ends is not None:
         return token_ids(ends, str(generation))
     if is_gguf(folder):
         return list(read_gguf(folder).ends)
     for name in ("generation_config.json", "config.json"):
-        found = _read_json(folder / name).get("eos_token_id")
+        found = read_object(folder / name).get("eos_token_id")
         if found is not None:
             return token_ids(found, str(folder / name))
     return []

@@ -19,7 +19,8 @@ SHAPE = (
 
 
 def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
-    """Return the fields of ``EngineInfo``, the folder of the tokenizer (``tokenizer``, or None) and its ``eos_ids``."""
+    """Return the fields of ``EngineInfo``, the folder and the plug-in of the tokenizer (None without one), and its
+    ``eos_ids``."""
     import minivllm
 
     wiring, config = engine.wiring, resolved.config
@@ -50,6 +51,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "device": wiring.device,
         "dtype": wiring.dtype,
         "tokenizer": resolved.tokenizer_dir,
+        "tokenizer_part": None if resolved.tokenizer_dir is None else vars(resolved.parts["tokenizer"]),
         "eos_ids": list(wiring.eos_ids),
         "sampling": dict(resolved.sampling),
         "weight_bytes": engine.capacity.weight_bytes,

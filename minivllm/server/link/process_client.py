@@ -70,6 +70,7 @@ class ProcessClient(EngineClient):
         self._closing = False
         self._ready: asyncio.Future[dict[str, Any]]
         self._folder: str | None = None
+        self._part: dict[str, Any] = {}  # fields of the tokenizer's ``Part``
         self._eos: list[int] = []
         self._ending = asyncio.Lock()  # held while a child is ended or replaced
 
@@ -92,10 +93,12 @@ class ProcessClient(EngineClient):
     async def _load_tokenizer(self) -> None:
         """Load the tokenizer of the model, if it has one."""
         if self._folder is not None:
+            from minivllm.core.interfaces.executor import Part
             from minivllm.runtime.text.tokenizer import load_tokenizer
 
             template = self._loaded.engine.chat_template
-            self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
+            part = Part(**self._part)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos, part)
 
     def _verify(self, description: dict[str, Any]) -> None:
         """Raise a MinivllmError if an engine that was started again may not serve."""
@@ -129,6 +132,7 @@ class ProcessClient(EngineClient):
         self._post(encode("open", {**loaded_to_json(self._loaded), "stuck_after": self._stuck_after}))
         description = await self._ready
         self._folder = description["tokenizer"]
+        self._part = description["tokenizer_part"]
         self._eos = description["eos_ids"]
         return description
 

@@ -211,6 +211,7 @@ def test_the_bytes_of_a_sentencepiece_vocabulary():
     tokenizer = Tokenizer(backend, None, {"eos_token": "</s>"}, None)
     assert token_bytes(tokenizer, 6) == [b"", b" the", b"\n", b"  ", b"", b""]
     backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(backend, None, {}, None)
     with pytest.raises(ModelError, match="the decoder of this one is WordPiece"):
         token_bytes(tokenizer, 6)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_helpers import TOKENIZERS, ids_of
 
 from minivllm.runtime.text.detokenize import CONTEXT, IncrementalDetokenizer, StopStrings
+from minivllm.runtime.text.library import SlowTokenizer
 from minivllm.runtime.text.tokenizer import Tokenizer
 
 
@@ -83,7 +84,7 @@ def test_a_slow_tokenizer_streams_whole_characters():
         def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
             return bytes(i for i in ids if i or not skip_special_tokens).decode(errors="replace")
 
-    tokenizer = Tokenizer(None, Slow(), {}, None)
+    tokenizer = Tokenizer(None, SlowTokenizer(Slow()), {}, None)
     detokenizer = IncrementalDetokenizer(tokenizer)
     out = [detokenizer.add([b]) for b in "a日🙂b".encode()]
     assert [o for o in out if o] == ["a", "日", "🙂", "b"] and detokenizer.add([0]) == ""

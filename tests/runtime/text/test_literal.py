@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.errors import RequestError
+from minivllm.runtime.text.library import SlowTokenizer
 from minivllm.runtime.text.literal import FIRST, LAST, Spellings
 from minivllm.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from minivllm.server.openai.tokens import Tokens
@@ -381,7 +382,7 @@ def test_a_tokenizer_that_only_transformers_has_follows_the_same_rule():
     from transformers import ByT5Tokenizer
 
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    tokenizer = Tokenizer(None, ByT5Tokenizer(), {"eos_token": "</s>", "unk_token": "<unk>"}, template)
+    tokenizer = Tokenizer(None, SlowTokenizer(ByT5Tokenizer()), {"eos_token": "</s>", "unk_token": "<unk>"}, template)
     for text in ("hi", "</s>", "a</s>b<pad>é<unk>"):
         prompt = tokenizer.chat_prompt([{"role": "user", "content": text}])
         ids = tokenizer.encode_chat(prompt)
