@@ -16,6 +16,7 @@ from minivllm.core.interfaces.executor import (
     AdapterWiring,
     CacheWiring,
     DraftWiring,
+    ImageWiring,
     ParallelWiring,
     Part,
     SpeculationWiring,
@@ -54,6 +55,9 @@ def wiring_from_json(text: str) -> Wiring:
     values["speculation"] = SpeculationWiring(**speculation)
     values["parallel"] = ParallelWiring(**values["parallel"])
     values["adapters"] = AdapterWiring(**values["adapters"])
+    images = values["images"]
+    images["sections"] = tuple(images["sections"])
+    values["images"] = ImageWiring(**images)
     return Wiring(**values)
 
 

@@ -46,6 +46,7 @@ from .checkpoints import Checkpoints
 from .compression import Compression
 from .flight import Flight
 from .guides import add_guide
+from .images import Images, check_images
 from .masks import RowMasks
 from .planner import Planner
 from .publisher import Publisher
@@ -107,15 +108,15 @@ class Engine:
         groups = len(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
-        self.adapters = self._adapters(parts)
+        self.adapters, self.images = self._adapters(parts), Images.of(wiring, capacity)
         most_tokens = wiring.max_num_batched_tokens
-        policy = parts.policy(SchedulerContext(wiring.max_num_seqs, most_tokens, wiring.block))
+        context = SchedulerContext(wiring.max_num_seqs, most_tokens, wiring.block)
         self.speculation = Speculation.of(wiring)
         self.compression = Compression.of(wiring, capacity, executor, self.cache)
         self.planner = Planner(
             self.slots,
             self.cache,
-            policy,
+            parts.policy(context),
             most_tokens,
             self.clock.seams,
             self.finish,
@@ -123,6 +124,7 @@ class Engine:
             self.speculation,
             self.adapters,
             self.compression,
+            self.images,
         )
         self.publisher = Publisher(
             self.slots,
@@ -134,8 +136,7 @@ class Engine:
             self.speculation,
             TapLimits.of(capacity, wiring),
         )
-        self.grammars = parts.grammars
-        memory = executor.mask_memory
+        self.grammars, memory = parts.grammars, executor.mask_memory
         self.masks = RowMasks(
             self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory
         )
@@ -236,6 +237,7 @@ class Engine:
     def _add(self, request: Request) -> None:
         """Check a request whose adapter is known, and queue its sequences."""
         p = request.params
+        check_images(request, self.images, self.wiring.images, self.capacity)
         started = prepare(self, request)
         request.arrival = request.arrival if self.executor.now is None else self.now()
         who = request.owner or p.tenant
@@ -244,6 +246,9 @@ class Engine:
         request.tenant = self.tenants.setdefault(who, next(self._tenant))
         request.owner_number = 1 + request.tenant if request.owner else 0
         request.salt = self.weights.salted(salt_of(request, self.wiring))
+        tokens = request.prompt
+        if self.images is not None and request.images:
+            tokens = self.images.begin(request)
         request.turn = turn_of(request)
         if request.turn is not None:
             request.kinds = kinds_of(request, self.wiring.block)
@@ -254,7 +259,7 @@ class Engine:
                 request,
                 b.sample,
                 seed,
-                tokens=request.prompt,
+                tokens=tokens,
                 known=len(request.prompt),
                 weights=[(self.weights.version, 0)],
             )
@@ -643,6 +648,7 @@ class Engine:
             **self._state_stats(),
             **({} if tiers is None else tiers.stats()),
             **({} if self.adapters is None else self.adapters.stats()),
+            **({} if self.images is None else self.images.stats()),
         }
         self.events.stats_asked(stats)
         return stats

@@ -15,6 +15,7 @@ from .request import RUNNING, WAITING
 if TYPE_CHECKING:
     from .beams import Beams
     from .cache import KVCache
+    from .images import Images
     from .request import Seq
     from .slots import Slots
 
@@ -24,6 +25,7 @@ class ForkPlanner(Protocol):
 
     slots: Slots
     cache: KVCache
+    images: Images | None
     reserved: int
     joins: list[tuple[int, Seq]]
     forks: list[tuple[int, int, Seq]]
@@ -60,6 +62,8 @@ def fork_ready(planner: ForkPlanner) -> None:
             for branch in branches:
                 child = s.enter(branch)
                 branch.status = RUNNING
+                if planner.images is not None:
+                    planner.images.share(branch)
                 planner.cache.fork(slot, child, at)
                 planner.forks.append((slot, child, branch))
             seq.branches = []

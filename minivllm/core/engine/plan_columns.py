@@ -11,11 +11,13 @@ from minivllm.core.interfaces.plan import STOP_IDS, Join, no_rows
 
 from .blocks import owner_of
 from .guides import guided_rows
+from .images import join_rows
 from .pooling import pooled_rows
 from .prompt_scores import prompt_rows
 from .taps import tap_rows
 
 if TYPE_CHECKING:
+    from .images import Images
     from .request import Seq
     from .slots import Slots
 
@@ -78,7 +80,7 @@ def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
     return {"topk": int(s.topk[drawn].max(initial=-1)), **rows}
 
 
-def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
+def join_of(joins: list[tuple[int, Seq]], slots: Slots, images: Images | None = None) -> Join:
     """Return the columns of ``plan.Join`` for sequences that took a slot since the last plan."""
     at = np.array([slot for slot, _ in joins], np.int32)
     seqs = [seq for _, seq in joins]
@@ -96,6 +98,7 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
             row[: len(ids)] = ids
     owners = [owner_of(seq.request.salt) for seq in seqs]
     adapters = slots.adapter[at]
+    tokens = np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32)
     return Join(
         slot=at,
         known=np.array(known, np.int32),
@@ -107,7 +110,7 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         min_end=np.array([s.request.stops.min_end for s in seqs], np.int32),
         stop_ids=stop_ids,
         n_eos=np.array([s.request.stops.n_eos for s in seqs], np.int32),
-        tokens=np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32),
+        tokens=tokens if images is None else images.ids(tokens),
         bound=tuple(
             {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}
             for p in range(len(seqs[0].request.rows))
@@ -117,4 +120,5 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
         owner=np.array(owners, np.int64) if any(owners) else no_rows(dtype=np.int64),
         adapter=adapters if (adapters >= 0).any() else no_rows(),
+        image=no_rows(0, 7) if images is None else join_rows(seqs),
     )

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .compression import Compression
     from .events import EngineEvents
+    from .images import Images
     from .request import FinishSequence, Seq
     from .slots import Slots
     from .speculation import Speculation
@@ -68,8 +69,10 @@ class Planner:
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
         compression: Compression | None = None,
+        images: Images | None = None,
     ) -> None:
         self.compression = compression
+        self.images = images
         self.slots = slots
         self.cache = cache
         self.policy = policy
@@ -100,7 +103,8 @@ class Planner:
         self.shared = False  # some request names its owner (see ``owners``)
         # waiting sequence of an owner without a row, for which the last plan had no room
         self.stuck: Seq | None = None
-        self.placeless = False  # the last refused sequence had no place for its adapter
+        # the last refused sequence had no place for its adapter, or no memory for its images
+        self.placeless = False
         self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
@@ -354,6 +358,8 @@ class Planner:
         """End a row's stay in its slot and release its blocks.  Steps planned later may use the blocks, because steps
         in flight run before them."""
         seq = self.slots.at(slot)
+        if self.images is not None:
+            self.images.leave(seq)
         if self.slots.forking[slot]:
             self.reserved -= len(seq.branches)
         self.cache.release(slot)
@@ -459,6 +465,9 @@ class Planner:
         if self.adapters is not None and not self.adapters.place(seq):
             self.placeless = True
             return False
+        if self.images is not None and not self.images.place(seq):
+            self.placeless = True
+            return False
         self.waiting.remove(seq, served=True)
         slot = s.enter(seq)
         self.joins.append((slot, seq))
@@ -493,6 +502,8 @@ class Planner:
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
             return None
+        if self.images is not None:
+            self.images.reach(s, at, q_len)
         delta, computed = self._delta(), s.computed[at]
         if len(draft):
             computed += draft
@@ -539,11 +550,13 @@ class Planner:
         joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
         changes: dict[str, Any] = self.cache.changes()
         if joins:
-            changes["join"] = join_of(joins, s)
+            changes["join"] = join_of(joins, s, self.images)
         noted: dict[str, list[Any]] = {"leave": self.left, "fork": forks, "token": self.chosen}
         changes |= {name: np.array(rows, np.int32) for name, rows in noted.items() if rows}
         if self.adapters is not None and (rows := self.adapters.changes()):
             changes["adapter"] = np.array(rows, np.int32)
+        if self.images is not None:
+            changes |= self.images.changes()
         noted = {"keep": self.keeps, "forget": self.forgotten}
         changes |= {name: np.array(rows, np.int64) for name, rows in noted.items() if rows}
         for taken in (self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten):

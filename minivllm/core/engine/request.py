@@ -23,11 +23,13 @@ from .stops import StopRule
 if TYPE_CHECKING:
     from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.finish import FinishReason
+    from minivllm.core.interfaces.images import PlacedImage
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.interfaces.taps import Tap
 
     from .adapter_set import Adapter
+    from .image_content import Content
     from .tap_values import RequestTaps, TapValues
     from .tier_loads import Load
 
@@ -136,6 +138,8 @@ class Request:
     cached_tokens: int = 0
     lora: LoRARequest | None = None  # the adapter that the client named
     adapter: Adapter | None = None  # the engine's entry of the same adapter
+    images: tuple[PlacedImage, ...] = ()  # of its prompt, in the order of their positions
+    contents: tuple[Content, ...] = ()  # the engine's entry of each image
     strategy: Any = None  # the DecodingStrategy that made its sequences
     beams: Any = None  # beams.Beams if its strategy is called after every step
     logprobs: int = 0  # best log-probabilities per token in the client's answer

@@ -71,7 +71,8 @@ class AttnMeta:
     q_len: Tensor  # i32 [R]
     kv_len: Tensor  # i32 [G, R]
     # i64 [T] the row of ``QKPre.cos`` for each token.  It is the position of the token.  Requests that use the
-    # rotary embedding of long contexts read a second table behind the first, so max_model_len + 1 is added.
+    # rotary embedding of long contexts read a second table behind the first, so max_model_len + 1 is added.  A part of
+    # an image that has a position for each axis has a row of its own behind the tables.
     position: Tensor
     row: Tensor  # i64 [T] the row of each token
     table: Tensor  # i32 [G, S, M] (slot, index) -> block

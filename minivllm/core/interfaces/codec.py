@@ -37,7 +37,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 7
+VERSION = 8
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -214,15 +214,17 @@ _PLAN = Layout(
                 ("save", 4),
                 ("adapter", 2),
                 ("compact", 5),
+                ("image", 5),
                 ("sources", 0),
             ],
         ),
+        *_own("delta", [("pixels", 0)], F4),
         *_own("delta", [("keep", 2), ("forget", 0), ("store", 6), ("fill", 3)], I8),
         *_columns("join", I4, "joins", "slot known computed prompt end sample min_end n_eos"),
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
         *_columns("join", I8, "joins", "seed"),
         *_own("join", [("saved", 0), ("owner", 0)], I8),
-        *_own("join", [("tokens", 0), ("steer", 2), ("adapter", 0)]),
+        *_own("join", [("tokens", 0), ("steer", 2), ("adapter", 0), ("image", 7)]),
         *_own("join", [("vectors", 0)], F4),
     ],
 )

@@ -17,7 +17,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
 # CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
-# Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors
+# Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
+# Delta.image, Delta.pixels, Join.image, Wiring.images, Capacity.image_bytes and no_images
 API = (2, 8)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
@@ -83,6 +84,22 @@ class AdapterWiring:
 
 
 @dataclass(frozen=True)
+class ImageWiring:
+    """The options of images in prompts, and the facts of the checkpoint's image encoder."""
+
+    max_images: int = 0  # largest number of images of a request; 0 means that requests have none
+    why_not: str = ""  # why requests have none
+    family: str = ""  # model type of the checkpoint
+    token: int = -1  # id of the token that stands for a part of an image
+    cache_mb: int = 0  # MiB of image features on the device
+    merge: int = 1  # patches along each side of a square that becomes one token
+    # Number of rotary frequencies that follow the time, row and column of a part of an image.  Empty means that each
+    # token has one position.
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False  # the sections alternate from one frequency to the next
+
+
+@dataclass(frozen=True)
 class ParallelWiring:
     """The place of a process in a tensor-parallel group."""
 
@@ -111,6 +128,7 @@ class Wiring:
     speculation: SpeculationWiring = SpeculationWiring()
     parallel: ParallelWiring = ParallelWiring()
     adapters: AdapterWiring = AdapterWiring()
+    images: ImageWiring = ImageWiring()
     processors: tuple[Part, ...] = ()
     # second models, by the name of the processor that uses it (feature ``own_model``)
     own_models: Mapping[str, DraftWiring] = field(default_factory=dict)
@@ -163,6 +181,9 @@ class Capacity:
     # number of last tokens whose queries the compressor reads; None if the executor does not compress rows
     # (``Delta.compact``), and then a compressor is refused
     compresses: int | None = None
+    # bytes of the features of one token of an image; 0 if the executor reads no images, for the reason ``no_images``
+    image_bytes: int = 0
+    no_images: str = ""
 
 
 class Executor(ABC):

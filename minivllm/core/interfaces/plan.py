@@ -66,12 +66,15 @@ class Join:
     # i32 [n] place on the device of each sequence's adapter, -1 for none; an empty array means that no
     # sequence has one
     adapter: np.ndarray = field(default_factory=nothing())
+    # i32 [m, 7] (index into the join, number of an image, first position, tokens, shape of 3 numbers): the features of
+    # the image stand for the embeddings of these tokens of the sequence (see ``interfaces.images``)
+    image: np.ndarray = field(default_factory=nothing(0, 7))
 
 
 @dataclass(frozen=True)
 class Delta:
     """The changes on the host since the last step.  The device applies them before the step, in this order: store,
-    keep, leave, state, adapter, join, fork, save, table, trim, copy, fill, compact, forget, token."""
+    keep, leave, state, adapter, image, join, fork, save, table, trim, copy, fill, compact, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
@@ -104,6 +107,10 @@ class Delta:
     # i32 [n, 2] (place, number): loaded adapters to copy to places on the device; place -1 frees the adapter's host
     # memory
     adapter: np.ndarray = field(default_factory=nothing(0, 2))
+    # i32 [n, 5] (number of an image, count of values, shape of 3 numbers): compute the features of the image from its
+    # values, the next ``count`` of ``pixels``.  A count of 0 frees its features.
+    image: np.ndarray = field(default_factory=nothing(0, 5))
+    pixels: np.ndarray = field(default_factory=nothing(dtype=np.float32))
     # i32 [n, 5] (group, slot, stored, kept, computed): compress a row (see ``interfaces.compressor``).  The KV cache of
     # the group holds ``stored`` of its ``computed`` tokens.  ``kept`` of these move to the first entries of the row's
     # block table, which ``table`` has set.

@@ -1,0 +1,232 @@
+"""The images of an engine: their numbers, and the features that the device keeps.
+
+    request ──► numbers by content ──► tokens of the prefix index: VOCAB + number at each placeholder
+    admitted ──► the bytes of its images are reserved ──► chunk reaches an image ──► Delta.image computes its features
+    leaves its slot ──► features without a row stay as a cache, and the least recently used ones make room
+
+So a block of the KV cache that covers a part of an image has the number of the image's content among its tokens.
+Numbers are never used twice, and different contents have different numbers: no two images share a cached prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.errors import RequestError
+
+from .image_content import Content
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Capacity, ImageWiring, Wiring
+    from minivllm.core.interfaces.images import PreparedImage
+
+    from .request import Request, Seq
+    from .slots import Slots
+
+MAX_CONTENTS = 65536  # contents that keep their number at the same time
+NUMBERS = 2**31 - 1  # above every token id, as i32
+
+
+class Images:
+    """The contents of images, and the bytes of their features.
+
+    Invariant: the features of contents with ``rows`` and of encoded contents have at most ``limit`` bytes together."""
+
+    def __init__(self, wiring: ImageWiring, vocab: int, token_bytes: int) -> None:
+        """Start without images.  ``token_bytes`` are the bytes of the features of one token."""
+        self.wiring, self.vocab, self.token_bytes = wiring, vocab, token_bytes
+        self.limit = wiring.cache_mb << 20
+        # (salt, digest) -> content, the least recently used first
+        self.contents: OrderedDict[tuple[tuple[str, ...], bytes], Content] = OrderedDict()
+        self.held: dict[Seq, list[Content]] = {}  # of the sequences in slots
+        self.used = 0  # bytes, see the class
+        self.encodes: list[tuple[Content, PreparedImage]] = []  # of the next delta
+        self.frees: list[int] = []  # numbers, likewise
+        self.encoded = self.reused = self.evicted = 0
+        self._next = 0
+
+    @classmethod
+    def of(cls, wiring: Wiring, capacity: Capacity) -> Images | None:
+        """Return the book of an engine, None if it reads no images."""
+        if not wiring.images.max_images or not capacity.image_bytes:
+            return None
+        return cls(wiring.images, capacity.vocab_size, capacity.image_bytes)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> np.ndarray:
+        """Give the images of a new request their numbers, and set its ``contents``.  Return its prompt as tokens of the
+        prefix index."""
+        keyed = request.prompt.copy()
+        found = []
+        for placed in request.images:
+            content = self._content(request.salt, placed.image)
+            keyed[placed.position : placed.end] = self.vocab + content.number
+            found.append(content)
+        request.contents = tuple(found)
+        return keyed
+
+    def _content(self, salt: tuple[str, ...], image: PreparedImage) -> Content:
+        """Return the content of an image under the salt of its request, and mark it as used."""
+        key = salt, image.digest
+        content = self.contents.get(key)
+        if content is None:
+            self._forget_some()
+            if self.vocab + self._next >= NUMBERS:
+                raise RequestError("this engine has read too many images; start it again", "images")
+            content = Content(self._next, image.tokens * self.token_bytes)
+            self.contents[key] = content
+            self._next += 1
+        self.contents.move_to_end(key)
+        return content
+
+    def _forget_some(self) -> None:
+        """Forget the numbers of unused contents if there are too many."""
+        if len(self.contents) < MAX_CONTENTS:
+            return
+        unused = [key for key, one in self.contents.items() if not one.rows and not one.encoded]
+        for key in unused[: MAX_CONTENTS // 2]:
+            del self.contents[key]
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def place(self, seq: Seq) -> bool:
+        """Reserve the bytes of the features of a sequence that enters a slot, and return True.  Return False if the
+        features of running rows leave no room."""
+        if not seq.request.images:
+            return True
+        wanted = list(dict.fromkeys(seq.request.contents))
+        need = sum(one.size for one in wanted if not one.rows and not one.encoded)
+        kept = {one.number for one in wanted}
+        idle = [one for one in self.contents.values() if one.encoded and not one.rows]
+        idle = [one for one in idle if one.number not in kept]
+        if self.used + need - sum(one.size for one in idle) > self.limit:
+            return False
+        for one in idle:
+            if self.used + need <= self.limit:
+                break
+            self._evict(one)
+        self._hold(seq, wanted)
+        return True
+
+    def share(self, seq: Seq) -> None:
+        """Hold the features for a sequence that takes a slot as a branch of a running row."""
+        self._hold(seq, list(dict.fromkeys(seq.request.contents)))
+
+    def _hold(self, seq: Seq, contents: list[Content]) -> None:
+        """Count a row for each content of a sequence."""
+        if not contents:
+            return
+        for one in contents:
+            if not one.rows and not one.encoded:
+                self.used += one.size
+            one.rows += 1
+        self.held[seq] = contents
+
+    def leave(self, seq: Seq) -> None:
+        """Release the contents of a sequence that leaves its slot.  Their features stay until others need the room."""
+        for one in self.held.pop(seq, ()):
+            one.rows -= 1
+            if not one.rows and not one.encoded:
+                self.used -= one.size
+
+    def _evict(self, content: Content) -> None:
+        """Free the features of a content without rows, with the next delta."""
+        content.encoded = False
+        self.used -= content.size
+        self.evicted += 1
+        self.frees.append(content.number)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def reach(self, slots: Slots, at: np.ndarray, q_len: np.ndarray) -> None:
+        """Order the features of the images that the rows of a step reach.  ``at`` i64 [R] are their slots."""
+        if not self.held:
+            return
+        first = slots.computed[at]
+        for slot, a, n in zip(at.tolist(), first.tolist(), q_len.tolist(), strict=True):
+            request = slots.at(slot).request
+            if not request.images or a >= request.images[-1].end:
+                continue
+            for placed, content in zip(request.images, request.contents, strict=True):
+                if placed.position >= a + n or placed.end <= a:
+                    continue
+                if content.encoded:
+                    self.reused += a <= placed.position
+                    continue
+                content.encoded = True
+                self.encoded += 1
+                self.encodes.append((content, placed.image))
+
+    def changes(self) -> dict[str, np.ndarray]:
+        """Return ``image`` and ``pixels`` of the next delta, and clear them."""
+        if not self.encodes and not self.frees:
+            return {}
+        rows = [(number, 0, 0, 0, 0) for number in self.frees]
+        rows += [(one.number, len(image.values), *image.shape) for one, image in self.encodes]
+        values = [image.values for _, image in self.encodes]
+        pixels = np.concatenate(values) if values else np.empty(0, np.float32)
+        self.encodes, self.frees = [], []
+        return {"image": np.array(rows, np.int32), "pixels": pixels}
+
+    def ids(self, tokens: np.ndarray) -> np.ndarray:
+        """Return token ids of the model for tokens i32 [n] of the prefix index."""
+        return np.where(tokens >= self.vocab, np.int32(self.wiring.token), tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures of ``Engine.stats``."""
+        figures = {
+            "encoded": self.encoded,
+            "reused": self.reused,
+            "evicted": self.evicted,
+            "feature_bytes": sum(one.size for one in self.contents.values() if one.encoded),
+        }
+        return {"images": figures}
+
+
+def join_rows(seqs: list[Seq]) -> np.ndarray:
+    """Return ``plan.Join.image`` of sequences that join."""
+    rows = [
+        (i, content.number, placed.position, placed.image.tokens, *placed.image.shape)
+        for i, seq in enumerate(seqs)
+        for placed, content in zip(seq.request.images, seq.request.contents, strict=True)
+    ]
+    return np.array(rows, np.int32).reshape(-1, 7)
+
+
+def check_images(
+    request: Request, images: Images | None, wiring: ImageWiring, capacity: Capacity
+) -> None:
+    """Raise RequestError if the images of a request cannot be served."""
+    if not request.images:
+        return
+    if images is None:
+        why = wiring.why_not or capacity.no_images or "the executor reads none"
+        raise RequestError(f"images: this engine reads text only ({why})", "images")
+    most = images.wiring.max_images
+    if len(request.images) > most:
+        raise RequestError(
+            f"{len(request.images)} images; expected at most max_images={most}", "images"
+        )
+    p = request.params
+    wide = "beam_width" if p.beam_width is not None else "guidance_scale"
+    refused = {
+        "taps": bool(request.taps),
+        "pooling": request.pooling is not None,
+        "logits_processors": bool(p.logits_processors),
+        "choose_fn": p.choose_fn is not None,
+        wide: p.beam_width is not None or "guidance_scale" in p.extra,
+    }
+    if name := next((name for name, is_set in refused.items() if is_set), None):
+        raise RequestError(f"{name} with images is not implemented: leave one of them out", name)
+    sizes = {placed.image.digest: placed.image.tokens for placed in request.images}
+    need = sum(sizes.values()) * images.token_bytes
+    if need > images.limit:
+        raise RequestError(
+            f"the features of the images need {need} bytes; expected at most image_cache_mb="
+            f"{images.wiring.cache_mb} MiB: use fewer or smaller images, or raise it",
+            "images",
+        )
