@@ -82,6 +82,7 @@ class ModuleParts:
         self.states: list[StateLayer] = []  # layers with a recurrent state
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
+        self.free_rows = 0  # of the rotary tables, behind those of positions; parts of images use them
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:
@@ -413,5 +414,13 @@ class ModuleParts:
             )
         key = (rope, twice)
         if key not in self._tables:
-            self._tables[key] = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)
+            cos, sin = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)
+            if self.free_rows:
+                free = cos.new_zeros(self.free_rows, cos.shape[1])
+                cos, sin = torch.cat((cos, free)), torch.cat((sin, free))
+            self._tables[key] = cos, sin
         return self._tables[key]
+
+    def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the cos and sin of all rotary tables, with ``free_rows`` rows of zeros behind those of positions."""
+        return list(self._tables.values())

@@ -15,7 +15,7 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.drafter import HeadFiles
-from minivllm.core.interfaces.model import ModelArch
+from minivllm.core.interfaces.model import ModelArch, tap_points
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.device.hardware import free_ram
@@ -26,12 +26,13 @@ from minivllm.device.loading import shapes
 from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.device.loading.tensor_names import names_in
 from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
-from minivllm.errors import ConfigError, ResourceError
+from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.registry import build_part, head_of
 
 from . import step
 from .adapters import Adapters
 from .capture import ALONE, release_unused, synchronize
+from .images import lacks_points
 from .recurrent import StateMemory, state_bytes
 from .state import DeviceState
 from .target_states import TargetStates
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
+    from minivllm.device.loading.vision import ImageEncoder
 
 CPU_CACHE_SHARE = 0.25  # share of the free memory; the system allocates a page when it is first written
 CPU_CACHE_LIMIT = 8 << 30
@@ -73,6 +75,8 @@ class Worker:
     # hidden states that a drafter reads, None without one
     target_states: TargetStates | None = None
     adapters: Adapters | None = None  # None if no adapters are served
+    encoder: ImageEncoder | None = None  # None if no images are read, for the reason ``no_images``
+    no_images: str = ""
 
 
 @dataclass
@@ -156,10 +160,32 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         worker.weight_bytes += weight_bytes(its)
     if wiring.adapters.max_loras:
         worker.adapters = _take_adapters(wiring, cfg, parts, device)
+    if wiring.images.max_images:
+        _load_images(worker, wiring)
     if parts.states:
         worker.states = _take_states(worker, wiring, parts)
     _take_cache(worker, wiring, parts, fmt)
     return worker
+
+
+def _load_images(worker: Worker, wiring: Wiring) -> None:
+    """Load the image encoder of the checkpoint, or note why images are not read."""
+    from minivllm.device.loading.vision import load_encoder
+
+    checkpoint = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides)
+    try:
+        with torch.inference_mode():
+            encoder = load_encoder(checkpoint.folder, checkpoint.raw, worker.parts.dtype, worker.device)
+        worker.no_images = lacks_points(tap_points(worker.model), encoder.levels)
+    except ModelError as e:
+        worker.no_images = str(e)
+    except torch.OutOfMemoryError as e:
+        raise ResourceError(f"no memory for the image encoder ({str(e).splitlines()[0]}): set max_images=0") from e
+    if worker.no_images:
+        worker.notes.append(f"images are not read: {worker.no_images}")
+        return
+    worker.encoder = encoder
+    worker.weight_bytes += encoder.bytes
 
 
 def _take_adapters(wiring: Wiring, cfg: Any, parts: ModelParts, device: torch.device) -> Adapters:
@@ -276,6 +302,8 @@ def _load(
         unfused=wiring.steps.unfused,
     )
     parts.arch = arch
+    if wiring.images.sections:
+        parts.free_rows = wiring.max_num_batched_tokens
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)
     parts.found = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
@@ -371,7 +399,8 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
     reserved = (1 - wiring.cache.gpu_memory_utilization) * total
-    return int(free - reserved - 1.2 * activations - (256 << 20))
+    features = 0 if worker.encoder is None else wiring.images.cache_mb << 20
+    return int(free - reserved - 1.2 * activations - (256 << 20) - features)
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:

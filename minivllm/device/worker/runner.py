@@ -38,6 +38,7 @@ from .capture import release_unused, synchronize
 from .compaction import Compactor
 from .drafting import Drafting
 from .head_model import HeadModel
+from .images import ImageState
 from .own_model import OwnModel
 from .pages import page_mover
 from .running import Running
@@ -70,11 +71,16 @@ class Runner:
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
-        self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None)
+        offsets = w.encoder is not None and bool(wiring.images.sections)
+        self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None, offsets)
         self.state.recurrent = w.states
         self.compactor = None if part is None else Compactor(part, wiring, w, self.state)
         self.mover = page_mover(wiring, w)
         self.adapters = w.adapters
+        self.images: ImageState | None = None
+        if w.encoder is not None:
+            tables = w.parts.rotary_tables()
+            self.images = ImageState(wiring.images, w.encoder, self.state, tables, wiring.max_model_len + 1)
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
@@ -160,7 +166,15 @@ class Runner:
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
             compresses=None if self.compactor is None else self.compactor.compressor.window,
+            image_bytes=self.image_bytes,
+            no_images=w.no_images,
         )
+
+    @property
+    def image_bytes(self) -> int:
+        """Return the bytes of the features of one token of an image, 0 if no images are read."""
+        w = self.worker
+        return 0 if w.encoder is None else w.encoder.levels * w.hidden_size * w.parts.dtype.itemsize
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
 
@@ -184,11 +198,12 @@ class Runner:
                     self.drafting.prepare(running)
                     plan = running.plan
                 what = "model"
-                if self.native is not None and not self.adapts(plan) and self.native.takes(plan):
+                apart = self.images is not None and self.images.reached(plan)
+                if self.native is not None and not self.adapts(plan) and not apart and self.native.takes(plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native = running.pooled is None
                     return running
-                key = self.graphs.key(plan) if self.graphs is not None else None
+                key = self.graphs.key(plan) if self.graphs is not None and not apart else None
                 hidden = self.graphs.forward(key, plan) if key is not None else None
                 if hidden is not None:
                     running.graph, running.hidden = key, hidden
@@ -223,6 +238,8 @@ class Runner:
             self.mover.fill(delta.fill)
         if self.adapters is not None:
             self.adapters.apply(delta)
+        if self.images is not None:
+            self.images.apply(delta)
         for slot in delta.leave.tolist() if self._poison else ():
             self._poison.pop(slot, None)
         self._poison.update(self.taps.apply(delta))
@@ -239,6 +256,10 @@ class Runner:
         tapped = self.taps.tokens(plan)
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
+        if self.images is not None:
+            features, failed = self.images.enter(plan, read.meta)
+            read.taps = features or read.taps  # a request with images has no taps of its own
+            self._poison.update(failed)
         if len(plan.observe):
             assert self.compactor is not None and self.compactor.queries is not None
             read.queries = self.compactor.queries.of_step(plan)

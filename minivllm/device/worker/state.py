@@ -116,6 +116,7 @@ class DeviceState:
         device: torch.device,
         rope_switch: int | None = None,
         compresses: bool = False,
+        offsets: bool = False,
     ) -> None:
 
         def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
@@ -125,8 +126,9 @@ class DeviceState:
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
         # A model may have two tables of rotary embeddings, stored one after the other.  ``rope_first`` is the row at
         # which the table of a slot begins: a sequence that may become longer than ``rope_switch`` uses the second.
+        # With ``offsets`` it is instead the offset of the positions behind the images of a slot.
         self.rope_switch, self.rope_rows = rope_switch, max_len + 1
-        self.rope_first = None if rope_switch is None else make(slots)
+        self.rope_first = make(slots) if offsets or rope_switch is not None else None
         # one table, so that a join needs one copy; each column begins at a multiple of 128 bytes, as kernels prefer
         self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
         self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
@@ -209,7 +211,9 @@ class DeviceState:
         rows, columns, tokens = self.to(np.stack([rows, columns, j.tokens]))
         self.tokens[rows, columns] = tokens.int()
         self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
-        if self.rope_first is not None:
+        if self.rope_first is not None and self.rope_switch is None:
+            self.rope_first.index_fill_(0, at, 0)  # rows with images get theirs from ``ImageState``
+        elif self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
         if self.dropped is not None:

@@ -1,0 +1,268 @@
+"""The images of one device: their features, and the places of the rows' images.
+
+    Delta.image (number, values) ──► encoder ──► features [levels, tokens, hidden], until the host frees them
+    Join.image ──► images of a slot ──► in each step: features in place of embeddings, rows of the rotary tables
+
+A step whose rows reach images runs as separate launches.  The features enter the model at tap points: in place of the
+value of "embedding", and added to the inputs of the layers 1, 2 ... for the further levels.
+
+A part of an image may have a position for each axis (m-rope).  Its cos and sin are written to rows of the rotary tables
+behind those of positions, so attention needs no other kernel.  Tokens behind the images have the positions of text with
+an offset, which is a column of the slots (``DeviceState.rope_first``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception
+from minivllm.core.interfaces.plan import StepError
+from minivllm.errors import describe_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from minivllm.core.interfaces.attention import AttnMeta
+    from minivllm.core.interfaces.executor import ImageWiring
+    from minivllm.core.interfaces.plan import Delta, Join, StepPlan
+    from minivllm.device.loading.vision import ImageEncoder
+
+    from .state import DeviceState
+
+EMBEDDING = "embedding"
+
+
+def layer_point(level: int) -> str:
+    """Return the tap point at which the features of a level are added."""
+    return f"layers.{level}.input"
+
+
+class Span(NamedTuple):
+    """An image of a row: ``tokens`` placeholders from ``position`` on."""
+
+    number: int
+    position: int
+    tokens: int
+    shape: tuple[int, int, int]
+
+    @property
+    def end(self) -> int:
+        """Return the position behind its last placeholder."""
+        return self.position + self.tokens
+
+
+class Piece(NamedTuple):
+    """A part of an image in a step: rows ``[first, first + length)`` of its features, from the step's token ``at``."""
+
+    span: Span
+    slot: int
+    at: int
+    first: int
+    length: int
+
+
+class ImageState:
+    """The features of images on the device, and the images of each slot."""
+
+    def __init__(
+        self,
+        wiring: ImageWiring,
+        encoder: ImageEncoder,
+        state: DeviceState,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        scratch: int,
+    ) -> None:
+        """Start without images.  ``tables`` are the rotary tables, whose rows from ``scratch`` on are free."""
+        self.wiring, self.encoder, self.state = wiring, encoder, state
+        self.tables, self.scratch = tables, scratch
+        slots = len(state.known)
+        self.features: dict[int, Tensor] = {}
+        self.failed: dict[int, StepError] = {}  # by the number of an image
+        self.spans: list[tuple[Span, ...]] = [()] * slots
+        self.upto = np.zeros(slots, np.int64)  # end of the last image, 0 = none
+        self.offset = np.zeros(slots, np.int64)  # of the positions behind the images
+        self.axes: Tensor | None = None
+        if wiring.sections:
+            self.axes = axis_of_frequency(wiring).to(state.device)
+
+    # ---- changes -------------------------------------------------------------------------------------------------
+
+    def apply(self, delta: Delta) -> None:
+        """Compute and free features, and set the images of slots that join or fork."""
+        at = 0
+        for number, count, *shape in delta.image.tolist():
+            self.features.pop(number, None)
+            self.failed.pop(number, None)
+            if count:
+                self._encode(number, delta.pixels[at : at + count], shape)
+                at += count
+        changed = []
+        if delta.join is not None:
+            changed += self._join(delta.join)
+        for source, to, _ in delta.fork.tolist():
+            if self.spans[source] or self.spans[to]:
+                self._set(to, self.spans[source])
+                changed.append(to)
+        if changed and self.wiring.sections:
+            slots = np.array(changed)
+            assert self.state.rope_first is not None
+            where, offsets = self.state.to(np.stack([slots, self.offset[slots]]))
+            self.state.rope_first[where] = offsets
+
+    def _encode(self, number: int, values: np.ndarray, shape: Sequence[int]) -> None:
+        """Compute the features of an image.  A failure ends the requests that reach the image."""
+        try:
+            self.features[number] = self.encoder(self.state.to(values), shape)
+        except Exception as e:
+            said = f"the image encoder failed: {describe_error(as_exception(e))}"
+            self.failed[number] = StepError("rows", "", said)
+
+    def _join(self, join: Join) -> list[int]:
+        """Set the images of slots that join, and return the slots that have or had images."""
+        spans: dict[int, list[Span]] = {}
+        for i, number, position, tokens, *shape in join.image.tolist():
+            span = Span(number, position, tokens, (shape[0], shape[1], shape[2]))
+            spans.setdefault(int(join.slot[i]), []).append(span)
+        changed = [slot for slot in join.slot.tolist() if self.spans[slot] or slot in spans]
+        for slot in changed:
+            self._set(slot, tuple(spans.get(slot, ())))
+        return changed
+
+    def _set(self, slot: int, spans: tuple[Span, ...]) -> None:
+        self.spans[slot] = spans
+        self.upto[slot] = spans[-1].end if spans else 0
+        self.offset[slot] = sum(self._shift(span) for span in spans)
+
+    def _shift(self, span: Span) -> int:
+        """Return the change of the positions behind an image: it takes as many as its longer side has tokens."""
+        if not self.wiring.sections:
+            return 0
+        return max(span.shape[1:]) // self.wiring.merge - span.tokens
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def reached(self, plan: StepPlan) -> bool:
+        """Return whether a row of a step has a token before the end of its last image."""
+        return bool((plan.computed < self.upto[plan.slots]).any())
+
+    def pieces(self, plan: StepPlan) -> Iterator[Piece]:
+        """Yield the parts of images that the rows of a step compute."""
+        starts = np.cumsum(plan.q_len) - plan.q_len
+        rows = zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
+        for slot, computed, n, start in rows:
+            for span in self.spans[slot]:
+                first, end = max(span.position, computed), min(span.end, computed + n)
+                if first < end:
+                    yield Piece(span, slot, start + first - computed, first - span.position, end - first)
+
+    def enter(self, plan: StepPlan, meta: AttnMeta) -> tuple[FeatureTaps | None, dict[int, StepError]]:
+        """Prepare a step for its images: set the rotary rows of ``meta``, and return the taps that insert the features.
+
+        Also return an error for each slot whose image has no features."""
+        found, failed = [], {}
+        pieces = list(self.pieces(plan))
+        for piece in pieces:
+            if piece.span.number in self.features:
+                found.append(piece)
+            else:
+                missing = StepError("rows", "", "the features of an image are missing")
+                failed[piece.slot] = self.failed.get(piece.span.number, missing)
+        if self.axes is not None:
+            self._turn(plan, pieces, meta)
+        if not found:
+            return None, failed
+        index = np.concatenate([np.arange(piece.at, piece.at + piece.length) for piece in found])
+        parts = [self.features[piece.span.number][:, piece.first : piece.first + piece.length] for piece in found]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return FeatureTaps(self.state.to(index), values), failed
+
+    def _turn(self, plan: StepPlan, pieces: list[Piece], meta: AttnMeta) -> None:
+        """Set the row in the rotary tables of each token that a step computes before the end of its row's images."""
+        starts = np.cumsum(plan.q_len) - plan.q_len
+        text: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        for slot, computed, n, start in zip(
+            plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True
+        ):
+            end = min(computed + n, int(self.upto[slot]))
+            shift, behind = 0, computed
+            for span in self.spans[slot]:
+                # the text before this image, behind the image before
+                positions = np.arange(behind, min(span.position, end))
+                behind = max(behind, span.end)
+                text.append(start + positions - computed)
+                rows.append(positions + shift)
+                shift += self._shift(span)
+        if pieces:
+            axes = np.concatenate([self._positions(piece) for piece in pieces], axis=1)
+            free = len(self.tables[0][0]) - self.scratch if self.tables else 0
+            if axes.shape[1] > free:
+                raise ValueError(f"a step has {axes.shape[1]} tokens of images; expected at most {free}")
+            self._write(self.state.to(axes))
+            text += [np.arange(piece.at, piece.at + piece.length) for piece in pieces]
+            rows.append(self.scratch + np.arange(axes.shape[1]))
+        if text:
+            where, to = self.state.to(np.stack([np.concatenate(text), np.concatenate(rows)]))
+            meta.position[where] = to
+
+    def _positions(self, piece: Piece) -> np.ndarray:
+        """Return the positions i64 [3, length] (time, row, column) of a part of an image."""
+        span = piece.span
+        before = sum(self._shift(one) for one in self.spans[piece.slot] if one.position < span.position)
+        merge = self.wiring.merge
+        frames, rows, columns = span.shape[0], span.shape[1] // merge, span.shape[2] // merge
+        grid = np.indices((frames, rows, columns)).reshape(3, -1)
+        return grid[:, piece.first : piece.first + piece.length] + span.position + before
+
+    def _write(self, positions: Tensor) -> None:
+        """Write the cos and sin of ``positions`` i64 [3, n] to the free rows of the tables."""
+        assert self.axes is not None
+        n = positions.shape[1]
+        index = self.axes.expand(n, 1, -1)
+        for cos, sin in self.tables:
+            for table in (cos, sin):
+                of_axes = table[positions.T]  # [n, 3, dim]
+                table[self.scratch : self.scratch + n] = of_axes.gather(1, index).squeeze(1)
+
+
+class FeatureTaps:
+    """The taps of a step that insert the features of images (``model.StepTaps``).
+
+    ``index`` i64 [n] are tokens of the step, and ``values`` [levels, n, hidden] their features."""
+
+    def __init__(self, index: Tensor, values: Tensor) -> None:
+        self.index, self.values = index, values
+        self.levels = {layer_point(level): level for level in range(1, len(values))}
+        self.points = frozenset({EMBEDDING, *self.levels})
+
+    def __call__(self, point: str, x: Tensor) -> Tensor:
+        """Return the value of a point with the features of the step's image tokens."""
+        if point == EMBEDDING:
+            return x.index_copy(0, self.index, self.values[0].to(x.dtype))
+        level = self.levels.get(point)
+        if level is None:
+            return x
+        return x.index_add(0, self.index, self.values[level].to(x.dtype))
+
+
+def axis_of_frequency(wiring: ImageWiring) -> Tensor:
+    """Return the axis (0 time, 1 row, 2 column) that each element of a head follows, i64 [dim]."""
+    sections = wiring.sections
+    if wiring.interleaved:
+        axes = torch.zeros(sum(sections), dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
+    else:
+        axes = torch.arange(3).repeat_interleave(torch.tensor(sections))
+    return axes.repeat(2)
+
+
+def lacks_points(points: Mapping[str, int], levels: int) -> str:
+    """Return why a model with these tap points cannot read features of ``levels`` levels, "" if it can."""
+    needed = [EMBEDDING, *(layer_point(level) for level in range(1, levels))]
+    missing = next((point for point in needed if point not in points), None)
+    return "" if missing is None else f"the model has no point {missing!r}, at which features enter"
