@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         Capacity,
         DraftWiring,
         Executor,
+        ImageWiring,
         ParallelWiring,
         Part,
         SpeculationWiring,
@@ -170,8 +171,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # evictor
     "minivllm.core.interfaces.evictor": "BlockInfo Evictor EvictorContext",
     # executor
-    "minivllm.core.interfaces.executor": "AdapterWiring CacheWiring Capacity DraftWiring Executor ParallelWiring "
-    "Part SpeculationWiring StepWiring Wiring",
+    "minivllm.core.interfaces.executor": "AdapterWiring CacheWiring Capacity DraftWiring Executor ImageWiring "
+    "ParallelWiring Part SpeculationWiring StepWiring Wiring",
     "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepPlan StepResult",
     "minivllm.core.interfaces.codec": "CodecError decode_late decode_plan decode_result encode_late "
     "encode_plan encode_result",
@@ -283,6 +284,7 @@ __all__ = [
     "HeadFiles",
     "HookContracts",
     "Hooks",
+    "ImageWiring",
     "Join",
     "KVFormat",
     "KVLayout",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core import declared_params
 from minivllm.core.interfaces.executor import (
     CacheWiring,
+    DraftWiring,
     ParallelWiring,
     Part,
     SpeculationWiring,
@@ -41,6 +42,7 @@ from .adapters import wire_adapters
 from .compression import refuse_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
+from .images import wire_images
 from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels, Served, has_head
 from .places import ModelPlaces, describe_folder
@@ -198,11 +200,11 @@ class _Fold:
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
         cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), self._stores())
         cache = self._compression(cache, specs, speculation, bool(models))
-        wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
+        wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation, models)
         self._tell_states(len(specs), second_models, wiring)
         return Resolved(
             config=config,
-            wiring=replace(wiring, own_models=models),
+            wiring=wiring,
             hf_config=hf_config,
             device=device,
             attention=specs,
@@ -287,11 +289,12 @@ class _Fold:
         processors: tuple[Part, ...],
         cache: CacheWiring,
         speculation: SpeculationWiring,
+        own_models: Mapping[str, DraftWiring],
     ) -> Wiring:
         """Return the wiring of the chosen plug-ins."""
         config = self.config
         kinds = ("model", "quantizer", "kvformat", "attention", "sampler", "drafter", "compressor")
-        return Wiring(
+        wiring = Wiring(
             model_dir=str(checkpoint.folder),
             load_format=config.load_format,
             device=device.kind,
@@ -313,7 +316,9 @@ class _Fold:
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,
             hf_overrides=config.hf_overrides,
+            own_models=own_models,
         )
+        return wire_images(config, self.origins, checkpoint, wiring, self.parts, self.notes)
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         """Store a fact for the next choices, and a note about it."""

@@ -242,6 +242,10 @@ class EngineConfig(Strict):
     max_cpu_loras: int | None = Field(
         None, ge=1, le=65536, description="adapters in host memory; None: four times max_loras"
     )
+    max_images: int = Field(
+        16, ge=0, le=64, description="largest number of images of a request; 0: text only, without the image encoder"
+    )
+    image_cache_mb: int = Field(1024, ge=1, description="MiB of image features on the device")
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model")
     run_ahead: int | None = Field(
         None, ge=0, description="steps in flight besides the newest one; None: the executor's choice"

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-    from .requests import StreamOutput
+    from .requests import StreamOutput, Tracked
 
 log = logging.getLogger("minivllm")
 
@@ -66,16 +66,12 @@ class AsyncLLM(FrontDoor):
 
         ``taps`` is a list of ``Tap``, ``lora_request`` a LoRARequest or None.  RequestError if the request is refused.
         """
-        from .prompts import adapters_for, params_for, taps_for
-        from .requests import Tracked
-
         self._refuse_within("generate")
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
-        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params, tap_list = params_for(default, 1)[0], taps_for(taps, 1)[0]
-        put, lora = partial(_call, loop, queue.put_nowait), adapters_for(lora_request, 1)[0]
-        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=tap_list, lora=lora)
+        put = partial(_call, loop, queue.put_nowait)
+        tracked = await self._tracked(prompt, sampling_params, request_id, put, taps, lora_request)
+        params = tracked.request.params
         if params.structured_outputs is not None:
             try:
                 await asyncio.to_thread(tracked.prepare, self.engine)
@@ -113,6 +109,32 @@ class AsyncLLM(FrontDoor):
             abandoned = True
             if tracked.request.finished is None:
                 self._send(leave, ends=True)
+
+    async def _tracked(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str | None,
+        put: Callable[[Any], None],
+        taps: Any,
+        lora_request: Any,
+    ) -> Tracked:
+        """Return a request of ``generate``, whose pieces go to ``put``.  Images are decoded on another thread."""
+        from .prompts import adapters_for, images_in, params_for, taps_for
+        from .requests import Tracked
+
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params, tap_list = params_for(default, 1)[0], taps_for(taps, 1)[0]
+        more: dict[str, Any] = {
+            "stream": put,
+            "taps": tap_list,
+            "lora": adapters_for(lora_request, 1)[0],
+            "reader": self.images,
+        }
+        make: Callable[[], Tracked] = partial(Tracked, prompt, params, self.tokenizer, request_id, **more)
+        if isinstance(prompt, Mapping) and images_in(prompt):
+            return await asyncio.to_thread(make)
+        return make()
 
     def chat(
         self,

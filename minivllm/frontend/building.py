@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
     from minivllm.runtime.energy.account import EnergyAccount
+    from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.structured.service import Grammars, NoGrammars
     from minivllm.runtime.text.tokenizer import Tokenizer
 
@@ -111,6 +112,19 @@ def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...
     part = resolved.parts["tokenizer"]
     tokenizer = load_tokenizer(resolved.tokenizer_dir, resolved.config.chat_template, eos, part)
     return tokenizer, tokenizer.eos_ids
+
+
+def image_reader(resolved: Resolved, capacity: Capacity) -> ImageReader:
+    """Return the reader of the images of requests, which refuses them if the engine reads none."""
+    from minivllm.device.loading.hf_config import open_checkpoint
+    from minivllm.runtime.images.reader import ImageReader
+
+    wiring = resolved.wiring
+    why_not = wiring.images.why_not
+    if not why_not and not capacity.image_bytes:
+        why_not = capacity.no_images or "the executor reads none"
+    raw = {} if why_not else open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).raw
+    return ImageReader(wiring.images, wiring.model_dir, raw, wiring.max_model_len, why_not)
 
 
 def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def embed_requests(
 
 def _request(door: FrontDoor, prompt: Any, params: SamplingParams, options: EmbedOptions, done: Any) -> Tracked:
     """Return the request of one prompt."""
-    text, ids, salt = read_prompt(prompt, door.tokenizer)
+    text, ids, salt, _ = read_prompt(prompt, door.tokenizer)
     if options.truncate is not None:
         ids = ids[-options.truncate :]
     whole = {"prompt": text, "prompt_token_ids": ids, "cache_salt": salt}

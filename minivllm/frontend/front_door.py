@@ -94,11 +94,14 @@ class FrontDoor:
         prepare_environment()  # before torch is imported
         from minivllm.frontend.record.recorder import RunRecorder
 
-        from .building import build_engine
+        from .building import build_engine, image_reader
 
         self.config = self._loaded.engine
         self._recorder = RunRecorder(self._loaded, record)
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded, self.live)
+        self.images = image_reader(self.resolved, self.engine.capacity)
+        if self._recorder.path is not None and not self.images.why_not:
+            self.images.why_not = "a record keeps the requests of a run, and no images; leave record out"
         self._recorder.begin(self.resolved, self.engine)
 
     def _tokenizer(self) -> Tokenizer:

@@ -139,7 +139,7 @@ class LLM(FrontDoor):
         bar = _bar(len(items)) if use_tqdm else None
         done = None if bar is None else lambda _: bar.update(1)
         tracked = [
-            Tracked(prompt, params_, self.tokenizer, done=done, taps=taps_, lora=lora)
+            Tracked(prompt, params_, self.tokenizer, done=done, taps=taps_, lora=lora, reader=self.images)
             for prompt, params_, taps_, lora in zip(items, params, all_taps, adapters, strict=True)
         ]
         with contextlib.nullcontext() if bar is None else bar:
@@ -247,7 +247,9 @@ class LLM(FrontDoor):
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._params_or_default(sampling_params), 1)[0]
         tap_list, lora = taps_for(taps, 1)[0], adapters_for(lora_request, 1)[0]
-        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=tap_list, lora=lora)
+        tracked = Tracked(
+            prompt, params, self.tokenizer, stream=pieces.append, taps=tap_list, lora=lora, reader=self.images
+        )
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
         tracked.prepare(self.engine)

@@ -16,6 +16,8 @@ from minivllm.errors import RequestError, brief, shown, suggest
 from minivllm.runtime.text.thinking import with_thinking_ids
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.images import PlacedImage
+    from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
@@ -23,12 +25,12 @@ MOST_NEGATIVE = 32768  # largest number of characters, because a server encodes 
 MOST_WORDS = 1024  # number of ``bad_words`` that are encoded here; the processor refuses longer lists
 
 
-TEXT_ONLY = "this engine serves text and reads no images, audio or video"
+TEXT_ONLY = "is not read; expected images in multi_modal_data, and no audio or video"
+MULTI_MODAL = "multi_modal_data"
 # keys of a prompt in vLLM and other engines that would change the answer -> reason of the refusal
 REFUSED = {
     **dict.fromkeys(
         (
-            "multi_modal_data",
             "multi_modal_uuids",
             "mm_processor_kwargs",
             "mm_kwargs",
@@ -46,7 +48,7 @@ REFUSED = {
     "sampling_params": "they are the second argument of generate",
     "lora_request": "it is an argument of generate",
 }
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", MULTI_MODAL)
 # keywords of vLLM's ``LLM.generate`` that this engine does not have -> hint
 CALL_HINTS = {
     "prompt_token_ids": 'pass a prompt {"prompt_token_ids": [...]}, or the list of ids itself',
@@ -58,11 +60,13 @@ CALL_HINTS = {
 
 
 class PromptInput(NamedTuple):
-    """A prompt that was read: its text (None if unknown), token ids (i32 [n]), and the salt of its cached prefixes."""
+    """A prompt that was read: its text (None if unknown), token ids (i32 [n]), the salt of its cached prefixes, and its
+    images."""
 
     text: str | None
     ids: np.ndarray
     cache_salt: str | None = None
+    images: tuple[PlacedImage, ...] = ()
 
 
 def check_call(keywords: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -87,9 +91,44 @@ def _check_keys(prompt: Mapping[Any, Any]) -> None:
         raise RequestError(f"{name} in a prompt: unknown key; expected {', '.join(KEYS)}.{suggest(name, KEYS)}", name)
 
 
-def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
+def images_in(prompt: Mapping[Any, Any]) -> list[Any]:
+    """Return the images in ``multi_modal_data`` of a prompt.  RequestError for other media."""
+    data = prompt.get(MULTI_MODAL) or {}
+    if not isinstance(data, Mapping):
+        raise RequestError(f'{MULTI_MODAL}={shown(data)}: expected {{"image": ...}}', MULTI_MODAL)
+    for kind, value in data.items():
+        if kind != "image" and value is not None:
+            raise RequestError(f"{MULTI_MODAL}: {shown(kind)} is not read; expected image", MULTI_MODAL)
+    found = data.get("image")
+    if found is None:
+        return []
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader | None) -> PromptInput:
+    """Return a prompt with its images: each placeholder becomes as many as its image has tokens.  RequestError if an
+    image is refused, or if the prompt does not have a placeholder for each image."""
+    if not sources:
+        return read
+    from minivllm.runtime.images.reader import place
+
+    if reader is None:
+        raise RequestError(f"{MULTI_MODAL}: this call reads text only", MULTI_MODAL)
+    reader.check(len(sources))
+    images = [reader.prepare(source) for source in sources]
+    ids, placed = place(read.ids, images, reader.wiring.token)
+    return read._replace(ids=ids, images=placed)
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None, reader: ImageReader | None = None) -> PromptInput:
     """Return a prompt from a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids`` and optionally
-    ``cache_salt``.  RequestError names the wrong key."""
+    ``cache_salt`` and ``multi_modal_data``.  RequestError names the wrong key."""
+    sources = images_in(prompt) if isinstance(prompt, Mapping) else []
+    return with_images(_read_text(prompt, tokenizer), sources, reader)
+
+
+def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
+    """Return a prompt without its images."""
     text, salt = None, None
     if isinstance(prompt, Mapping):
         _check_keys(prompt)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.taps import Tap
+    from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
@@ -56,11 +57,12 @@ class Tracked(RequestText):
         done: Callable[[Tracked], None] | None = None,
         taps: tuple[Tap, ...] = (),
         lora: LoRARequest | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         """Convert the prompt and the parameters.  RequestError if they are malformed."""
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: expected Unicode text", "request_id")
-        text, ids, salt = read_prompt(prompt, tokenizer)
+        text, ids, salt, images = read_prompt(prompt, tokenizer, reader)
         params = with_salt(with_token_ids(params, tokenizer), salt)
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
@@ -80,6 +82,7 @@ class Tracked(RequestText):
             on_done=self._ended,
             taps=taps,
             lora=lora,
+            images=images,
         )
 
     def prepare(self, engine: Engine) -> None:

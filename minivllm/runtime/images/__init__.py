@@ -1,0 +1,1 @@
+"""Images of requests: decoding under limits, and the checkpoint's image processor."""

@@ -1,0 +1,134 @@
+"""Decode images of clients.  Each limit is checked before the pixels are decoded.
+
+An image is a PIL image, an array, or the bytes of a file.  Paths and URLs are never opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+INSTALL = 'pip install "minivllm[images]"'
+FORMATS = {"png": "PNG", "jpeg": "JPEG", "jpg": "JPEG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP"}
+MEDIA_TYPES = "image/png, image/jpeg, image/webp, image/gif or image/bmp"
+MAX_BYTES = 20 << 20  # of a file
+MAX_PIXELS = 1 << 24
+MAX_RATIO = 200  # longer side by shorter side
+DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
+
+
+def refuse(text: str) -> RequestError:
+    """Return the error about an image."""
+    return RequestError(f"image: {text}", "images")
+
+
+def pillow() -> Any:
+    """Return the module ``PIL.Image``.  RequestError if Pillow is missing."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise refuse(f"reading images needs Pillow ({INSTALL})") from None
+    return Image
+
+
+def bytes_of_url(url: Any) -> bytes:
+    """Return the bytes in a data URL.  RequestError for other URLs, paths, and media types that are not read."""
+    if not isinstance(url, str):
+        raise refuse(f"url={shown(url)}: expected a data URL, as in data:image/png;base64,...")
+    head = DATA_URL.match(url[:256])
+    if head is None:
+        what = "remote and local files are not opened" if ":" in url[:16] or "/" in url[:16] else "it is no data URL"
+        raise refuse(f"url={shown(url[:64])}: {what}; expected data:image/png;base64,...")
+    if head.group(3) is None:
+        raise refuse("the data URL has no ;base64; expected data:image/png;base64,...")
+    return bytes_of_base64(url[head.end() :], head.group(1) or "")
+
+
+def bytes_of_base64(text: Any, media_type: Any = None) -> bytes:
+    """Return the bytes in base64 text.  ``media_type`` None means that the client has named none."""
+    if media_type is not None:
+        kind = str(media_type).lower().removeprefix("image/") if isinstance(media_type, str) else ""
+        if kind not in FORMATS or not str(media_type).lower().startswith("image/"):
+            raise refuse(f"media type {shown(media_type)}: expected {MEDIA_TYPES}")
+    if not isinstance(text, str):
+        raise refuse(f"data={shown(text)}: expected base64 text")
+    if len(text) * 3 // 4 > MAX_BYTES + 3:
+        raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise refuse("its base64 text is malformed") from None
+
+
+def decoded(source: Any) -> Image:
+    """Return a PIL image in RGB of a PIL image, an array or the bytes of a file.  RequestError if it is refused."""
+    module = pillow()
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _of_file(module, bytes(source))
+    if isinstance(source, module.Image):
+        _check_size(*source.size)
+        return _rgb(source)
+    if isinstance(source, np.ndarray):
+        return _rgb(module.fromarray(_checked_array(source)))
+    if isinstance(source, str):
+        raise refuse(f"{shown(source[:64])}: paths and URLs are not opened; open the file, and give its bytes")
+    raise refuse(f"a {type(source).__name__}; expected a PIL image, an array or the bytes of a file")
+
+
+def _checked_array(array: np.ndarray) -> np.ndarray:
+    """Return an array of pixels.  RequestError for one that is not u8 [height, width] or [height, width, 3 or 4]."""
+    channels = array.shape[2:] in ((), (3,), (4,))
+    if array.ndim not in (2, 3) or not channels or array.dtype != np.uint8:
+        found = f"{array.dtype} {list(array.shape)}"
+        raise refuse(f"an array {found}; expected uint8 [height, width] or [height, width, 3]")
+    _check_size(array.shape[1], array.shape[0])
+    return np.ascontiguousarray(array)
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raise RequestError for an image without pixels, or with too many, or that is too narrow."""
+    if width < 1 or height < 1:
+        raise refuse(f"{width} x {height} pixels; expected at least one")
+    if width * height > MAX_PIXELS:
+        raise refuse(f"{width} x {height} pixels; expected at most {MAX_PIXELS} in all: send a smaller one")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise refuse(f"{width} x {height} pixels; expected sides of a ratio below {MAX_RATIO}")
+
+
+def _of_file(module: Any, data: bytes) -> Image:
+    """Return the image in the bytes of a file."""
+    if len(data) > MAX_BYTES:
+        raise refuse(f"its file has {len(data)} bytes; expected at most {MAX_BYTES}")
+    from PIL import ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about sizes, which are checked here
+            image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
+            _check_size(*image.size)
+            if getattr(image, "n_frames", 1) > 1:
+                raise refuse("an animation; expected a single picture")
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image))
+    except RequestError:
+        raise
+    except Exception as exc:  # decoders raise errors of many types on broken files
+        said = str(exc).partition("\n")[0][:200] if not isinstance(exc, module.UnidentifiedImageError) else ""
+        hint = f" ({said})" if said else ""
+        raise refuse(f"its bytes are no picture that can be read{hint}; expected PNG, JPEG, WebP, GIF or BMP") from None
+
+
+def _rgb(image: Image) -> Image:
+    """Return an image in RGB."""
+    return image if image.mode == "RGB" else image.convert("RGB")
