@@ -70,6 +70,7 @@ PAGES = {
     "taps": 2,
     "adapters": 1,
     "weights": 1,
+    "images": 0,
     "caching": 1,
     "tiers": 2,
     "compression": 2,

@@ -17,6 +17,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ lab.traces
     │ frontend                                              text to requests, tokens to text
     │ config  runtime.structured                            a configuration, a grammar -> the engine's input
+    │ runtime.images                                        images of requests to pixels and placeholders
     │ frontend.record  plugins
     │ runtime.text  core.engine                             the host side: the engine needs no torch
     │ device.functions  device.worker                       the device side
@@ -119,8 +120,8 @@ MAY_IMPORT = {
     "lab.quantize": "runtime.text plugins device.loading device.kernels",
     "lab.traces": "core.engine core.interfaces",
     "frontend": (
-        "config runtime.structured frontend.record runtime.text core.engine device.functions device.loading "
-        "device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
+        "config runtime.structured runtime.images frontend.record runtime.text core.engine device.functions "
+        "device.loading device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
         "runtime.usage device.hardware"
     ),
     "config": (
@@ -128,6 +129,7 @@ MAY_IMPORT = {
         "registry registration.spec device.native device.hardware"
     ),
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
+    "runtime.images": "device.loading core.interfaces",
     "frontend.record": (
         "runtime.text device.loading core.declared_params registration registration.given registration.spec "
         "device.native device.hardware"

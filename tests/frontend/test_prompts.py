@@ -30,17 +30,18 @@ def llm():
 
 
 REFUSED = [
-    ({"multi_modal_data": {"image": 1}}, "serves text"),
-    ({"mm_processor_kwargs": {"a": 1}}, "serves text"),
-    ({"multi_modal_uuids": {"image": "a"}}, "serves text"),
-    ({"images": ["x"]}, "serves text"),
+    ({"multi_modal_data": {"video": 1}}, "'video' is not read; expected image"),
+    ({"multi_modal_data": [1]}, 'expected {"image": ...}'),
+    ({"mm_processor_kwargs": {"a": 1}}, "expected images in multi_modal_data"),
+    ({"multi_modal_uuids": {"image": "a"}}, "expected images in multi_modal_data"),
+    ({"images": ["x"]}, "expected images in multi_modal_data"),
     ({"prompt_embeds": [[1.0]]}, "embeddings are not read"),
     ({"encoder_prompt": "x"}, "models with an encoder"),
     ({"token_type_ids": [0]}, "no model here"),
     ({"messages": [{"role": "user"}]}, "goes to chat"),
     ({"cache_sal": "x"}, "Did you mean 'cache_salt'"),
     ({"promt": "x"}, "Did you mean 'prompt'"),
-    ({"temperature": 0}, "unknown key; expected prompt, prompt_token_ids, cache_salt"),
+    ({"temperature": 0}, "unknown key; expected prompt, prompt_token_ids, cache_salt, multi_modal_data"),
     ({"cache_salt": 5}, "expected a string"),
     ({5: "x"}, "unknown key"),
 ]
@@ -52,6 +53,11 @@ def test_a_key_of_a_prompt_that_is_not_read_is_refused_by_name(more, want):
         with pytest.raises(RequestError, match=want) as refused:
             read_prompt({**prompt, **more}, None)
         assert refused.value.param == str(next(iter(more)))
+
+
+def test_a_call_without_a_reader_refuses_images():
+    with pytest.raises(RequestError, match="this call reads text only"):
+        read_prompt({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": 1}}, None)
 
 
 def test_keys_that_say_nothing_are_taken_and_token_ids_come_before_text():

@@ -36,7 +36,7 @@ Reason RequestEnd RequestError RequestView ResourceError Rope Router Row Rows Ru
 SamplingParams SchedulerContext SchedulerPolicy Search Session SessionTurn Shard Spec SpeculationWiring StepError
 StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams Tap
 TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
-Pairs Reasoning Reply ReplyContext AdapterWiring
+Pairs Reasoning Reply ReplyContext AdapterWiring ImageWiring
 ReplyFormat ReplyParser Said Thought Written ReplicaLoad ReplicaRouter RoutedRequest RouterContext
 TokenizerBackend TokenizerContext
 build_worker check_shape decode_late decode_plan decode_result decoder_rules encode_late
