@@ -135,6 +135,10 @@ class Weights:
             raise RequestError(
                 "the weights were dropped: expected all of them, with partial=False", "partial"
             )
+        if self.engine.wiring.images.max_images:
+            raise RequestError(
+                "an update does not reach the image encoder: set max_images=0 for this engine"
+            )
         if (path is None) == (tensors is None):
             raise RequestError("expected either a path or tensors", "path")
         self._settle()

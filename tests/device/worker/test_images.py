@@ -295,6 +295,8 @@ def test_requests_with_images_refuse_what_is_not_implemented(folder):
                 llm.generate(prompt, use_tqdm=False)
         with pytest.raises(RequestError, match="reads text only"):
             llm.embed(one, use_tqdm=False)
+        with pytest.raises(RequestError, match="does not reach the image encoder"):
+            llm.update_weights(str(model("llava", folder)[0]))
 
 
 def test_numbers_of_contents_are_bounded_and_never_used_twice(monkeypatch):
