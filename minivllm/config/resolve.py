@@ -15,14 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core import declared_params
-from minivllm.core.interfaces.executor import (
-    CacheWiring,
-    DraftWiring,
-    ParallelWiring,
-    Part,
-    SpeculationWiring,
-    Wiring,
-)
+from minivllm.core.interfaces.executor import CacheWiring, DraftWiring, ParallelWiring, Part, SpeculationWiring, Wiring
 from minivllm.device.hardware import Device, choose_dtype, find_device
 from minivllm.device.loading.generation import read_generation
 from minivllm.device.loading.hf_config import Checkpoint, context_said, longest_context
