@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.device.kernels.lora import LoraProduct
+from minivllm.device.kernels.lora import LoraProduct, group
 
 PLACES, RANK = 5, 16
 # (inputs, first outputs of the parts, outputs), shapes of qkv, gate and up, and a plain layer
@@ -41,12 +41,14 @@ def expected(x, y, a, b, ranks, places, starts):
 
 def check(device, dtype, shape, tokens, tolerance, invariant=False):
     x, y, a, b, ranks, places = case(device, dtype, shape, tokens)
-    product = LoraProduct(a, b, ranks, shape[1], invariant)
-    got = product(x, y.clone(), places)
+    of_layers = torch.stack([ranks * 0 + 5, ranks], dim=1)  # the layer is the second one
+    product = LoraProduct(a, b, 1, shape[1])
+    got = product(x, y.clone(), group(places, of_layers, invariant))
     error = (got.double() - expected(x, y, a, b, ranks, places, shape[1])).abs().max().item()
     assert error < tolerance, (dtype, shape, tokens, error)
     assert torch.equal(got[places < 0], y[places < 0]), "a row without an adapter changes"
     if invariant:
         for t in range(0, tokens, 3):
-            alone = product(x[t : t + 1], y[t : t + 1].clone(), places[t : t + 1])
+            of_one = group(places[t : t + 1], of_layers, invariant)
+            alone = product(x[t : t + 1], y[t : t + 1].clone(), of_one)
             assert torch.equal(alone, got[t : t + 1]), "the bits of a row depend on the other rows"

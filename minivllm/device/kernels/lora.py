@@ -1,134 +1,234 @@
 """Adapters (LoRA) of a linear layer: y [T, out] += (x A^T) B^T, with the A and B of each token's adapter.
 
-    shrink   x [T, in]  ── A of the adapters in the tile ──► h f32 [splits, T, parts * rank]
-    expand   h, summed over the splits ── B ──► added to y
+    places    2 0 2 -1 0 2          adapter of each token of the step
+    groups    [0: 1 4] [2: 0 2 5]   tiles of tokens with one adapter, made once for all layers of the step
+    shrink    x, A ──► h f32 [splits, parts, tiles, tile, rank]
+    expand    h, summed over the splits, B ──► added to y
 
-A program handles a tile of tokens and loops over the adapters on the device.  It reads the A or B of an adapter only if
-a token of the tile has it, so the launches have the same shape for every mixture of adapters, and can be captured.
-Rows and columns beyond an adapter's rank are not read.  A tile without adapters ends at once.
+A program has one tile and one part of the layer, so it reads the A or B of one adapter.  The number of tiles is the
+largest that a step of T tokens can have, so the launches have the same shape for every mixture of adapters, and can be
+captured.  Programs of tiles without tokens end at once.  Rows and columns beyond an adapter's rank are not read.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel
+from .launch import kernel, pdl, wait
 
-FEW, MANY = 16, 64  # tokens of a tile, for steps of few and of many tokens
-MANY_FROM = 256  # tokens of a step from which the tiles are large and the inputs are not split
-SPLIT, SPLITS = 512, 8  # inputs of a program of ``shrink``, and most programs that share the inputs
-OUTPUTS = 128  # outputs of a program of ``expand``
+# (most tokens of a step, tokens of a tile); batch-invariant steps use the first tile for any number of tokens
+TILES = ((256, 16), (1024, 32), (1 << 62, 64))
+SPLITS = 16  # most programs that share the inputs of a tile
+SPLIT_TO = 1024  # tokens of a step up to which the inputs are split
+SCANNED = 8192  # comparisons of a token with an adapter that a program of ``group`` does at a time
 
 
-@kernel("T")
+class TokenGroups(NamedTuple):
+    """The tokens of a step by adapter, in tiles.
+
+    ``rows`` i32 [tiles, tile] are the tokens of each tile, of which the first ``sizes`` i32 [tiles] are set.
+    ``adapters`` i32 [tiles] are the places of the adapters, and ``ranks`` i32 [tiles, layers] their ranks in each
+    layer.  Tiles without tokens have the size 0 and ranks of 0."""
+
+    rows: Tensor
+    sizes: Tensor
+    adapters: Tensor
+    ranks: Tensor
+    tokens: int
+
+    @property
+    def few(self) -> bool:
+        """Return whether the inputs of a tile are split over programs; always so for batch-invariant steps."""
+        return self.tokens <= SPLIT_TO or self.rows.shape[1] == TILES[0][1]
+
+
+@kernel("T", "places", "layers", "sizes", "adapters", "ranks")
+def _group(
+    of_token, of_place, rows, sizes, adapters, ranks, T, places, layers,
+    P: tl.constexpr, BT: tl.constexpr, SCAN: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    p = tl.arange(0, P)
+    counts = tl.zeros((P,), tl.int32)
+    for t0 in range(0, T, SCAN):
+        t = t0 + tl.arange(0, SCAN)
+        place = tl.load(of_token + t, mask=t < T, other=-1)
+        counts += tl.sum((place[None, :] == p[:, None]).to(tl.int32), 1)
+    counts = tl.where(p < places, counts, 0)
+    tiles = (counts + BT - 1) // BT
+    ends = tl.cumsum(tiles, 0)
+    adapter = tl.sum((ends <= tile).to(tl.int32), 0)
+    here = p == adapter
+    first = (tile - tl.sum(tl.where(here, ends - tiles, 0), 0)) * BT
+    size = tl.sum(tl.where(here, counts, 0), 0) - first
+    size = tl.where(adapter < places, tl.minimum(size, BT), 0)
+    adapter = tl.where(size > 0, adapter, 0)
+    tl.store(sizes + tile, size)
+    tl.store(adapters + tile, adapter)
+    for l0 in range(0, layers, BL):
+        layer = l0 + tl.arange(0, BL)
+        rank = tl.load(of_place + adapter * layers + layer, mask=(layer < layers) & (size > 0), other=0)
+        tl.store(ranks + tile * layers + layer, rank, mask=layer < layers)
+    if size > 0:
+        before = 0
+        for t0 in range(0, T, SCAN):
+            t = t0 + tl.arange(0, SCAN)
+            chosen = tl.load(of_token + t, mask=t < T, other=-1) == adapter
+            at = before + tl.cumsum(chosen.to(tl.int32), 0) - 1 - first
+            tl.store(rows + tile * BT + at, t, mask=chosen & (at >= 0) & (at < BT))
+            before += tl.sum(chosen.to(tl.int32), 0)
+
+
+def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
+    """Return the tokens of a step by adapter: tokens i32 [T] are places, -1 for no adapter, and ranks i32
+    [places, layers] the ranks of the adapters.
+
+    With ``invariant`` the tiles have the same size for every number of tokens."""
+    count = tokens.shape[0]
+    places, layers = ranks.shape
+    tile = next(tile for most, tile in TILES if count <= most or invariant)
+    tiles = min(count, count // tile + min(places, count))
+    ints = torch.empty(tiles * (tile + 2 + layers), dtype=torch.int32, device=tokens.device)
+    rows, sizes, adapters, of_tiles = ints.split([tiles * tile, tiles, tiles, tiles * layers])
+    width = triton.next_power_of_2(places)
+    scan = max(16, min(64 if count <= SPLIT_TO else 1024, SCANNED // width))
+    shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
+    _group[(tiles,)](tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
+    return TokenGroups(rows.view(tiles, tile), sizes, adapters, of_tiles.view(tiles, layers), count)
+
+
+@kernel("tiles", "sizes", "places", "ranks", "layers")
 def _shrink(
-    x, a, places, ranks, h, T, K, x_row, a_place, ranks_row, adapters,
-    PARTS: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, a, rows, sizes, places, ranks, h, tiles, K, x_row, a_place, layers,
+    PARTS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    part, split = tl.program_id(1), tl.program_id(2)
-    place = tl.load(places + t, mask=t < T, other=-1)
-    if tl.max(place, 0) < 0:
-        return
+    part, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait(PDL)
+    j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    first = split * SPAN
+    rank = tl.load(ranks + tile * layers)
+    size = tl.load(sizes + tile)
+    place = tl.load(places + tile)
+    t = tl.load(rows + tile * BT + j)
+    if rank == 0:
+        return
+    t = tl.where(j < size, t, 0)
+    weights = a + tl.cast(place, tl.int64) * a_place + part * RANK * K
+    inputs = x + tl.cast(t, tl.int64)[:, None] * x_row
     acc = tl.zeros((BT, R), tl.float32)
-    for s in range(adapters):
-        chosen = place == s
-        if tl.max(chosen.to(tl.int32), 0) > 0:
-            rank = tl.load(ranks + s * ranks_row)
-            weights = a + tl.cast(s, tl.int64) * a_place + part * R * K
-            for k0 in range(first, tl.minimum(first + SPAN, K), BK):
-                k = k0 + tl.arange(0, BK)
-                xs = tl.load(
-                    x + tl.cast(t, tl.int64)[:, None] * x_row + k[None, :],
-                    mask=chosen[:, None] & (k < K)[None, :],
-                    other=0.0,
-                )
-                ws = tl.load(
-                    weights + r[None, :] * K + k[:, None], mask=(r < rank)[None, :] & (k < K)[:, None], other=0.0
-                )
-                acc = tl.dot(xs, ws, acc, input_precision=PRECISION)
-    out = h + (tl.cast(split, tl.int64) * T + t)[:, None] * (PARTS * R) + (part * R + r)[None, :]
-    tl.store(out, acc, mask=(t < T)[:, None])
+    first = split * SPAN
+    for k0 in range(first, tl.minimum(first + SPAN, K), BK):
+        k = k0 + tl.arange(0, BK)
+        xs = tl.load(inputs + k[None, :], mask=(j < size)[:, None] & (k < K)[None, :], other=0.0)
+        ws = tl.load(weights + r[:, None] * K + k[None, :], mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision=PRECISION)
+    out = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
+    tl.store(out, acc)
 
 
-@kernel("T")
+@kernel("tiles", "sizes", "places", "ranks", "layers")
 def _expand(
-    h, b, places, ranks, starts, y, T, y_row, b_place, ranks_row, adapters, splits,
-    PARTS: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    h, b, rows, sizes, places, ranks, blocks, y, tiles, y_row, b_place, layers,
+    PARTS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    part = tl.program_id(2)
-    begin, stop = tl.load(starts + part), tl.load(starts + part + 1)
-    n = begin + tl.program_id(1) * BN + tl.arange(0, BN)
-    place = tl.load(places + t, mask=t < T, other=-1)
-    if (tl.max(place, 0) < 0) | (begin + tl.program_id(1) * BN >= stop):
-        return
+    block, tile = tl.program_id(0), tl.program_id(1)
+    part = tl.load(blocks + 3 * block)
+    # the factor shows the compiler that outputs can be read and written 16 bytes at a time
+    begin = tl.load(blocks + 3 * block + 1) * UNIT
+    stop = tl.load(blocks + 3 * block + 2) * UNIT
+    wait(PDL)
+    j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    inner = tl.zeros((BT, R), tl.float32)
-    for split in range(splits):
-        at = h + (tl.cast(split, tl.int64) * T + t)[:, None] * (PARTS * R) + (part * R + r)[None, :]
-        inner += tl.load(at, mask=(t < T)[:, None], other=0.0)
-    inner = inner.to(b.dtype.element_ty)
-    acc = tl.zeros((BT, BN), tl.float32)
-    for s in range(adapters):
-        chosen = place == s
-        if tl.max(chosen.to(tl.int32), 0) > 0:
-            rank = tl.load(ranks + s * ranks_row)
-            ws = tl.load(
-                b + tl.cast(s, tl.int64) * b_place + n[None, :] * R + r[:, None],
-                mask=(r < rank)[:, None] & (n < stop)[None, :],
-                other=0.0,
-            )
-            hs = tl.where(chosen[:, None] & (r < rank)[None, :], inner, 0.0)
-            acc = tl.dot(hs, ws, acc, input_precision=PRECISION)
-    there = (place >= 0)[:, None] & (n < stop)[None, :]
+    rank = tl.load(ranks + tile * layers)
+    size = tl.load(sizes + tile)
+    place = tl.load(places + tile)
+    t = tl.load(rows + tile * BT + j)
+    if rank == 0:
+        return
+    t = tl.where(j < size, t, 0)
+    n = begin + tl.arange(0, BN)
+    there = (j < size)[:, None] & (n < stop)[None, :]
     out = y + tl.cast(t, tl.int64)[:, None] * y_row + n[None, :]
-    tl.store(out, (tl.load(out, mask=there, other=0.0).to(tl.float32) + acc).to(y.dtype.element_ty), mask=there)
+    ws = tl.load(
+        b + tl.cast(place, tl.int64) * b_place + n[:, None] * RANK + r[None, :],
+        mask=(r < rank)[None, :] & (n < stop)[:, None],
+        other=0.0,
+    )
+    old = tl.load(out, mask=there, other=0.0)
+    inner = tl.zeros((BT, R), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
+        inner += tl.load(at)
+    added = tl.dot(inner.to(b.dtype.element_ty), tl.trans(ws), input_precision=PRECISION)
+    tl.store(out, (old.to(tl.float32) + added).to(y.dtype.element_ty), mask=there)
 
 
 class LoraProduct:
     """The product of one layer's adapters.
 
-    a [places, parts, rank, in] and b [places, out, rank] are views of the arena, and ``ranks`` i32 [places] a column of
-    its ranks.  ``starts`` are the first outputs of the parts.  With ``invariant`` the bits of a row do not depend on
-    the other rows."""
+    a [places, parts, rank, in] and b [places, out, rank] are views of the arena, ``number`` is that of the layer among
+    all with adapters, and ``starts`` are the first outputs of the parts."""
 
-    def __init__(self, a: Tensor, b: Tensor, ranks: Tensor, starts: Sequence[int], invariant: bool) -> None:
-        self.a, self.b, self.ranks, self.invariant = a, b, ranks, invariant
+    def __init__(self, a: Tensor, b: Tensor, number: int, starts: Sequence[int]) -> None:
+        self.a, self.b, self.number = a, b, number
         _, self.parts, self.rank, self.inputs = a.shape
-        bounds = [*starts, b.shape[1]]
-        self.widest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        self.starts = torch.tensor(bounds, dtype=torch.int32, device=a.device)
+        self.width = triton.next_power_of_2(self.rank)
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
+        bounds = [*starts, b.shape[1]]
+        self.unit = 16 if all(bound % 16 == 0 for bound in bounds) else 1
+        self.block, self.large = (256, 128) if self.width <= 32 else (64, 64)
+        self.blocks = {size: self._blocks(size, bounds) for size in (self.block, self.large)}
 
-    def __call__(self, x: Tensor, y: Tensor, places: Tensor) -> Tensor:
-        """Add the product for x [T, in] to y [T, out] in place, and return y; places i32 [T] is -1 for no adapter."""
-        tokens = x.shape[0]
-        many = tokens >= MANY_FROM and not self.invariant
-        splits = 1 if many else max(1, min(SPLITS, self.inputs // SPLIT))
-        span = -(-self.inputs // splits)
-        block_k = 64 if self.rank > 64 else 128
+    def _blocks(self, size: int, bounds: Sequence[int]) -> Tensor:
+        """Return the blocks of at most ``size`` outputs, i32 [blocks, 3]: the number of the part, and the first output
+        and the end of the block's part in units."""
+        blocks = []
+        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            first_outputs = range(start, stop, size)
+            blocks += [(part, begin // self.unit, stop // self.unit) for begin in first_outputs]
+        return torch.tensor(blocks, dtype=torch.int32, device=self.a.device)
+
+    def _of_tiles(self, groups: TokenGroups) -> tuple[Tensor, ...]:
+        return groups.rows, groups.sizes, groups.adapters, groups.ranks[:, self.number :]
+
+    def shrink(self, x: Tensor, groups: TokenGroups) -> Tensor:
+        """Return h f32 [splits, parts, tiles, tile, rank], the products of x [T, in] and A."""
+        tiles, tile = groups.rows.shape
+        few = groups.few
+        block_k = max(32, min(512 if few else 128, 16384 // self.width))
+        span = self.inputs if not few else -(-self.inputs // SPLITS)
         span = -(-span // block_k) * block_k
         splits = -(-self.inputs // span)
-        tile = MANY if many else FEW
-        h = torch.empty(splits, tokens, self.parts * self.rank, dtype=torch.float32, device=x.device)
-        tiles, shape = triton.cdiv(tokens, tile), {"PARTS": self.parts, "R": self.rank, "BT": tile}
-        adapters, ranks_row = len(self.a), self.ranks.stride(0)
-        inputs = x, self.a, places, self.ranks, h, tokens, self.inputs
-        strides = self.a.stride(0), ranks_row, adapters
-        more = {**shape, "PRECISION": self.precision, "num_warps": 4, "num_stages": 2}
-        _shrink[tiles, self.parts, splits](*inputs, x.stride(0), *strides, **more, BK=block_k, SPAN=span)
-        products = h, self.b, places, self.ranks, self.starts, y, tokens
-        strides = self.b.stride(0), ranks_row, adapters
-        grid = tiles, triton.cdiv(self.widest, OUTPUTS), self.parts
-        _expand[grid](*products, y.stride(0), *strides, splits, **more, BN=OUTPUTS)
+        h = torch.empty(splits, self.parts, tiles, tile, self.width, dtype=torch.float32, device=x.device)
+        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
+        stages = 1 if span == block_k else 2 if few else 3
+        options = {"BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages, **pdl(x)}
+        strides = x.stride(0), self.a.stride(0), groups.ranks.stride(0)
+        grid = self.parts, tiles, splits
+        _shrink[grid](x, self.a, *self._of_tiles(groups), h, tiles, self.inputs, *strides, **shape, **options)
+        return h
+
+    def expand(self, h: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
+        """Add the products of h and B to y [T, out] in place, and return y."""
+        tiles, tile = groups.rows.shape
+        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
+        size = self.block if groups.few else self.large
+        blocks = self.blocks[size]
+        options = {"BN": size, "UNIT": self.unit, "SPLITS": len(h), "num_warps": 4, **pdl(y)}
+        strides = y.stride(0), self.b.stride(0), groups.ranks.stride(0)
+        grid = len(blocks), tiles
+        _expand[grid](h, self.b, *self._of_tiles(groups), blocks, y, tiles, *strides, **shape, **options)
         return y
+
+    def __call__(self, x: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
+        """Add the product for x [T, in] to y [T, out] in place, and return y."""
+        return self.expand(self.shrink(x, groups), y, groups)

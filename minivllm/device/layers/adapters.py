@@ -12,7 +12,7 @@ A layer reads only the first ``ranks[place]`` rows of A and columns of B.  If no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
 
 ALIGNED = 128  # numbers; A and B of each layer begin at a multiple
+ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
 LEAST_RANK = 16  # of the memory, since tensor cores multiply 16 columns at a time
 
 
@@ -75,20 +76,32 @@ class LinearAdapter:
             from minivllm.device.kernels.lora import LoraProduct
 
             starts = [rows.start for rows in self.rows]
-            self.kernel = LoraProduct(self.a, self.b, memory.ranks[:, place.number], starts, memory.invariant)
+            self.kernel = LoraProduct(self.a, self.b, place.number, starts)
 
     @property
     def on(self) -> bool:
         """Return whether a row of the running step has an adapter."""
         return self.memory.tokens is not None
 
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add the products of the adapters for x [T, in] to y [T, out] in place, and return y."""
-        tokens = self.memory.tokens
-        if tokens is None:
-            return y
-        if self.kernel is not None:
-            return self.kernel(x, y, tokens)
+    def added_to(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return product(x) [T, out] plus the products of the adapters for x [T, in]."""
+        if not self.on:
+            return product(x)
+        if self.kernel is None:
+            return self._add(x, product(x))
+        groups, aside = self.memory.groups, self.memory.aside
+        if aside is None:
+            return self.kernel(x, product(x), groups)
+        stream = torch.cuda.current_stream()
+        aside.wait_stream(stream)
+        with torch.cuda.stream(aside):
+            inner = self.kernel.shrink(x, groups)
+        y = product(x)
+        stream.wait_stream(aside)
+        return self.kernel.expand(inner, y, groups)
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""
         for adapter, index in self.memory.groups:
             if self.memory.host_ranks[adapter][self.place.number]:
                 added = self._product(adapter, x if index is None else x[index])
@@ -136,8 +149,12 @@ class AdapterMemory:
         self.ranks = torch.zeros(places, max(len(self.places), 1), dtype=torch.int32, device=device)
         self.host_ranks = [[0] * len(self.places) for _ in range(places)]
         self.tokens: Tensor | None = None
-        # on a CPU: the places of the step, each with the i64 numbers of its tokens, None for all tokens
-        self.groups: list[tuple[int, Tensor | None]] = []
+        # a second stream on which captured steps of few tokens compute x A^T next to the product of the layer
+        self.aside: Any = None
+        self._aside: Any = None
+        # the tokens of the step by adapter: a ``TokenGroups`` for the kernels; without them the places, each with the
+        # i64 numbers of its tokens, None for all tokens
+        self.groups: Any = []
         for name, place in self.places.items():
             module = self.modules[name]
             module.adapter = LinearAdapter(self, module.info, place)
@@ -156,12 +173,26 @@ class AdapterMemory:
     def step(self, tokens: Tensor) -> Iterator[None]:
         """Apply adapters in the layers of a step; ``tokens`` i32 [T] are the places of its tokens."""
         self.tokens = tokens
-        if not self.kernels:
+        if self.kernels:
+            from minivllm.device.kernels.lora import group
+
+            self.groups = group(tokens, self.ranks, self.invariant)
+            self.aside = self._second_stream(tokens)
+        else:
             self.groups = _groups_of(tokens)
         try:
             yield
         finally:
-            self.tokens, self.groups = None, []
+            self.tokens, self.groups, self.aside = None, [], None
+
+    def _second_stream(self, tokens: Tensor) -> Any:
+        """Return the second stream for a captured step of few tokens i32 [T], else None: without a capture, two more
+        launches cost more time than the second stream saves."""
+        if len(tokens) > ASIDE or tokens.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return None
+        if self._aside is None:
+            self._aside = torch.cuda.Stream(tokens.device)
+        return self._aside
 
 
 def runs_kernels(device: Any) -> bool:

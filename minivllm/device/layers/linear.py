@@ -193,8 +193,7 @@ class Linear(Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this process's part of the product [T, out], with the adapters of the step."""
-        y = self.scheme.apply(x)
-        return y if self.adapter is None else self.adapter.add(x, y)
+        return self.scheme.apply(x) if self.adapter is None else self.adapter.added_to(self.scheme.apply, x)
 
     def summed(self, y: Tensor) -> Tensor:
         """Return the layer's result [T, out] from this process's part ``y`` [T, out] of the product.

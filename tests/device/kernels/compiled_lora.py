@@ -13,17 +13,19 @@ from minivllm.device.kernels import lora
 
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
-    lora._shrink, lora._expand = Compiled(lora._shrink), Compiled(lora._expand)
+    lora._group, lora._shrink, lora._expand = (Compiled(run) for run in (lora._group, lora._shrink, lora._expand))
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
     places, rank, inputs, outputs = 8, 16, 4096, 6144
-    ranks = empty(places, dtype=torch.int32)
-    made = lora.LoraProduct(empty(places, 3, rank, inputs), empty(places, outputs, rank), ranks, [0, 4096, 5120], False)
-    for tokens in (1, 2, 17, 32, 200):
-        made(empty(tokens, inputs), empty(tokens, outputs), empty(tokens, dtype=torch.int32))
-    few = len({kernel.hash for kernel in MADE})
-    for tokens in (256, 1000, 4096):
-        made(empty(tokens, inputs), empty(tokens, outputs), empty(tokens, dtype=torch.int32))
-    print(len(MADE), few, len({kernel.hash for kernel in MADE}))
+    ranks = empty(places, 10, dtype=torch.int32)
+    made = lora.LoraProduct(empty(places, 3, rank, inputs), empty(places, outputs, rank), 7, [0, 4096, 5120])
+    variants = []
+    for steps in ((1, 2, 17, 32, 256), (257, 600, 1000), (1025, 4096)):
+        for tokens in steps:
+            groups = lora.group(empty(tokens, dtype=torch.int32), ranks, False)
+            made(empty(tokens, inputs), empty(tokens, outputs), groups)
+        variants.append(len({kernel.hash for kernel in MADE}))
+    wide = min(kernel.asm["ptx"].count("ld.global.v4") for kernel in MADE if kernel.name == "_expand")
+    print(len(MADE), *variants, wide > 2)
 
 
 if __name__ == "__main__":
