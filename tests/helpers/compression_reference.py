@@ -21,16 +21,17 @@ class Recorder:
     def __init__(self, monkeypatch, layers: int) -> None:
         self.removed: list[np.ndarray | None] = [None] * layers
         self.events: list[tuple[int, int, int]] = []  # (computed, stored, kept)
-        real = Compactor._choose
+        real = Compactor._chosen
 
-        def choose(compactor, layer, slot, sources, stored, kept, computed):
-            chosen = real(compactor, layer, slot, sources, stored, kept, computed)
-            self._note(layer.index, chosen.numpy(), stored, computed)
-            if layer.index == 0:
-                self.events.append((computed, stored, kept))
-            return chosen
+        def chosen(compactor, layers, row, scores):
+            kept = real(compactor, layers, row, scores)
+            for layer, tokens in zip(layers, kept.cpu(), strict=True):
+                self._note(layer.index, tokens.numpy(), row.stored, row.computed)
+                if layer.index == 0:
+                    self.events.append((row.computed, row.stored, row.kept))
+            return kept
 
-        monkeypatch.setattr(Compactor, "_choose", choose)
+        monkeypatch.setattr(Compactor, "_chosen", chosen)
 
     def _note(self, layer: int, chosen: np.ndarray, stored: int, computed: int) -> None:
         heads = len(chosen)

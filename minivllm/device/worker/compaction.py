@@ -3,14 +3,16 @@
     sources  [b7, b3, b9]  ──► keys, values ──► scores [kv_heads, n] ──► kept [kv_heads, k], ascending
     cache    tokens of b7, b3, b9 ──────────── gather by head ─────────► first k places of the row's table
 
-Nothing here waits for the device.  The blocks of ``Delta.sources`` are read before a block is written, layer by layer.
+Nothing here waits for the device.  The scores of many layers are sorted together, because a sort of one layer's scores
+does not occupy a GPU.  The blocks of ``Delta.sources`` are read before a block of the same layer is written.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minivllm.core.external_calls import as_exception, call_foreign
 from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
@@ -19,14 +21,25 @@ from minivllm.errors import PluginError, describe_error
 from minivllm.registry import build_part
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.executor import Part, Wiring
     from minivllm.core.interfaces.plan import Delta, StepPlan
 
     from .build import Worker
     from .state import DeviceState
+
+
+SORTED = 1 << 23  # scores of a batch of layers
+
+
+class CompactedRow(NamedTuple):
+    """A row that is compressed: its slot, the blocks i64 [n] that hold its tokens, and numbers of tokens."""
+
+    slot: int
+    sources: Tensor
+    stored: int
+    kept: int
+    computed: int
 
 
 class Compactor:
@@ -64,15 +77,13 @@ class Compactor:
             place = self._places(sources, stored)
             table = self.state.table[group, slot, : -(-kept // self.block)].long()
             to = self._places(table, kept)
-            for layer in self.layers[group]:
-                try:
-                    chosen = self._choose(layer, slot, sources, stored, kept, computed)
-                except BaseException as e:
-                    message = describe_error(as_exception(e), self.compressor)
-                    errors[slot] = StepError("rows", self.name, message)
-                    newest = torch.arange(stored - kept, stored, device=place.device)
-                    chosen = newest.expand(layer.spec.kv_heads, kept)
-                _move(layer, place[chosen], to)
+            row = CompactedRow(slot, sources, stored, kept, computed)
+            for layers in self._batches(group, stored):
+                scores, error = self._scores_of(layers, row)
+                if error is not None:
+                    errors[slot] = error
+                for layer, chosen in zip(layers, self._chosen(layers, row, scores), strict=True):
+                    _move(layer, place[chosen], to)
             self.state.dropped_host[group, slot] += stored - kept
             assert self.state.dropped is not None
             self.state.dropped[group, slot : slot + 1].add_(stored - kept)
@@ -86,27 +97,61 @@ class Compactor:
         at = torch.arange(tokens, device=blocks.device)
         return blocks[at // self.block] * self.block + at % self.block
 
-    def _choose(self, layer: AttnLayer, slot: int, sources: Tensor, stored: int, kept: int, computed: int) -> Tensor:
-        """Return the tokens that stay, i64 [kv_heads, kept], ascending."""
-        keys, values = self.format.load(layer.cache, sources[None], self.dtype)
+    def _batches(self, group: int, stored: int) -> list[list[AttnLayer]]:
+        """Return the layers of a group in batches whose scores are sorted together: consecutive layers with the same
+        number of KV heads, and at most ``SORTED`` scores, or one layer."""
+        batches: list[list[AttnLayer]] = []
+        for layer in self.layers[group]:
+            heads = layer.spec.kv_heads
+            last = batches[-1] if batches else []
+            if last and last[0].spec.kv_heads == heads and (len(last) + 1) * heads * stored <= SORTED:
+                last.append(layer)
+            else:
+                batches.append([layer])
+        return batches
+
+    def _scores_of(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, StepError | None]:
+        """Return the scores f32 [layers, kv_heads, stored] of a row's tokens, and an error if ``score`` failed.
+
+        The tokens of a layer whose scores failed have growing scores, so that its newest tokens stay."""
+        error = None
+        shape = (len(layers), layers[0].spec.kv_heads, row.stored)
+        scores = torch.empty(shape, device=row.sources.device)
+        for layer, out in zip(layers, scores, strict=True):
+            try:
+                out.copy_(self._score(layer, row))
+            except BaseException as e:
+                error = StepError("rows", self.name, describe_error(as_exception(e), self.compressor))
+                out.copy_(torch.arange(row.stored, device=out.device))
+        return scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), error
+
+    def _score(self, layer: AttnLayer, row: CompactedRow) -> Tensor:
+        """Return the scores of the compressor, [stored] or [kv_heads, stored].  PluginError for another shape."""
+        stored = row.stored
+        keys, values = self.format.load(layer.cache, row.sources[None], self.dtype)
         tokens = StoredTokens(
             layer=layer.index,
             keys=keys[0, :stored],
             values=values[0, :stored],
-            queries=None if self.queries is None else self.queries.of(slot, layer.index),
+            queries=None if self.queries is None else self.queries.of(row.slot, layer.index),
             scale=layer.spec.softmax_scale,
-            keep=kept,
-            computed=computed,
-            seed=self.seeds.get(slot, 0),
+            keep=row.kept,
+            computed=row.computed,
+            seed=self.seeds.get(row.slot, 0),
         )
         scores = call_foreign(self.compressor.score, tokens)
         heads = layer.spec.kv_heads
         if not isinstance(scores, torch.Tensor) or scores.shape not in ((stored,), (heads, stored)):
             found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
             raise PluginError(f"score() gave {found}; expected a tensor [{heads}, {stored}] or [{stored}]")
-        lowest = scores.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-        order = lowest.expand(heads, stored).sort(dim=-1, descending=True, stable=True).indices
-        return order[:, :kept].sort(dim=-1).values
+        return scores
+
+    def _chosen(self, layers: list[AttnLayer], row: CompactedRow, scores: Tensor) -> Tensor:
+        """Return the tokens of a row that stay in each layer, i64 [layers, kv_heads, kept], ascending.
+
+        Of tokens with equal scores the first stay."""
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., : row.kept].sort(dim=-1).values
 
     def note(self, delta: Delta) -> None:
         """Store the seeds of new rows on the host, because reading them from the device would wait for it.  Copy the

@@ -16,14 +16,18 @@ def last_attention(stored: StoredTokens, queries: Tensor) -> Tensor:
     tokens over the stored tokens.  ``group`` is the number of query heads of a KV head."""
     n, kv_heads, dim = stored.keys.shape
     w = len(queries)
-    grouped = queries.float().view(w, kv_heads, -1, dim)
-    products = torch.einsum("whgd,nhd->hgwn", grouped, stored.keys.float())
-    scores = products * stored.scale
-    order = torch.arange(n, device=scores.device)
-    own = order[n - w :, None]
-    visible = order <= own  # causal
-    hidden = scores.masked_fill(~visible, float("-inf"))
-    return hidden.softmax(dim=-1)
+    scaled = (queries.float() * stored.scale).to(stored.keys.dtype)
+    grouped = scaled.view(w, kv_heads, -1, dim)
+    by_head = grouped.permute(1, 2, 0, 3)
+    rows = by_head.reshape(kv_heads, -1, dim)
+    columns = stored.keys.permute(1, 2, 0)
+    products = torch.bmm(rows, columns)
+    scores = products.view(kv_heads, -1, w, n)
+    square = torch.ones(w, w, dtype=torch.bool, device=scores.device)
+    later = square.triu(1)
+    of_window = scores[..., n - w :]
+    of_window.masked_fill_(later, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32)
 
 
 def with_newest(score: Tensor, count: int) -> Tensor:
