@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import DEVICE
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.testing.tiny import quiet
@@ -48,7 +49,7 @@ def expected(model: Any, folder: Path | None, tokens: list[int]) -> torch.Tensor
 def engine(folder: Path, **options: Any) -> LLM:
     """Return an engine for a tiny model that serves adapters."""
     base = {
-        "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128,
+        "dtype": "float32", "device": DEVICE, "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 128,
         "max_num_batched_tokens": 64, "kvcache_block_size": 4, "num_kvcache_blocks": 200, "max_logprobs": -1,
         "enable_lora": True,
     }  # fmt: skip

@@ -36,6 +36,7 @@ class MTPReference(torch.nn.Module):
         super().__init__()
         cfg = model.config
         layer, norm, rope = CLASSES[cfg.model_type]
+        self.of_images = cfg.model_type.startswith("qwen3_5")
         index = max(i for i, kind in enumerate(cfg.layer_types) if kind == "full_attention")
         self.pre_fc_norm_embedding = norm(cfg.hidden_size, cfg.rms_norm_eps)
         self.pre_fc_norm_hidden = norm(cfg.hidden_size, cfg.rms_norm_eps)
@@ -59,12 +60,16 @@ class MTPReference(torch.nn.Module):
         positions = torch.arange(len(ids))[None]
         x = self.layers[0](
             x,
-            position_embeddings=self.rope(x, positions),
+            position_embeddings=self.rope(x, self.of_rope(positions)),
             attention_mask=causal(len(ids)),
             position_ids=positions,
         )
         x = x[0] if isinstance(x, tuple) else x
         return self.norm(x)[0]
+
+    def of_rope(self, positions):
+        """Return positions [1, T] in the shape that the model's rope takes: [3, 1, T] for that of images."""
+        return positions.expand(3, 1, -1) if self.of_images else positions
 
     @torch.no_grad()
     def drafts(self, tokens, k):
@@ -137,6 +142,10 @@ class Eagle3Reference(torch.nn.Module):
         y = (scores.softmax(-1) @ v)[0].transpose(0, 1).reshape(n, -1)
         x = states + layer["self_attn"]["o_proj"](y)
         return x + layer["mlp"](layer["post_attention_layernorm"](x))
+
+    def of_rope(self, positions):
+        """Return positions [1, T] in the shape that the model's rope takes: [3, 1, T] for that of images."""
+        return positions.expand(3, 1, -1) if self.of_images else positions
 
     @torch.no_grad()
     def drafts(self, tokens, k):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICE
 from prediction_heads import Eagle3Reference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams
@@ -17,7 +18,7 @@ from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 K, TOKENS = 3, 12
-SMALL = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
+SMALL = {"device": DEVICE, "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
 
 
 class Case:

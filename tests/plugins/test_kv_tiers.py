@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from devices import DEVICE
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
@@ -27,7 +28,8 @@ def files_of(path) -> list[Path]:
 # ---------------------------------------------------------------- a model
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
-SMALL = {"model": "pocket", "device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "max_model_len": 512}
+SMALL = {"model": "pocket", "device": DEVICE, "num_kvcache_blocks": 60, "max_num_seqs": 4, "max_model_len": 512}
+SMALL |= {"dtype": "float32", "kvcache_block_size": 16}
 ALWAYS = {"load": "always"}
 CPU = {"name": "cpu", "options": ALWAYS}
 DRAW = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
@@ -75,7 +77,9 @@ def test_states_and_windows_come_from_tiers_too(tmp_path, kind):
     prompts = [{"prompt_token_ids": rng.integers(5, 200, 150).tolist()} for _ in range(4)]
     options = {
         "model": str(tmp_path / kind),
-        "device": "cpu",
+        "device": DEVICE,
+        "dtype": "float32",
+        "kvcache_block_size": 16,
         "skip_tokenizer_init": True,
         "max_num_seqs": 2,
         "max_model_len": 256,

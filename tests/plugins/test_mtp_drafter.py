@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from devices import DEVICE
 from prediction_heads import MTPReference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams, explain
@@ -21,7 +22,7 @@ from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 K, TOKENS = 3, 14
-SMALL = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
+SMALL = {"device": DEVICE, "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
 
 
 class Case:
@@ -222,7 +223,7 @@ def test_the_head_of_pocket_guesses_most_tokens_of_stories():
     head = {"name": "mtp", "options": {"model": "pocket-mtp"}}
     found = []
     for drafter in ("none", head):
-        how = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "num_kvcache_blocks": 40}
+        how = {"device": DEVICE, "dtype": "float32", "max_num_seqs": 3, "num_kvcache_blocks": 40}
         with LLM("pocket", drafter=drafter, num_speculative_tokens=2, speculate="always", **how) as llm:
             found.append([out.tokens for out in llm.chat(STORIES, params, use_tqdm=False)])
             stats = llm.stats().get("speculation")
@@ -236,7 +237,7 @@ def test_the_training_of_the_head_writes_files_that_the_drafter_reads(tmp_path):
     with LLM(
         "pocket",
         drafter={"name": "mtp", "options": {"model": str(tmp_path)}},
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         speculate="always",
         max_num_seqs=1,

@@ -137,7 +137,8 @@ class Oracle(Drafter):
             whole = next((one for one in self.sequences if one[:known] == begun), begun)
             for j, token in enumerate(whole[known : known + ask.k]):
                 drafts[row, j] = token if (known + j) % 3 else (token + 1) % 61
-        return drafts, torch.full((len(ask.slots),), ask.k)
+        device = ask.rows.position.device
+        return drafts.to(device), torch.full((len(ask.slots),), ask.k, device=device)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.core.interfaces.drafter import DrafterContext
@@ -103,7 +104,7 @@ def test_kept_texts_are_bounded_and_the_oldest_are_dropped_first():
 
 def test_earlier_outputs_are_drafted_for_their_tenant_only(tmp_path):
     path, _, _ = tiny_dir(tmp_path / "model", eos_token_id=60)
-    how = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, speculate="always", num_kvcache_blocks=60)
+    how = dict(device=DEVICE, dtype="float32", skip_tokenizer_init=True, speculate="always", num_kvcache_blocks=60)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompt = [[7, 3, 9, 11, 2, 40]]
     found, accepted = [], []
@@ -127,7 +128,7 @@ def test_host_and_device_have_the_same_tokens(tmp_path, monkeypatch):
         rows = original(self, slots, known)
         state = llm.engine.executor.runner.state
         checked.extend(
-            np.array_equal(row, state.tokens[slot, : len(row)]) for slot, row in zip(slots, rows, strict=True)
+            np.array_equal(row, state.tokens[slot, : len(row)].cpu()) for slot, row in zip(slots, rows, strict=True)
         )
         return rows
 
@@ -135,7 +136,7 @@ def test_host_and_device_have_the_same_tokens(tmp_path, monkeypatch):
     path, _, _ = tiny_dir(tmp_path / "model", eos_token_id=60)
     llm = LLM(
         str(path),
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         skip_tokenizer_init=True,
         speculate="always",
@@ -181,7 +182,7 @@ def test_a_drafter_whose_learn_raises_is_not_used_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Suffix, "learn", fails)
     path, _, _ = tiny_dir(tmp_path / "model", eos_token_id=60)
-    how = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, speculate="always", num_kvcache_blocks=60)
+    how = dict(device=DEVICE, dtype="float32", skip_tokenizer_init=True, speculate="always", num_kvcache_blocks=60)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(path), drafter="suffix", **how) as llm:
         outs = [llm.generate([[1, 2, 1, 2, 1]], params, use_tqdm=False)[0] for _ in range(3)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from devices import DEVICE
 from greedy import hf_greedy, prompts, tokens
 
 from minivllm import LLM, AsyncLLM, RequestError, SamplingParams, Tap
@@ -19,7 +20,7 @@ from minivllm.testing.tiny import save, small_config, tiny_model
 torch.set_num_threads(1)
 NEAR = 1e-4
 SMALL = dict(
-    skip_tokenizer_init=True, dtype="float32", device="cpu", max_model_len=96, max_num_seqs=6, kvcache_block_size=8
+    skip_tokenizer_init=True, dtype="float32", device=DEVICE, max_model_len=96, max_num_seqs=6, kvcache_block_size=8
 )
 AROUND = {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 PLAIN = {"attention": "self_attn", "mlp": "mlp"}
