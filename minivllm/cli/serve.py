@@ -29,6 +29,7 @@ SERVER = (
     ("root_path", str, "the path prefix that a proxy gives the server"),
     ("api_key_file", str, "a file with one API key a line"),
     ("lora_dir", str, "a folder within which operators may load adapters; with --admin and --enable-lora"),
+    ("weights_dir", str, "a folder within which operators name folders of new weights; with --admin"),
     ("steering_dir", str, "a folder of vectors NAME.npy that taps of operators may add; with --admin"),
     ("responses_dir", str, "a folder in which responses are stored (default: in memory)"),
     (

@@ -226,7 +226,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     modules = server.get("lora_modules") if isinstance(server, dict) else None
     if isinstance(server, dict) and isinstance(modules, list) and all(isinstance(module, str) for module in modules):
         server["lora_modules"] = [_relative_module(module, folder) for module in modules]
-    own = ("api_key_file", "lora_dir", "steering_dir", "responses_dir", "uds")
+    own = ("api_key_file", "lora_dir", "weights_dir", "steering_dir", "responses_dir", "uds")
     for key in (*own, "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         convert(server, key, bool)
     return values

@@ -45,7 +45,7 @@ class ServerConfig(Strict):
     admin: bool = Field(
         False,
         description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state, /cache/..., the field "
-        "taps, lora_dir",
+        "taps, lora_dir, weights_dir, /pause, /resume, /update_weights, /sleep, /wake_up, /weights",
     )
     page: bool = Field(True, description="serve the page at / (chat and live engine) and the page at /docs (API)")
     live_interval: float = Field(0.25, ge=0.1, description="time between two states of the engine on open pages")
@@ -54,6 +54,9 @@ class ServerConfig(Strict):
         [], max_length=4096, description="adapters to serve, each as NAME=FOLDER; requests send the name as model"
     )
     lora_dir: str | None = Field(None, description="folder within which operators may load adapters while it runs")
+    weights_dir: str | None = Field(
+        None, description="folder within which operators name folders of new weights, for /update_weights"
+    )
     prefix_dir: str | None = Field(None, description="folder of the files of exported prefixes, for /cache/...")
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
     tool_parser: str = Field(
@@ -156,8 +159,9 @@ class ServerConfig(Strict):
             )
         if self.steering_dir is not None and not self.admin:
             refuse("steering_dir", "steering_dir without server.admin: set both, or neither")
-        if self.lora_dir is not None and not self.admin:
-            refuse("lora_dir", "lora_dir without server.admin: set both, or neither")
+        for name in ("lora_dir", "weights_dir"):
+            if getattr(self, name) is not None and not self.admin:
+                refuse(name, f"{name} without server.admin: set both, or neither")
         names = [module.partition("=")[0] for module in self.lora_modules]
         for number, module in enumerate(self.lora_modules):
             name, _, folder = module.partition("=")

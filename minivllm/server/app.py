@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 from minivllm.errors import describe_error
 
-from . import compat, errors, operations, prefixes
+from . import compat, errors, operations, prefixes, weights
 from .anthropic import messages
 from .embedding import routes as embedding
 from .errors import ApiError
@@ -44,14 +44,17 @@ from .openai.bodies import (
     OllamaGenerateBody,
     OllamaModelBody,
     OllamaPromptEmbedBody,
+    PauseBody,
     PrefixBody,
     PrefixFileBody,
     RerankBody,
     ResponsesBody,
     ScoreBody,
+    SleepBody,
     TemplateBody,
     TokenizeBody,
     UnloadAdapterBody,
+    WeightsBody,
 )
 from .page.files import Page
 from .page.live import LiveSocket
@@ -130,6 +133,7 @@ _OPERATIONS: Routes = (
     ("/cache/prefixes", prefixes.names, "GET"),
     ("/cache/prefixes/{name}", prefixes.drop, "DELETE"),
     ("/cache/verify", prefixes.verify, "POST"),
+    ("/weights", weights.show, "GET"),
 )
 _SAVED: Routes = (
     ("/cache/prefixes", prefixes.save, "POST", PrefixBody),
@@ -140,10 +144,18 @@ _ADAPTERS: Routes = (
     ("/v1/load_lora_adapter", operations.load_adapter, "POST", LoadAdapterBody, (TEXT,), BODY_ERRORS),
     ("/v1/unload_lora_adapter", operations.unload_adapter, "POST", UnloadAdapterBody, (TEXT,), BODY_ERRORS),
 )
+_WEIGHTS: Routes = (
+    ("/pause", weights.pause, "POST", PauseBody, (JSON,), BODY_ERRORS),
+    ("/resume", weights.resume, "POST", None, (JSON,), (400, 503)),
+    ("/update_weights", weights.update, "POST", WeightsBody, (JSON,), BODY_ERRORS),
+    ("/sleep", weights.sleep, "POST", SleepBody, (JSON,), BODY_ERRORS),
+    ("/wake_up", weights.wake, "POST", None, (JSON,), (400, 503)),
+)
 ADMIN: Routes = (
     *((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS),
     *((*operation, (JSON,), BODY_ERRORS) for operation in _SAVED),
     *_ADAPTERS,
+    *_WEIGHTS,
 )
 # columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
 PROBES = (

@@ -96,6 +96,8 @@ def check_config(loaded: Loaded) -> None:
         raise ConfigError(f"server.{name} without enable_lora=true: set both, or neither")
     if server.lora_dir is not None and not os.path.isdir(server.lora_dir):
         raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder")
+    if server.weights_dir is not None and not os.path.isdir(server.weights_dir):
+        raise ConfigError(f"server.weights_dir={server.weights_dir!r}: no such folder")
     choose(server, None, engine.allow_targets)
     if server.replicas > 1:
         environments(loaded)

@@ -4,7 +4,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
 
     │ cli                                                   the commands
     │ server.batch                                          requests of a file, by the application without a socket
-    │ server.serve  server.app  server.operations  server.prefixes  server.compat  server.pool_jobs
+    │ server.serve  server.app  server.operations  server.prefixes  server.weights  server.compat  server.pool_jobs
     │ server.page                                           the page, and the state of the engine for it
     │ server.replicas                                       several engines behind one address
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
@@ -77,11 +77,12 @@ MAY_IMPORT = {
         "runtime.processes"
     ),
     "server.app": (
-        "server.operations server.prefixes server.page server.replicas server.embedding server.compat "
+        "server.operations server.prefixes server.weights server.page server.replicas server.embedding server.compat "
         "server.anthropic server.responses server.ollama server.openai server.http server"
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.prefixes": "server.openai plugins core.interfaces server",
+    "server.weights": "server.openai server",
     "server.compat": "server.openai server",
     "server.pool_jobs": (
         "server.openai server.link server.http runtime.text runtime.replies core.interfaces server runtime.processes"

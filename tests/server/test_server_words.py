@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import httpx
 from http_helpers import served
 
-from minivllm.server import compat, logs, operations, prefixes
+from minivllm.server import compat, logs, operations, prefixes, weights
 from minivllm.server.app import ADMIN, ROUTES
 from minivllm.server.errors import INTERNAL, TYPES
 from minivllm.server.ollama import models
@@ -82,6 +82,9 @@ OPERATOR_BODIES = {  # of routes that need the operator's key
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "b"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/cache/prefixes": {"name": "a", "prompt": "b"},
+    "/pause": {"keep_requests": True},
+    "/sleep": {"level": 1},
+    "/update_weights": {"path": "a"},
     "/cache/prefixes/{name}/export": {"file": "a.tar"},
     "/cache/import": {"file": "a.tar"},
 }
@@ -106,6 +109,8 @@ BREAKS = {  # route -> what it works with, in which something fails
         ("/replicas", "/replicas/update", "/replicas/{number}/drain", "/replicas/{number}/resume"),
         lambda s: (replicas, "replicas_of"),
     ),
+    **dict.fromkeys(("/weights", "/pause", "/resume", "/sleep", "/wake_up"), lambda s: (weights, "_answer")),
+    "/update_weights": lambda s: (weights, "_folder"),
     "/v1/load_lora_adapter": lambda s: (s.adapters, "new"),
     "/v1/unload_lora_adapter": lambda s: (s.adapters, "unload"),
     "/v1/completions": lambda s: (s.client, "stream"),

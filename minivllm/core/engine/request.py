@@ -206,6 +206,12 @@ class Request:
         )
 
     @property
+    def weights_version(self) -> int:
+        """Return the newest version of the weights that may have drawn its tokens."""
+        versions = (seq.weights[-1][0] for seq in self.sequences if seq.weights)
+        return max(versions, default=0)
+
+    @property
     def done(self) -> bool:
         return bool(self.sequences) and all(s.status == FINISHED for s in self.sequences)
 

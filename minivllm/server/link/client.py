@@ -299,6 +299,11 @@ class EngineClient:
         """Forget an adapter by its name.  An unknown name is ignored."""
         await self._ask("unload_adapter", name=name)
 
+    async def weights(self, do: str, **args: Any) -> dict[str, Any]:
+        """Call ``pause``, ``resume``, ``update``, ``sleep`` or ``wake`` of the engine's weights, and return their
+        state.  "stats" returns the state only."""
+        return await self._ask("weights", do=do, args=args)
+
     async def prefixes(self) -> dict[str, Any]:
         """Return the ``tokens`` of the named prefixes by name, and the ``store`` that keeps them, with ``options``."""
         return await self._ask("prefixes")
@@ -376,6 +381,7 @@ class EngineClient:
         """End the streams of requests that have ended in the engine."""
         orders = dict(header.get("order", ()))
         failed = dict(header.get("failed", ()))
+        versions = dict(header.get("weights", ()))
         done = columns["done"]
         joules = columns.get("joules", np.full(len(done), np.nan))
         rows = zip(done.tolist(), columns["done_at"].tolist(), joules.tolist(), strict=True)
@@ -386,6 +392,7 @@ class EngineClient:
             stream.metrics.joules = None if math.isnan(spent) else spent
             if number in failed:
                 stream.fail(PluginError(failed[number]))
+            stream.weights_version = versions.get(number, 0)
             stream.finished(at, orders.get(number))
             self._forget(stream)
 

@@ -377,6 +377,13 @@ class EngineLoop(TurnLoop):
         self.engine.reset_prefix_cache()
         return True
 
+    def _ask_weights(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of the engine's weights, and return their state."""
+        weights = self.engine.weights
+        method = getattr(weights, do)
+        method(**args)
+        return weights.stats()
+
     def _ask_prefixes(self) -> dict[str, Any]:
         self.engine.settle()
         named = self.engine.named_prefixes()
@@ -387,7 +394,8 @@ class EngineLoop(TurnLoop):
         self.engine.settle()
         params = SamplingParams(max_tokens=1, tenant=tenant, cache_salt=cache_salt)
         tokens = np.array(ids, np.int32)
-        return self.engine.save_prefix(name, tokens, salt_of_prompt(tokens, params, self.engine.wiring))
+        salt = self.engine.weights.salted(salt_of_prompt(tokens, params, self.engine.wiring))
+        return self.engine.save_prefix(name, tokens, salt)
 
     def _ask_drop_prefix(self, name: str) -> None:
         self.engine.settle()
@@ -514,6 +522,9 @@ class EngineLoop(TurnLoop):
         if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]
             self.header.setdefault("order", []).append([live.number, order])
+        version = request.weights_version
+        if version:
+            self.header.setdefault("weights", []).append([live.number, version])
         self.dones.append((live.number, request.finished or self.engine.now(), joules_of(request)))
 
     def _flush(self) -> bool:

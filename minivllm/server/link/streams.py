@@ -84,6 +84,7 @@ class Stream(RequestText):
         # log-probabilities of all tokens of each branch
         self.scored = None if params.logprobs is None else [Scored(self._spell) for _ in range(branches)]
         # values f32 [width] of each read (``taps``) of each branch that has ended well, or its embedding
+        self.weights_version = 0  # newest version of the weights that drew tokens, once the request has ended
         self.tapped: dict[int, list[np.ndarray]] = {}
         self.moves = 0  # number of times that the request was sent to another engine, because its own had ended
         self._drop = drop  # aborts the request

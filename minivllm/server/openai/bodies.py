@@ -33,15 +33,18 @@ from .field_table import (
     OLLAMA_GENERATE,
     OLLAMA_MODEL,
     OLLAMA_PROMPT_EMBED,
+    PAUSE,
     PREFIX,
     PREFIX_FILE,
     REQUIRED,
     RERANK,
     RESPONSES,
     SCORE,
+    SLEEP,
     TEMPLATE,
     TOKENIZE,
     UNLOAD_ADAPTER,
+    WEIGHTS,
     declared_by,
 )
 from .fields import Translation, check_required, translate
@@ -97,6 +100,9 @@ OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
 OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
 PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)
 EmbedBody = _model("EmbedBody", PooledBody, EMBED)
+PauseBody = _model("PauseBody", Body, PAUSE)
+SleepBody = _model("SleepBody", Body, SLEEP)
+WeightsBody = _model("WeightsBody", Body, WEIGHTS)
 PrefixBody = _model("PrefixBody", Body, PREFIX)
 PrefixFileBody = _model("PrefixFileBody", Body, PREFIX_FILE)
 RerankBody = _model("RerankBody", PooledBody, RERANK)

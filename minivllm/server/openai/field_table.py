@@ -31,6 +31,7 @@ OLLAMA_EMBED, OLLAMA_PROMPT_EMBED = "ollama_embed", "ollama_embeddings"
 EMBED, RERANK, SCORE = "embed", "rerank", "score"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "load adapter", "unload adapter"
 PREFIX, PREFIX_FILE = "prefix", "prefix_file"
+PAUSE, SLEEP, WEIGHTS = "pause", "sleep", "weights"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -398,6 +399,12 @@ SAVED_PREFIX = {
     "tenant": (TEXT, "whose requests find the prefix: key-0 is the first API key; absent: the key of this request"),
     "cache_salt": (TEXT, "only requests with the same salt find the prefix"),
 }
+NEW_WEIGHTS = {
+    "path": (TEXT, "folder of a checkpoint, within the server's weights_dir"),
+    "partial": (BOOL, "weights that are not in the folder stay as they are"),
+    "finite": (BOOL, "refuse infinite numbers and NaN (default true)"),
+    "kv": (TEXT, "recompute (default) or keep the keys and values of running requests"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -423,6 +430,9 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (LOAD_ADAPTER, UNLOAD_ADAPTER): {"lora_name": (TEXT, "name of the adapter, which requests send as model")},
     (LOAD_ADAPTER,): {"lora_path": (TEXT, "folder of the adapter, within the server's lora_dir")},
     (UNLOAD_ADAPTER,): {"lora_int_id": (INT, "vLLM's number of the adapter; it has no effect")},
+    (PAUSE,): {"keep_requests": (BOOL, "false aborts the requests that run; by default they wait")},
+    (SLEEP,): {"level": (INT, "1 (default) keeps the weights in host memory, 2 drops them")},
+    (WEIGHTS,): NEW_WEIGHTS,
     (PREFIX,): SAVED_PREFIX,
     (PREFIX_FILE,): {"file": (TEXT, "name of a tar file in server.prefix_dir")},
 }

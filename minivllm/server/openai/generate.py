@@ -356,9 +356,16 @@ class Answer:
     def _usage_chunk(self) -> JsonObject:
         """Return the last chunk of a stream, which has no choice."""
         chunk = {**self.head(), "choices": [], "usage": self.usage()}
+        if (found := self.fingerprint()) is not None:
+            chunk["system_fingerprint"] = found
         if self.timed:
             chunk["timings"] = timings(self.streams, self.sent)
         return chunk
+
+    def fingerprint(self) -> str | None:
+        """Return the newest version of the weights that drew tokens, None for those from the start."""
+        version = max(stream.weights_version for stream in self.streams)
+        return f"weights-{version}" if version else None
 
     async def whole(self, work: ProtocolWork, owner: str) -> AsyncIterator[bytes]:
         """Yield the answer as JSON, in pieces.  ``owner`` identifies the client in the queue of the worker pool."""
@@ -367,7 +374,8 @@ class Answer:
             prompt, rank = divmod(choice["index"], self.n)
             order = self.streams[prompt].order or range(self.n)
             choice["taps"] = self.tapped(choice["index"], order[rank])
-        out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None}
+        out = {**self.head(), "choices": choices, "usage": self.usage()}
+        out["system_fingerprint"] = self.fingerprint()
         out.update(self.more)
         if self.timed:
             generated = sum(s.completion_tokens for s in self.streams)

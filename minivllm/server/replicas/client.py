@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.router import RoutedRequest, RouterContext
-from minivllm.errors import ConfigError, EngineDeadError, RequestError, ResourceError, shown
+from minivllm.errors import ConfigError, EngineDeadError, RequestError, ResourceError, describe_error, shown
 from minivllm.server.link.client import EngineClient, EngineInfo
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.link.streams import Stream
@@ -256,6 +256,8 @@ class ReplicaClient(EngineClient):
             running.append(stats)
             each.append(stats | self._about(one))
         joined = merged(running)
+        if running:
+            joined["weights"] = max((stats["weights"] for stats in running), key=lambda found: found["version"])
         for name in TOTALS:  # of replicas that do not answer, too
             joined[name] = sum(stats.get(name, 0) for stats in each)
         return joined | {"replicas": each, "moved": self.moved, "router_faults": self.routing.faults}
@@ -312,6 +314,31 @@ class ReplicaClient(EngineClient):
 
     async def unload_adapter(self, name: str) -> None:
         await self._each(lambda one: one.unload_adapter(name))
+
+    async def weights(self, do: str, **args: Any) -> dict[str, Any]:
+        """Do the same in all replicas at once, and return the state of each.
+
+        If an update succeeds in some replicas only, the others are drained, so that all that serve have the same
+        weights.  RequestError then names them."""
+        asked = [one for one in self.replicas if one.healthy()[0]]
+        if not asked:
+            raise EngineDeadError("no replica runs")
+        answers = await asyncio.gather(*(one.weights(do, **args) for one in asked), return_exceptions=True)
+        wrong = {one.number: e for one, e in zip(asked, answers, strict=True) if isinstance(e, BaseException)}
+        for e in wrong.values():
+            if do != "update" or len(wrong) == len(asked) or not isinstance(e, Exception):
+                raise e
+        for number in wrong:
+            self.replicas[number].held = True
+        if wrong:
+            number, e = next(iter(wrong.items()))
+            told = f"replicas {', '.join(map(str, wrong))} kept their weights and were drained"
+            raise RequestError(f"{told}: {describe_error(e)}")
+        for one in asked:
+            if do in ("update", "sleep"):
+                self.routing.emptied(one.number)
+        states = {str(one.number): state for one, state in zip(asked, answers, strict=True)}
+        return {"replicas": states}
 
     async def prefixes(self) -> dict[str, Any]:
         """Raise RequestError, because each engine would keep its own names."""

@@ -1,0 +1,75 @@
+"""Routes for operators that change the weights of the engine, or pause it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from minivllm.errors import shown
+
+from .errors import ApiError
+from .openai import fields
+from .openai.bodies import PauseBody, SleepBody, WeightsBody
+from .openai.generate import Service, read_body
+
+MOST_PATH = 1024  # characters
+
+
+async def show(request: Request, service: Service) -> Any:
+    """Return the version of the weights, and whether the engine is paused or asleep."""
+    return await _answer(service, "stats")
+
+
+async def pause(request: Request, service: Service) -> Any:
+    """Run no more steps until ``/resume``.  Requests wait, or end with ``keep_requests`` false."""
+    body = await read_body(request, service, PauseBody)
+    fields.check(body)
+    return await _answer(service, "pause", keep_requests=body.keep_requests is not False)
+
+
+async def resume(request: Request, service: Service) -> Any:
+    """Continue after ``/pause``."""
+    return await _answer(service, "resume")
+
+
+async def update(request: Request, service: Service) -> Any:
+    """Replace the weights by those of a folder within ``weights_dir``."""
+    body = await read_body(request, service, WeightsBody)
+    fields.check(body)
+    options = {name: getattr(body, name) for name in ("partial", "finite", "kv")}
+    given = {name: value for name, value in options.items() if value is not None}
+    return await _answer(service, "update", path=_folder(service, body.path), **given)
+
+
+async def sleep(request: Request, service: Service) -> Any:
+    """Free the memory of the KV cache and of the weights."""
+    body = await read_body(request, service, SleepBody)
+    fields.check(body)
+    return await _answer(service, "sleep", level=1 if body.level is None else body.level)
+
+
+async def wake(request: Request, service: Service) -> Any:
+    """Allocate the memory again."""
+    return await _answer(service, "wake")
+
+
+async def _answer(service: Service, do: str, **args: Any) -> JSONResponse:
+    return JSONResponse(await service.client.weights(do, **args))
+
+
+def _folder(service: Service, path: str | None) -> str:
+    """Return the path of a folder.  ApiError (400) unless it lies within ``weights_dir`` after links are followed."""
+    folder = service.server.weights_dir
+    if folder is None:
+        raise ApiError(400, "weights come from a folder that the server names: start it with --weights-dir", "path")
+    if not path or "\0" in path or len(path) > MOST_PATH:
+        what = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
+        raise ApiError(400, f"path={shown(path)}: {what}", "path")
+    root = os.path.realpath(folder)
+    whole = os.path.realpath(os.path.join(root, path))
+    if os.path.commonpath([whole, root]) != root:
+        raise ApiError(400, f"path={shown(path)}: expected a folder within the server's weights_dir", "path")
+    return whole
