@@ -103,7 +103,8 @@ only text is served: leave it out <- language_model_only mm_* enable_mm_embeds \
     interleave_mm_strings media_io_kwargs skip_mm_profiling \
     allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
 models generate: leave it out <- convert is_embedding pooler_config override_pooler_config embedding
-the tokenizer is the model's: leave it out <- tokenizer_pool_* use_fast
+use tokenizer_pool={"name": "threads", "size": N} <- tokenizer_pool_*
+the tokenizer is the model's: leave it out <- use_fast
 weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* kv_offloading_* max_memory
 an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name \
     reasoning_parser tool_call_parser

@@ -24,6 +24,8 @@ ALIASES = {
     "quantization": "quantizer", "kv_cache_dtype": "kv_format", "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
 }  # fmt: skip
+POOLS = ("auto", "none", "threads", "process")  # names of ``tokenizer_pool``
+MOST_POOL = 256
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -121,6 +123,21 @@ def _overrides(value: Any) -> Any:
     return dict(value)
 
 
+def _pool(value: Any) -> Any:
+    """Convert a name or a table to the fields of ``tokenizer_pool``.  ValueError for anything else."""
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not set(table) <= {"name", "size"}:
+        raise ValueError(f"{shown(value)}: expected a name, or a table with name and size")
+    name, size = table.get("name", "auto"), table.get("size")
+    if name == "ray":
+        raise ValueError("name='ray': actors of Ray convert no text here; use threads or process")
+    if name not in POOLS:
+        raise ValueError(f"name={shown(name)}: expected {', '.join(POOLS)}")
+    if size is not None and (type(size) is not int or not 1 <= size <= MOST_POOL):
+        raise ValueError(f"size={shown(size)}: expected a whole number from 1 to {MOST_POOL}")
+    return {"name": name} if size is None else {"name": name, "size": size}
+
+
 def _path(value: Any) -> Any:
     """Convert a path object to text."""
     if isinstance(value, os.PathLike):
@@ -129,6 +146,7 @@ def _path(value: Any) -> Any:
 
 
 Overrides = Annotated[dict[str, Any], BeforeValidator(_overrides)]
+Pool = Annotated[dict[str, Any], BeforeValidator(_pool)]
 One = Annotated[PluginChoice, BeforeValidator(_choice)]
 Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
 Stores = Annotated[list[PluginChoice], BeforeValidator(_stores)]
@@ -167,6 +185,11 @@ class EngineConfig(Strict):
         "None: the model's default",
     )
     tokenizer_mode: One = PluginChoice()
+    tokenizer_pool: Pool = Field(
+        {"name": "auto"},
+        description="converts long lists of texts: a name (auto, none, threads, process), or a table with name and "
+        "size, the number of threads or processes; auto: threads if they are faster",
+    )
     skip_tokenizer_init: bool = Field(False, description="load no tokenizer; prompts and outputs are token ids")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = Field(
         "auto", description="format of the weights; pt: files of torch.save; dummy: random weights"
@@ -351,7 +374,7 @@ SHAPE = ConfigShape(
     tables=TABLES,
     seams=SEAMS,
     several=SEVERAL,
-    free=("hf_overrides",),
+    free=("hf_overrides", "tokenizer_pool"),
     choice=tuple(PluginChoice.model_fields),
     alone=("kvstore",),
     aliases=ALIASES,

@@ -305,6 +305,7 @@ class AsyncLLM(FrontDoor):
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
+        self._close_pool()
         self.engine.stop()
         self._recorder.close()
 

@@ -104,6 +104,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
 def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """Return the tokenizer, or None if none is needed, and the end-of-sequence ids.  ModelError or ConfigError."""
     from minivllm.config.places import end_ids
+    from minivllm.runtime.text.pool import TokenizerPool
     from minivllm.runtime.text.tokenizer import load_tokenizer
 
     eos = end_ids(resolved.config, Path(resolved.wiring.model_dir))
@@ -111,6 +112,7 @@ def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...
         return None, tuple(eos or ())
     part = resolved.parts["tokenizer"]
     tokenizer = load_tokenizer(resolved.tokenizer_dir, resolved.config.chat_template, eos, part)
+    tokenizer.pool = TokenizerPool(tokenizer, **resolved.config.tokenizer_pool)
     return tokenizer, tokenizer.eos_ids
 
 

@@ -18,7 +18,7 @@ from minivllm.runtime.text.embeddings import (
 )
 
 from .pooling import PromptPooling, default_pooling
-from .prompts import is_one_prompt, read_prompt
+from .prompts import is_one_prompt, read_prompt, tokenized
 from .requests import Tracked
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def embed_requests(
     """Return a request for each prompt, which ``done`` is called with when it has ended."""
     params = SamplingParams(max_tokens=1, detokenize=False)
     made = []
-    for number, prompt in enumerate(prompts, 1):
+    for number, prompt in enumerate(tokenized(prompts, door.tokenizer), 1):
         try:
             made.append(_request(door, prompt, params, options, done))
         except RequestError as e:

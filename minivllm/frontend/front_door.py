@@ -104,6 +104,11 @@ class FrontDoor:
             self.images.why_not = "a record keeps the requests of a run, and no images; leave record out"
         self._recorder.begin(self.resolved, self.engine)
 
+    def _close_pool(self) -> None:
+        """End the threads and processes that convert text."""
+        if self.tokenizer is not None:
+            self.tokenizer.pool.close()
+
     def _tokenizer(self) -> Tokenizer:
         """Return the tokenizer.  RequestError if there is none."""
         if self.tokenizer is None:

@@ -121,7 +121,7 @@ class LLM(FrontDoor):
         RequestError if a prompt is refused; then nothing runs.  A request that fails later has finish_reason "error"
         and a message in ``error``.
         """
-        from .prompts import adapters_for, check_call, is_one_prompt, params_for, taps_for
+        from .prompts import adapters_for, check_call, is_one_prompt, params_for, taps_for, tokenized
         from .requests import Tracked
 
         check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps", "lora_request"))
@@ -136,6 +136,7 @@ class LLM(FrontDoor):
         params = params_for(self._params_or_default(sampling_params), len(items))
         all_taps = taps_for(taps, len(items))
         adapters = adapters_for(lora_request, len(items))
+        items = tokenized(items, self.tokenizer)
         bar = _bar(len(items)) if use_tqdm else None
         done = None if bar is None else lambda _: bar.update(1)
         tracked = [
@@ -475,6 +476,7 @@ class LLM(FrontDoor):
 
     def close(self) -> None:
         """Free the memory, and write the record if the user requested one.  A second call does nothing."""
+        self._close_pool()
         self.engine.stop()
         self._recorder.close()
 

@@ -167,6 +167,26 @@ def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
     return PromptInput(text, array.astype(np.int32), salt)
 
 
+def tokenized(prompts: Sequence[Any], tokenizer: Tokenizer | None) -> list[Any]:
+    """Return prompts in which texts have their token ids, which the pool of the tokenizer converts together.
+
+    Prompts are returned unchanged if one of the texts is refused, so that ``read_prompt`` names it."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if tokenizer is None or len(texts) < 2:
+        return list(prompts)
+    try:
+        rows = iter(tokenizer.batch_encode(texts))
+    except RequestError:
+        return list(prompts)
+    found = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            found.append({"prompt": prompt, "prompt_token_ids": next(rows)})
+        else:
+            found.append(prompt)
+    return found
+
+
 def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
     """Return the parameters with the salt of a prompt.  RequestError if they have a different salt."""
     if salt is None or params.cache_salt == salt:

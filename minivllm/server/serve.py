@@ -98,6 +98,9 @@ def check_config(loaded: Loaded) -> None:
         raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder")
     if server.weights_dir is not None and not os.path.isdir(server.weights_dir):
         raise ConfigError(f"server.weights_dir={server.weights_dir!r}: no such folder")
+    if engine.tokenizer_pool != {"name": "auto"}:
+        problem = "the server converts text in worker processes of its own, which have limits of time and memory"
+        raise ConfigError(f"tokenizer_pool: {problem}; remove the option")
     choose(server, None, engine.allow_targets)
     if server.replicas > 1:
         environments(loaded)

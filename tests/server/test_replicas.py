@@ -72,6 +72,7 @@ def test_replicas_get_gpus_of_their_own_or_a_share_of_the_cores(tmp_path, monkey
         ({"replicas": 2}, {"hooks": ["step_log"]}, "hooks=step_log with server.replicas=2: the replicas would share"),
         ({"replicas": 2, "router": "prefx"}, {}, "router='prefx': there are .*prefix.*Did you mean 'prefix'"),
         ({"replicas": 2, "router": "prefix", "router_options": {"balanc": 1}}, {}, "balanc"),
+        ({}, {"tokenizer_pool": "threads"}, "tokenizer_pool: the server converts text in worker processes of its own"),
         ({"replicas": 2, "router_options": {"balance": 1}}, {}, "takes no options"),
     ],
 )

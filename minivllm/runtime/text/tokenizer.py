@@ -89,6 +89,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*eos] if own is None else [*eos, own]))
         self._folder: Path | None = None  # the source of the files
         self._part: Part | None = None  # the plug-in that read them
+        self.pool: Any = None  # a ``TokenizerPool``, which converts long lists of texts
 
     @property
     def chat_templates(self) -> dict[str, str]:
@@ -183,14 +184,35 @@ class Tokenizer:
 
     def batch_decode(self, batch: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """Return the text of each list of ids."""
-        return [self.decode(ids, skip_special_tokens) for ids in batch]
+        rows = list(batch)
+        if self.pool is not None:
+            return self.pool.decode_all(rows, skip_special_tokens)
+        return [self.decode(ids, skip_special_tokens) for ids in rows]
+
+    def batch_encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each text, as ``encode`` does."""
+        if self.pool is not None and all(isinstance(text, str) for text in texts):
+            return self.pool.encode_all(texts, add_special_tokens)
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def encode_some(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of each text, in the thread of the caller."""
+        if self.backend is None:
+            return [self.encode(text, add_special_tokens) for text in texts]
+        try:
+            with panics_as(lambda why: RequestError(why, "prompt")):
+                # without the positions of tokens, which takes a fifth less time
+                found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as e:
+            raise RequestError(NOT_UNICODE, "prompt") from e
+        return [each.ids for each in found]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, list[Any]]:
         """Return ``input_ids`` and ``attention_mask`` of a text, or of each text of a list, without padding."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        batch = [self.encode(each, add_special_tokens) for each in text]
+        batch = self.batch_encode(text, add_special_tokens)
         return {"input_ids": batch, "attention_mask": [[1] * len(ids) for ids in batch]}
 
     def __len__(self) -> int:
