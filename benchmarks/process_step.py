@@ -148,13 +148,13 @@ def step_us(llm: LLM, rows: int, steps: int) -> tuple[float, float, float]:
 
 def codec_us(rows: int, times: int = 2000) -> float:
     """Microseconds to encode and decode a plan like the one before it, and its result."""
-    from minivllm.plugins.executor.steps import Plans, Results
+    from minivllm.plugins.executor.steps import Plans, StepResults
 
     ids = np.arange(rows, dtype=np.int32)
     plan = StepPlan(1, ids, ids, ids, ids)
     seams = {"model": 1e-5, "attention": 1e-5, "sampler": 1e-5}
     result = StepResult(1, ids, ids, ids, ids.astype(np.uint8), seams=seams)
-    sender, worker, back, engine = Plans(), Plans(), Results(), Results()
+    sender, worker, back, engine = Plans(), Plans(), StepResults(), StepResults()
     begun = time.perf_counter()
     for _ in range(times):
         kind, parts = sender.encode(plan)
@@ -168,7 +168,7 @@ def codec_us(rows: int, times: int = 2000) -> float:
 def pieces_us(rows: int, ranks: int) -> dict[str, float]:
     """Microseconds of what a step costs with ranks beside ``local``, piece by piece: the median of the fastest quarter
     of the turns, both ends in this process, so that nobody sleeps and no other process is waited for."""
-    from minivllm.plugins.executor.steps import Plans, Results
+    from minivllm.plugins.executor.steps import Plans, StepResults
     from minivllm.runtime.processes.channel import Channel, shared_file
     from minivllm.runtime.processes.status import BEGUN, DONE, StatusPage
 
@@ -180,7 +180,7 @@ def pieces_us(rows: int, ranks: int) -> dict[str, float]:
     plan = StepPlan(1, ids, ids, ids, ids)
     seams = {"model": 1e-5, "attention": 1e-5, "sampler": 1e-5}
     result = StepResult(1, ids, ids, ids, ids.astype(np.uint8), seams=seams)
-    sender, worker, back, engine = Plans(), Plans(), Results(), Results()
+    sender, worker, back, engine = Plans(), Plans(), StepResults(), StepResults()
     spent: dict[str, list[float]] = {}
     marks: list[tuple[str, float]] = []
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.cli.chat_input import make_reader
-from minivllm.cli.chat_sources import KINDS, Local, Server, Source
+from minivllm.cli.chat_sources import KINDS, ChatSource, LocalSource, Server
 from minivllm.cli.commands import with_flags
 from minivllm.cli.common import check_one_model, load, open_llm
 from minivllm.errors import ConfigError, MinivllmError, RequestError, ResourceError, shown, suggest
@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 
 @dataclass
-class Conversation:
+class TerminalChat:
     """The messages of a conversation.  ``ended`` is True once /exit was typed."""
 
     system: str = ""
@@ -60,7 +60,7 @@ class Conversation:
         """Add a finished turn."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-    def command(self, line: str, source: Source) -> bool:
+    def command(self, line: str, source: ChatSource) -> bool:
         """Run a line that is a command.  Returns False for a line that is a message."""
         word, _, rest = line.partition(" ")
         word, rest = ALIASES.get(word, word), rest.strip()
@@ -91,7 +91,7 @@ class Conversation:
             return False
         return True
 
-    def _set(self, rest: str, source: Source) -> None:
+    def _set(self, rest: str, source: ChatSource) -> None:
         """Show or change the sampling parameters."""
         name, _, text = rest.partition(" ")
         text = text.strip()
@@ -110,7 +110,7 @@ class Conversation:
         source.sampling = changed
         say(f"{name} is {text or 'default'}.")
 
-    def _save(self, path: str, source: Source) -> None:
+    def _save(self, path: str, source: ChatSource) -> None:
         """Write the conversation to a file that is not there yet."""
         if not path:
             raise ConfigError("/save: expected the name of a file")
@@ -124,7 +124,7 @@ class Conversation:
             raise ResourceError(f"/save {shown(path)}: {exc.strerror}") from None
         say(f"{len(self.turns)} messages are in {path}.")
 
-    def _load(self, path: str, source: Source) -> None:
+    def _load(self, path: str, source: ChatSource) -> None:
         """Read a conversation, in place of the present one."""
         if not path:
             raise ConfigError("/load: expected the name of a file")
@@ -168,7 +168,7 @@ def chat(args: argparse.Namespace) -> int:
     if args.api_key is not None:
         raise ConfigError("--api-key without --url: an engine in this process needs no key")
     loaded = with_flags(args, load(args))
-    local = Local(None, dict(loaded.sampling))
+    local = LocalSource(None, dict(loaded.sampling))
     local.check(local.sampling)  # raises for wrong parameters before the model is loaded
     with open_llm(loaded, args) as llm:
         sampling = {"max_tokens": None}  # an answer ends where the model ends it, or where the context is full
@@ -203,10 +203,10 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def talk(args: argparse.Namespace, source: Source) -> None:
+def talk(args: argparse.Namespace, source: ChatSource) -> None:
     """Read messages and answer them until the input ends."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
-    conversation = Conversation(args.system or "")
+    conversation = TerminalChat(args.system or "")
     read = make_reader(terminal, COMMANDS)
     if terminal:
         say("An empty line or Ctrl-D ends; /help shows the commands.")
@@ -221,7 +221,7 @@ def talk(args: argparse.Namespace, source: Source) -> None:
         answer_line(source, conversation, message, terminal)
 
 
-def answer_line(source: Source, conversation: Conversation, text: str, terminal: bool) -> None:
+def answer_line(source: ChatSource, conversation: TerminalChat, text: str, terminal: bool) -> None:
     """Write the answer to a message and add both to the conversation.
 
     On a terminal a refused message is reported, and an interrupt stops the answer; the conversation continues.

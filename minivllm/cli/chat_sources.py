@@ -54,7 +54,7 @@ class Facts:
         return "\n".join(lines)
 
 
-class Source(Protocol):
+class ChatSource(Protocol):
     """Answers conversations.  ``last`` has the facts of the last answer, ``partial`` its text so far."""
 
     last: Facts | None
@@ -71,7 +71,7 @@ class Source(Protocol):
         """Return figures of the engine or the server."""
 
 
-class Local:
+class LocalSource:
     """Answers by an engine in this process."""
 
     def __init__(self, llm: Any, sampling: dict[str, Any]) -> None:

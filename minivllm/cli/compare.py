@@ -98,7 +98,7 @@ def compare(args: argparse.Namespace) -> int:
     requests = requests_by_seed(args, limits.smallest(planned))
     lm_eval = lm_tasks.check(args.lm_eval, args.lm_eval_path) if args.lm_eval else {}
     text = quality.text_of(args.text) if args.quality_tokens else ""
-    work = Work(args, requests, store, text, found[0], lm_eval)
+    work = ContenderWork(args, requests, store, text, found[0], lm_eval)
     _identify(found, work)
     seeds = {str(seed) for seed in args.seeds}
     kept = sum(len(store.of(contender.key)["runs"].keys() & seeds) for contender in found)
@@ -109,7 +109,7 @@ def compare(args: argparse.Namespace) -> int:
     return _print(finished, work, failed)
 
 
-def _identify(found: Sequence[Contender], work: Work) -> None:
+def _identify(found: Sequence[Contender], work: ContenderWork) -> None:
     """Fill in the bill and the key of each contender.  ConfigError if two are the same configuration."""
     by_key: dict[str, str] = {}
     for contender in found:
@@ -121,7 +121,7 @@ def _identify(found: Sequence[Contender], work: Work) -> None:
             )
 
 
-def _measure(found: Sequence[Contender], work: Work) -> dict[str, str]:
+def _measure(found: Sequence[Contender], work: ContenderWork) -> dict[str, str]:
     """Make the missing runs and return the error of each contender that failed.
 
     Raises the error of the first contender, because the others are compared with it.
@@ -162,7 +162,7 @@ def _measure(found: Sequence[Contender], work: Work) -> dict[str, str]:
     return failed
 
 
-def _print(found: Sequence[Contender], work: Work, failed: dict[str, str]) -> int:
+def _print(found: Sequence[Contender], work: ContenderWork, failed: dict[str, str]) -> int:
     """Print the table of the contenders that did not fail, and return the exit code."""
     from minivllm.frontend.record import diff
     from minivllm.lab.bench import comparing, trials
@@ -200,7 +200,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 @dataclass
-class Work:
+class ContenderWork:
     """The measurements of each contender.  Results go to the store as soon as they are known."""
 
     args: argparse.Namespace

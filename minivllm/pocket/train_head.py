@@ -37,7 +37,7 @@ def states_of(net: Net, tokens: Tensor, mask: Tensor) -> Tensor:
     return rms_norm(x, net.norm, net.shape.eps)
 
 
-class Head(nn.Module):
+class TrainedHead(nn.Module):
     """The head of a model `net`.  Its layer begins as the model's last one."""
 
     def __init__(self, net: Net):
@@ -81,7 +81,7 @@ class Head(nn.Module):
         return found
 
 
-def loss_of(head: Head, net: Net, tokens: Tensor, doc: Tensor) -> tuple[Tensor, list[float]]:
+def loss_of(head: TrainedHead, net: Net, tokens: Tensor, doc: Tensor) -> tuple[Tensor, list[float]]:
     """Return the loss of a batch, and for each draft how often it is the model's likeliest token.
 
     `tokens` and `doc` (rows, length) are the tokens and the numbers of their documents."""
@@ -114,7 +114,7 @@ def loss_of(head: Head, net: Net, tokens: Tensor, doc: Tensor) -> tuple[Tensor, 
 def train(args: argparse.Namespace) -> None:
     """Train a head, and write it with a config.json."""
     net = checkpoint.load_net(args.model, "pocket").float().requires_grad_(False)
-    head = Head(net)
+    head = TrainedHead(net)
     optimizer = torch.optim.AdamW(head.parameters(), args.rate, (0.9, 0.95), weight_decay=0.0)
     source = batches(str(args.model), args.seed, 0, args.rows, args.length, 1, 0)
     begin = time.monotonic()

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 
-class Running(Protocol):
+class BackgroundJob(Protocol):
     """A response in the background (``responses.background.Job``)."""
 
     task: asyncio.Task[None]
@@ -17,9 +17,9 @@ class Jobs:
     """The running jobs by the identity of their key and the id of their response."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, str], Running] = {}
+        self._jobs: dict[tuple[str, str], BackgroundJob] = {}
 
-    def start(self, identity: str, job: Running) -> None:
+    def start(self, identity: str, job: BackgroundJob) -> None:
         """Add a job until it ends."""
         key = identity, job.work.id
         self._jobs[key] = job

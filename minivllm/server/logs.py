@@ -31,7 +31,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(row, default=str)
 
 
-class TextLines(logging.Formatter):
+class TextLogLines(logging.Formatter):
     """Formats each record as one line of text: the event's sentence if it has one, else its message and values."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -54,7 +54,7 @@ def set_up(form: str, level: str = "info") -> None:
     if form == "auto":
         form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setFormatter(JsonLines() if form == "json" else TextLogLines())
     for name in ("minivllm", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

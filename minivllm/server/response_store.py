@@ -32,7 +32,7 @@ BEGIN, MIDDLE, COMMA, END = b'{"response":', b',"turns":[', b",", b"]}"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """A response that is kept.
 
     ``response`` is its JSON.  ``turns`` are JSON lists of the items of its conversation: the input and the output of
@@ -53,7 +53,7 @@ class Stored:
         return b"\n".join([BEGIN, self.response, MIDDLE, *turns, END])
 
     @classmethod
-    def unpack(cls, ident: str, data: bytes) -> Stored:
+    def unpack(cls, ident: str, data: bytes) -> StoredResponse:
         """Return the response in the content of a file.  ValueError if it is damaged."""
         lines = data.split(b"\n")
         whole = len(lines) >= 5 and len(lines) % 2 == 1
@@ -62,7 +62,7 @@ class Stored:
         return cls(ident, lines[1], tuple(lines[3:-1:2]))
 
 
-class Names:
+class ResponseNames:
     """The names of the kept responses of one key with their sizes, oldest first, within two limits."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -91,13 +91,13 @@ class MemoryFiles:
     """The contents of kept responses in memory, with the methods of ``FolderFiles``."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Stored] = {}
+        self._held: dict[str, StoredResponse] = {}
 
-    async def read(self, name: str, ident: str) -> Stored | None:
+    async def read(self, name: str, ident: str) -> StoredResponse | None:
         """Return a response, or None if it is not there."""
         return self._held.get(name)
 
-    async def write(self, name: str, stored: Stored, dropped: Sequence[str]) -> None:
+    async def write(self, name: str, stored: StoredResponse, dropped: Sequence[str]) -> None:
         """Keep a response, and forget dropped ones."""
         self._held[name] = stored
         for old in dropped:
@@ -129,18 +129,18 @@ class FolderFiles:
         for _, name, size in sorted(found):
             yield name, size
 
-    async def read(self, name: str, ident: str) -> Stored | None:
+    async def read(self, name: str, ident: str) -> StoredResponse | None:
         """Return a response, or None if its file is missing or damaged."""
         try:
             data = await asyncio.to_thread((self.folder / name).read_bytes)
-            return Stored.unpack(ident, data)
+            return StoredResponse.unpack(ident, data)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as exc:
             logs.event("a stored response cannot be read", 30, file=name, reason=str(exc))
             return None
 
-    async def write(self, name: str, stored: Stored, dropped: Sequence[str]) -> None:
+    async def write(self, name: str, stored: StoredResponse, dropped: Sequence[str]) -> None:
         """Write the file of a response, and remove those of dropped ones.
 
         A cancelled caller does not interrupt it, because the names of the files have changed already."""
@@ -158,7 +158,7 @@ class FolderFiles:
         async with self._turn:
             await asyncio.to_thread(change)
 
-    def _write(self, name: str, stored: Stored) -> None:
+    def _write(self, name: str, stored: StoredResponse) -> None:
         """Write a file under another name and rename it.  Only the user of the server may read it."""
         part = self.folder / (name + PART)
         try:
@@ -175,14 +175,14 @@ class FolderFiles:
         await asyncio.shield(self._change(lambda: None, [name]))
 
 
-class Store:
+class ResponseStore:
     """The kept responses of all keys.
 
     ``most`` and ``most_bytes`` limit the responses of one key.  ``folder`` is None to keep them in memory."""
 
     def __init__(self, most: int, most_bytes: int, folder: str | None = None) -> None:
         self.most, self.most_bytes = most, most_bytes
-        self._names: dict[str, Names] = {}
+        self._names: dict[str, ResponseNames] = {}
         self._files: MemoryFiles | FolderFiles = MemoryFiles()
         if folder is None:
             return
@@ -192,24 +192,24 @@ class Store:
                 (files.folder / dropped).unlink(missing_ok=True)
 
     @classmethod
-    def of(cls, server: ServerConfig) -> Store:
+    def of(cls, server: ServerConfig) -> ResponseStore:
         """Return the store that a configuration describes."""
         return cls(server.max_responses, server.max_responses_bytes, server.responses_dir)
 
-    def _of(self, key: str) -> Names:
+    def _of(self, key: str) -> ResponseNames:
         """Return the names of a key's responses."""
         if key not in self._names:
-            self._names[key] = Names(self.most, self.most_bytes)
+            self._names[key] = ResponseNames(self.most, self.most_bytes)
         return self._names[key]
 
-    async def get(self, identity: str, ident: str) -> Stored | None:
+    async def get(self, identity: str, ident: str) -> StoredResponse | None:
         """Return a response of a key, or None if the key has none with this id."""
         name = _name(identity, ident)
         if not ID.fullmatch(ident) or name not in self._of(name[:32]).sizes:
             return None
         return await self._files.read(name, ident)
 
-    async def put(self, identity: str, stored: Stored) -> None:
+    async def put(self, identity: str, stored: StoredResponse) -> None:
         """Keep a response of a key, and drop the oldest ones if there are too many."""
         name = _name(identity, stored.id)
         if stored.size > self.most_bytes:
@@ -238,7 +238,9 @@ class KeyResponses:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self._held: OrderedDict[tuple[int, str], Stored] = OrderedDict()  # number of a connection, id -> response
+        self._held: OrderedDict[tuple[int, str], StoredResponse] = (
+            OrderedDict()
+        )  # number of a connection, id -> response
         self._size = 0
         self._connections = itertools.count()
 
@@ -246,11 +248,11 @@ class KeyResponses:
         """Return the number of a new connection."""
         return next(self._connections)
 
-    def get(self, connection: int, ident: str) -> Stored | None:
+    def get(self, connection: int, ident: str) -> StoredResponse | None:
         """Return a response of a connection, or None."""
         return self._held.get((connection, ident))
 
-    def put(self, connection: int, stored: Stored) -> None:
+    def put(self, connection: int, stored: StoredResponse) -> None:
         """Keep a response, unless it is too large, and drop the oldest ones of the key if they are too large."""
         self.remove(connection, stored.id)
         if stored.size > self.most_bytes:

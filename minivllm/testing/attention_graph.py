@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnMeta, GraphKey
 
-from .attention_math import Place, compare
+from .attention_math import TokenPlace, compare
 from .attention_world import Rows, Setting, World, WorldSuite
 from .waiting import no_wait, waits
 
@@ -148,7 +148,7 @@ class _Step:
             if seq.live:
                 queries = q[first : first + new]
                 exact, naive = world.expected(self.layer, seq, queries, seq.length, selected[i])
-                place = Place(i, first, new, seq.length, world.block, f"replayed; {world.setting}")
+                place = TokenPlace(i, first, new, seq.length, world.block, f"replayed; {world.setting}")
                 compare(out, None, exact, naive, place, q.dtype)
             first += new
 

@@ -114,7 +114,7 @@ def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Ten
 
 
 @dataclass(frozen=True)
-class Place:
+class TokenPlace:
     """The position of a row in a step, for comparison and messages.
 
     The row has the tokens [first, first + n) of the step, which are the last n of a sequence of ``length`` tokens.
@@ -140,7 +140,7 @@ def compare(
     lse: Tensor | None,
     exact: ExactAttention,
     naive: ExactAttention,
-    place: Place,
+    place: TokenPlace,
     dtype: torch.dtype,
 ) -> None:
     """Fail unless the results of one row are as close to the exact answer as the contract demands.
@@ -161,7 +161,9 @@ def compare(
         check("lse", lse[tokens], exact.lse, naive.lse, floor, 0.0, place)
 
 
-def check(name: str, result: Tensor, exact: Tensor, naive: Tensor, floor: float, unit: float, place: Place) -> None:
+def check(
+    name: str, result: Tensor, exact: Tensor, naive: Tensor, floor: float, unit: float, place: TokenPlace
+) -> None:
     """Fail unless ``result`` is close to ``exact``, in its largest error and in the L2 norm of its error.
 
     All tensors are [n, heads, ...].  The allowed error is twice the error of ``naive``, plus ``floor``, plus ``unit``

@@ -28,7 +28,7 @@ from minivllm.core.interfaces.attention import (
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.registration.spec import Spec
 
-from .attention_math import ExactAttention, Place, attend, check_selected, compare
+from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 GUARD = 3  # guard rows before and after an output, which a back end must not change
@@ -151,7 +151,7 @@ class LayerResult:
     layer: AttnLayer
     out: Tensor  # [T, heads, dim_v]
     lse: Tensor | None
-    places: list[Place] = field(default_factory=list)  # of the live rows
+    places: list[TokenPlace] = field(default_factory=list)  # of the live rows
     exact: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in float64
     naive: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in the model's dtype
 
@@ -443,7 +443,7 @@ class World:
                 length = seq.length + new
                 queries = q_before[first : first + new].cpu()
                 exact, naive = self.expected(layer, seq, queries, length, selected[i])
-                result.places.append(Place(i, first, new, length, self.block, str(self.setting)))
+                result.places.append(TokenPlace(i, first, new, length, self.block, str(self.setting)))
                 result.exact.append(exact)
                 result.naive.append(naive)
             first += new

@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, QKPre
 
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
-from .attention_math import Place, check, rotated
+from .attention_math import TokenPlace, check, rotated
 from .attention_world import Rows, Setting, World, allocate
 from .base import Seen, since
 
@@ -109,7 +109,7 @@ class Writing:
             f"write returned q {tuple(returned.shape)} {returned.dtype}: expected {tuple(q.shape)} {q.dtype}"
         )
         case = f"(all rows together) norm of {norms or 'nothing'}, rotary_dim={rotary}; {setting}"
-        place = Place(0, 0, len(q), len(q), world.block, case)
+        place = TokenPlace(0, 0, len(q), len(q), world.block, case)
         q_norm, k_norm = (None if weight is None else weight.cpu() for weight in weights)
         position = meta.position.cpu()
         unit = torch.finfo(world.dtype).eps / 2

@@ -49,7 +49,7 @@ TURNS = st.none() | st.builds(
 )
 
 
-class _Machine(RuleBasedStateMachine):
+class _EvictorMachine(RuleBasedStateMachine):
     """A hypothesis state machine that uses an evictor and the reference tree together.
 
     The test sets ``suite`` and ``seen``.
@@ -311,7 +311,7 @@ class EvictorConformance(Lasting, SpecConformance):
         be added again.
         """
         seen = Seen()
-        machine = type("Machine", (_Machine,), {"suite": self, "seen": seen})
+        machine = type("Machine", (_EvictorMachine,), {"suite": self, "seen": seen})
         self.run_machine(machine, 150, steps=40)
         least = {
             "held again": 5,

@@ -36,7 +36,7 @@ def page_of(number: int, size: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
 
-class _Machine(RuleBasedStateMachine):
+class _StoreMachine(RuleBasedStateMachine):
     """A hypothesis state machine that uses a store and a dict together.  The test sets ``suite`` and ``seen``."""
 
     suite: KVStoreConformance
@@ -159,7 +159,7 @@ class KVStoreConformance(Lasting, SpecConformance):
         if self.claims("durable"):
             wanted["opened"] = 5
         seen = Seen()
-        machine = type("Machine", (_Machine,), {"suite": self, "seen": seen})
+        machine = type("Machine", (_StoreMachine,), {"suite": self, "seen": seen})
         self.run_machine(machine, 25, 30)
         seen.require(**wanted)
 

@@ -86,7 +86,7 @@ def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
     return QueueView(**{"id": np.arange(n), "arrival": arrival, **numbers, **due, **columns})
 
 
-class Watch:
+class PolicyWatch:
     """Check each call of a policy's methods.
 
     ``log`` holds every result as plain data, ``faults`` each violation of the contract.  The engine replaces a wrong

@@ -34,7 +34,7 @@ def request(keys: Sequence[int], session: str = "") -> RoutedRequest:
 
 
 @dataclass
-class World:
+class RouterWorld:
     """Replicas with their running requests, and a router that is used as a server uses it."""
 
     router: ReplicaRouter
@@ -101,7 +101,7 @@ class RouterConformance(Lasting, SpecConformance):
 
     def exercise(self, instance: ReplicaRouter) -> Any:
         """Return the choices of random requests."""
-        world = World(instance, random.Random(1))
+        world = RouterWorld(instance, random.Random(1))
         return [world.route(one) for one in sessions(random.Random(1), 40)]
 
     def lasting(self) -> ReplicaRouter:
@@ -111,7 +111,7 @@ class RouterConformance(Lasting, SpecConformance):
     def once_more(self, instance: ReplicaRouter, number: int) -> None:
         """Route requests of new prompts and new sessions."""
         rng = random.Random(number)
-        world = World(instance, rng)
+        world = RouterWorld(instance, rng)
         for turn in range(40):
             world.route(request([rng.getrandbits(60) for _ in range(50)], f"{number:06}-{turn:02}"))
 
@@ -123,7 +123,7 @@ class RouterConformance(Lasting, SpecConformance):
         """Check random requests while replicas end, are drained and start again, one of them alone at times."""
         for seed in range(60 if self.long else 10):
             rng = random.Random(seed)
-            world = World(self.build(*self.context()), rng)
+            world = RouterWorld(self.build(*self.context()), rng)
             for one in sessions(rng, 200):
                 world.route(one)
                 if rng.random() < 0.1:
@@ -138,7 +138,7 @@ class RouterConformance(Lasting, SpecConformance):
     def test_new_prompts_of_new_sessions_reach_every_replica(self) -> None:
         """Check that prompts without a common prefix are spread, while their requests run."""
         rng = random.Random(3)
-        world = World(self.build(*self.context()), rng)
+        world = RouterWorld(self.build(*self.context()), rng)
         count = 100
         chosen = Counter(
             world.route(request([rng.getrandbits(60) for _ in range(8)], f"new {number}")) for number in range(count)
@@ -153,7 +153,7 @@ class RouterConformance(Lasting, SpecConformance):
     def test_a_replica_that_is_started_again_gets_requests(self) -> None:
         """Check that an idle replica that comes back gets a part of the new prompts."""
         rng = random.Random(4)
-        world = World(self.build(*self.context()), rng)
+        world = RouterWorld(self.build(*self.context()), rng)
         world.lose(2)
         for number in range(40):
             world.route(request([rng.getrandbits(60) for _ in range(8)], f"old {number}"))
@@ -169,7 +169,7 @@ class RouterConformance(Lasting, SpecConformance):
             pytest.skip("the router does not claim sticky")
         for seed in range(20 if self.long else 5):
             rng = random.Random(seed)
-            world = World(self.build(*self.context()), rng)
+            world = RouterWorld(self.build(*self.context()), rng)
             homes: dict[str, int] = {}
             for one in sessions(rng, 300):
                 number = world.route(one)

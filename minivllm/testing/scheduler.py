@@ -26,7 +26,7 @@ from minivllm.errors import RequestError
 from .base import Seen, same_figures, since
 from .kept import Lasting
 from .policy_keys import PolicyKeys
-from .policy_watch import Watch, arrivals, frozen
+from .policy_watch import PolicyWatch, arrivals, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
@@ -35,7 +35,7 @@ SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
 LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than a limit in tokens that a policy may contain
 
 
-def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
+def drain(engine: Engine, clock: Clock, watch: PolicyWatch | None = None) -> None:
     """Run the engine until every request has ended.
 
     AssertionError if that takes too many turns, if nothing runs for a minute, or if a call of the policy was wrong.
@@ -94,7 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = sim_engine(
             slots=5, max_len=40, blocks=pools, windows=windows, depth=depth, budget=budget, prefix=prefix, policy=policy
         )
-        self.watch = Watch(self.engine.planner.policy)
+        self.watch = PolicyWatch(self.engine.planner.policy)
         self.made: list[Request] = []
         self.gone: set[str] = set()
         self.n = self.failed = 0
@@ -228,7 +228,7 @@ def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = 
     rng = random.Random(7)
     clock = Clock()
     engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
-    watch = Watch(engine.planner.policy)
+    watch = PolicyWatch(engine.planner.policy)
     for i in range(40):
         service = dict(priority=rng.randint(-2, 2), tenant=rng.choice("abc"), ttft_ms=rng.choice([None, 5.0, 5e3]))
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
@@ -335,7 +335,7 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         assert isinstance(window, int) and window >= 1, f"window={window!r}: expected a whole number >= 1"
         clock = Clock()
         engine = sim_engine(slots=16, blocks=100, budget=64, max_len=MAX_LEN, policy=self.make)
-        watch = Watch(engine.planner.policy)
+        watch = PolicyWatch(engine.planner.policy)
         n = min(window, 1000) + 40
         requests = []
         for i in range(n):
@@ -368,7 +368,7 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         max_len = LONG_PROMPT + 40 if params["prompt"] == LONG_PROMPT else MAX_LEN
         clock = Clock(1000.0 if window is None else 1e7)
         engine = self._small_engine(stream in TIGHT, max_len, window)
-        watch = Watch(engine.planner.policy)
+        watch = PolicyWatch(engine.planner.policy)
         added = 0
 
         def turn() -> None:

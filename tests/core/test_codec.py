@@ -225,7 +225,7 @@ def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
 
     def made(**options):
         engine = make(**options)
-        sent, came, answered, heard = steps.Plans(), steps.Plans(), steps.Results(), steps.Results()
+        sent, came, answered, heard = steps.Plans(), steps.Plans(), steps.StepResults(), steps.StepResults()
         slots = []
         submit, collect = engine.executor.submit, engine.executor.collect
 
@@ -280,7 +280,7 @@ def test_steps_like_the_last_equal_what_was_encoded_and_damaged_ones_are_refused
 
 
 def test_plain_results_equal_what_was_encoded_and_damaged_ones_are_refused():
-    ids, answered, heard = np.arange(3, dtype=np.int32), steps.Results(), steps.Results()
+    ids, answered, heard = np.arange(3, dtype=np.int32), steps.StepResults(), steps.StepResults()
     for step, kind in ((1, steps.RESULT), (2, steps.PLAIN)):
         result = StepResult(
             step, ids, ids, ids, np.arange(3, dtype=np.uint8), seams={"model": 0.5 * step}, device_ms=3.5

@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.base import Seen
-from minivllm.testing.policy_watch import Watch
+from minivllm.testing.policy_watch import PolicyWatch
 from minivllm.testing.scheduler import EngineMachine
 from minivllm.testing.sim import Clock, outputs, request, sim_engine
 
@@ -33,7 +33,7 @@ class CacheMachine(EngineMachine):
         if weak == 0:  # keys that collide all the time
             for pool in self.engine.cache.pools:
                 pool.hash_fn = lambda parent, tokens: 1 + tokens[0] % 5
-        self.watch = Watch(self.engine.planner.policy)
+        self.watch = PolicyWatch(self.engine.planner.policy)
         self.made, self.gone = [], set()
         self.n = self.failed = 0
 

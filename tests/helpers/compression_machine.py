@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from minivllm.testing.base import Seen
-from minivllm.testing.policy_watch import Watch
+from minivllm.testing.policy_watch import PolicyWatch
 from minivllm.testing.sim import Clock, SimExecutor, request, sim_engine
 
 
@@ -56,7 +56,7 @@ class CompressionMachine(CacheMachine):
             compress=(0, every),
             device=lambda *args: self._device(observed, *args),
         )
-        self.watch = Watch(self.engine.planner.policy)
+        self.watch = PolicyWatch(self.engine.planner.policy)
         self.made, self.gone = [], set()
         self.n = self.failed = 0
 

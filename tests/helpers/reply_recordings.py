@@ -5,29 +5,29 @@ import random
 
 from minivllm.plugins.parser.deepseek_r1 import DeepSeekR1, DeepSeekV31
 from minivllm.plugins.parser.gemma import Gemma
-from minivllm.plugins.parser.glm4 import Glm4
-from minivllm.plugins.parser.gpt_oss import GptOss
+from minivllm.plugins.parser.glm4 import Glm4Parser
+from minivllm.plugins.parser.gpt_oss import GptOssParser
 from minivllm.plugins.parser.hermes import Hermes
 from minivllm.plugins.parser.json import Json
 from minivllm.plugins.parser.llama3_json import Llama3Json
-from minivllm.plugins.parser.mistral import Mistral
+from minivllm.plugins.parser.mistral import MistralParser
 from minivllm.plugins.parser.pythonic import Pythonic
-from minivllm.plugins.parser.qwen3 import Qwen3
+from minivllm.plugins.parser.qwen3 import Qwen3Parser
 from minivllm.plugins.parser.qwen3_coder import Qwen3Coder
 from minivllm.runtime.replies import Begun, Ended, ReplyContext, Said, Thought, Written
 from minivllm.runtime.replies.write import write_calls, write_reply
 
 FORMATS = {
-    "qwen3": Qwen3,
+    "qwen3": Qwen3Parser,
     "qwen3_coder": Qwen3Coder,
     "deepseek_r1": DeepSeekR1,
     "deepseek_v31": DeepSeekV31,
-    "gpt_oss": GptOss,
+    "gpt_oss": GptOssParser,
     "hermes": Hermes,
     "llama3_json": Llama3Json,
-    "mistral": Mistral,
+    "mistral": MistralParser,
     "pythonic": Pythonic,
-    "glm4": Glm4,
+    "glm4": Glm4Parser,
     "gemma": Gemma,
     "json": Json,
 }

@@ -18,7 +18,7 @@ from minivllm.core.mover import Mover
 from minivllm.plugins.executor.sim_pages import SimPages
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.testing.base import Seen
-from minivllm.testing.policy_watch import Watch
+from minivllm.testing.policy_watch import PolicyWatch
 from minivllm.testing.sim import Clock, SimExecutor, sim_engine
 
 PATIENCE = 0.5  # seconds
@@ -143,7 +143,7 @@ class TierMachine(CacheMachine):
             now=lambda: self.clock.now,
         )
         self.tiers = self.engine.cache.tiers
-        self.watch = Watch(self.engine.planner.policy)
+        self.watch = PolicyWatch(self.engine.planner.policy)
         self.made, self.gone = [], set()
         self.n = self.failed = 0
         self.kind = kind

@@ -177,7 +177,9 @@ def test_an_axis_ends_at_its_last_mark_and_holds_all_values():
 
 
 def test_a_timeline_has_each_request_where_its_times_are():
-    root = xml.fromstring(charts.TimelineChart("t", [charts.Span(1.0, 2.0, 4.0), charts.Span(0.0, 1.0, 2.0)]).svg())
+    root = xml.fromstring(
+        charts.TimelineChart("t", [charts.AxisSpan(1.0, 2.0, 4.0), charts.AxisSpan(0.0, 1.0, 2.0)]).svg()
+    )
     first, second, third, fourth = list(root.iter("rect"))[:4]
     wide = charts.WIDTH - 20
     for rect, start, seconds in ((first, 0, 1), (second, 1, 1), (third, 1, 1), (fourth, 2, 2)):

@@ -14,7 +14,7 @@ from scripted import scripted
 from minivllm.server.openai import tools as parsers
 from minivllm.server.openai.answers import Slices
 from minivllm.server.openai.calls import Said, Thought
-from minivllm.server.responses.items import Conversation
+from minivllm.server.responses.items import ItemConversation
 
 server = served(["sk-1", "sk-2"])
 ASK = {"input": "What is 2 + 3?", "temperature": 0, "max_output_tokens": 20}
@@ -262,7 +262,7 @@ def test_reasoning_goes_back_to_the_model_in_its_message():
     import asyncio
 
     from minivllm.server.openai.answers import Slices
-    from minivllm.server.responses.items import Conversation, sealed
+    from minivllm.server.responses.items import ItemConversation, sealed
 
     items = [
         {"type": "message", "role": "user", "content": "hi"},
@@ -272,7 +272,7 @@ def test_reasoning_goes_back_to_the_model_in_its_message():
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "and"}]},
         {"type": "message", "role": "assistant", "content": "No."},
     ]
-    conversation = Conversation(None)
+    conversation = ItemConversation(None)
     asyncio.run(conversation.extend(items, "input", Slices()))
     _, first, second = conversation.messages
     assert (first["reasoning_content"], first["content"], len(first["tool_calls"])) == ("so", "Yes.", 1)
@@ -312,7 +312,7 @@ def test_leading_instructions_are_one_message(server):
 
 def test_many_instructions_are_joined_in_linear_time():
     items = [{"type": "message", "role": "system", "content": f"{i} " + "a" * 3000} for i in range(4000)]
-    conversation = Conversation("First.")
+    conversation = ItemConversation("First.")
     start = time.thread_time()
     asyncio.run(conversation.extend(items, "input", Slices()))
     took = time.thread_time() - start

@@ -12,7 +12,7 @@ from http_helpers import Running, served
 from scripted import scripted
 
 from minivllm.errors import ConfigError
-from minivllm.server.response_store import KeyResponses, Store, Stored
+from minivllm.server.response_store import KeyResponses, ResponseStore, StoredResponse
 
 server = served(["sk-1", "sk-2"], max_responses=6, max_responses_bytes=200_000, max_body_bytes=60_000)
 OTHER = {"Authorization": "Bearer sk-2"}
@@ -229,29 +229,29 @@ def test_responses_outlive_the_server_in_a_folder(tmp_path):
 
 def test_the_folder_must_exist(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        Store(1, 1, str(tmp_path / "missing"))
+        ResponseStore(1, 1, str(tmp_path / "missing"))
 
 
 def test_a_file_is_the_json_of_its_parts():
-    stored = Stored("resp_1", b'{"id":"resp_1"}', (b'[{"a":"x\\n"}]', b"[]", b"[1]", b"[2]"))
+    stored = StoredResponse("resp_1", b'{"id":"resp_1"}', (b'[{"a":"x\\n"}]', b"[]", b"[1]", b"[2]"))
     assert json.loads(stored.pack()) == {"response": {"id": "resp_1"}, "turns": [[{"a": "x\n"}], [], [1], [2]]}
-    assert Stored.unpack("resp_1", stored.pack()) == stored
+    assert StoredResponse.unpack("resp_1", stored.pack()) == stored
     for damaged in (b"", b"{}", stored.pack()[:-3], stored.pack() + b"\nx"):
         with pytest.raises(ValueError):
-            Stored.unpack("resp_1", damaged)
+            StoredResponse.unpack("resp_1", damaged)
 
 
 def test_the_connections_of_a_key_keep_a_bounded_number_of_bytes():
     kept = KeyResponses(100)
     one, other = kept.connection(), kept.connection()
     for size in (60, 30, 30):  # the same response again: the last one counts
-        kept.put(one, Stored("a", b"x" * size, ()))
-    kept.put(other, Stored("b", b"x" * 70, ()))
+        kept.put(one, StoredResponse("a", b"x" * size, ()))
+    kept.put(other, StoredResponse("b", b"x" * 70, ()))
     assert kept.get(one, "a").size == 30 and kept.get(other, "b") and not kept.get(other, "a")
-    kept.put(one, Stored("c", b"x" * 1, ()))
+    kept.put(one, StoredResponse("c", b"x" * 1, ()))
     assert kept.get(one, "a") is None and kept.get(one, "c") and kept.get(other, "b")
-    kept.put(other, Stored("d", b"x" * 101, ()))
+    kept.put(other, StoredResponse("d", b"x" * 101, ()))
     assert kept.get(other, "d") is None and kept.get(one, "c")
     kept.remove(other, "b")
-    kept.put(one, Stored("e", b"x" * 99, ()))
+    kept.put(one, StoredResponse("e", b"x" * 99, ()))
     assert kept.get(one, "c") and kept.get(one, "e")

@@ -299,7 +299,7 @@ def test_the_log_is_text_on_a_terminal_and_json_elsewhere_unless_it_is_chosen(mo
         for form, text in (("auto", terminal), ("text", True), ("json", False)):
             logs.set_up(form)
             (handler,) = logs.logging.getLogger("minivllm").handlers
-            assert isinstance(handler.formatter, logs.TextLines if text else logs.JsonLines)
+            assert isinstance(handler.formatter, logs.TextLogLines if text else logs.JsonLines)
     finally:
         for name, handlers in saved.items():
             logs.logging.getLogger(name).handlers = handlers

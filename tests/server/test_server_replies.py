@@ -11,7 +11,7 @@ from scripted import scripted
 
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError
-from minivllm.plugins.parser.qwen3 import Qwen3
+from minivllm.plugins.parser.qwen3 import Qwen3Parser
 from minivllm.runtime.replies import DescribedParser, ReplyContext, detect
 from minivllm.server.openai import tools
 from minivllm.server.openai.parsers import choose, with_reasoning
@@ -104,8 +104,8 @@ def test_without_parallel_calls_the_answer_ends_behind_the_first(server):
 
 
 def test_reasoning_that_the_prompt_opens_is_reasoning():
-    context = ReplyContext(opened=Qwen3().opens("<|im_start|>assistant\n<think>\n"))
-    reader = Reader(Tools([], "auto"), Qwen3(), context=context)
+    context = ReplyContext(opened=Qwen3Parser().opens("<|im_start|>assistant\n<think>\n"))
+    reader = Reader(Tools([], "auto"), Qwen3Parser(), context=context)
     reader.deltas(f"So five.\n</think>\n\nFive.{CALL}", "stop")
     message = reader.message()
     assert message["reasoning"] == "So five." and message["content"] == "Five." and len(message["tool_calls"]) == 1
@@ -142,8 +142,8 @@ def test_a_parser_is_chosen_by_name_or_by_what_the_template_prints():
 def test_reasoning_of_one_format_is_combined_with_calls_of_another():
     both = choose(ServerConfig(tool_parser="hermes", reasoning_parser="deepseek_r1"), None)
     assert isinstance(both.parser, DescribedParser) and both.parser.thinks()
-    assert both.parser.format.reasoning == Qwen3.format.reasoning
-    assert set(both.parser.tags()) == set(Qwen3.format.tags)
+    assert both.parser.format.reasoning == Qwen3Parser.format.reasoning
+    assert set(both.parser.tags()) == set(Qwen3Parser.format.tags)
     same = choose(ServerConfig(tool_parser="qwen3_coder", reasoning_parser="qwen3"), None)
     assert type(same.parser).__name__ == "Qwen3Coder"
     with pytest.raises(ConfigError, match="does not fit tool_parser='mistral'"):

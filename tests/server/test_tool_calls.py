@@ -10,7 +10,7 @@ from http_helpers import served
 
 from minivllm.plugins.parser.hermes import Hermes as HermesParser
 from minivllm.plugins.parser.json import Json as JsonParser
-from minivllm.server.openai.calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
+from minivllm.server.openai.calls import Begun, Ended, Forced, NamedCall, Said, ToolCall, Written
 from minivllm.server.openai.reader import Reader, end_of_calls
 from minivllm.server.openai.tools import Tools
 
@@ -197,7 +197,7 @@ def test_pieces_of_forced_calls_name_each_call_once_and_say_when_it_is_whole():
     ]
     kinds = [type(one) for one in found if not isinstance(one, Written)]
     assert kinds == [Begun, Ended, Begun] and [one.name for one in found if isinstance(one, Begun)] == ["f", "g"]
-    assert Ended() not in Named("f").feed('{"a":', True) and isinstance(Named("f").feed("", True)[0], Begun)
+    assert Ended() not in NamedCall("f").feed('{"a":', True) and isinstance(NamedCall("f").feed("", True)[0], Begun)
     assert ToolCall("f", "{}").id != ToolCall("f", "{}").id
 
 

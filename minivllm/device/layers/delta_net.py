@@ -179,7 +179,7 @@ def scan(
     ``sizes`` are key heads, value heads, key dim and value dim.  Tokens of no row get zeros.
     """
     key_heads, heads, key_dim, value_dim = sizes
-    packed = _Packed(x, ab, memory, step)
+    packed = _FoldedTokens(x, ab, memory, step)
     mixed = F.silu(packed.convolved(weight.float()))
     q, k, v = mixed.split([key_heads * key_dim] * 2 + [heads * value_dim], dim=-1)
     repeat = heads // key_heads
@@ -217,7 +217,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
-class _Packed:
+class _FoldedTokens:
     """The tokens of a step, each row's behind those that are folded into its state first: E tokens in all."""
 
     def __init__(self, x: Tensor, ab: Tensor, memory: dict[str, Tensor], step: StepStates) -> None:

@@ -106,7 +106,7 @@ class LineChart:
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """The seconds at which a request was sent, got its first token, and got its last token."""
 
     start: float
@@ -119,7 +119,7 @@ class TimelineChart:
     """Requests over time, a row for each."""
 
     title: str
-    rows: Sequence[Span]
+    rows: Sequence[AxisSpan]
 
     def svg(self) -> str:
         """Return the chart as SVG."""

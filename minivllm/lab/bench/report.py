@@ -16,13 +16,13 @@ from minivllm.runtime.hooks.figures import FIGURE
 
 from . import Row, Rows, report_traces
 from .charts import (
+    AxisSpan,
     Bar,
     BarChart,
     Block,
     Chart,
     DrawnLine,
     LineChart,
-    Span,
     StackChart,
     Table,
     TimelineChart,
@@ -243,7 +243,7 @@ def _timeline(row: Row, load: str) -> list[Block]:
     columns = [requests[key] for key in ("start_times", "ttfts", "e2els", "errors")]
     for start, first, end, error in zip(*columns, strict=True):
         if not error:
-            spans.append(Span(start, start + first, start + end))
+            spans.append(AxisSpan(start, start + first, start + end))
     if not spans:
         return []
     spans.sort(key=lambda span: span.start)

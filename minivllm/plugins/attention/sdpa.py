@@ -41,7 +41,7 @@ CPU, GPU = Limits(gather=2 << 20, batch_pairs=1 << 12), Limits(gather=256 << 20)
 
 
 @dataclass(frozen=True)
-class Batch:
+class SdpaBatch:
     """B rows attended at once: Lq queries and Lk keys each, shorter rows padded."""
 
     rows: int  # B
@@ -146,7 +146,7 @@ class Sdpa(AttentionBackend):
         return k, v[..., : layer.spec.dim_v] if layer.spec.v_in_k else v
 
 
-def _put(out: Tensor, b: Batch, x: Tensor) -> None:
+def _put(out: Tensor, b: SdpaBatch, x: Tensor) -> None:
     """Write x [B, Lq, ...] of a batch to its tokens of ``out`` [T, ...]."""
     if b.real is not None:
         assert b.out is not None
@@ -217,7 +217,7 @@ def attend_explicit(
 
 def make_batches(
     meta: AttnMeta, group: int, spec: AttnSpec, dtype: torch.dtype, element: int, causal: bool, limits: Limits
-) -> list[Batch]:
+) -> list[SdpaBatch]:
     """Cut a step into batches.  ``causal``: batches of fresh prompts may go without a mask."""
     token_bytes = spec.kv_heads * (spec.dim_qk + spec.dim_v) * element
     batches = []
@@ -265,7 +265,7 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
 
 def decode_batch(
     meta: AttnMeta, group: int, spec: AttnSpec, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
-) -> Batch:
+) -> SdpaBatch:
     """Make the batch of rows of one token: row r's query is token r.  Lengths come from the device, ``longest`` bounds
     them."""
     device, window = meta.table.device, spec.window
@@ -277,7 +277,7 @@ def decode_batch(
     slots = slots_of(meta, group, meta.slots[pick], torch.minimum(pos, last))
     mask = torch.zeros(slots.shape, dtype=dtype, device=device).masked_fill_(pos > last, -torch.inf)
     ahead = None if spec.alibi is None else (pos - last).float()[:, None, None]
-    return Batch(len(slots), 1, pick, slots, mask[:, None, None], ahead)
+    return SdpaBatch(len(slots), 1, pick, slots, mask[:, None, None], ahead)
 
 
 def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[lis
 
 def prefill_batch(
     meta: AttnMeta, group: int, spec: AttnSpec, pieces: list[KVPiece], dtype: torch.dtype | None
-) -> Batch:
+) -> SdpaBatch:
     """Make the batch of rows of several tokens.
 
     ``dtype`` None makes no mask: rows start at position 0 and are causal."""
@@ -351,4 +351,4 @@ def prefill_batch(
             hidden |= at.unsqueeze(1) <= asks - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
         ahead = None if spec.alibi is None else (at.unsqueeze(1) - asks).float().unsqueeze(1)
-    return Batch(len(pieces), queries, tokens, slots, mask, ahead, real, out)
+    return SdpaBatch(len(pieces), queries, tokens, slots, mask, ahead, real, out)

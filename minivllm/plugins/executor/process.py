@@ -33,7 +33,7 @@ from minivllm.runtime.processes.channel import Message, shared_file
 from minivllm.runtime.processes.child import Child, ChildEnded
 from minivllm.runtime.processes.rhythm import Rhythm
 
-from .steps import PLAIN, RESULT, Plans, Results
+from .steps import PLAIN, RESULT, Plans, StepResults
 
 WORKER = "minivllm.plugins.executor.process_worker:main"
 # kinds of messages beside those of ``steps``; JSON but LATE (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor
@@ -50,7 +50,7 @@ class Process(Executor):
         self._child: Child | None = None
         self._due: deque[int] = deque()  # steps whose results have not come, in order
         self._masked: set[int] = set()  # those that wait for their masks
-        self._plans, self._answers = Plans(), Results()
+        self._plans, self._answers = Plans(), StepResults()
         self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
         self._results: list[StepResult] = []  # that came while an answer was awaited
         self._memories: list[
@@ -82,7 +82,7 @@ class Process(Executor):
         child, self._child, self._memories, self._fault = self._child, None, [], None
         for waiting in (self._due, self._masked, self._slots, self._results):
             waiting.clear()
-        self._plans, self._answers = Plans(), Results()
+        self._plans, self._answers = Plans(), StepResults()
         if child is not None:
             child.end(deadline)
 

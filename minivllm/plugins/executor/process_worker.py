@@ -23,7 +23,7 @@ from minivllm.runtime.processes.rhythm import Rhythm, let_others
 from .local import Local
 from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
 from .shared_device import with_others
-from .steps import NEXT, PLAN, Plans, Results
+from .steps import NEXT, PLAN, Plans, StepResults
 
 
 def main(sock: str, memory: str) -> None:
@@ -63,7 +63,7 @@ class WorkerLoop:
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel, self.executor = channel, executor
         self._due: deque[StepPlan] = deque()  # steps that have not been sent back
-        self._plans, self._results = Plans(), Results()
+        self._plans, self._results = Plans(), StepResults()
         self._masked: set[int] = set()  # those that wait for masks
         self._memories: list[mmap.mmap] = []
         self._rhythm = Rhythm()  # from the last result, or plan, to what comes next

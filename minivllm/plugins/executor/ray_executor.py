@@ -27,7 +27,7 @@ from minivllm.errors import ResourceError, error_from
 from minivllm.registration.fresh import import_path
 from minivllm.runtime.processes.channel import ChannelClosed
 from minivllm.runtime.processes.child import Child, ChildEnded
-from minivllm.runtime.processes.gate import Gate, Guest
+from minivllm.runtime.processes.gate import Guest, ProcessGate
 
 from .multiprocess import START, Multiprocess
 from .options import RayOptions
@@ -107,7 +107,7 @@ class RayCluster:
         self._ranks: list[PlacedRank] = []
         self._said: dict[int, str] = {}  # what Ray says of places whose actor has ended
         self._placed = False
-        self._gate: Gate | None = None
+        self._gate: ProcessGate | None = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class RayCluster:
             found = self._hear(FOUND, end)
             self._folder, self._node = found["folder"], found["node"]
             host = found["ip"] if options.address or options.transport == "tcp" else ""
-            gate = self._gate = Gate(secret, host)
+            gate = self._gate = ProcessGate(secret, host)
             self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])
             guests = self._all_in(gate, size, end)
             self._launcher.send(ALL_IN, [b"{}"])
@@ -164,7 +164,7 @@ class RayCluster:
         if kind == PLACED:
             self._placed = True
 
-    def _all_in(self, gate: Gate, size: int, end: float) -> dict[int, dict[str, Guest]]:
+    def _all_in(self, gate: ProcessGate, size: int, end: float) -> dict[int, dict[str, Guest]]:
         """Return the connections of each place, by their role."""
         guests: dict[int, dict[str, Guest]] = {place: {} for place in range(size)}
         while missing := [place for place in range(size) if not _complete(guests[place])]:

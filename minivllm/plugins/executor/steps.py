@@ -97,7 +97,7 @@ class Plans:
         return self._last.further(step, computed, delta)
 
 
-class Results:
+class StepResults:
     """Results of the other direction.  ``slots`` of both: those of the step's plan, i32."""
 
     def __init__(self) -> None:

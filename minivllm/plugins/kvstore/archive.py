@@ -22,7 +22,7 @@ from .disk import ABOUT, NAMED
 from .segments import (
     FILE_HEAD,
     SUFFIX,
-    Place,
+    SegmentPlace,
     file_head,
     page_head,
     read_digest,
@@ -84,7 +84,7 @@ def _files_of(folder: Path, verify: bool) -> ModelFiles:
     return found
 
 
-def _places(path: Path) -> tuple[dict[bytes, Place], int]:
+def _places(path: Path) -> tuple[dict[bytes, SegmentPlace], int]:
     """Return the places of the pages of a file, and the bytes behind the last record.  ValueError without a head."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -93,7 +93,7 @@ def _places(path: Path) -> tuple[dict[bytes, Place], int]:
         os.close(fd)
 
 
-def _pages(path: Path, places: dict[bytes, Place]) -> Iterator[tuple[bytes, np.ndarray | None]]:
+def _pages(path: Path, places: dict[bytes, SegmentPlace]) -> Iterator[tuple[bytes, np.ndarray | None]]:
     """Yield the key and the page of each place; None for a damaged page."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -34,7 +34,7 @@ from .segments import (
     FILE_HEAD,
     PAGE_HEAD,
     SUFFIX,
-    Place,
+    SegmentPlace,
     digest_of,
     file_head,
     files_below,
@@ -80,7 +80,7 @@ class DiskStore(KVStore):
         self.largest = max(1 << 16, min(LARGEST, self.share // FILES))
         self.files: dict[int, PageFile] = {}
         self.opened: dict[int, None] = {}  # numbers of the files with a descriptor, the one used longest ago first
-        self.places: dict[bytes, Place] = {}
+        self.places: dict[bytes, SegmentPlace] = {}
         self.found: list[bytes] = []  # keys of pages of other processes that ``look`` has not returned yet
         self.newest: int | None = None
         self.numbers = itertools.count()
@@ -195,7 +195,7 @@ class DiskStore(KVStore):
                 return False
         return file.owned
 
-    def _add(self, found: Mapping[bytes, Place]) -> None:
+    def _add(self, found: Mapping[bytes, SegmentPlace]) -> None:
         """Index pages that were found in files."""
         for key, place in found.items():
             if key not in self.places:
@@ -368,7 +368,7 @@ class DiskStore(KVStore):
             raise
         file.size += len(head) + page.nbytes
         file.live += len(head) + page.nbytes
-        self.places[key] = Place(self.newest, at, page.nbytes, checksum)
+        self.places[key] = SegmentPlace(self.newest, at, page.nbytes, checksum)
 
     def _cut(self, fd: int, file: PageFile) -> None:
         """Remove a part of a record from the end of a file, or begin another file if that fails."""
@@ -397,7 +397,7 @@ class DiskStore(KVStore):
             self.drop([key])
         return page
 
-    def _read(self, key: bytes, place: Place) -> np.ndarray | None:
+    def _read(self, key: bytes, place: SegmentPlace) -> np.ndarray | None:
         """Return a page, or None if it is damaged or its file has been deleted."""
         try:
             fd = self._fd(place.file)

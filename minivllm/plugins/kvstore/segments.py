@@ -27,7 +27,7 @@ PAGE_HEAD = struct.Struct("<4s16sQII4x")
 SUFFIX = ".kv"
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """The place of a page: its file, the offset of its record, and its size in bytes."""
 
     file: int
@@ -63,7 +63,7 @@ def read_digest(fd: int) -> bytes:
     return digest
 
 
-def scan(fd: int, digest: bytes, file: int, at: int = FILE_HEAD.size) -> tuple[dict[bytes, Place], int]:
+def scan(fd: int, digest: bytes, file: int, at: int = FILE_HEAD.size) -> tuple[dict[bytes, SegmentPlace], int]:
     """Return the places of the pages of a file by key, from the record at an offset on, and the number of bytes behind
     the last whole record.
 
@@ -72,19 +72,19 @@ def scan(fd: int, digest: bytes, file: int, at: int = FILE_HEAD.size) -> tuple[d
     total = os.fstat(fd).st_size
     if os.pread(fd, FILE_HEAD.size, 0) != file_head(digest):
         raise ValueError("it is of another version, model or rank")
-    found: dict[bytes, Place] = {}
+    found: dict[bytes, SegmentPlace] = {}
     while at + PAGE_HEAD.size <= total:
         head = os.pread(fd, PAGE_HEAD.size, at)
         magic, key, size, checksum, own = PAGE_HEAD.unpack(head)
         fields = head[: PAGE_HEAD.size - 8]
         if magic != PAGE_MAGIC or zlib.crc32(fields) != own or at + PAGE_HEAD.size + size > total:
             break
-        found[key] = Place(file, at, size, checksum)
+        found[key] = SegmentPlace(file, at, size, checksum)
         at += PAGE_HEAD.size + size
     return found, total - at
 
 
-def read_page(fd: int, key: bytes, place: Place, into: np.ndarray) -> bool:
+def read_page(fd: int, key: bytes, place: SegmentPlace, into: np.ndarray) -> bool:
     """Read a page into memory u8 [size].  Return False unless the record and the page are whole."""
     head = os.pread(fd, PAGE_HEAD.size, place.at)
     if len(head) < PAGE_HEAD.size:

@@ -17,7 +17,7 @@ REASONING = Reasoning(qwen3.THINK, qwen3.ANSWER)
 TAGS = (*qwen3.TAGS, KEY, KEY_END, VALUE, VALUE_END)
 
 
-class Glm4(DescribedParser):
+class Glm4Parser(DescribedParser):
     """Finds reasoning and calls."""
 
     format = ReplyFormat(REASONING, (CALLS,), TAGS, gap="\n")

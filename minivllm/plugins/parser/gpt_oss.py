@@ -5,7 +5,7 @@ from minivllm.runtime.replies import Channels, DescribedParser, ReplyFormat
 CHANNELS = Channels()
 
 
-class GptOss(DescribedParser):
+class GptOssParser(DescribedParser):
     """Finds reasoning, calls and content in channels."""
 
     format = ReplyFormat(tags=CHANNELS.tags, channels=CHANNELS)

@@ -13,7 +13,7 @@ REASONING = Reasoning("[THINK]", "[/THINK]")
 TAGS = (TAG, "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
 
-class Mistral(DescribedParser):
+class MistralParser(DescribedParser):
     """Finds reasoning and calls."""
 
     format = ReplyFormat(REASONING, SPELLINGS, TAGS, gap="")

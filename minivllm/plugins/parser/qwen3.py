@@ -10,7 +10,7 @@ REASONING = Reasoning(f"{THINK}\n", ANSWER)
 TAGS = (THINK, ANSWER, *hermes.TAGS)
 
 
-class Qwen3(DescribedParser):
+class Qwen3Parser(DescribedParser):
     """Finds reasoning and calls.  A call also ends reasoning that is not closed."""
 
     format = ReplyFormat(REASONING, (hermes.CALLS,), TAGS)

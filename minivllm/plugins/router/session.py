@@ -9,7 +9,7 @@ from typing import Any
 from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRequest, RouterContext, least_loaded
 
 
-class Session(ReplicaRouter):
+class SessionRouter(ReplicaRouter):
     """Remembers the replica of each session.
 
     A session whose replica accepts no requests moves to another one, and stays there.

@@ -1,6 +1,6 @@
 """Connections from processes that this one did not start: both sides prove that they know a shared secret.
 
-    client (``greet``)                          server (``Gate``, ``admit``)
+    client (``greet``)                          server (``ProcessGate``, ``admit``)
                ◄── nonce, 32 bytes ────────────
     ── nonce, proof, JSON about the client ────►
                ◄── proof ──────────────────────
@@ -62,7 +62,9 @@ def _exactly(sock: socket.socket, size: int, end: float) -> bytes:
 
 
 def greet(sock: socket.socket, secret: bytes, said: dict[str, Any]) -> None:
-    """Prove the secret to a ``Gate`` and send it the JSON ``said``.  Refused if the server does not know the secret."""
+    """Prove the secret to a ``ProcessGate`` and send it the JSON ``said``.
+
+    Refused if the server does not know the secret."""
     words = json.dumps(said).encode()
     ours = secrets.token_bytes(NONCE)
     end = time.monotonic() + PATIENCE
@@ -95,7 +97,7 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
     return json.loads(words)
 
 
-class Gate:
+class ProcessGate:
     """Server that accepts clients until it is closed.
 
     Each greeting has its own thread, so a silent client does not delay the others."""

@@ -8,7 +8,7 @@ from .channels import ChannelReply
 from .contract import Reply, ReplyContext, ReplyParser
 from .description import ReplyFormat
 from .machine import DescribedReply
-from .plan import Plan
+from .plan import FormatPlan
 
 
 class DescribedParser(ReplyParser):
@@ -18,7 +18,7 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._plans: dict[tuple[Any, ...], Plan] = {}  # a few: the marks are those of the tokenizer
+        self._plans: dict[tuple[Any, ...], FormatPlan] = {}  # a few: the marks are those of the tokenizer
 
     def tags(self) -> tuple[str, ...]:
         """Return the texts that are tags of the format."""
@@ -43,10 +43,10 @@ class DescribedParser(ReplyParser):
             return ChannelReply(self.format.channels, context)
         return DescribedReply(self._plan(context), context)
 
-    def _plan(self, context: ReplyContext) -> Plan:
+    def _plan(self, context: ReplyContext) -> FormatPlan:
         """Return the compiled format for the marks of an answer."""
         key = (context.strict, *context.marks.items())
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self.format, context.marks, context.strict)
+            plan = self._plans[key] = FormatPlan(self.format, context.marks, context.strict)
         return plan

@@ -39,7 +39,7 @@ class Literal:
 
 
 @dataclass(frozen=True)
-class Space:
+class Whitespace:
     """Whitespace, which may be missing."""
 
     def read(self, text: str, at: int) -> int:
@@ -100,7 +100,7 @@ NAME = Word(re.compile(r"[A-Za-z0-9_.-]{1,64}"), re.compile(r"[A-Za-z0-9_.-]{0,6
 KEY = Word(re.compile(r"[^<>\n\udc80-\udcff]{1,256}"), re.compile(r"[^<>\n\udc80-\udcff]{0,256}"), "key")
 ID = Word(re.compile(r"[A-Za-z0-9_-]{1,64}"), re.compile(r"[A-Za-z0-9_-]{0,64}"))
 WORDS = {"name": NAME, "key": KEY, "id": ID}
-SPACE = Space()
+SPACE = Whitespace()
 OBJECT_AHEAD = Ahead(re.compile(r"\{"), re.compile(""))
 
 

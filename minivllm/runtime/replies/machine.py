@@ -25,7 +25,7 @@ from .description import OBJECT, PYTHON
 from .elements import NO, PARTIAL, SPACES, matched
 from .output import KEEP, Output
 from .parts import Part, Said, Thought, Written
-from .plan import COLLECT, EMPTY, END_OF_OBJECT, MEMBER, STREAM, Candidate, FormPlan, PairPlan, Plan, choose
+from .plan import COLLECT, EMPTY, END_OF_OBJECT, MEMBER, STREAM, CallCandidate, FormatPlan, FormPlan, PairPlan, choose
 from .scan import INSIDE, Scanner
 from .values import call_of, dumped, python_arguments, quoted_arguments, typed, types_of
 
@@ -37,7 +37,7 @@ WAIT, GO = False, True  # results of a step: more text is needed, or the next st
 class DescribedReply:
     """Finds reasoning and calls in one answer."""
 
-    def __init__(self, plan: Plan, context: ReplyContext) -> None:
+    def __init__(self, plan: FormatPlan, context: ReplyContext) -> None:
         self._plan, self._context = plan, context
         self._out = Output()
         self._buffer = ""
@@ -302,7 +302,7 @@ class DescribedReply:
             return False
         return self._context.calls
 
-    def _head_at(self, candidates: Sequence[Candidate], start: int, begin: int, at: int) -> int:
+    def _head_at(self, candidates: Sequence[CallCandidate], start: int, begin: int, at: int) -> int:
         """Begin a call if one of its heads follows a tag.  Return the position, ``NO`` or ``PARTIAL``."""
         candidate, end, name = choose(candidates, self._buffer, at, self._final)
         if candidate is not None and not self._allows(name):
@@ -320,7 +320,7 @@ class DescribedReply:
         self._begin(candidate, begin, end, name)
         return end
 
-    def _thought_at(self, candidate: Candidate, start: int, begin: int, at: int) -> int:
+    def _thought_at(self, candidate: CallCandidate, start: int, begin: int, at: int) -> int:
         """Begin reasoning if its opening text is complete.  Return the position, ``NO`` or ``PARTIAL``."""
         end, _ = matched(candidate.before, self._buffer, at)
         if end == NO or (end == PARTIAL and self._final):
@@ -350,7 +350,7 @@ class DescribedReply:
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, candidate: Candidate, begin: int, end: int, name: str) -> None:
+    def _begin(self, candidate: CallCandidate, begin: int, end: int, name: str) -> None:
         """Begin the call of a head between two positions of the buffer."""
         form = candidate.form
         assert form is not None

@@ -50,7 +50,7 @@ KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CallCandidate:
     """A head that may stand at a place: the elements before a call, those of its head, and what follows them.
 
     ``form`` is the spelling of the call.  None means that reasoning begins."""
@@ -81,7 +81,7 @@ class FormPlan:
 
     calls: Calls
     ends: list[tuple[Element, ...]] = field(default_factory=list)
-    following: list[Candidate] = field(default_factory=list)
+    following: list[CallCandidate] = field(default_factory=list)
     outside: re.Pattern[str] = re.compile(MARK)
     significant: re.Pattern[str] = re.compile(MARK)  # the first characters of what ``outside`` finds
     closers: frozenset[str] = frozenset()
@@ -104,15 +104,15 @@ class PairPlan:
 
 
 @dataclass(frozen=True)
-class Role:
+class TagRole:
     """The meaning of a tag at the place where it stands."""
 
-    calls: tuple[Candidate, ...] = ()
-    thought: Candidate | None = None  # the tag begins reasoning
+    calls: tuple[CallCandidate, ...] = ()
+    thought: CallCandidate | None = None  # the tag begins reasoning
     closes: bool = False  # the tag ends reasoning
 
 
-class Plan:
+class FormatPlan:
     """The compiled form of a format for some marks.
 
     ``roles`` has the meaning of each tag in text.  ``find`` finds the next tag, mark or backtick.  ``notable`` finds a
@@ -126,16 +126,16 @@ class Plan:
         self.tag_of = {mark: tag for tag, mark in marks.items()}
         spellings = {tag: (marks.get(tag, tag),) for tag in form.tags}  # the mark of a tag, if it has one
         self._templates = Templates(spellings)
-        self.roles: dict[str, Role] = {}
-        self.first: list[Candidate] = []
+        self.roles: dict[str, TagRole] = {}
+        self.first: list[CallCandidate] = []
         for calls in strict_spellings(form, marks) if strict else form.calls:
             self._add_calls(calls)
         if form.reasoning is not None:
             tag, rest = self._trigger(form.reasoning.open)
-            opening = Candidate(None, rest, (), "")
+            opening = CallCandidate(None, rest, (), "")
             self._add_role(tag, thought=opening)
             for text in spellings[form.reasoning.close]:
-                self._merge(text, Role(closes=True))
+                self._merge(text, TagRole(closes=True))
         texts = sorted(self.roles, key=len, reverse=True)
         self.find = re.compile("|".join(["`+", MARK, *map(re.escape, texts)]))
         firsts = "".join(sorted({re.escape(text[0]) for text in texts}))
@@ -203,7 +203,7 @@ class Plan:
 
     def _heads(
         self, form: FormPlan, before: Iterable[Element], without: str = "", untagged: bool = False
-    ) -> list[Candidate]:
+    ) -> list[CallCandidate]:
         """Return the candidates for the head of a call after the elements ``before``.
 
         ``without`` is the tag at the beginning of the head that has been read.  ``untagged`` means that no tag tells a
@@ -212,19 +212,19 @@ class Plan:
         if form.calls.arguments == OBJECT:
             unordered = (UNTAGGED, TYPED) if untagged else (UNORDERED,)
             return [
-                Candidate(form, lead, (*KEY, OBJECT_AHEAD), STREAM),
-                Candidate(form, lead, (*NAMED, SHUT), EMPTY),
-                Candidate(form, lead, TEXT_ARGUMENTS, COLLECT),
-                *(Candidate(form, lead, head, COLLECT) for head in unordered),
+                CallCandidate(form, lead, (*KEY, OBJECT_AHEAD), STREAM),
+                CallCandidate(form, lead, (*NAMED, SHUT), EMPTY),
+                CallCandidate(form, lead, TEXT_ARGUMENTS, COLLECT),
+                *(CallCandidate(form, lead, head, COLLECT) for head in unordered),
             ]
         template = form.calls.head.strip().removeprefix(without)
         head = self._templates.elements(template)
         if form.calls.arguments == PAIRS:
-            return [Candidate(form, lead, (*head, SPACE, self._first_pair(form.calls)), ARGUMENTS)]
+            return [CallCandidate(form, lead, (*head, SPACE, self._first_pair(form.calls)), ARGUMENTS)]
         if form.calls.arguments == PYTHON:
-            return [Candidate(form, lead, (*head, KEYWORD), COLLECT)]
+            return [CallCandidate(form, lead, (*head, KEYWORD), COLLECT)]
         then = {JSON: STREAM, QUOTED: COLLECT}[form.calls.arguments]
-        return [Candidate(form, lead, (*head, SPACE, OBJECT_AHEAD), then)]
+        return [CallCandidate(form, lead, (*head, SPACE, OBJECT_AHEAD), then)]
 
     def _first_pair(self, calls: Calls) -> Element:
         """Return the element for the tags that may follow the head of a call with tagged arguments."""
@@ -237,19 +237,21 @@ class Plan:
         rest = template.strip().removeprefix(pieces[0])
         return pieces[0], tuple(self._templates.elements(rest))
 
-    def _add_role(self, tag: str, calls: Sequence[Candidate] = (), thought: Candidate | None = None) -> None:
+    def _add_role(self, tag: str, calls: Sequence[CallCandidate] = (), thought: CallCandidate | None = None) -> None:
         """Add the meaning of a tag."""
         for text in self._templates.spellings[tag]:
-            self._merge(text, Role(tuple(calls), thought))
+            self._merge(text, TagRole(tuple(calls), thought))
 
-    def _merge(self, text: str, role: Role) -> None:
+    def _merge(self, text: str, role: TagRole) -> None:
         """Add a meaning to those of a spelling of a tag."""
-        old = self.roles.get(text, Role())
+        old = self.roles.get(text, TagRole())
         thought = old.thought or role.thought
-        self.roles[text] = Role(old.calls + role.calls, thought, old.closes or role.closes)
+        self.roles[text] = TagRole(old.calls + role.calls, thought, old.closes or role.closes)
 
 
-def choose(candidates: Iterable[Candidate], text: str, at: int, final: bool) -> tuple[Candidate | None, int, str]:
+def choose(
+    candidates: Iterable[CallCandidate], text: str, at: int, final: bool
+) -> tuple[CallCandidate | None, int, str]:
     """Return the first candidate that fits a text at a position, with the result of its ``read``.
 
     If more text may complete a candidate before it, the candidate is None and the position is ``PARTIAL``.  ``final``

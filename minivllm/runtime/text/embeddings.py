@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .outputs import RequestMetrics, _entries, _Record
+from .outputs import RequestMetrics, _entries, _OutputRecord
 
 
 @_entries
 @dataclass(eq=False)
-class EmbeddingOutput(_Record):
+class EmbeddingOutput(_OutputRecord):
     """The embedding of one prompt, a list of float32 values.  It is empty if the request failed."""
 
     _also = ("hidden_size",)
@@ -24,7 +24,7 @@ class EmbeddingOutput(_Record):
 
 @_entries
 @dataclass(eq=False)
-class EmbeddingRequestOutput(_Record):
+class EmbeddingRequestOutput(_OutputRecord):
     """The answer to one prompt of ``LLM.embed``.
 
     ``error`` is the reason why the request failed, or None.  ``prompt_token_ids`` are the ids after truncation."""
@@ -47,7 +47,7 @@ class EmbeddingRequestOutput(_Record):
 
 @_entries
 @dataclass(eq=False)
-class ScoringOutput(_Record):
+class ScoringOutput(_OutputRecord):
     """The similarity of two texts: the cosine of the angle between their embeddings, from -1 to 1."""
 
     score: float = 0.0
@@ -55,7 +55,7 @@ class ScoringOutput(_Record):
 
 @_entries
 @dataclass(eq=False)
-class ScoringRequestOutput(_Record):
+class ScoringRequestOutput(_OutputRecord):
     """The answer to one pair of ``LLM.score``.  ``prompt_token_ids`` are those of both texts, joined."""
 
     request_id: str

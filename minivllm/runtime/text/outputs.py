@@ -30,7 +30,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class _Record(dict[str, Any]):
+class _OutputRecord(dict[str, Any]):
     """A dataclass that is also a dict of its fields and of the properties named in ``_also``.
 
     It is a dict because ``json`` accepts no other mapping.  Invariant: the fields are stored only as entries of the
@@ -110,7 +110,7 @@ def _entries(cls: type[_T]) -> type[_T]:
 
 @_entries
 @dataclass(eq=False)
-class CompletionOutput(_Record):
+class CompletionOutput(_OutputRecord):
     """One sequence of a request.
 
     ``finish_reason`` is "stop" (end-of-sequence, stop token or stop string), "length", "abort", "error", or None while
@@ -170,7 +170,7 @@ def _repeated(spans: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[int
 
 @_entries
 @dataclass(eq=False)
-class RequestMetrics(_Record):
+class RequestMetrics(_OutputRecord):
     """Times and counts of a request.  Times are seconds of ``time.monotonic``.
 
     ``scheduled_time`` is the time at which the request left the queue.  ``cached_tokens`` is the number of prompt
@@ -190,7 +190,7 @@ class RequestMetrics(_Record):
 
 @_entries
 @dataclass(eq=False)
-class RequestOutput(_Record):
+class RequestOutput(_OutputRecord):
     """A request's answer so far.
 
     ``text``, ``tokens``, ``finish_reason``, ``stop_reason`` and ``taps`` are those of the first output."""

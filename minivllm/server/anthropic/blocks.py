@@ -37,7 +37,7 @@ class Block:
         return str(self.head["type"])
 
 
-class Blocks:
+class ContentBlocks:
     """The content blocks of one message.
 
     Whitespace between blocks is no block of its own, because an API of Anthropic would refuse it in the next request.

@@ -22,7 +22,7 @@ from minivllm.server.openai.generate import Answer, Service, checked, read_body,
 from minivllm.server.openai.limits import seconds_of
 from minivllm.server.openai.reasoning import BUDGET
 
-from .blocks import Blocks
+from .blocks import ContentBlocks
 from .translate import BETA, ChatValues, translate
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Messages(Chat):
 
     async def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
         """Yield the events of the message.  The first piece of the answer has the counts of the prompt."""
-        blocks = Blocks(self.shows_thoughts)
+        blocks = ContentBlocks(self.shows_thoughts)
         events: list[JsonObject] = []
         begun = False
         async for parts in self.parts(answer):
@@ -122,7 +122,7 @@ class Messages(Chat):
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yield the whole message."""
-        blocks = Blocks(self.shows_thoughts)
+        blocks = ContentBlocks(self.shows_thoughts)
         parts: Sequence[Part] = ()
         async for parts in self.parts(answer):
             list(blocks.events(parts))
@@ -150,7 +150,7 @@ class Messages(Chat):
             message["warnings"] = answer.warnings
         return message
 
-    def _end(self, answer: Answer, blocks: Blocks, finished: Finished) -> list[JsonObject]:
+    def _end(self, answer: Answer, blocks: ContentBlocks, finished: Finished) -> list[JsonObject]:
         """Return the events after the last block."""
         reason, sequence = self._stop(answer, blocks, finished)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
@@ -159,7 +159,7 @@ class Messages(Chat):
             {"type": "message_stop"},
         ]
 
-    def _stop(self, answer: Answer, blocks: Blocks, finished: Finished) -> tuple[str, str | None]:
+    def _stop(self, answer: Answer, blocks: ContentBlocks, finished: Finished) -> tuple[str, str | None]:
         """Return the stop reason of a message, and the stop sequence that ended it."""
         if finished.reason == "abort":
             raise ApiError(503, "the engine has aborted the request")

@@ -36,7 +36,7 @@ async def embeddings(request: Request, service: Service) -> Any:
 
 async def score(request: Request, service: Service) -> Any:
     """Return the similarity of pairs of texts."""
-    return await _answered(request, service, ScoreBody, Scores)
+    return await _answered(request, service, ScoreBody, ScoredTexts)
 
 
 async def rerank(request: Request, service: Service) -> Any:
@@ -44,14 +44,14 @@ async def rerank(request: Request, service: Service) -> Any:
     return await _answered(request, service, RerankBody, Ranking)
 
 
-async def _answered(request: Request, service: Service, model: Any, kind: type[Pooling]) -> Any:
+async def _answered(request: Request, service: Service, model: Any, kind: type[PooledTexts]) -> Any:
     """Return the answer to a request whose body is of a model."""
     body = await read_body(request, service, model)
     work: Any = kind(service, body, request.scope["state"])
     return await respond(request, service, False, seconds_of(service, body.timeout_s), work)
 
 
-class Pooling:
+class PooledTexts:
     """One request whose texts are embedded.
 
     A subclass sets ``prompts`` and ``options``, and writes the answer from the vectors of the prompts."""
@@ -118,7 +118,7 @@ class Pooling:
         raise TypeError("an answer with embeddings is not a stream")
 
 
-class Embeddings(Pooling):
+class Embeddings(PooledTexts):
     """One request to ``/v1/embeddings``."""
 
     prefix = "embd"
@@ -146,7 +146,7 @@ def encoded(vector: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-class Scores(Pooling):
+class ScoredTexts(PooledTexts):
     """One request to ``/v1/score``."""
 
     prefix = "score"
@@ -181,7 +181,7 @@ class Scores(Pooling):
             yield {"index": number, "object": "score", "score": cosine(one, other)}
 
 
-class Ranking(Pooling):
+class Ranking(PooledTexts):
     """One request to ``/v1/rerank``."""
 
     prefix = "rerank"

@@ -44,7 +44,7 @@ class Finished:
 Part = Said | Thought | Begun | Written | Ended | Finished
 
 
-class Named:
+class NamedCall:
     """Parser of an answer that calls a named function.  Its grammar allows nothing but the arguments."""
 
     def __init__(self, name: str) -> None:

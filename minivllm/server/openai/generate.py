@@ -30,7 +30,7 @@ from minivllm.server.link.live_states import LiveStates
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
-from minivllm.server.response_store import KeyResponses, Store
+from minivllm.server.response_store import KeyResponses, ResponseStore
 
 from . import JsonObject, Warnings, tools
 from .adapters import ServedAdapters
@@ -83,7 +83,7 @@ class Service:
         self.bodies = bodies.Bodies(self.tokens.pool)
         self.slices = Slices()
         self.adapters = ServedAdapters(self.names, self.server.lora_modules, self.server.lora_dir)
-        self.responses = Store.of(self.server)
+        self.responses = ResponseStore.of(self.server)
         self.background = Jobs()
         self.live = LiveStates(self.client, self.server)
         # identity of a key -> responses of its WebSockets, as long as one is open

@@ -11,7 +11,7 @@ from minivllm.runtime.replies import ReplyContext, ReplyParser
 from minivllm.runtime.text.marks import NO_MARKS, Marks
 
 from . import JsonObject, tools
-from .calls import Begun, Distinct, Ended, Named, Part, Said, Thought, ToolCall, Written
+from .calls import Begun, Distinct, Ended, NamedCall, Part, Said, Thought, ToolCall, Written
 from .parsers import context_of
 from .thoughts import AfterThought, tags_around
 
@@ -34,7 +34,7 @@ def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyCont
         own = parser.start(context)
         return Distinct(own) if asked.choice == "required" else own
     if asked.choice in FORCED:
-        calls = Distinct() if asked.choice == "required" else Named(asked.function)
+        calls = Distinct() if asked.choice == "required" else NamedCall(asked.function)
         if not marks.by_tag:
             return calls
         start, end = marks.by_tag.values()

@@ -49,7 +49,7 @@ ADDRESSES = {"index.html": "/", "docs.html": "/docs"}  # file -> path; other fil
 
 
 @dataclass(frozen=True)
-class PageFile:
+class StaticFile:
     """A static file: its content, content type and entity tag."""
 
     content: bytes
@@ -60,13 +60,13 @@ class PageFile:
 class Page:
     """The files of the page, by path."""
 
-    def __init__(self, files: dict[str, PageFile]) -> None:
+    def __init__(self, files: dict[str, StaticFile]) -> None:
         self.files = files
 
     @staticmethod
     def load() -> Page:
         """Read the files from the package."""
-        files: dict[str, PageFile] = {}
+        files: dict[str, StaticFile] = {}
         folder = resources.files(__package__) / "static"
         for entry in folder.iterdir():
             kind = KINDS.get(entry.name.rpartition(".")[2])
@@ -75,7 +75,7 @@ class Page:
             content = entry.read_bytes()
             tag = hashlib.sha256(content).hexdigest()[:16]
             path = ADDRESSES.get(entry.name, f"/page/{entry.name}")
-            files[path] = PageFile(content, kind, f'"{tag}"')
+            files[path] = StaticFile(content, kind, f'"{tag}"')
         return Page(files)
 
     def serves(self, scope: Any, path: str) -> bool:

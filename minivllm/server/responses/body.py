@@ -18,7 +18,7 @@ from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.field_table import OTHER
 from minivllm.server.openai.generate import Service, checked
 
-from .items import Conversation
+from .items import ItemConversation
 from .tools import ToolSet, read_choice, read_tools
 
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -71,7 +71,7 @@ class ParsedRequest:
     body: Any
     chat: Any
     items: list[JsonObject]
-    conversation: Conversation
+    conversation: ItemConversation
     tools: ToolSet
     include: frozenset[str]
     warnings: Warnings
@@ -134,7 +134,7 @@ def begin(ident: str, body: Any, items: list[JsonObject]) -> ParsedRequest:
     """Return the request of a body with its tools, before its conversation and its chat are read."""
     _refuse(body)
     tools = read_tools(body.tools)
-    conversation = Conversation(body.instructions)
+    conversation = ItemConversation(body.instructions)
     return ParsedRequest(ident, body, None, items, conversation, tools, _include(body.include), [*tools.warnings])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import shown
 from minivllm.server.errors import ApiError, wrong
 from minivllm.server.openai import JsonObject
-from minivllm.server.response_store import KeyResponses, Store, Stored
+from minivllm.server.response_store import KeyResponses, ResponseStore, StoredResponse
 
 from .items import REFERENCE
 
@@ -32,16 +32,16 @@ class History:
         self._left = service.server.max_body_bytes  # bytes of earlier items that this request may still read
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ResponseStore:
         """Return the store of the server."""
         return self.service.responses
 
-    async def find(self, ident: str) -> Stored | None:
+    async def find(self, ident: str) -> StoredResponse | None:
         """Return a response, or None if the client has none with this id."""
         found = None if self.local is None else self.local.get(ident)
         return found or await self.store.get(self.identity, ident)
 
-    async def previous(self, ident: str) -> Stored:
+    async def previous(self, ident: str) -> StoredResponse:
         """Return the response that a request continues.  ApiError (400) if there is none."""
         found = await self.find(ident)
         if found is None:
@@ -49,7 +49,7 @@ class History:
             raise ApiError(400, text, "previous_response_id", code=NOT_FOUND)
         return found
 
-    async def keep(self, stored: Stored, to_store: bool) -> None:
+    async def keep(self, stored: StoredResponse, to_store: bool) -> None:
         """Keep a response, in the store or for the connection alone."""
         if to_store:
             await self.store.put(self.identity, stored)
@@ -98,11 +98,11 @@ class LocalStore:
         self._most = most
         self._ids: deque[str] = deque()
 
-    def get(self, ident: str) -> Stored | None:
+    def get(self, ident: str) -> StoredResponse | None:
         """Return a response, or None."""
         return self._of_key.get(self._number, ident)
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: StoredResponse) -> None:
         """Keep a response, and drop the oldest one if there are too many."""
         self._ids.append(stored.id)
         self._of_key.put(self._number, stored)

@@ -39,7 +39,7 @@ KEYS = frozenset(
 )  # fmt: skip
 
 
-class Conversation:
+class ItemConversation:
     """The messages of a chat, made from items.
 
     ``places`` maps the place of each message and call in the chat, such as "messages[3]", to its place in the body."""

@@ -27,7 +27,7 @@ CANCELLED = "cancelled"
 Events = Iterator[JsonObject]
 
 
-class Output:
+class ResponseOutput:
     """The items of one answer.  ``feed`` returns the events of each part.
 
     ``top`` is the number of most likely tokens of each position in the log-probabilities, or None without them.
@@ -160,7 +160,7 @@ def plain_item(item: JsonObject) -> JsonObject:
 class _TextItem:
     """A message or reasoning while it is generated."""
 
-    def __init__(self, output: Output, kind: str) -> None:
+    def __init__(self, output: ResponseOutput, kind: str) -> None:
         self._output = output
         self._texts: list[str] = []
         self._scored = Scored()
@@ -221,7 +221,7 @@ class _TextItem:
 class _CallItem:
     """A call of a function or of a custom tool while it is generated."""
 
-    def __init__(self, output: Output, begun: Begun, tool: ClientTool) -> None:
+    def __init__(self, output: ResponseOutput, begun: Begun, tool: ClientTool) -> None:
         self._output = output
         self._texts: list[str] = []
         self._custom = tool.kind == CUSTOM

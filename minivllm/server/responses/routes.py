@@ -17,7 +17,7 @@ from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ResponsesBody
 from minivllm.server.openai.generate import Service, read_body, respond, warned
 from minivllm.server.openai.limits import seconds_of
-from minivllm.server.response_store import Stored
+from minivllm.server.response_store import StoredResponse
 
 from . import body as bodies
 from .background import Job, not_found
@@ -98,7 +98,7 @@ def _names(request: Request) -> tuple[str, str]:
     return ident, state["identity"]
 
 
-async def _found(request: Request, service: Service) -> Stored:
+async def _found(request: Request, service: Service) -> StoredResponse:
     """Return the stored response of a request's path.  ApiError (404) if there is none."""
     ident, identity = _names(request)
     found = await service.responses.get(identity, ident)
@@ -139,7 +139,7 @@ async def cancel(request: Request, service: Service) -> Any:
     return Response(found.response, media_type=JSON)
 
 
-def _in_background(stored: Stored) -> bool:
+def _in_background(stored: StoredResponse) -> bool:
     """Return whether a stored response was generated in the background.
 
     The field is among the first members of the response, so the rest is not parsed."""

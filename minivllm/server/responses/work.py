@@ -15,11 +15,11 @@ from minivllm.server.openai.calls import Part, Thought
 from minivllm.server.openai.chat import Chat
 from minivllm.server.openai.generate import Answer, Service
 from minivllm.server.openai.params import note_default
-from minivllm.server.response_store import Stored
+from minivllm.server.response_store import StoredResponse
 
 from .body import SEALED, ParsedRequest, client_names
 from .history import History
-from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output, plain_item
+from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, ResponseOutput, plain_item
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
@@ -76,7 +76,7 @@ class ResponseWork(Chat):
             super().__init__(service, request.chat, state)
         self.id = PREFIX + request.ident
         top = self.top if request.chat.logprobs else None
-        self.output = Output(request.ident, request.tools, self.speller, top, SEALED in request.include)
+        self.output = ResponseOutput(request.ident, request.tools, self.speller, top, SEALED in request.include)
         self.warnings = [*request.warnings, *request.conversation.warnings, *self.warnings]
         del self.warnings[fields.MOST :]
         for warning in self.warnings:
@@ -215,7 +215,7 @@ class ResponseWork(Chat):
         if not self.request.stored and self.history.local is None:
             return  # no later request can refer to it
         turns = [dump(self.request.items), dump([plain_item(item) for item in self.output.items])]
-        stored = Stored(self.id, whole, (*self.request.turns, *turns))
+        stored = StoredResponse(self.id, whole, (*self.request.turns, *turns))
         await self.history.keep(stored, self.request.stored)
 
     async def _json(self, value: JsonObject, answer: Answer) -> bytes:

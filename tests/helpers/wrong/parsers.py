@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minivllm.plugins.parser.hermes import Hermes
-from minivllm.plugins.parser.qwen3 import Qwen3
+from minivllm.plugins.parser.qwen3 import Qwen3Parser
 from minivllm.registration.spec import Spec
 from minivllm.runtime.replies import Begun, Ended, ReplyParser, Said
 
@@ -47,7 +47,7 @@ class Changed:
         return parts
 
 
-class AsItIs(Qwen3):
+class AsItIs(Qwen3Parser):
     """Right."""
 
     spec = spec("AsItIs")

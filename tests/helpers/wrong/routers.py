@@ -7,7 +7,7 @@ import time
 from minivllm.core.interfaces.router import ReplicaRouter
 from minivllm.plugins.router.loads import LeastTokens, RoundRobin
 from minivllm.plugins.router.options import SessionOptions
-from minivllm.plugins.router.session import Session
+from minivllm.plugins.router.session import SessionRouter
 from minivllm.registration.spec import Spec
 
 SEAM = "router"
@@ -109,7 +109,7 @@ class MovesSessions(LeastTokens):
     spec = spec("MovesSessions", "sticky")
 
 
-class FollowsNoMove(Session):
+class FollowsNoMove(SessionRouter):
     """Returns to the first replica of a session once that accepts requests again."""
 
     spec = spec("FollowsNoMove", "sticky", options="minivllm.plugins.router.options:SessionOptions")

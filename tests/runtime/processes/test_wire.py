@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from minivllm.runtime.processes import gate as module
 from minivllm.runtime.processes import wire
 from minivllm.runtime.processes.channel import ChannelClosed, ChannelStuck
-from minivllm.runtime.processes.gate import MOST, NONCE, Gate, Refused, admit, greet
+from minivllm.runtime.processes.gate import MOST, NONCE, ProcessGate, Refused, admit, greet
 from minivllm.runtime.processes.wire import GONE, HEAD, Wire, cut_by, watch_peer
 
 SECRET = b"s" * 32
@@ -150,7 +150,7 @@ def test_of_a_machine_that_is_out_of_reach_is_told_what_the_system_says(number, 
 
 @pytest.fixture
 def gate():
-    found = Gate(SECRET, "127.0.0.1")
+    found = ProcessGate(SECRET, "127.0.0.1")
     yield found
     found.close()
 
@@ -231,7 +231,7 @@ def test_a_rank_hears_only_who_knows_the_secret_too():
 
 
 def test_a_closed_gate_leaves_no_port_and_no_name():
-    found = Gate(SECRET, "127.0.0.1")
+    found = ProcessGate(SECRET, "127.0.0.1")
     address, name = found.address, found.name
     found.close()
     found.close()
@@ -239,7 +239,7 @@ def test_a_closed_gate_leaves_no_port_and_no_name():
         socket.create_connection(address, 1)
     with socket.socket(socket.AF_UNIX) as sock, pytest.raises(OSError):
         sock.connect("\0" + name)
-    assert Gate(SECRET).address is None or pytest.fail("other machines may come, and nobody said so")
+    assert ProcessGate(SECRET).address is None or pytest.fail("other machines may come, and nobody said so")
 
 
 def test_what_a_rank_says_of_itself_is_json_and_nothing_that_runs():

@@ -16,15 +16,15 @@ from minivllm.errors import ModelError
 from .attend import SLOT, Attends, Current
 from .blank import blank_model, class_of, config_of
 from .layers import (
+    FallbackHead,
     Gated,
     GivenBody,
-    Head,
     Norming,
     Passing,
-    Piece,
     Projection,
     Routed,
     Shared,
+    SharedPiece,
     fill_buffers,
     own,
     place,
@@ -121,7 +121,7 @@ class Fallback:
             linears[whole] = self.parts.linear(whole, matrices[0].inp, sizes, bias=matrices[0].bias)
             shared = Shared(linears[whole], matrices[0].inp, [m.out for m in matrices])
             for i, name in enumerate(names):
-                place(self.model, name, Piece(shared, i))
+                place(self.model, name, SharedPiece(shared, i))
         for name, activation in plan.gated.items():
             whole = next(w for w in plan.merged if w.rpartition(".")[0] == name)
             down = next(n for n in linears if n.rpartition(".")[0] == name and n != whole)
@@ -138,7 +138,7 @@ class Fallback:
         size, tied = (old.in_features, old.out_features), self.tables.get(plan.tied)
         head = self.parts.lm_head(plan.head, *size, tied)
         bias = old.bias
-        place(self.model, plan.head, Head(head, bias, *size))
+        place(self.model, plan.head, FallbackHead(head, bias, *size))
 
     def _buffers(self) -> None:
         empty = fill_buffers(self.model, self.parts.device)

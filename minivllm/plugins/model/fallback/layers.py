@@ -60,7 +60,7 @@ class Shared:
         return found
 
 
-class Piece(Replaced):
+class SharedPiece(Replaced):
     """One matrix of a ``Shared`` product."""
 
     def __init__(self, shared: Shared, i: int) -> None:
@@ -125,7 +125,7 @@ class Passing(Replaced):
         return x
 
 
-class Head(Replaced):
+class FallbackHead(Replaced):
     """[1, N, hidden] -> logits [1, N, V]; a bias is the model's own."""
 
     def __init__(self, head: Any, bias: Tensor | None, inp: int, out: int) -> None:
