@@ -32,7 +32,7 @@ POLL = 2e-3  # seconds between two looks at loads while steps run
 FREE = -1  # the place in ``Delta.adapter`` that frees host memory
 
 
-class Adapters:
+class EngineAdapters:
     """The adapters of an engine.  Invariant: an adapter on the device is in host memory too."""
 
     def __init__(

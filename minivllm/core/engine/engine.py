@@ -39,7 +39,7 @@ from minivllm.errors import (
 )
 
 from .adapters import VERB as ADAPTERS
-from .adapters import Adapters
+from .adapters import EngineAdapters
 from .blocks import BlockPool
 from .cache import KVCache
 from .checkpoints import Checkpoints
@@ -164,7 +164,7 @@ class Engine:
             self._add_tiers(cache, parts)
         return cache
 
-    def _adapters(self, parts: EngineParts) -> Adapters | None:
+    def _adapters(self, parts: EngineParts) -> EngineAdapters | None:
         """Build the book of adapters; None if none are served.  ConfigError if the executor loads none."""
         limits = self.wiring.adapters
         if not limits.max_loras or parts.check_adapter is None:
@@ -176,7 +176,7 @@ class Engine:
             raise ConfigError(
                 f"enable_lora=true: the executor {who} loads no adapters; use local, process or multiprocess"
             ) from e
-        return Adapters(limits, self.slots, parts.check_adapter, parts.evictor, self.now)
+        return EngineAdapters(limits, self.slots, parts.check_adapter, parts.evictor, self.now)
 
     def _add_tiers(self, cache: KVCache, parts: EngineParts) -> None:
         """Add the tiers of the wiring to the cache.  ConfigError if the executor keeps none."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.timing import SeamTimes
 
-    from .adapters import Adapters
+    from .adapters import EngineAdapters
     from .beams import Beams
     from .cache import KVCache
     from .compression import Compression
@@ -67,7 +67,7 @@ class Planner:
         finish: FinishSequence,
         events: EngineEvents,
         speculation: Speculation | None = None,
-        adapters: Adapters | None = None,
+        adapters: EngineAdapters | None = None,
         compression: Compression | None = None,
         images: Images | None = None,
     ) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .adapter_set import Adapter
     from .image_content import Content
     from .tap_values import RequestTaps, TapValues
-    from .tier_loads import Load
+    from .tier_loads import PageLoad
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
 
@@ -66,7 +66,7 @@ class Seq:
     keys: list[int] = field(default_factory=list)
     # digests of its first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use
     page_keys: list[bytes] = field(default_factory=list)
-    load: Load | None = None
+    load: PageLoad | None = None
     # sequences that fork from it once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
     guide: Seq | None = None  # its guide, with ``scale`` (see ``guides``)

@@ -37,7 +37,7 @@ class Staged:
 
 
 @dataclass(eq=False)
-class Load:
+class PageLoad:
     """The pages that a waiting sequence gets, by (KV group, block); the last group are recurrent states."""
 
     begun: float  # seconds of the engine's clock

@@ -26,7 +26,7 @@ from minivllm.core.mover import DROP, LOOK, RELEASE
 from .taps import most_cached
 from .tier_choice import LoadChoice
 from .tier_index import TierIndex
-from .tier_loads import Load, Named, Staged, Stored
+from .tier_loads import Named, PageLoad, Staged, Stored
 from .tier_names import NamedPrefixes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Tiers:
         self.storing: dict[int, Stored] = {}
         self.loading: dict[int, Staged] = {}  # by ticket, until all ranks have ended it
         self.staged: dict[bytes, Staged] = {}  # by key, while sequences use it
-        self.waits: dict[Seq, Load] = {}  # sequences outside the queue
+        self.waits: dict[Seq, PageLoad] = {}  # sequences outside the queue
         self.queued = self.staged_bytes = 0
         self.next_ticket = 0
         self.polled = 0.0
@@ -284,7 +284,7 @@ class Tiers:
         if not wanted or not self._worth(wanted, n):
             return False
         patience = max(self.tiers[tier].patience for tier, _ in wanted.values())
-        load = seq.load = self.waits[seq] = Load(self.now(), patience, wanted)
+        load = seq.load = self.waits[seq] = PageLoad(self.now(), patience, wanted)
         load.predicted = self.choice.seconds_to_load(self._bytes(wanted, ahead=True))
         self._start(load)
         return True
@@ -350,7 +350,7 @@ class Tiers:
                 return True
         return False
 
-    def _start(self, load: Load) -> None:
+    def _start(self, load: PageLoad) -> None:
         """Order the loads of a sequence, if there is room for them."""
         sizes = [
             self.page_bytes[g] for (g, _), (_, key) in load.wanted.items() if key not in self.staged
