@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.core.interfaces.executor import ImageWiring
+from minivllm.device.loading.tensor_names import OF_TEXT
 from minivllm.device.loading.vision import FAMILIES, TOWERS, merge_of, whole_config
 from minivllm.errors import ConfigError, ModelError, shown
+from minivllm.runtime.images.reader import NO_ENCODER, PROCESSOR
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 
     from .values import EngineConfig
 
-PROCESSOR = "preprocessor_config.json"
 EXECUTORS = ("minivllm/local", "minivllm/process")
-NO_ENCODER = "the model has no image encoder"
 
 
 def wire_images(
@@ -43,6 +43,8 @@ def wire_images(
         except ModelError as exc:
             reason = str(exc)
             images = ImageWiring(why_not=reason)
+    if not reason:
+        notes[:] = [note for note in notes if not note[1].startswith(OF_TEXT)]
     if reason != NO_ENCODER:
         notes.append(("images", f"none: {reason}" if reason else f"up to {images.max_images} in a request"))
     fields = type(config).model_fields

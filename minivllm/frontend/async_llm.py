@@ -148,6 +148,7 @@ class AsyncLLM(FrontDoor):
         ``LLM.chat``."""
         check_template_keywords(template, ("add_generation_prompt", "taps", "lora_request"))
         taps, lora = template.pop("taps", None), template.pop("lora_request", None)
+        template["reader"] = self.images
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
         return self.generate(prompt, sampling_params, request_id, taps, lora)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.request import Request
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.registry import Selection
+    from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.text.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
     from minivllm.runtime.text.outputs import RequestOutput
     from minivllm.runtime.text.tokenizer import Tokenizer
@@ -41,9 +42,10 @@ def render_chat(
     documents: Any = None,
     chat_template: str | None = None,
     chat_template_kwargs: Any = None,
+    reader: ImageReader | None = None,
 ) -> dict[str, Any]:
     """Return a conversation as a prompt, rendered by the model's chat template.  The arguments are those of
-    ``LLM.chat``.
+    ``LLM.chat``.  ``reader`` None means that images are refused.
 
     RequestError if there is no template, or if the messages are malformed.
     """
@@ -56,11 +58,13 @@ def render_chat(
         "continue_final_message": continue_final_message,
         "variables": chat_template_kwargs,
     }
+    messages, images = (messages, []) if reader is None else reader.take(messages)
+    more = {"multi_modal_data": {"image": images}} if images else {}
     if split_special_tokens:
         prompt = tokenizer.chat_prompt(messages, add_generation_prompt, **options)
-        return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt)}
+        return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt), **more}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False, **options)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), **more}
 
 
 TEMPLATE_KEYWORDS = ("continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs")
@@ -229,7 +233,14 @@ class LLM(FrontDoor):
         check_template_keywords(template)
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
         prompts = [
-            render_chat(self.tokenizer, conversation, add_generation_prompt, split_special_tokens, **template)
+            render_chat(
+                self.tokenizer,
+                conversation,
+                add_generation_prompt,
+                split_special_tokens,
+                **template,
+                reader=self.images,
+            )
             for conversation in (messages if many else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm, taps, lora_request)
@@ -265,6 +276,7 @@ class LLM(FrontDoor):
         """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of ``chat``."""
         check_template_keywords(template, ("add_generation_prompt", "taps", "lora_request"))
         taps, lora = template.pop("taps", None), template.pop("lora_request", None)
+        template["reader"] = self.images
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
         return self.stream(prompt, sampling_params, taps, lora)
 

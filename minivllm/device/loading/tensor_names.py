@@ -43,6 +43,7 @@ OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # of names that are
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+OF_TEXT = "the text model of "  # begins the note about tensors of other models, which an image encoder may read
 PREDICTED, CACHE_SCALES = "next-token prediction", "scales of keys and values"
 MOST_HEADER = 256 << 20  # bytes
 
@@ -92,7 +93,7 @@ class TensorNames:
         if others:
             parts = ", ".join(f"{len(found)} of {what}" for what, found in others.items())
             total = sum(map(len, others.values()))
-            said.append(f"the text model of {self.wrapped} is served: {total} tensors are not loaded ({parts})")
+            said.append(f"{OF_TEXT}{self.wrapped} is served: {total} tensors are not loaded ({parts})")
         if found := self.skipped.get(PREDICTED):
             tops = sorted({_layer(name) for name in found})
             more = f" and {len(tops) - 3} more" if len(tops) > 3 else ""

@@ -24,7 +24,7 @@ from minivllm.device.layers.parts import ModelParts
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.device.loading import shapes
 from minivllm.device.loading.hf_config import open_checkpoint
-from minivllm.device.loading.tensor_names import names_in
+from minivllm.device.loading.tensor_names import OF_TEXT, names_in
 from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
 from minivllm.errors import ConfigError, ModelError, ResourceError
 from minivllm.registry import build_part, head_of
@@ -184,6 +184,7 @@ def _load_images(worker: Worker, wiring: Wiring) -> None:
     if worker.no_images:
         worker.notes.append(f"images are not read: {worker.no_images}")
         return
+    worker.notes = [note for note in worker.notes if not note.startswith(OF_TEXT)]
     worker.encoder = encoder
     worker.weight_bytes += encoder.bytes
 

@@ -123,6 +123,8 @@ def _of_file(module: Any, data: bytes) -> Image:
             return _rgb(ImageOps.exif_transpose(image))
     except RequestError:
         raise
+    except module.DecompressionBombError:
+        raise refuse(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from None
     except Exception as exc:  # decoders raise errors of many types on broken files
         said = str(exc).partition("\n")[0][:200] if not isinstance(exc, module.UnidentifiedImageError) else ""
         hint = f" ({said})" if said else ""

@@ -14,9 +14,11 @@ from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import PlacedImage, PreparedImage, digest_of
 from minivllm.device.loading.vision import FAMILIES, tokens_of, whole_config
 from minivllm.errors import RequestError, describe_error
+from minivllm.runtime.text.image_parts import BASE64, URL, ImageSource, has_images, take_images
 
-from .decode import decoded, refuse
+from .decode import bytes_of_base64, bytes_of_url, decoded, refuse
 
+NO_ENCODER = "the model has no image encoder"  # reason of an engine that reads no images
 PROCESSOR = "preprocessor_config.json"  # file of a checkpoint's image processor
 
 
@@ -40,9 +42,20 @@ class ImageReader:
         if count > self.wiring.max_images:
             raise RequestError(f"{count} images; expected at most max_images={self.wiring.max_images}", "images")
 
+    def take(self, messages: Any) -> tuple[Any, list[ImageSource]]:
+        """Return a conversation with placeholders for its images, and the images.
+
+        RequestError if the engine reads none although the checkpoint has an encoder.  Without an encoder the images
+        stay in the conversation, and its check refuses them."""
+        if self.why_not == NO_ENCODER or not has_images(messages):
+            return messages, []
+        taken, found = take_images(messages)
+        self.check(len(found))
+        return taken, found
+
     def prepare(self, source: Any) -> PreparedImage:
         """Return an image after the checkpoint's processor.  RequestError if it is refused."""
-        image = decoded(source)
+        image = decoded(read_source(source) if isinstance(source, ImageSource) else source)
         self._load()
         try:
             found = self._processor(images=[image], return_tensors="np")
@@ -75,6 +88,15 @@ class ImageReader:
                     )
             except Exception as exc:  # transformers raises errors of many types
                 raise refuse(f"{PROCESSOR} cannot be read: {describe_error(exc)}") from exc
+
+
+def read_source(source: ImageSource) -> Any:
+    """Return the bytes, PIL image or array of an image of a message.  RequestError for text that is not read."""
+    if source.kind == URL:
+        return bytes_of_url(source.value)
+    if source.kind == BASE64:
+        return bytes_of_base64(source.value, source.media_type)
+    return source.value
 
 
 class _Vision:

@@ -4,7 +4,8 @@
     fit              checked messages      ->  the forms that a chat template reads
 
 ``check_messages`` follows transformers' ``apply_chat_template``: objects become mappings, and keys whose value is null
-are removed.  Images and other media are refused, because the model would not see them.
+are removed.  Images and other media are refused, because the model would not see them; ``image_parts`` has replaced the
+images that are read by placeholders.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from minivllm.errors import RequestError, shown
 
+from .image_parts import is_placeholder
 from .template_facts import MAPPING, PARTS, TEXT, TemplateFacts
 
 Message = dict[str, Any]
@@ -43,7 +45,7 @@ KNOWN = frozenset(
 )  # fmt: skip
 MEANT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 SCALARS = frozenset({str, int, float, bool, type(None)})
-PART_KEYS = frozenset({"type", "text", "refusal", "annotations", "cache_control", "logprobs", "id"})
+PART_KEYS = frozenset({"type", "text", "refusal", "annotations", "cache_control", "logprobs", "id", "placeholder"})
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -141,6 +143,8 @@ def _part(part: Any, at: str) -> Message:
     kind = part.get("type", "text")
     if len(part) == 2 and isinstance(kind, str) and TEXTS.get(kind) == "text" and isinstance(part.get("text"), str):
         part["type"] = "text"  # most parts; a message may have 100,000
+        return part
+    if is_placeholder(part):
         return part
     part = _not_null(part)
     kind = part.get("type", "text")
@@ -267,15 +271,17 @@ def unread(chat: Chat, reads: Callable[[str], bool]) -> list[str]:
 
 
 def text_of(content: Any) -> str:
-    """Return content as text.  Parts are joined by newlines, as in vLLM."""
+    """Return content as text.  Parts are joined by newlines, as in vLLM, and placeholders of images are left out."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content if "text" in part)
     return content or ""
 
 
 def _fitted_content(content: Any, form: str) -> Any:
     """Return content in the form that a template reads."""
     if form == TEXT:
+        if isinstance(content, list) and any(is_placeholder(part) for part in content):
+            raise RequestError("messages: the chat template has no place for images", "messages")
         return text_of(content)
     if form == PARTS and isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -409,6 +415,8 @@ def marked(chat: Chat, others: Any = None) -> tuple[list[Message], str]:
     content = last.get("content")
     if content is None or content == []:
         raise RequestError(f"{GOES_ON}: the last message has no content", GOES_ON)
+    if isinstance(content, list) and is_placeholder(content[-1]):
+        raise RequestError(f"{GOES_ON}: the last message ends with an image; expected text", GOES_ON)
     taken = json.dumps([list(chat), others], ensure_ascii=False, default=str, skipkeys=True)
     mark = MARK
     number = 0
