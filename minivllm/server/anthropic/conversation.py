@@ -23,7 +23,11 @@ ROLES = ("user", "assistant", "system")
 COMMON = frozenset({"type", "cache_control"})
 TEXT_KEYS = COMMON | {"text", "citations"}
 BLOCKS: dict[str, dict[str, frozenset[str]]] = {
-    "user": {"text": TEXT_KEYS, "tool_result": COMMON | {"tool_use_id", "content", "is_error"}},
+    "user": {
+        "text": TEXT_KEYS,
+        "image": COMMON | {"source"},
+        "tool_result": COMMON | {"tool_use_id", "content", "is_error"},
+    },
     "assistant": {
         "text": TEXT_KEYS,
         "tool_use": COMMON | {"id", "name", "input", "caller"},
@@ -55,11 +59,11 @@ class Conversation:
     continues: bool
 
 
-def read_conversation(messages: Any, system: Any, warnings: Warnings) -> Conversation:
-    """Return the chat of a body's messages and system prompt.
+def read_conversation(messages: Any, system: Any, warnings: Warnings, images: bool = False) -> Conversation:
+    """Return the chat of a body's messages and system prompt.  ``images`` means that the engine reads them.
 
     ApiError (400) names the first wrong place.  Places without effect are added to ``warnings``."""
-    turns = _turns(messages, system, warnings)
+    turns = _turns(messages, system, warnings, images)
     continues = turns[-1].role == "assistant"
     if continues and not _says(turns[-1].blocks):
         continues = False  # an empty last message of the assistant requests nothing
@@ -81,7 +85,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings) -> Convers
     return Conversation(chat, continues)
 
 
-def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
+def _turns(messages: Any, system: Any, warnings: Warnings, images: bool) -> list[Turn]:
     """Return the turns of a body.  The system prompt is the first."""
     if not isinstance(messages, list) or not messages:
         expected = 'a non-empty list of {"role": "user" or "assistant", "content": ...}'
@@ -98,7 +102,8 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
         if role not in ROLES:
             raise wrong(f"{place}.role", f"={shown(role)}: expected {', '.join(ROLES)}")
         _warn_unread(message, place, OF_MESSAGE, warnings)
-        blocks = _blocks(message.get("content"), f"{place}.content", BLOCKS[role], warnings)
+        kinds = BLOCKS[role] if images else {kind: keys for kind, keys in BLOCKS[role].items() if kind != "image"}
+        blocks = _blocks(message.get("content"), f"{place}.content", kinds, warnings)
         last = number == len(messages) - 1
         if not _says(blocks) and not (last and role == "assistant"):
             raise wrong(f"{place}.content", ": is empty; expected text or blocks")
@@ -141,7 +146,7 @@ def _blocks(
         if not isinstance(block, dict):
             raise wrong(at, f"={shown(block)}: expected an object with a type")
         kind = block.get("type")
-        if kind in MEDIA:
+        if kind in MEDIA and kind not in kinds:
             raise wrong(f"{at}.type", f"={shown(kind)}: {TEXT_ONLY}; send its text in a block of type text")
         if not isinstance(kind, str) or kind not in kinds:
             raise wrong(f"{at}.type", f"={shown(kind)}: expected {', '.join(kinds)}")
@@ -161,20 +166,22 @@ def _warn_unread(values: Mapping[str, Any], place: str, known: frozenset[str], w
             warn(warnings, f"{place}.{key[:64]}", "the key is unknown")
 
 
-def _content(texts: Sequence[str]) -> Any:
-    """Return texts as the content of a message: a string, or several parts."""
-    if len(texts) == 1:
+def _content(texts: Sequence[Any]) -> Any:
+    """Return texts and image blocks as the content of a message: a string, or several parts."""
+    if len(texts) == 1 and isinstance(texts[0], str):
         return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+    return [{"type": "text", "text": text} if isinstance(text, str) else text for text in texts]
 
 
-def _results_and_texts(turn: Turn, names: Mapping[str, str], warnings: Warnings) -> tuple[list[JsonObject], list[str]]:
-    """Return the tool results of a turn as messages of role tool, and its texts."""
+def _results_and_texts(turn: Turn, names: Mapping[str, str], warnings: Warnings) -> tuple[list[JsonObject], list[Any]]:
+    """Return the tool results of a turn as messages of role tool, and its texts and image blocks."""
     results = []
-    texts = []
+    texts: list[Any] = []
     for block, place in turn.blocks:
         if block["type"] == "tool_result":
             results.append(_result(block, place, names, warnings))
+        elif block["type"] == "image":
+            texts.append({"type": "image", "source": block.get("source")})
         elif block["text"]:
             texts.append(block["text"])
     return results, texts

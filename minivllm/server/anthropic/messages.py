@@ -52,7 +52,7 @@ async def _work(request: Request, service: Service, model: type[Any]) -> Message
     body = await read_body(request, service, model)
     tokenizer = service.tokens.tokenizer
     bounds = BUDGET in service.client.info.reads and tokenizer is not None and tags_of(tokenizer) is not None
-    translation = translate(body, bounds)
+    translation = translate(body, bounds, service.images.reads)
     await asyncio.sleep(0)  # a large conversation takes some milliseconds, so other requests run in between
     if model is CountBody:
         translation.values["max_tokens"] = 1

@@ -86,10 +86,11 @@ class ChatValues:
             self.sent[name] = sent
 
 
-def translate(body: Any, bounds: bool) -> ChatValues:
+def translate(body: Any, bounds: bool, images: bool = False) -> ChatValues:
     """Return a body's fields as values of a chat.  ApiError (400) names the first wrong place.
 
-    ``bounds`` means that the server can bound the tokens of the model's reasoning."""
+    ``bounds`` means that the server can bound the tokens of the model's reasoning, and ``images`` that it reads
+    images."""
     found = ChatValues(dict(body.model_extra or {}))
     _refuse(found.values)
     for name, reason in NO_EFFECT.items():
@@ -100,7 +101,7 @@ def translate(body: Any, bounds: bool) -> ChatValues:
         value = getattr(body, sent, None)
         if value is not None:
             found.set(name, value, sent)
-    conversation = read_conversation(body.messages, body.system, found.warnings)
+    conversation = read_conversation(body.messages, body.system, found.warnings, images)
     found.values["messages"] = conversation.messages
     if conversation.continues:
         found.values["continue_final_message"] = True

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -30,6 +30,7 @@ from minivllm.frontend.loop import Inbox
 from .description import describe
 from .engine_loop import EngineLoop
 from .frames import ENDS, ROW, Frame
+from .images import columns_of
 from .scored import Columns
 from .streams import Stream, TextPiece
 from .taps import NOTHING, PooledTaps, read_values
@@ -37,6 +38,7 @@ from .taps import NOTHING, PooledTaps, read_values
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.core.interfaces.adapters import LoRARequest
+    from minivllm.core.interfaces.images import PlacedImage
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
@@ -57,7 +59,7 @@ class EngineInfo:
     ``hidden`` is the width of an embedding, 0 if the engine makes none.  ``pooling`` and ``pooling_fault`` are those of
     ``frontend.pooling.DefaultPooling``.  ``for_embeddings`` is true for a model whose files name a pooling.  ``forms``
     are the kinds of grammars that the engine compiles.  ``explained`` has (seam, plug-in, reasons) for each choice.
-    ``block`` is the number of tokens of a KV block.
+    ``block`` is the number of tokens of a KV block.  ``images`` are the arguments of an ``ImageReader``.
     """
 
     model: str
@@ -83,6 +85,7 @@ class EngineInfo:
     forms: list[str]
     explained: list[list[str]]
     block: int
+    images: dict[str, Any]
 
 
 class EngineClient:
@@ -155,6 +158,7 @@ class EngineClient:
         pooling: str | None = None,
         session: str = "",
         lora: LoRARequest | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Stream:
         """Send a request and return its stream once the engine has accepted it.
 
@@ -162,6 +166,7 @@ class EngineClient:
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
         when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
         ``pooling`` requests an embedding (``Stream.tapped``).  Replicas read ``session``.  ``lora`` names an adapter.
+        ``images`` are those of the prompt, which has their placeholders.
         Raise RequestError if the engine refuses the request, and EngineDeadError if no engine accepts requests.
         """
         self._check_open()
@@ -185,10 +190,7 @@ class EngineClient:
         }
         optional = {"energy": energy, "pooling": pooling, "lora": lora and astuple(lora)}
         header |= {name: value for name, value in optional.items() if value} | (taps.header() if taps else {})
-        try:
-            self._send("add", header, {"prompt": ids, **taps.columns()})
-        except (TypeError, ValueError) as e:
-            raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
+        self._add(header, {"prompt": ids, **taps.columns(), **columns_of(images)})
         self._streams[number] = stream
         self._ids[request_id] = number
         self._accepting[number] = accepted
@@ -201,6 +203,15 @@ class EngineClient:
         finally:
             self._accepting.pop(number, None)
         return stream
+
+    def _add(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+        """Send a new request.  RequestError if a frame cannot hold it."""
+        try:
+            self._send("add", header, columns)
+        except (TypeError, ValueError) as e:
+            if "pixels" in columns:
+                raise RequestError(f"the images are too large for the engine: {e}", "images") from e
+            raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
 
     def _written(self, params: SamplingParams) -> dict[str, Any]:
         """Return the parameters as JSON data.  The last result is kept, because the prompts of a batch share it."""

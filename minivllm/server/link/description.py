@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.strategies import own_names
+from minivllm.frontend.building import image_reader
 from minivllm.frontend.pooling import MODULES, default_pooling
 
 if TYPE_CHECKING:
@@ -62,7 +64,15 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "for_embeddings": os.path.isfile(modules),
         "forms": [] if engine.grammars is None else list(engine.grammars.kinds),
         "explained": _explained(resolved),
+        "images": _images(engine, resolved),
     }
+
+
+def _images(engine: Engine, resolved: Any) -> dict[str, Any]:
+    """Return the arguments of the ``ImageReader`` of a client."""
+    reader = image_reader(resolved, engine.capacity)
+    facts = {"folder": str(reader.folder), "raw": reader.raw, "max_tokens": reader.max_tokens}
+    return {**facts, "wiring": asdict(reader.wiring), "why_not": reader.why_not}
 
 
 def _shape(config: Any) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from minivllm.server.fair_queue import FairQueue
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
+from .images import images_of
 from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
 from .snapshot import Snapshots
 from .taps import PooledTaps, PooledValues, embedded, fault, pooled
@@ -67,6 +68,7 @@ COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
 FRAME = 1 << 16  # weight (scores and weighted tokens) at which a frame is full: 0.5 MB, read in some milliseconds
 TOKEN = 32  # weight of a token, because its reader has to make text of it
 NO_VECTORS = np.empty(0, np.float32)
+NO_IMAGES = np.empty(0, np.int64)
 PATIENCE = 0.005  # seconds of a turn for new requests, because running requests wait meanwhile
 log = logging.getLogger("minivllm")
 
@@ -263,6 +265,9 @@ class EngineLoop(TurnLoop):
         energy: bool = False,
         pooling: str | None = None,
         lora: Sequence[Any] | None = None,
+        images: np.ndarray = NO_IMAGES,
+        pixels: np.ndarray = NO_VECTORS,
+        digests: np.ndarray = NO_IMAGES,
     ) -> None:
         """Read a new request, and add it to the engine or first compile its grammar."""
         try:
@@ -285,6 +290,7 @@ class EngineLoop(TurnLoop):
                 taps=pooled_taps.taps,
                 pooling=None if pooling is None else PromptPooling(pooling),
                 lora=None if lora is None else LoRARequest(*lora),
+                images=images_of(images, pixels, digests),
             )
             if self.engine.grammars is not None:
                 self.engine.grammars.gates.add(request, self.engine.eos_ids, self.engine.capacity.vocab_size)

@@ -21,8 +21,8 @@ import numpy as np
 from minivllm.core.interfaces.finish import FINISH_REASONS
 from minivllm.errors import EngineDeadError
 
-VERSION = 2
-MAX_FRAME = 64 * 2**20  # largest size of a frame in bytes
+VERSION = 3
+MAX_FRAME = 256 * 2**20  # largest size of a frame in bytes; images are the largest
 KINDS = ("open", "ready", "failed", "frame", "add", "abort", "cut", "ask", "stop")
 COLUMNS = {
     "prompt": "<i4", "stream": "<i8", "sample": "<i4", "count": "<i4", "end": "<u1", "stop_id": "<i4", "scored": "<u1",
@@ -30,6 +30,7 @@ COLUMNS = {
     "first_at": "<f8", "cached": "<i4", "done": "<i8", "done_at": "<f8", "prompts": "<i8", "prompt_chosen": "<f4",
     "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
     "vectors": "<f4", "tap_rows": "<i8", "tap_values": "<f4", "joules": "<f8",
+    "images": "<i8", "pixels": "<f4", "digests": "<u1",
 }  # fmt: skip
 ENDS = (None, *FINISH_REASONS)  # finish reason for each number in the column "end"; None means that the branch runs on
 ROW = ("stream", "sample", "count", "end", "stop_id", "scored")  # the columns with an entry for each row of a step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.server.errors import ApiError
@@ -27,7 +27,7 @@ def is_load(body: Any) -> bool:
 def chat_values(service: Service, body: Any) -> JsonObject:
     """Return the fields of a chat of this server for the body of ``/api/chat``."""
     values = _shared_values(service, body)
-    values["messages"] = _messages(body.messages)
+    values["messages"] = _messages(body.messages, service.images.reads)
     values["tools"] = body.tools
     values.update(_scores(body))
     return values
@@ -37,7 +37,10 @@ def prompt_values(service: Service, body: Any) -> JsonObject:
     """Return the fields of a chat of this server for the body of ``/api/generate``: the prompt as a user's message."""
     values = _shared_values(service, body)
     messages = [] if not body.system else [{"role": "system", "content": body.system}]
-    values["messages"] = [*messages, {"role": "user", "content": body.prompt}]
+    content = body.prompt
+    if service.images.reads and isinstance(values.get("images"), list):
+        content = with_images(content, values.pop("images"))
+    values["messages"] = [*messages, {"role": "user", "content": content}]
     values.update(_scores(body))
     return values
 
@@ -110,14 +113,14 @@ def _scores(body: Any) -> JsonObject:
     return {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
 
 
-def _messages(messages: Any) -> Any:
+def _messages(messages: Any, reads_images: bool) -> Any:
     """Return a conversation with the keys of OpenAI's API.  The chat checks its values."""
     if not isinstance(messages, list):
         return messages
-    return [_message(message) if isinstance(message, dict) else message for message in messages]
+    return [_message(message, reads_images) if isinstance(message, dict) else message for message in messages]
 
 
-def _message(message: JsonObject) -> JsonObject:
+def _message(message: JsonObject, reads_images: bool) -> JsonObject:
     """Return a message with the keys of OpenAI's API: ``name`` for ``tool_name``, and calls without an index."""
     found = {key: value for key, value in message.items() if key != "tool_name"}
     if message.get("tool_name") is not None:
@@ -125,7 +128,15 @@ def _message(message: JsonObject) -> JsonObject:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         found["tool_calls"] = [_call(call) for call in calls]
+    if reads_images and isinstance(message.get("images"), list):
+        found["content"] = with_images(message.get("content"), found.pop("images"))
     return found
+
+
+def with_images(content: Any, images: Sequence[Any]) -> Any:
+    """Return the content of a message with its images, which are base64 texts, before its text."""
+    parts: list[JsonObject] = [{"type": "image", "source": {"type": "base64", "data": image}} for image in images]
+    return [*parts, {"type": "text", "text": content}] if parts else content
 
 
 def _call(call: Any) -> Any:

@@ -31,6 +31,7 @@ from .thoughts import form_begins_behind, marks_of_thoughts
 from .work import Work
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.images import PlacedImage
     from minivllm.runtime.replies import ReplyContext
     from minivllm.runtime.tenant_cache import Salt
     from minivllm.server.link.client import TextPiece
@@ -84,7 +85,9 @@ class Chat(Work):
     @naming
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
         super().__init__(service, body, state)
-        self.messages = check_messages(body.messages)
+        messages, self.sources = service.images.reader.take(body.messages)
+        self.images: tuple[PlacedImage, ...] = ()  # of the prompt
+        self.messages = check_messages(messages)
         _warn_unread(service, self.messages, self.warnings)
         self.role = answer_role(self.messages, body)
         self.echoed = last_content(self.messages, body)
@@ -162,7 +165,9 @@ class Chat(Work):
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
             marks = self.marks.by_token
-            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, marks, self.model)
+            opened = open_streams(
+                service, held, self.state, asks, pieces, self.taps, self.energy, marks, self.model, self.images
+            )
             streams = await opened
         if until is not None:
             streams[0].end_when(until)
@@ -178,6 +183,11 @@ class Chat(Work):
         body, owner = self.body, self.state["owner"]
         salt = self.params.salt
         ids = await render(self.service, self.messages, self.tools.shown, body, salt, owner, self.variables)
+        if self.sources:
+            if self.kept is not None:
+                name = "truncate_prompt_tokens"
+                raise ApiError(400, f"{name} with images is not implemented: leave one of them out", name)
+            ids, self.images = await self.service.images.place(ids, self.sources)
         return truncated(ids, self.kept, body.truncation_side)
 
     async def parts(self, answer: Answer) -> AsyncIterator[list[Part]]:

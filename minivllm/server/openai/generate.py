@@ -36,11 +36,13 @@ from . import JsonObject, Warnings, tools
 from .adapters import ServedAdapters
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
+from .images import ServedImages
 from .parsers import Chosen, choose, spelling_of
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.config.server import ServerConfig
+    from minivllm.core.interfaces.images import PlacedImage
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.runtime.replies.grammar import Spelling
     from minivllm.server.http.connection import Direct
@@ -82,6 +84,7 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = bodies.Bodies(self.tokens.pool)
         self.slices = Slices()
+        self.images = ServedImages(self.client.info.images)
         self.adapters = ServedAdapters(self.names, self.server.lora_modules, self.server.lora_dir)
         self.responses = ResponseStore.of(self.server)
         self.background = Jobs()
@@ -475,15 +478,18 @@ async def open_streams(
     energy: bool = False,
     marks: Mapping[int, str] | None = None,
     model: str = "",
+    images: Sequence[PlacedImage] = (),
 ) -> list[Stream]:
     """Open one stream for each prompt, with the same taps, to be closed by ``held``.
 
-    ``model`` is the name of the model or of an adapter.
+    ``model`` is the name of the model or of an adapter.  ``images`` are those of a single prompt.
     ``marks`` maps token ids to the characters that stand for them in the text of the streams.
     If the engine refuses a prompt, all streams are closed and the error of the first refused prompt is raised."""
     client, log = service.client, state["log"]
     shared = {"pieces": pieces, "owner": state["owner"], "taps": taps, "energy": energy, "marks": marks}
     shared["session"] = state.get("session", "")
+    if images:
+        shared["images"] = images
     shared["lora"] = service.adapters.by_name.get(model)
     if model:
         service.check_model(model)  # an adapter may have been unloaded since its name was checked

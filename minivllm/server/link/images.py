@@ -1,0 +1,47 @@
+"""The images of a request as columns of a frame, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minivllm.core.interfaces.images import PlacedImage, PreparedImage
+
+FIELDS = 6  # of an image in the column "images": position, tokens, shape of 3 numbers, count of values
+DIGEST = 32  # bytes
+
+
+def columns_of(images: Sequence[PlacedImage]) -> dict[str, np.ndarray]:
+    """Return the columns of the images of a request, none without images."""
+    if not images:
+        return {}
+    rows = []
+    for placed in images:
+        image = placed.image
+        rows.append((placed.position, image.tokens, *image.shape, len(image.values)))
+    values = [placed.image.values for placed in images]
+    digests = b"".join(placed.image.digest for placed in images)
+    table = np.array(rows, np.int64)
+    pixels = np.concatenate(values)
+    keys = np.frombuffer(digests, np.uint8)
+    return {"images": table.ravel(), "pixels": pixels, "digests": keys}
+
+
+def images_of(rows: np.ndarray, pixels: np.ndarray, digests: np.ndarray) -> tuple[PlacedImage, ...]:
+    """Return the images in the columns of a request."""
+    found: list[PlacedImage] = []
+    at = 0
+    keys = digests.tobytes()
+    for row in rows.reshape(-1, FIELDS).tolist():
+        position, tokens, a, b, c, count = row
+        first = len(found) * DIGEST
+        digest = keys[first : first + DIGEST]
+        end = at + count
+        values = pixels[at:end]
+        shape = a, b, c
+        image = PreparedImage(values, shape, tokens, digest)
+        placed = PlacedImage(image, position)
+        found.append(placed)
+        at = end
+    return tuple(found)

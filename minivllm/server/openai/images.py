@@ -1,0 +1,49 @@
+"""The images of chats: decoded and prepared by threads, so that the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.interfaces.executor import ImageWiring
+from minivllm.runtime.images.reader import NO_ENCODER, ImageReader, place
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.images import PlacedImage
+    from minivllm.runtime.text.image_parts import ImageSource
+
+Placed = tuple["PlacedImage", ...]
+AT_ONCE = 2  # images that are decoded at the same time, which bounds the memory
+
+
+class ServedImages:
+    """Reads the images of the requests of a server."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        """Make the reader of an engine with the ``facts`` of ``EngineInfo.images``."""
+        wiring = dict(facts["wiring"])
+        wiring["sections"] = tuple(wiring["sections"])
+        images = ImageWiring(**wiring)
+        self.reader = ImageReader(images, facts["folder"], facts["raw"], facts["max_tokens"], facts["why_not"])
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def reads(self) -> bool:
+        """Return whether the checkpoint has an image encoder, so that images of chats are read or refused here."""
+        return self.reader.why_not != NO_ENCODER
+
+    async def place(
+        self, ids: Sequence[int], sources: Sequence[ImageSource]
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the token ids of a prompt with the placeholders of its images, and the images.
+
+        RequestError if an image is refused, or if the prompt has not one placeholder for each."""
+        prepared = []
+        for source in sources:
+            async with self._turns:
+                prepared.append(await asyncio.to_thread(self.reader.prepare, source))
+        whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.token)
+        return whole.tolist(), placed
