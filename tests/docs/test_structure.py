@@ -96,8 +96,8 @@ MAY_IMPORT = {
     "server.ollama": "server.embedding server.openai server.http server",
     "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.openai": (
-        "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
-        "runtime.tenant_cache core.json_schema registry registration registration.spec"
+        "server.link server.http runtime.images runtime.text runtime.replies core.interfaces core.declared_params "
+        "server runtime.tenant_cache core.json_schema registry registration registration.spec"
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
@@ -126,11 +126,11 @@ MAY_IMPORT = {
         "runtime.usage device.hardware"
     ),
     "config": (
-        "frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
+        "runtime.images frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
         "registry registration.spec device.native device.hardware"
     ),
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
-    "runtime.images": "device.loading core.interfaces",
+    "runtime.images": "runtime.text device.loading core.interfaces",
     "frontend.record": (
         "runtime.text device.loading core.declared_params registration registration.given registration.spec "
         "device.native device.hardware"

@@ -138,3 +138,33 @@ class Reference:
         best, which = found.max(-1)
         assert which.tolist() == tokens
         assert np.abs(best.numpy() - np.array(scores)).max() < 1e-4
+
+
+CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}
+{%- endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def write_tokenizer(path: Path, family: str) -> None:
+    """Write a tokenizer of bytes with the special tokens of a family, and a chat template that prints images."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    special = {314: "<|im_start|>", 315: "<|im_end|>", END: "<|vision_end|>", START: "<|vision_start|>", 318: "<video>"}
+    special[IMAGE] = "<image>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"unused{i}" for i in range(len(alphabet), 314))]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(special[i], special=True) for i in sorted(special)])
+    backend.save(str(path / "tokenizer.json"))
+    mark = "<image>" if family == "llava" else "<|vision_start|><image><|vision_end|>"
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHAT.replace("MARK", mark),
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -38,6 +38,7 @@ TOLD = dict(
     pooling_fault="",
     for_embeddings=False,
     explained=[],
+    images={},
     block=4,
     forms=["json"],
 )

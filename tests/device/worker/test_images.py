@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.image_models import SIZES, Reference, make, picture, prompt_of
+from image_models import SIZES, Reference, make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.images import Images
@@ -79,6 +79,8 @@ def test_further_families(family, folder):
     case = Case(family, folder, 2)
     with engine(family, folder) as llm:
         case.check(generate(llm, case)[0])
+        explained = llm.explain()
+        assert "up to 16 in a request" in explained and "are not loaded" not in explained
 
 
 @pytest.mark.parametrize("family", FAMILIES)
