@@ -71,8 +71,11 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
 def _images(engine: Engine, resolved: Any) -> dict[str, Any]:
     """Return the arguments of the ``ImageReader`` of a client."""
     reader = image_reader(resolved, engine.capacity)
-    facts = {"folder": str(reader.folder), "raw": reader.raw, "max_tokens": reader.max_tokens}
-    return {**facts, "wiring": asdict(reader.wiring), "why_not": reader.why_not}
+    facts = vars(reader)
+    kept = {name: facts[name] for name in ("raw", "max_tokens", "why_not")}
+    wiring = asdict(reader.wiring)
+    folder = str(reader.folder)
+    return {**kept, "folder": folder, "wiring": wiring}
 
 
 def _shape(config: Any) -> dict[str, Any]:

@@ -19,7 +19,9 @@ def columns_of(images: Sequence[PlacedImage]) -> dict[str, np.ndarray]:
     rows = []
     for placed in images:
         image = placed.image
-        rows.append((placed.position, image.tokens, *image.shape, len(image.values)))
+        count = len(image.values)
+        row = placed.position, image.tokens, *image.shape, count
+        rows.append(row)
     values = [placed.image.values for placed in images]
     digests = b"".join(placed.image.digest for placed in images)
     table = np.array(rows, np.int64)
