@@ -16,7 +16,7 @@ from minivllm.errors import RequestError, brief, shown, suggest
 from minivllm.runtime.text.thinking import with_thinking_ids
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.images import PlacedImage
+    from minivllm.core.interfaces.images import PlacedImage, PreparedImage
     from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.text.tokenizer import Tokenizer
 
@@ -115,7 +115,10 @@ def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader |
     if reader is None:
         raise RequestError(f"{MULTI_MODAL}: this call reads text only", MULTI_MODAL)
     reader.check(len(sources))
-    images = [reader.prepare(source) for source in sources]
+    images: list[PreparedImage] = []
+    for source in sources:
+        images.append(reader.prepare(source))
+        reader.check_tokens(images)
     ids, placed = place(read.ids, images, reader.wiring.token)
     return read._replace(ids=ids, images=placed)
 

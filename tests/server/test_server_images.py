@@ -179,13 +179,16 @@ def test_a_bad_image_is_refused_with_400(server, name):
     assert text in answer.json()["error"]["message"]
 
 
-def test_too_many_images_and_truncation_are_refused(server):
+def test_too_many_images_and_truncation_are_refused(server, monkeypatch):
     answer = chat(server, [part(file_of(picture(i))) for i in range(17)])
     assert answer.status_code == 400 and "17 images; expected at most max_images=16" in answer.text
     answer = chat(server, contents(), truncate_prompt_tokens=20)
     assert answer.status_code == 400 and "truncate_prompt_tokens with images" in answer.text
     answer = chat(server, [part(file_of(picture(i, 168, 112))) for i in range(16)])
-    assert answer.status_code == 400 and "max_model_len" in answer.text
+    assert answer.status_code == 400 and "the prompt has 435 tokens" in answer.text
+    monkeypatch.setattr(server.app.service.images.reader, "max_tokens", 300)
+    answer = chat(server, [part(file_of(picture(i, 168, 112))) for i in range(16)])
+    assert answer.status_code == 400 and "the images have 312 tokens or more" in answer.text
 
 
 def test_bad_images_leave_other_requests_unaffected(server):
@@ -237,3 +240,17 @@ def test_the_size_of_arrays_and_pil_images_is_checked():
     exif[0x0112] = 6
     Image.fromarray(picture(0, 20, 10)).save(turned, "JPEG", exif=exif)
     assert decode.decoded(turned.getvalue()).size == (10, 20)
+    both = io.BytesIO()
+    views = [Image.fromarray(picture(i, 20, 10)) for i in range(2)]
+    views[0].save(both, "MPO", save_all=True, append_images=views[1:])
+    assert decode.decoded(both.getvalue()).size == (20, 10)
+
+
+def test_engines_in_other_processes_read_images(folder, expected):
+    made = Running(engine={**ENGINE, "model": str(folder)}, replicas=2)
+    try:
+        answers = [chat(made, contents()).json() for _ in range(3)]
+        assert [answer["choices"][0]["message"]["content"] for answer in answers] == [expected[0]] * 3
+        assert chat(made, [bad_parts()["cut"][0]]).status_code == 400
+    finally:
+        made.close()

@@ -117,7 +117,8 @@ def _of_file(module: Any, data: bytes) -> Image:
             warnings.simplefilter("ignore")  # about sizes, which are checked here
             image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
             _check_size(*image.size)
-            if getattr(image, "n_frames", 1) > 1:
+            # a photo may have a preview behind it, which makes its format MPO
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise refuse("an animation; expected a single picture")
             image.load()
             return _rgb(ImageOps.exif_transpose(image))

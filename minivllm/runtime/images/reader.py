@@ -53,6 +53,15 @@ class ImageReader:
         self.check(len(found))
         return taken, found
 
+    def check_tokens(self, images: Sequence[PreparedImage]) -> None:
+        """Raise RequestError if the images of a request, so far, have more tokens than a prompt may have.
+
+        It bounds the memory of images that are prepared one after another."""
+        tokens = sum(image.tokens for image in images)
+        if tokens >= self.max_tokens:
+            most = f"max_model_len={self.max_tokens}"
+            raise RequestError(f"the images have {tokens} tokens or more; expected fewer than {most}", "images")
+
     def prepare(self, source: Any) -> PreparedImage:
         """Return an image after the checkpoint's processor.  RequestError if it is refused."""
         image = decoded(read_source(source) if isinstance(source, ImageSource) else source)

@@ -12,7 +12,7 @@ from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.runtime.images.reader import NO_ENCODER, ImageReader, place
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.images import PlacedImage
+    from minivllm.core.interfaces.images import PlacedImage, PreparedImage
     from minivllm.runtime.text.image_parts import ImageSource
 
 Placed = tuple["PlacedImage", ...]
@@ -41,9 +41,10 @@ class ServedImages:
         """Return the token ids of a prompt with the placeholders of its images, and the images.
 
         RequestError if an image is refused, or if the prompt has not one placeholder for each."""
-        prepared = []
+        prepared: list[PreparedImage] = []
         for source in sources:
             async with self._turns:
                 prepared.append(await asyncio.to_thread(self.reader.prepare, source))
+            self.reader.check_tokens(prepared)
         whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.token)
         return whole.tolist(), placed
