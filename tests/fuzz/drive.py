@@ -100,6 +100,10 @@ def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder
     return {**device_defaults(case_device), "dtype": dtype, **own, **made}
 
 
+# why the weights of an engine cannot change
+UNCHANGEABLE = ("comes quantized", "cannot change on a GPU", "image encoder", "does not change weights")
+
+
 class Run:
     """One case.  ``prompt_of(index)`` gives the prompt of a request.  What goes wrong with an engine itself is in
     ``broken``: (kind, message)."""
@@ -112,6 +116,7 @@ class Run:
         self.captured: Counter[str] = Counter()  # steps that ran as captures, by kind
         self.engines: list[Any] = []
         self.rng = random.Random(f"drive {case.seed}")
+        self.changes = random.Random(f"weights {case.seed}")
 
     def play(self) -> None:
         from minivllm import LLM, AsyncLLM, EngineDeadError
@@ -164,12 +169,33 @@ class Run:
         for wave in sorted({a.wave for a in self.case.asks}):
             if wave in self.case.resets:
                 for llm in self.engines:
-                    llm.reset_prefix_cache()
+                    self._renew(llm)
             self.stage(f"{self.case.drive}, wave {wave}")
             drive([i for i, a in enumerate(self.case.asks) if a.wave == wave])
         for i, llm in enumerate(self.engines):
             self.stage(f"engine {i} comes to rest")
             _settle(llm.engine)
+
+    def _renew(self, llm: Any) -> None:
+        """Empty the prefix cache by a reset, by an update with the same weights, or by sleep.  No answer may change."""
+        from minivllm import RequestError
+
+        how = self.changes.choice(("reset", "update", "keep", "sleep", "drop"))
+        self.stage(f"{how} of the weights")
+        try:
+            if how in ("update", "keep"):
+                llm.update_weights(llm.engine.wiring.model_dir, kv="keep" if how == "keep" else "recompute")
+            elif how in ("sleep", "drop") and self.case.device == "cpu":
+                llm.sleep(1 if how == "sleep" else 2)
+                llm.wake()
+            else:
+                llm.reset_prefix_cache()
+        except RequestError as e:
+            if not any(reason in str(e) for reason in UNCHANGEABLE):
+                raise
+            if llm.engine.weights.level:
+                self.broken.append(("weights", str(e)))
+            llm.reset_prefix_cache()
 
     def _params(self, ask: Ask) -> Any:
         return sampling_params(ask.params, VOCAB[self.case.engines[ask.engine]["model"]])
