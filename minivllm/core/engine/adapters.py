@@ -5,11 +5,14 @@
              ──► delta.adapter copies the weights, in the order of the steps
 
 So a place changes only behind all steps that were planned before, and an adapter with a running row keeps its place.
-Adapters on the device stay in host memory, which holds at most ``max_cpu_loras``.  The evictor also chooses there.
+Adapters on the device stay in host memory, which holds at most ``max_cpu_loras``.  The evictor also chooses there.  If
+requests use all of them and another one is needed, new requests of one adapter wait until its earlier ones have ended.
+It then leaves, so that no adapter waits for ever.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.evictor import EvictorContext
@@ -56,6 +59,7 @@ class EngineAdapters:
         self.names: dict[str, Adapter] = {}
         self.by_place: list[Adapter | None] = [None] * limits.max_loras
         self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
+        self.leaving: Adapter | None = None  # new requests of this adapter wait until it has left
         # adapters that are loaded without a request, with what is called afterwards
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
@@ -157,7 +161,7 @@ class EngineAdapters:
         """Order the load of a sequence's adapter if it is not in host memory.  Return True if the sequence must wait
         for it."""
         adapter = seq.request.adapter
-        if adapter is None or adapter.state == READY:
+        if adapter is None or (adapter.state == READY and adapter is not self.leaving):
             return False
         self.waits[seq] = adapter
         return True
@@ -178,15 +182,15 @@ class EngineAdapters:
             self._note_ended(call(VERB, {"free": numbers}))
         if not self.waits and not self.loading and not self.preloads:
             return [], []
-        for adapter in dict.fromkeys(
-            (*self.waits.values(), *(adapter for adapter, _ in self.preloads))
-        ):
-            if adapter.state == NEW and not self._order(adapter):
-                break  # there is no room for the others either
+        self._order_all()
         if self.orders or self.now() - self._polled >= POLL:
             self._polled = self.now()
             self._poll(call)
-        ready = [seq for seq, adapter in self.waits.items() if adapter.state == READY]
+        ready = [
+            seq
+            for seq, adapter in self.waits.items()
+            if adapter.state == READY and adapter is not self.leaving
+        ]
         failed = [
             (seq, adapter.error) for seq, adapter in self.waits.items() if adapter.state == FAILED
         ]
@@ -199,6 +203,15 @@ class EngineAdapters:
             self.release(adapter)
         return ready, failed
 
+    def _order_all(self) -> None:
+        """Order the loads that requests wait for, in the order of the requests, while host memory has room."""
+        preloads = [adapter for adapter, _ in self.preloads]
+        wanted = dict.fromkeys((*self.waits.values(), *preloads))
+        for adapter in wanted:
+            if adapter.state == NEW and not self._order(adapter):
+                return  # there is no room for the others either
+        self.leaving = None
+
     def _order(self, adapter: Adapter) -> bool:
         """Order the load of an adapter, and return True.  Return False if host memory has no room for it."""
         if self.host.full:
@@ -207,15 +220,38 @@ class EngineAdapters:
             )
             if victim is None:
                 self._make_place()  # the adapter that leaves the device may leave host memory at the next turn
+                victim = self._unused()
+            if victim is None:
                 return False
             self._leave_host(victim)
-            self.forget(victim)
+            if not victim.users:
+                self.forget(victim)
         adapter.state = LOADING
         self.host.add(adapter)
         self.loading[adapter.number] = adapter
         self.orders.append((adapter.number, adapter.files.folder))
         self.loads += 1
         return True
+
+    def _unused(self) -> Adapter | None:
+        """Return the adapter that leaves host memory, None while requests use it.
+
+        It is the one with the fewest requests besides those that wait."""
+        waiting = Counter(self.waits.values())
+
+        def uses(adapter: Adapter) -> int:
+            return adapter.users - waiting[adapter]
+
+        if self.leaving is None or self.leaving.state != READY:
+            ready = [one for one in self.host.adapters.values() if one.state == READY]
+            self.leaving = min(ready, key=uses, default=None)
+        leaving = self.leaving
+        if leaving is None or uses(leaving):
+            return None
+        self.device.drop(leaving)
+        self._leave_place(leaving)
+        self.leaving = None
+        return leaving
 
     def _poll(self, call: Callable[..., Any]) -> None:
         orders, self.orders = self.orders, []

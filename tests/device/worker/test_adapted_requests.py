@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import time
@@ -12,8 +13,9 @@ pytest.importorskip("peft")
 
 import numpy as np
 from adapters import PROMPT, engine, lora, write_adapter
+from devices import DEVICE
 
-from minivllm import LoRARequest, RequestError, SamplingParams, Tap
+from minivllm import AsyncLLM, LoRARequest, RequestError, SamplingParams, Tap
 from minivllm.testing.tiny import quiet, save, tiny_dir
 
 
@@ -165,6 +167,46 @@ def test_more_adapters_than_places_take_turns(made, tmp_path):
     for n, out in enumerate(outputs):
         assert out.outputs[0].token_ids == kinds[(n % 5) % 2][0], n
     assert kinds[0] != kinds[1]
+
+
+def test_an_adapter_gets_its_turn_beside_adapters_that_always_have_requests(made, tmp_path):
+    """Host memory has room for two adapters, and each of them always has a running request."""
+    folders = [shutil.copytree(made["one"], tmp_path / f"copy {n}") for n in range(3)]
+    options = dict(enable_lora=True, max_loras=2, max_cpu_loras=2, max_num_seqs=10, dtype="float32", device=DEVICE)
+
+    async def serve():
+        done, ended = [], []
+        async with AsyncLLM(str(made["base"]), skip_tokenizer_init=True, max_model_len=128, **options) as llm:
+
+            async def one(number, tokens):
+                asked = lora(folders[number], number + 1)
+                prompt = {"prompt_token_ids": PROMPT}
+                async for piece in llm.generate(prompt, greedy(tokens), lora_request=asked):
+                    last = piece
+                done.append(number)
+                return last.output.outputs[0].token_ids
+
+            async def always(number):
+                while not ended and len(done) < 300:
+                    assert await one(number, 24)
+
+            busy = [asyncio.create_task(always(number)) for number in (0, 0, 0, 0, 1, 1, 1, 1)]
+            while len(done) < 4:
+                await asyncio.sleep(0.01)
+            before = len(done)
+            tokens = [await one(2, 6), await one(2, 6)]
+            between = len(done) - before
+            ended.append(True)
+            await asyncio.gather(*busy)
+            stats = await llm.stats()
+            return tokens, between, stats["adapters"]
+
+    tokens, between, stats = asyncio.run(serve())
+    with engine(made["base"]) as llm:
+        alone = llm.generate({"prompt_token_ids": PROMPT}, greedy(6), False, lora_request=lora(folders[2], 3))
+    assert tokens == [alone[0].outputs[0].token_ids] * 2
+    assert between < 45, "requests of other adapters overtake without end"
+    assert stats["waiting"] == 0 and stats["loads"] >= 4
 
 
 def test_a_wrong_adapter_fails_its_request_alone(made, tmp_path):
