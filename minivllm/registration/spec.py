@@ -192,7 +192,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",
-                api=(1, 3),
+                api=(1, 4),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),

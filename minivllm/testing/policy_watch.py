@@ -196,6 +196,14 @@ def check_victim(result: Any, candidates: QueueView, need: int) -> tuple[int, in
     return int(candidates.id[index]), need
 
 
+def check_displaced(result: Any, head: QueueView, running: QueueView, now: float) -> tuple[int, int]:
+    """Return (id of the preempted row or -1, id of the waiting sequence), or fail if the result is no index or -1."""
+    n = len(running)
+    valid = isinstance(result, (int, np.integer)) and not isinstance(result, bool) and -1 <= result < n
+    assert valid, f"displaced() returned {result!r} for {n} rows: expected the index of one, or -1"
+    return int(running.id[result]) if result >= 0 else -1, int(head.id[0])
+
+
 def check_ended(result: Any, gone: QueueView) -> list[int]:
     """Return the ids of the sequences that ended; the result of ``ended`` has no meaning."""
     return gone.id.tolist()
@@ -203,5 +211,5 @@ def check_ended(result: Any, gone: QueueView) -> list[int]:
 
 CHECKS: Mapping[str, Callable[..., Any]] = {
     "key": check_key, "lane": check_lane, "order": check_order, "shape": check_shape, "victim": check_victim,
-    "ended": check_ended,
+    "ended": check_ended, "displaced": check_displaced,
 }  # fmt: skip

@@ -144,7 +144,8 @@ def test_defaults_of_schedulers_are_those_of_their_options():
         plugin = name or plugin
         for key, default in zip(keys.split(", "), defaults.split(", "), strict=True):
             field = models[plugin.replace("-", "")].model_fields[key]
-            assert field.default == (None if default == "none" else float(default)), (plugin, key)
+            words = {"none": None, "false": False}
+            assert field.default == (words[default] if default in words else float(default)), (plugin, key)
             seen += 1
     assert seen == sum(len(model.model_fields) for model in models.values())
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from minivllm.core import checks
 
-from .admission import queue_view
+from .admission import queue_view, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,8 +77,11 @@ class OwnersPlanner(Protocol):
     reserved: int
     stuck: Seq | None
     way_for: int
+    unplaced: bool
+    protected_after: int
 
     def ask(self, question: Callable[..., Any], *args: Any) -> Any: ...
+    def preempt(self, slot: int) -> None: ...
     def preempt_one_of(self, rows: np.ndarray, need: int) -> int | None: ...
 
 
@@ -170,6 +173,27 @@ def make_way(planner: OwnersPlanner) -> None:
         return
     mine = s.running[s.owner_number[s.running] == owner_number]
     planner.preempt_one_of(mine, 1)
+
+
+def displace(planner: OwnersPlanner, now: float) -> None:
+    """Preempt the row that the policy selects for the next waiting sequence, if it selects any.
+
+    The oldest row stays, and a row is preempted a bounded number of times, so that every row makes progress."""
+    s = planner.slots
+    planner.unplaced = False
+    head = next(candidates(planner, now, None), None)
+    rows = s.running
+    if head is None or not len(rows):
+        return
+    often = s.preempted[rows] >= planner.protected_after
+    kept = often | s.forking[rows] | s.beam[rows] | (s.id[rows] == s.id[rows].min())
+    rows = rows[~kept]
+    if not len(rows):
+        return
+    index = planner.ask(planner.policy.displaced, queue_view([row_of(head)]), s.view(rows), now)
+    chosen = checks.whole(index, -1, len(rows) - 1, "displaced() gave")
+    if chosen >= 0:
+        planner.preempt(int(rows[chosen]))
 
 
 def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:

@@ -25,7 +25,15 @@ from minivllm.errors import describe_error
 from .admission import queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .guides import enter_guide
-from .owners import OwnerShares, candidates, make_way, of_the_largest, owner_count, who_is_stuck
+from .owners import (
+    OwnerShares,
+    candidates,
+    displace,
+    make_way,
+    of_the_largest,
+    owner_count,
+    who_is_stuck,
+)
 from .plan_columns import asked_columns, join_of, step_rows
 from .request import RUNNING, WAITING
 from .sessions import report_turn
@@ -106,6 +114,9 @@ class Planner:
         # the last refused sequence had no place for its adapter, or no memory for its images
         self.placeless = False
         self.way_for = -1  # the last sequence for which a row was freed
+        self.protected_after = PROTECTED_AFTER
+        # the last plan had no slot or no blocks for the next waiting sequence
+        self.unplaced = False
         checks.window(policy)
         own, base = type(policy), SchedulerPolicy
         self.asks_shape, self.divides = own.shape is not base.shape, own.lane is not base.lane
@@ -181,6 +192,8 @@ class Planner:
             shape = checks.shape(self.ask(self.policy.shape, self._load(now), now))
         if self.stuck is not None:
             make_way(self)
+        if self.unplaced and self.policy.preemptive:
+            displace(self, now)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
         if self.searches:
             apply_pending(self)
@@ -430,6 +443,8 @@ class Planner:
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
             self.cache.grow(rows, self.cache.missing(rows, upto))
             chunks |= new
+        full = len(s.free) <= self.reserved or not self.cache.available
+        self.unplaced = self.n_waiting > 0 and (refused is not None or full)
         # A row that is preempted leaves its adapter's place to other rows of the adapter.
         if self.shared and self.n_waiting and self.stuck is None and not self.placeless:
             self.stuck = who_is_stuck(self, refused)

@@ -12,6 +12,8 @@ from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan
 from .taps import reads_all
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.scheduler import SchedulerPolicy
+
     from .cache import KVCache
     from .slots import Slots
     from .speculation import Speculation
@@ -39,6 +41,7 @@ class SteadyPlanner(Protocol):
     step_id: int
     asks_shape: bool
     shared: bool
+    policy: SchedulerPolicy
 
     @property
     def n_waiting(self) -> int: ...
@@ -72,7 +75,7 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
     p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
     if last is None or last.changes != s.changes or not last.steps:
         return None
-    if p.n_waiting and (s.free or s.cooling or p.shared):
+    if p.n_waiting and (s.free or s.cooling or p.shared or p.policy.preemptive):
         return None  # a waiting sequence may enter
     at, computed, room = last.slots, last.plan.computed + ONE, last.room
     after = computed + ONE

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 3)  # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of sessions
+# 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of sessions; 1.4: preemptive
+API = (1, 4)
 
 # columns of ``QueueView`` with facts of sessions, and their values for a request without them
 ABSENT = {"session": 0, "turn": 0, "parent": 0, "next_s": np.inf, "deadline": np.inf, "budget": -1}
@@ -119,6 +120,7 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
     sequences."""
 
     window: int = 256
+    preemptive: bool = False  # True means that ``displaced`` is called
 
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         self.options, self.ctx = options, ctx
@@ -161,6 +163,14 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         """Return the index of the running sequence to preempt, because ``need`` blocks are missing.  Sequences that
         must not be preempted are not among the candidates."""
         return int(np.lexsort((candidates.id, candidates.arrival))[-1])
+
+    def displaced(self, head: QueueView, running: QueueView, now: float) -> int:
+        """Return the index of the running sequence to preempt for the waiting sequence ``head``, or -1 for none.
+
+        The engine calls it once for each step in which a slot or blocks are missing for the next waiting sequence, if
+        ``preemptive`` is True.  ``head`` is the view of that sequence.  Sequences that must not be preempted are not in
+        ``running``: the oldest one, beams, and those that were preempted often."""
+        return -1
 
     def figures(self) -> Mapping[str, float]:
         """Return the policy's own counters, for ``stats()["figures"]``, records and metrics.

@@ -38,6 +38,7 @@ class Deadline(SchedulerPolicy):
 
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or DeadlineOptions(), ctx)
+        self.preemptive = self.options.preempt
         self.cap = float(ctx.max_num_batched_tokens)
         self.last = -np.inf  # time of the last plan
 
@@ -74,7 +75,23 @@ class Deadline(SchedulerPolicy):
             self.cap = min(self.cap * 1.125, top)
         return StepShape(prefill_cap=int(self.cap))
 
+    def displaced(self, head: QueueView, running: QueueView, now: float) -> int:
+        target = head.ttft_due[0]
+        started = head.known[0] > head.prompt[0]  # it has its first token, and was preempted itself
+        late = now > self.key(head)[0]
+        if target == np.inf or started or late:
+            return -1
+        due = self.due(running)
+        last = int(np.argmax(due))
+        if due[last] <= target:
+            return -1
+        return last
+
+    def due(self, rows: QueueView) -> np.ndarray:
+        """Return the time at which the next token of each row is due, f64 [n]."""
+        return np.where(rows.known > rows.prompt, rows.tpot_due, rows.ttft_due)
+
     def victim(self, candidates: QueueView, need: int) -> int:
-        due = np.where(candidates.known > candidates.prompt, candidates.tpot_due, candidates.ttft_due)
-        order = np.lexsort((candidates.id, candidates.arrival, due))
-        return int(order[-1])
+        due = self.due(candidates)
+        latest_last = np.lexsort((candidates.id, candidates.arrival, due))
+        return int(latest_last[-1])

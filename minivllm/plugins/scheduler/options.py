@@ -30,6 +30,13 @@ class PriorityOptions(BaseModel):
         30.0, gt=0, le=1e6, description="Seconds of waiting that are worth one level of priority; large is strict."
     )
     levels: int = Field(10, ge=1, le=1000, description="A priority counts as at most this, and at least minus this.")
+    preempt: float | None = Field(
+        None,
+        gt=0,
+        le=2000,
+        description="Levels, with ageing, by which a waiting request must precede a running one to preempt it; none: "
+        "it waits.",
+    )
 
 
 class ShortestJobOptions(BaseModel):
@@ -60,6 +67,10 @@ class DeadlineOptions(BaseModel):
     )
     max_wait: float = Field(
         30.0, ge=0, le=1e6, description="Seconds of waiting after which a request goes first, in time or not."
+    )
+    preempt: bool = Field(
+        False,
+        description="Whether a request that can still be in time preempts the row whose next token is due last.",
     )
     min_chunk: int = Field(
         64, ge=1, description="Prompt tokens that a step may always hold, however late running requests are."
