@@ -86,6 +86,16 @@ def _why_not(config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts
     return "" if name is None else f"images are not implemented with {name}"
 
 
+def _check_sections(sections: tuple[Any, ...], text: Any, rope: Mapping[str, Any]) -> None:
+    """Raise ModelError if the parts of the rotary embedding for time, height and width are not half its dimensions."""
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    share = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None)) or 1.0
+    half = int(head * share) // 2
+    numbers = all(type(part) is int and part >= 0 for part in sections)
+    if len(sections) != 3 or not numbers or sum(sections) != half:
+        raise ModelError(f"mrope_section={shown(sections)}: expected three numbers with the sum {half}")
+
+
 def _facts(config: EngineConfig, checkpoint: Checkpoint) -> ImageWiring:
     """Return the facts of a checkpoint with images.  ModelError for an encoder that is not implemented."""
     whole = whole_config(checkpoint.raw)
@@ -101,8 +111,7 @@ def _facts(config: EngineConfig, checkpoint: Checkpoint) -> ImageWiring:
     if facts.mrope:
         rope = whole.get_text_config().rope_parameters or {}
         sections = tuple(rope.get("mrope_section") or ())
-        if len(sections) != 3:
-            raise ModelError(f"mrope_section={shown(sections)}: expected three numbers")
+        _check_sections(sections, whole.get_text_config(), rope)
     return ImageWiring(
         max_images=config.max_images,
         family=family,

@@ -108,13 +108,17 @@ def images_in(prompt: Mapping[Any, Any]) -> list[Any]:
 def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader | None) -> PromptInput:
     """Return a prompt with its images: each placeholder becomes as many as its image has tokens.  RequestError if an
     image is refused, or if the prompt does not have a placeholder for each image."""
+    if reader is None or (reader.why_not and not sources):
+        if sources:
+            raise RequestError(f"{MULTI_MODAL}: this call reads text only", MULTI_MODAL)
+        return read
+    from minivllm.runtime.images.reader import check_placeholders, place
+
+    if sources:
+        reader.check(len(sources))
+    check_placeholders(read.ids, len(sources), reader.wiring.token)
     if not sources:
         return read
-    from minivllm.runtime.images.reader import place
-
-    if reader is None:
-        raise RequestError(f"{MULTI_MODAL}: this call reads text only", MULTI_MODAL)
-    reader.check(len(sources))
     images: list[PreparedImage] = []
     for source in sources:
         images.append(reader.prepare(source))

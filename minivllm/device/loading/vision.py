@@ -119,7 +119,7 @@ def load_encoder(folder: Path, raw: Fields, dtype: torch.dtype, device: torch.de
     )
     try:
         model = AutoModel.from_config(whole_config(fields), dtype=dtype)
-    except (RuntimeError, TypeError, ValueError) as exc:
+    except Exception as exc:  # modules of transformers raise errors of many types on wrong fields
         raise ModelError(f"{folder}: the image encoder cannot be built: {str(exc).splitlines()[0]}") from exc
     if hasattr(model, TEXT):
         delattr(model, TEXT)

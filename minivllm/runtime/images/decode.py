@@ -9,7 +9,7 @@ import base64
 import binascii
 import io
 import re
-import warnings
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ MEDIA_TYPES = "image/png, image/jpeg, image/webp, image/gif or image/bmp"
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 24
 MAX_RATIO = 200  # longer side by shorter side
+OPENED = threading.Lock()  # held while an opened file of a client is decoded, because PIL's files are not thread-safe
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 
 
@@ -77,8 +78,7 @@ def decoded(source: Any) -> Image:
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _of_file(module, bytes(source))
     if isinstance(source, module.Image):
-        _check_size(*source.size)
-        return _rgb(source)
+        return _of_image(module, source)
     if isinstance(source, np.ndarray):
         return _rgb(module.fromarray(_checked_array(source)))
     if isinstance(source, str):
@@ -110,28 +110,59 @@ def _of_file(module: Any, data: bytes) -> Image:
     """Return the image in the bytes of a file."""
     if len(data) > MAX_BYTES:
         raise refuse(f"its file has {len(data)} bytes; expected at most {MAX_BYTES}")
-    from PIL import ImageOps
-
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sizes, which are checked here
-            image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
-            _check_size(*image.size)
-            # a photo may have a preview behind it, which makes its format MPO
-            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-                raise refuse("an animation; expected a single picture")
-            image.load()
-            return _rgb(ImageOps.exif_transpose(image))
+        image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
+        _check_size(*image.size)
+        # a photo may have a preview behind it, which makes its format MPO
+        if getattr(image, "is_animated", False) and image.format != "MPO":
+            raise refuse("an animation; expected a single picture")
+        return _upright(image)
     except RequestError:
         raise
-    except module.DecompressionBombError:
+    except (module.DecompressionBombError, module.DecompressionBombWarning):
         raise refuse(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from None
     except Exception as exc:  # decoders raise errors of many types on broken files
-        said = str(exc).partition("\n")[0][:200] if not isinstance(exc, module.UnidentifiedImageError) else ""
-        hint = f" ({said})" if said else ""
-        raise refuse(f"its bytes are no picture that can be read{hint}; expected PNG, JPEG, WebP, GIF or BMP") from None
+        said = "" if isinstance(exc, module.UnidentifiedImageError) else _first_line(exc)
+        raise refuse(f"its bytes are no picture that can be read{said}; expected PNG, JPEG, WebP, GIF or BMP") from None
+
+
+def _of_image(module: Any, image: Image) -> Image:
+    """Return a PIL image in RGB.  Several threads may pass one image, whose file may not be read yet."""
+    _check_size(*image.size)
+    try:
+        with OPENED:
+            return _upright(image)
+    except RequestError:
+        raise
+    except Exception as exc:  # the file behind the image is broken
+        raise refuse(f"the PIL image cannot be read{_first_line(exc)}") from None
+
+
+def _first_line(exc: Exception) -> str:
+    """Return the first line of an error's message in brackets, "" for none."""
+    line = str(exc).partition("\n")[0]
+    return f" ({line[:200]})" if line else ""
+
+
+def _upright(image: Image) -> Image:
+    """Decode an image, turn it as its EXIF data say, and return it in RGB."""
+    from PIL import ImageOps
+
+    image.load()
+    return _rgb(ImageOps.exif_transpose(image))
 
 
 def _rgb(image: Image) -> Image:
-    """Return an image in RGB."""
-    return image if image.mode == "RGB" else image.convert("RGB")
+    """Return an image in RGB.  Transparent pixels become white, and 16 bits of gray become 8."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I;16"):
+        high_bytes = np.asarray(image).astype(np.uint16) >> 8
+        return pillow().fromarray(high_bytes.astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise refuse(f"pixels of the PIL mode {image.mode}; expected 8 bits a channel, or 16 bits of gray")
+    if image.has_transparency_data:
+        with_alpha = image.convert("RGBA")
+        white = pillow().new("RGBA", image.size, "white")
+        return pillow().alpha_composite(white, with_alpha).convert("RGB")
+    return image.convert("RGB")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class ImageReader:
         self.wiring, self.folder, self.why_not, self.max_tokens = wiring, Path(folder), why_not, max_tokens
         self.raw = raw
         self._processor: Any = None
+        self._prepared: WeakValueDictionary[bytes, PreparedImage] = WeakValueDictionary()
         self._vision: Any = None
         self._lock = threading.Lock()
 
@@ -79,7 +81,9 @@ class ImageReader:
             most = f"max_model_len={self.max_tokens}"
             raise refuse(f"it has {tokens} tokens; expected fewer than {most}: send a smaller one")
         flat = np.ascontiguousarray(values).reshape(-1)
-        return PreparedImage(flat, shape, tokens, digest_of(flat, shape))
+        digest = digest_of(flat, shape)
+        with self._lock:  # requests with the same image share its values
+            return self._prepared.setdefault(digest, PreparedImage(flat, shape, tokens, digest))
 
     def _load(self) -> None:
         """Load the processor of the checkpoint, once.  No code from the model's directory is run."""
@@ -128,18 +132,24 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def check_placeholders(ids: np.ndarray, count: int, token: int) -> None:
+    """Raise RequestError if a prompt i32 [n] does not have one placeholder for each of ``count`` images."""
+    found = np.count_nonzero(ids == token)
+    if found != count:
+        raise RequestError(
+            f"the prompt has {found} placeholders of images (token id {token}) and {count} images; "
+            "expected one placeholder for each image",
+            "images",
+        )
+
+
 def place(ids: np.ndarray, images: Sequence[PreparedImage], token: int) -> tuple[np.ndarray, tuple[PlacedImage, ...]]:
     """Replace each placeholder in a prompt i32 [n] by as many as its image has tokens.
 
     Return the new prompt and the images with their positions.  RequestError if the prompt does not have one placeholder
     for each image."""
+    check_placeholders(ids, len(images), token)
     at = np.flatnonzero(ids == token)
-    if len(at) != len(images):
-        raise RequestError(
-            f"the prompt has {len(at)} placeholders of images (token id {token}) and {len(images)} images; "
-            "expected one placeholder for each image",
-            "images",
-        )
     counts = np.ones(len(ids), np.int64)
     counts[at] = [image.tokens for image in images]
     starts = counts.cumsum() - counts

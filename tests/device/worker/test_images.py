@@ -1,6 +1,8 @@
 """Requests with images give the tokens of transformers' model, in each way of running."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -316,3 +318,38 @@ def test_numbers_of_contents_are_bounded_and_never_used_twice(monkeypatch):
         assert number not in seen
         seen.add(number)
     assert len(made.contents) <= 9
+
+
+WRONG = [
+    ("llava", "vision_config", {"patch_size": 0}),
+    ("llava", "vision_config", {"hidden_act": "nope"}),
+    ("qwen2_5_vl", "vision_config", {"num_heads": 0}),
+    ("qwen2_5_vl", "text_config", {"mrope_section": ["a", 3, 3]}),
+    ("qwen2_5_vl", "text_config", {"mrope_section": [2, 3, 4]}),
+]
+
+
+@pytest.mark.parametrize(("family", "part", "change"), WRONG, ids=[str(one[2]) for one in WRONG])
+def test_wrong_facts_of_an_encoder_leave_an_engine_of_text_with_the_reason(family, part, change, folder, tmp_path):
+    path = shutil.copytree(model(family, folder)[0], tmp_path / "wrong")
+    config = json.loads((path / "config.json").read_text())
+    fields = config[part]
+    if part == "text_config":
+        fields = fields.get("rope_parameters") or fields["rope_scaling"]
+    fields.update(change)
+    (path / "config.json").write_text(json.dumps(config))
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "max_model_len": 64}
+    with LLM(model=str(path), **options) as llm:
+        assert llm.generate({"prompt_token_ids": [4, 5, 6]}, PARAMS, use_tqdm=False)[0].error is None
+        prompt = {"prompt_token_ids": prompt_of(family, 1, 0), "multi_modal_data": {"image": picture(0)}}
+        with pytest.raises(RequestError, match="this engine reads text only"):
+            llm.generate(prompt, PARAMS, use_tqdm=False)
+
+
+def test_a_placeholder_without_an_image_is_refused(folder):
+    with engine("llava", folder) as llm:
+        with pytest.raises(RequestError, match=r"1 placeholders of images .* and 0 images"):
+            llm.generate({"prompt_token_ids": prompt_of("llava", 1, 0)}, PARAMS, use_tqdm=False)
+        images = {"image": [picture(1), picture(1)]}
+        prompt = {"prompt_token_ids": prompt_of("llava", 2, 0), "multi_modal_data": images}
+        assert llm.generate(prompt, PARAMS, use_tqdm=False)[0].error is None
