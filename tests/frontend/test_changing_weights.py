@@ -7,11 +7,15 @@ import asyncio
 import pytest
 import torch
 from native_runs import engine, prompt
+from packed_checkpoints import LLM_SIZES, PROMPT, coded, gptq, packed_dir
 from safetensors.torch import load_file, save_file
 
-from minivllm import AsyncLLM, EngineDeadError, RequestError, SamplingParams
+from minivllm import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
 from minivllm.core.engine import weights as engine_weights
 from minivllm.core.engine.blocks import BlockPool
+from minivllm.device.worker import weights as running_weights
+from minivllm.device.worker.runner import Runner
+from minivllm.device.worker.weights import RunningWeights
 from minivllm.runtime.processes.memory import rss_bytes
 from minivllm.testing.tiny import tiny_dir
 
@@ -232,6 +236,87 @@ def test_a_failed_update_of_a_sleeping_engine_can_be_repeated(tiny, monkeypatch)
         monkeypatch.setattr(WeightUpdate, "write", write)
         llm.wake()
         assert answer(llm) == old
+
+
+def test_an_update_survives_a_lack_of_memory_for_native_steps(tiny, monkeypatch):
+    """The new weights serve without cached prefixes of the old ones, and the next update makes native steps again."""
+    folder, tensors = tiny
+
+    def scarce(self):
+        raise MemoryError("planted")
+
+    with engine(folder, graph="off") as other:
+        other.update_weights(tensors)
+        tokens = answer(other)[0]
+    with engine(folder) as llm:
+        answer(llm)
+        with monkeypatch.context() as m:
+            m.setattr(Runner, "native_steps", scarce)
+            assert llm.update_weights(tensors) == 1
+        hits = llm.stats()["prefix_hits"]
+        assert answer(llm)[0] == tokens and llm.stats()["prefix_hits"] == hits
+        assert llm.update_weights(tensors) == 2
+        assert answer(llm)[0] == tokens
+        assert llm.engine.executor.runner.native is not None
+
+
+def test_an_update_that_does_not_end_ends_the_engine(tiny, monkeypatch):
+    folder, tensors = tiny
+
+    def broken(self):
+        raise RuntimeError("planted")
+
+    with engine(folder) as llm:
+        monkeypatch.setattr(RunningWeights, "_commit", broken)
+        for call in (lambda: llm.update_weights(tensors), lambda: answer(llm)):
+            with pytest.raises(EngineDeadError, match=r"did not end: .*planted"):
+                call()
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_failed_sleep_says_whether_weights_were_read_again(tiny, monkeypatch, dropped):
+    folder, tensors = tiny
+    discard = running_weights.discard_pages
+
+    def broken(address, size):
+        weights = llm.engine.executor.runner.weights
+        if weights.dropped == dropped:
+            raise OSError("planted")
+        discard(address, size)
+
+    with engine(folder) as llm:
+        old = answer(llm)
+        llm.update_weights(tensors)
+        new = answer(llm)
+        with monkeypatch.context() as m:
+            m.setattr(running_weights, "discard_pages", broken)
+            with pytest.raises(RequestError, match="did not sleep") as caught:
+                llm.sleep(2)
+        assert ("read from the files of the model again" in str(caught.value)) == dropped
+        assert llm.stats()["weights"] == {"version": 1 + dropped, "paused": False, "sleep_level": 0}
+        assert answer(llm) == (old if dropped else new)
+        assert llm.engine.executor.runner.native is not None
+
+
+@pytest.mark.parametrize("form", ["packed", "other"])
+def test_weights_that_cannot_be_written_again_are_not_dropped(tiny, tmp_path, form, monkeypatch):
+    if form == "packed":
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        packed_dir(tmp_path, config, lambda name, n, k: coded(n, k, 4, 32), lambda c, name: gptq(c, 4))
+        llm, prompts = LLM(model=str(tmp_path), **LLM_SIZES), PROMPT
+    else:
+        llm, prompts = engine(tiny[0], quantizer="int8"), IDS
+    with llm:
+        if form == "other":
+            monkeypatch.setattr(llm.engine.executor.runner.worker.parts, "_scheme", lambda info: None)
+        tokens = answer(llm, prompts)
+        with pytest.raises(RequestError, match="use level=1"):
+            llm.sleep(2)
+        assert llm.stats()["weights"]["sleep_level"] == 0
+        assert answer(llm, prompts) == tokens
+        llm.sleep(1)
+        llm.wake()
+        assert answer(llm, prompts) == tokens
 
 
 def test_async_requests_wait_while_the_engine_is_paused_or_asleep(tiny):

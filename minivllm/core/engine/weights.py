@@ -147,7 +147,11 @@ class Weights:
         errors = self._call("write")
         if errors:
             self._take_back(errors[0])
-        self._refuse(self._call("commit"))
+        errors = self._call("commit")
+        if errors:
+            what = f"an update of the weights did not end: {errors[0]}"
+            self.engine.fail_all(what)
+            raise EngineDeadError(what)
         self.dropped = False
         self._count()
         self._renew(kv == KEEP)
@@ -175,9 +179,15 @@ class Weights:
 
     def _call(self, do: str, **args: Any) -> list[str]:
         """Run an operation on all ranks, and return their errors.  RequestError if the executor has no such verb."""
+        answers = self._answers(do, **args)
+        return [answer["error"] for answer in answers if answer["error"] is not None]
+
+    def _answers(self, do: str, **args: Any) -> list[Mapping[str, Any]]:
+        """Run an operation on all ranks, and return their answers."""
         executor = self.engine.executor
         try:
             answers: list[Mapping[str, Any]] = executor.call(VERB, {"do": do, **args})
+            return answers
         except NotImplementedError as e:
             who = type(executor).__name__
             raise RequestError(
@@ -186,7 +196,6 @@ class Weights:
         except EngineDeadError as e:
             self.engine.fail_all(str(e))
             raise
-        return [answer["error"] for answer in answers if answer["error"] is not None]
 
     def _renew(self, keep: bool) -> None:
         """Forget keys and values of the old weights.  Those of running rows stay if ``keep``; otherwise the rows are
@@ -245,14 +254,17 @@ class Weights:
         if self.level:
             raise RequestError(f"the engine sleeps already, at level {self.level}")
         self._settle()
-        self._call("restore")  # does nothing, and refuses executors that cannot sleep
+        self._refuse(self._call("check_sleep", level=level))
         self._leave_slots()
         self.engine.drop_prefixes()
-        errors = self._call("sleep", level=level)
-        self.level, self.dropped = level, level == 2
+        answers = self._answers("sleep", level=level)
+        errors = [answer["error"] for answer in answers if answer["error"] is not None]
+        dropped = any(answer["dropped"] for answer in answers)
+        self.level, self.dropped = level, dropped
         if errors:
-            self._wake(reload=self.dropped)
-            raise RequestError(f"the engine did not sleep: {errors[0]}")
+            self._wake(reload=dropped)
+            again = "; its weights were read from the files of the model again" if dropped else ""
+            raise RequestError(f"the engine did not sleep{again}: {errors[0]}")
 
     @alone
     def wake(self) -> None:

@@ -236,6 +236,14 @@ def refuse_packed(loaded: LoadedRules, parts: ModelParts) -> None:
         raise ModelError(f"{WHERE}: weights that are quantized ({kind}) cannot change on a GPU; use quantizer=none")
 
 
+def check_writable(parts: ModelParts) -> None:
+    """Raise ModelError unless all weights of a model can be written again after they were dropped."""
+    refuse_packed(parts.loaded, parts)
+    for module in parts.modules.values():
+        if quantized(module):
+            twin_of(module, parts)
+
+
 def layer_of(module: Module) -> Module:
     """Return the layer that stores the weights of a module: an output head with its own weight stores them in it."""
     own = module.own if isinstance(module, TiedLMHead) else None

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from minivllm.core.external_calls import as_exception
 from minivllm.device.hardware import discard_pages, trim_heap
-from minivllm.device.loading.weight_update import WeightUpdate, initial_tensors
-from minivllm.errors import MinivllmError, describe_error
+from minivllm.device.loading.weight_update import WeightUpdate, check_writable, initial_tensors
+from minivllm.errors import MinivllmError, ModelError, describe_error
 
 from .capture import release_unused, synchronize
 
@@ -30,6 +30,7 @@ class RunningWeights:
 
     def __init__(self, runner: Any) -> None:  # a Runner, which makes this object
         self.runner, self.level = runner, 0
+        self.dropped = False  # the weights of the model are dropped, and not written since then
         self.update: WeightUpdate | None = None
         # of a GPU: storages of freed weights and of freed caches with their bytes, and storages with their host copies
         self._weights: list[tuple[torch.UntypedStorage, int]] = []
@@ -42,12 +43,13 @@ class RunningWeights:
         return self.runner.worker.parts
 
     def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the operation ``args["do"]``.  Return its error, or None."""
+        """Run the operation ``args["do"]``.  Return its error or None, and whether the weights are dropped."""
         operations: dict[str, Callable[..., None]] = {
             "check": self._check,
             "write": self._write,
             "restore": self._restore,
             "commit": self._commit,
+            "check_sleep": self._check_sleep,
             "sleep": self._sleep,
             "wake": self._wake,
         }
@@ -58,7 +60,7 @@ class RunningWeights:
                 operations[args["do"]](**options)
         except BaseException as e:  # a loop of a worker must not end
             error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
-        return {"error": error}
+        return {"error": error, "dropped": self.dropped}
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
@@ -92,16 +94,21 @@ class RunningWeights:
         self._renew_native()
 
     def _commit(self) -> None:
-        """End the update."""
-        self.update = None
+        """End the update.  The new weights serve from here on, so an error may not follow."""
+        self.update, self.dropped = None, False
         if not self.level:
             self._renew_native()
 
     def _renew_native(self) -> None:
-        """Make the native steps of a CPU again, because they hold copies of weights."""
-        if self.runner.native is not None:
-            self._close_native()
+        """Make the native steps of a CPU again, because they hold copies of weights.
+
+        If that fails, steps run as separate operations, and the next change of the weights tries again."""
+        self._close_native()
+        try:
             self.runner.native = self.runner.native_steps()
+        except Exception as e:  # such as a lack of memory
+            why = describe_error(as_exception(e))
+            self.runner.worker.notes.append(f"steps are not captured, they run as separate operations: {why}")
 
     def _close_native(self) -> None:
         native = self.runner.native
@@ -112,6 +119,14 @@ class RunningWeights:
 
     # ---- sleep ---------------------------------------------------------------------------------------------------
 
+    def _check_sleep(self, level: int) -> None:
+        """Raise ModelError if weights would be dropped that cannot be written again."""
+        if level == 2:
+            try:
+                check_writable(self.parts)
+            except ModelError as e:
+                raise ModelError(f"level=2 drops weights that cannot be written again; use level=1: {e}") from e
+
     def _sleep(self, level: int) -> None:
         """Free the KV cache and the weights: level 1 keeps weights in host memory, level 2 drops those of the model.
 
@@ -120,6 +135,8 @@ class RunningWeights:
         weights = weights_of(self.parts)
         if gpu:
             self.runner.graphs = None
+        free(self._caches(), self._memory)
+        if gpu:
             second = [tensor for own in self.runner.worker.own_models.values() for tensor in weights_of(own.parts)]
             self._move([*second, *(weights if level == 1 else [])])
         if level == 2:
@@ -127,9 +144,9 @@ class RunningWeights:
         if gpu or level == 2:
             for module in self.parts.modules.values():
                 module.release()
-        if level == 2:
+        if level == 2:  # last, because an error before it leaves the weights in place
+            self.dropped = True
             free(weights, self._weights)
-        free(self._caches(), self._memory)
         self.level = level
         release_unused() if gpu else trim_heap()
 
@@ -165,10 +182,11 @@ class RunningWeights:
             wiring = self.runner.wiring
             tensors = initial_tensors(self.parts, wiring.load_format, wiring.seed)
             WeightUpdate(self.parts, tensors).write()
+            self.dropped = False
         for module in self.parts.modules.values():
             module.refresh(())
-        if self.level == 2:
-            self.runner.native = self.runner.native_steps()
+        if self.runner.native is None:
+            self._renew_native()
         self.level = 0
         if gpu:
             self.runner.graphs = self.runner.captured_steps()
