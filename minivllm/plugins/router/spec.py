@@ -21,7 +21,7 @@ ROUND_ROBIN = Spec(
     summary="all replicas in turn",
 )
 SESSION = Spec(
-    impl=f"{HERE}.session:Session",
+    impl=f"{HERE}.session:SessionRouter",
     api=(1, 0),
     summary="the replica of the session; the least loaded one for a new session",
     options=f"{HERE}.options:SessionOptions",
