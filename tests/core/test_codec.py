@@ -137,6 +137,7 @@ def results(draw):
         taps=array(draw, "f4", draw(st.integers(0, 5))),
         pooled=draw(st.sampled_from([(0, 0), (1, 2), (3, 4)]).flatmap(lambda shape: st.just(np.full(shape, 1 / 3)))),
         seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
+        lost=draw(st.dictionaries(st.integers(0, 9), NAMES, max_size=2)),
     )
 
 
@@ -295,5 +296,6 @@ def test_plain_results_equal_what_was_encoded_and_damaged_ones_are_refused():
         with pytest.raises(CodecError, match="a result of 3 rows and 1 seams for"):
             heard.decode(steps.PLAIN, data, slots)
     errors = (StepError("rows", "x", "y", (1,)),)
-    for special in (replace(result, errors=errors), replace(result, slots=ids.copy())):
+    changes = {"errors": errors}, {"slots": ids.copy()}, {"lost": {3: "it failed"}}
+    for special in (replace(result, **change) for change in changes):
         assert answered.encode(special, ids)[0] == steps.RESULT

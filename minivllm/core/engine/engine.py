@@ -223,6 +223,8 @@ class Engine:
         except BaseException:
             if self.adapters is not None and request.adapter is not None:
                 self.adapters.release(request.adapter)
+            if self.images is not None:
+                self.images.end(request)
             raise
 
     def _adapter_of(self, request: Request) -> Adapter | None:
@@ -347,6 +349,8 @@ class Engine:
             request.finished = self.now()
             if self.adapters is not None and request.adapter is not None:
                 self.adapters.release(request.adapter)
+            if self.images is not None:
+                self.images.end(request)
             self.finished += 1
             self.requests.pop(request.id, None)
             self.events.request_finished(request)

@@ -63,7 +63,7 @@ def fork_ready(planner: ForkPlanner) -> None:
                 child = s.enter(branch)
                 branch.status = RUNNING
                 if planner.images is not None:
-                    planner.images.share(branch)
+                    planner.images.share(branch, at)
                 planner.cache.fork(slot, child, at)
                 planner.forks.append((slot, child, branch))
             seq.branches = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ContentKey = tuple[tuple[str, ...], bytes]  # salt of a request, digest of the image
+
 
 @dataclass(eq=False)
 class Content:
@@ -11,5 +13,8 @@ class Content:
 
     number: int
     size: int  # bytes of its features
-    rows: int = 0  # sequences in slots that have the image
+    key: ContentKey
+    requests: int = 0  # requests that have not ended and have the image
+    rows: int = 0  # sequences in slots that have not computed the image yet
     encoded: bool = False  # the device has its features, or will with the next delta
+    listed: bool = True  # later requests with the image get its number

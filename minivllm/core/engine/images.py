@@ -2,7 +2,8 @@
 
     request ──► numbers by content ──► tokens of the prefix index: VOCAB + number at each placeholder
     admitted ──► the bytes of its images are reserved ──► chunk reaches an image ──► Delta.image computes its features
-    leaves its slot ──► features without a row stay as a cache, and the least recently used ones make room
+    last image computed ──► features without a row stay as a cache, and the least recently used ones make room
+    features are lost ──► their sequences end, and later requests with the image get a new number
 
 So a block of the KV cache that covers a part of an image has the number of the image's content among its tokens.
 Numbers are never used twice, and different contents have different numbers: no two images share a cached prefix.
@@ -11,15 +12,18 @@ Numbers are never used twice, and different contents have different numbers: no 
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minivllm.errors import RequestError
 
-from .image_content import Content
+from .image_content import Content, ContentKey
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
     from minivllm.core.interfaces.executor import Capacity, ImageWiring, Wiring
     from minivllm.core.interfaces.images import PreparedImage
 
@@ -39,10 +43,14 @@ class Images:
         """Start without images.  ``token_bytes`` are the bytes of the features of one token."""
         self.wiring, self.vocab, self.token_bytes = wiring, vocab, token_bytes
         self.limit = wiring.cache_mb << 20
-        # (salt, digest) -> content, the least recently used first
-        self.contents: OrderedDict[tuple[tuple[str, ...], bytes], Content] = OrderedDict()
-        self.held: dict[Seq, list[Content]] = {}  # of the sequences in slots
+        # the contents that are listed, the least recently requested first
+        self.contents: OrderedDict[ContentKey, Content] = OrderedDict()
+        # encoded contents without rows by number, the least recently used first, and the sum of their bytes
+        self.idle: OrderedDict[int, Content] = OrderedDict()
+        self.idle_bytes = 0
+        self.held: dict[Seq, list[Content]] = {}  # of the sequences in slots that read features
         self.used = 0  # bytes, see the class
+        self.feature_bytes = 0  # of encoded contents
         self.encodes: list[tuple[Content, PreparedImage]] = []  # of the next delta
         self.frees: list[int] = []  # numbers, likewise
         self.encoded = self.reused = self.evicted = 0
@@ -61,13 +69,17 @@ class Images:
         """Give the images of a new request their numbers, and set its ``contents``.  Return its prompt as tokens of the
         prefix index."""
         keyed = request.prompt.copy()
-        found = []
         for placed in request.images:
             content = self._content(request.salt, placed.image)
+            content.requests += 1
+            request.contents += (content,)
             keyed[placed.position : placed.end] = self.vocab + content.number
-            found.append(content)
-        request.contents = tuple(found)
         return keyed
+
+    def end(self, request: Request) -> None:
+        """Release the contents of a request that has ended or was refused."""
+        for content in request.contents:
+            content.requests -= 1
 
     def _content(self, salt: tuple[str, ...], image: PreparedImage) -> Content:
         """Return the content of an image under the salt of its request, and mark it as used."""
@@ -77,19 +89,28 @@ class Images:
             self._forget_some()
             if self.vocab + self._next >= NUMBERS:
                 raise RequestError("this engine has read too many images; start it again", "images")
-            content = Content(self._next, image.tokens * self.token_bytes)
+            content = Content(self._next, image.tokens * self.token_bytes, key)
             self.contents[key] = content
             self._next += 1
         self.contents.move_to_end(key)
         return content
 
     def _forget_some(self) -> None:
-        """Forget the numbers of unused contents if there are too many."""
+        """Forget the numbers of contents without requests if there are too many."""
         if len(self.contents) < MAX_CONTENTS:
             return
-        unused = [key for key, one in self.contents.items() if not one.rows and not one.encoded]
-        for key in unused[: MAX_CONTENTS // 2]:
-            del self.contents[key]
+        unused = (one for one in self.contents.values() if not one.requests)
+        for one in list(islice(unused, MAX_CONTENTS // 2)):
+            self._unlist(one)
+
+    def _unlist(self, content: Content) -> None:
+        """Remove a content from those of later requests.  Rows that read its features keep them."""
+        if not content.listed:
+            return
+        content.listed = False
+        del self.contents[content.key]
+        if content.number in self.idle:
+            self._free(self._wake(content))
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -100,57 +121,91 @@ class Images:
             return True
         wanted = list(dict.fromkeys(seq.request.contents))
         need = sum(one.size for one in wanted if not one.rows and not one.encoded)
-        kept = {one.number for one in wanted}
-        idle = [one for one in self.contents.values() if one.encoded and not one.rows]
-        idle = [one for one in idle if one.number not in kept]
-        if self.used + need - sum(one.size for one in idle) > self.limit:
+        kept = sum(one.size for one in wanted if one.number in self.idle)
+        if self.used + need - (self.idle_bytes - kept) > self.limit:
             return False
-        for one in idle:
-            if self.used + need <= self.limit:
-                break
-            self._evict(one)
         self._hold(seq, wanted)
+        while self.used > self.limit:
+            oldest = next(iter(self.idle.values()))
+            self._free(self._wake(oldest))
+            self.evicted += 1
         return True
 
-    def share(self, seq: Seq) -> None:
-        """Hold the features for a sequence that takes a slot as a branch of a running row."""
-        self._hold(seq, list(dict.fromkeys(seq.request.contents)))
+    def share(self, seq: Seq, computed: int) -> None:
+        """Hold the features for a sequence that takes a slot as a branch of a running row with ``computed`` tokens."""
+        images = seq.request.images
+        if images and computed < images[-1].end:
+            self._hold(seq, list(dict.fromkeys(seq.request.contents)))
 
     def _hold(self, seq: Seq, contents: list[Content]) -> None:
         """Count a row for each content of a sequence."""
-        if not contents:
-            return
         for one in contents:
             if not one.rows and not one.encoded:
                 self.used += one.size
+            if one.number in self.idle:
+                self._wake(one)
             one.rows += 1
         self.held[seq] = contents
 
     def leave(self, seq: Seq) -> None:
-        """Release the contents of a sequence that leaves its slot.  Their features stay until others need the room."""
+        """Release the contents of a sequence that reads them no more.  Their features stay until others need the
+        room."""
         for one in self.held.pop(seq, ()):
             one.rows -= 1
-            if not one.rows and not one.encoded:
+            if one.rows:
+                continue
+            if not one.encoded:
                 self.used -= one.size
+            elif one.listed:
+                self.idle[one.number] = one
+                self.idle_bytes += one.size
+            else:
+                self._free(one)
 
-    def _evict(self, content: Content) -> None:
+    def _wake(self, content: Content) -> Content:
+        """Remove a content from the idle ones, and return it."""
+        del self.idle[content.number]
+        self.idle_bytes -= content.size
+        return content
+
+    def _free(self, content: Content) -> None:
         """Free the features of a content without rows, with the next delta."""
         content.encoded = False
         self.used -= content.size
-        self.evicted += 1
+        self.feature_bytes -= content.size
         self.frees.append(content.number)
+
+    def lose(self, numbers: Iterable[int]) -> None:
+        """Record that the device may lack the features of images.  Rows that reach one of them later compute its
+        features again, and later requests with the image get a new number."""
+        held = chain.from_iterable(self.held.values())
+        contents = {one.number: one for one in chain(self.contents.values(), held)}
+        for number in numbers:
+            self.frees.append(number)
+            content = contents.get(number)
+            if content is None:
+                continue
+            self._unlist(content)
+            if content.encoded:
+                content.encoded = False
+                self.feature_bytes -= content.size
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def reach(self, slots: Slots, at: np.ndarray, q_len: np.ndarray) -> None:
-        """Order the features of the images that the rows of a step reach.  ``at`` i64 [R] are their slots."""
+        """Order the features of the images that the rows of a step reach.  ``at`` i64 [R] are their slots.  Rows that
+        have computed their last image release their features."""
         if not self.held:
             return
+        for seq in list(self.held):
+            if slots.computed[seq.slot] >= seq.request.images[-1].end:
+                self.leave(seq)
         first = slots.computed[at]
         for slot, a, n in zip(at.tolist(), first.tolist(), q_len.tolist(), strict=True):
-            request = slots.at(slot).request
-            if not request.images or a >= request.images[-1].end:
+            seq = slots.at(slot)
+            if seq not in self.held:
                 continue
+            request = seq.request
             for placed, content in zip(request.images, request.contents, strict=True):
                 if placed.position >= a + n or placed.end <= a:
                     continue
@@ -158,6 +213,7 @@ class Images:
                     self.reused += a <= placed.position
                     continue
                 content.encoded = True
+                self.feature_bytes += content.size
                 self.encoded += 1
                 self.encodes.append((content, placed.image))
 
@@ -182,9 +238,18 @@ class Images:
             "encoded": self.encoded,
             "reused": self.reused,
             "evicted": self.evicted,
-            "feature_bytes": sum(one.size for one in self.contents.values() if one.encoded),
+            "feature_bytes": self.feature_bytes,
         }
         return {"images": figures}
+
+
+def lost_image(request: Request, first: int, upto: int, lost: Container[int]) -> int | None:
+    """Return the number of an image of ``lost`` that the tokens ``[first, upto)`` of a request read, None without
+    one."""
+    for placed, content in zip(request.images, request.contents, strict=True):
+        if content.number in lost and placed.position < upto and placed.end > first:
+            return content.number
+    return None
 
 
 def join_rows(seqs: list[Seq]) -> np.ndarray:

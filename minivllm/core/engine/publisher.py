@@ -27,13 +27,14 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import describe_error
 
+from .images import lost_image
 from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 from .taps import NO_LIMITS, TapKeeper, TapLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from .beams import Beams
     from .cache import KVCache
@@ -72,10 +73,11 @@ class Publisher:
         s, plan = self.slots, flight.plan
         live = s.serial[flight.slots] == flight.serial
         s.published = plan.id
-        step_error = result.failure
-        if step_error is not None:
-            self._fail_step(flight, live, step_error)
+        if result.failure is not None:
+            self._fail_step(flight, live, result.failure)
             return []
+        if result.lost:
+            live = self._end_without_features(flight, live, result.lost)
         pick, slots, at = plan.samples, flight.drawn, flight.position
         ok = (live if len(pick) == len(live) else live[pick]) & (result.count > 0)
         mine, pos, tokens = slots, at, result.tokens
@@ -105,8 +107,7 @@ class Publisher:
             whole = keep_pooled(plan, sequence, result.pooled)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
-        if self.cache.prefix:
-            self._publish_blocks(flight, live, result)
+        self._publish_blocks(flight, live, result)
         if np.count_nonzero(live) < len(live):
             self._departed(flight, result, live)
         if result.logprobs is not None:
@@ -126,6 +127,23 @@ class Publisher:
             if seq.status != FINISHED:
                 self.finish(seq, "error", error=self.taps.limits.too_many)
         return self._hold(flight, result)
+
+    def _end_without_features(
+        self, flight: Flight, live: np.ndarray, lost: Mapping[int, str]
+    ) -> np.ndarray:
+        """End the sequences whose rows of a step read an image of ``StepResult.lost``.  Return the new ``live``."""
+        images = self.planner.images
+        assert images is not None, "a step without images loses none"
+        images.lose(lost)
+        first = flight.plan.computed.tolist()
+        for r, upto in enumerate(flight.after.tolist()):
+            seq = self._sequence(flight, live, r)
+            if seq is None or seq.status == FINISHED:
+                continue
+            number = lost_image(seq.request, first[r], upto, lost)
+            if number is not None:
+                self.finish(seq, "error", error=lost[number])
+        return self.slots.serial[flight.slots] == flight.serial
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
         """Send new tokens of watched rows to their sinks, and end the rows that have ended.  ``live`` marks the step's
@@ -251,6 +269,8 @@ class Publisher:
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
         """Publish the blocks that this step has filled in the prefix cache.  Rows that failed in the step are left
         out, and so are rows whose pooled hidden states are not finite."""
+        if not self.cache.prefix:
+            return
         s, slots = self.slots, flight.slots
         full = live & (flight.after // s.block > s.prefix_published[slots])
         if not np.count_nonzero(full):
@@ -314,6 +334,9 @@ class Publisher:
         """End all sequences of a failed step with the error, without publishing their blocks.  An error of scope
         "device" ends all running sequences, because the device's columns may be wrong."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
+        if self.planner.images is not None:
+            # the device may not have applied the delta
+            self.planner.images.lose(flight.plan.delta.image[:, 0].tolist())
         for r in (
             np.flatnonzero(flight.plan.draft == 0)
             if len(flight.plan.draft)

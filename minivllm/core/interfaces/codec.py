@@ -373,9 +373,9 @@ def encode_result(result: StepResult) -> list[bytes]:
         logits = SimpleNamespace(logits=result.logits.reshape(-1))
         vocab = result.logits.shape[1]
     rest = b""
-    if result.errors or result.seams:
+    if result.errors or result.seams or result.lost:
         errors = [[e.scope, e.plugin, e.message, list(map(int, e.rows))] for e in result.errors]
-        rest = json.dumps([errors, dict(result.seams)]).encode()
+        rest = json.dumps([errors, dict(result.seams), list(result.lost.items())]).encode()
     owners = {
         "result": result,
         "logprobs": _flat(result.logprobs),
@@ -393,7 +393,7 @@ def decode_result(data: bytearray | bytes) -> StepResult:
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
-        described, seams = rest or ((), {})
+        described, seams, lost = rest or ((), {}, ())
         errors = tuple(
             StepError(scope, plugin, message, tuple(rows))
             for scope, plugin, message, rows in described
@@ -405,6 +405,7 @@ def decode_result(data: bytearray | bytes) -> StepResult:
             errors=errors,
             device_ms=ms,
             seams=seams,
+            lost={int(number): str(why) for number, why in lost},
             prompt=_tables(found["prompt"], prompt_k),
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
             pooled=found["sums"]["sums"].reshape(-1, hidden) if hidden else NO_SUMS,

@@ -256,6 +256,9 @@ class StepResult:
     pooled: np.ndarray = field(default_factory=nothing(0, 0, dtype=np.float64))
     # seconds of host time of each plug-in that the step ran, by plug-in
     seams: Mapping[str, float] = field(default_factory=dict)
+    # number of each image that rows of the step read without its features -> why these are missing.  The KV of these
+    # rows is wrong, so their sequences end, also those that draw nothing in the step.
+    lost: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def failure(self) -> StepError | None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from minivllm.core.external_calls import as_exception
-from minivllm.core.interfaces.plan import StepError
 from minivllm.errors import describe_error
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .state import DeviceState
 
 EMBEDDING = "embedding"
+MISSING = "the features of an image are missing"
 
 
 def layer_point(level: int) -> str:
@@ -81,7 +81,7 @@ class ImageState:
         self.tables, self.scratch = tables, scratch
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
-        self.failed: dict[int, StepError] = {}  # by the number of an image
+        self.failed: dict[int, str] = {}  # number of an image -> why it has no features
         self.spans: list[tuple[Span, ...]] = [()] * slots
         self.upto = np.zeros(slots, np.int64)  # end of the last image, 0 = none
         self.offset = np.zeros(slots, np.int64)  # of the positions behind the images
@@ -118,8 +118,7 @@ class ImageState:
         try:
             self.features[number] = self.encoder(self.state.to(values), shape)
         except Exception as e:
-            said = f"the image encoder failed: {describe_error(as_exception(e))}"
-            self.failed[number] = StepError("rows", "", said)
+            self.failed[number] = f"the image encoder failed: {describe_error(as_exception(e))}"
 
     def _join(self, join: Join) -> list[int]:
         """Set the images of slots that join, and return the slots that have or had images."""
@@ -159,26 +158,34 @@ class ImageState:
                 if first < end:
                     yield Piece(span, slot, start + first - computed, first - span.position, end - first)
 
-    def enter(self, plan: StepPlan, meta: AttnMeta) -> tuple[FeatureTaps | None, dict[int, StepError]]:
+    def enter(self, plan: StepPlan, meta: AttnMeta) -> tuple[FeatureTaps | None, dict[int, str]]:
         """Prepare a step for its images: set the rotary rows of ``meta``, and return the taps that insert the features.
 
-        Also return an error for each slot whose image has no features."""
-        found, failed = [], {}
-        pieces = list(self.pieces(plan))
-        for piece in pieces:
-            if piece.span.number in self.features:
-                found.append(piece)
+        Also return the numbers of images without features, each with the reason."""
+        found, lost = [], {}
+        for piece in self.pieces(plan):
+            reason = self._why_lost(piece.span)
+            if reason:
+                lost[piece.span.number] = reason
             else:
-                missing = StepError("rows", "", "the features of an image are missing")
-                failed[piece.slot] = self.failed.get(piece.span.number, missing)
+                found.append(piece)
         if self.axes is not None:
-            self._turn(plan, pieces, meta)
+            self._turn(plan, found, meta)
         if not found:
-            return None, failed
+            return None, lost
         index = np.concatenate([np.arange(piece.at, piece.at + piece.length) for piece in found])
         parts = [self.features[piece.span.number][:, piece.first : piece.first + piece.length] for piece in found]
         values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return FeatureTaps(self.state.to(index), values), failed
+        return FeatureTaps(self.state.to(index), values), lost
+
+    def _why_lost(self, span: Span) -> str:
+        """Return why an image has no features, "" if it has them."""
+        features = self.features.get(span.number)
+        if features is None:
+            return self.failed.get(span.number, MISSING)
+        if features.shape[1] != span.tokens:
+            return f"the image encoder gave {features.shape[1]} features; expected {span.tokens}, one for each token"
+        return ""
 
     def _turn(self, plan: StepPlan, pieces: list[Piece], meta: AttnMeta) -> None:
         """Set the row in the rotary tables of each token that a step computes before the end of its row's images."""

@@ -257,9 +257,8 @@ class Runner:
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
         if self.images is not None:
-            features, failed = self.images.enter(plan, read.meta)
+            features, running.lost = self.images.enter(plan, read.meta)
             read.taps = features or read.taps  # a request with images has no taps of its own
-            self._poison.update(failed)
         if len(plan.observe):
             assert self.compactor is not None and self.compactor.queries is not None
             read.queries = self.compactor.queries.of_step(plan)

@@ -38,6 +38,7 @@ class Running:
     taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
     pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
     errors: list[StepError] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)  # images without features, see ``StepResult``
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
     widths: tuple[int, ...] = ()  # of the points of the model
@@ -96,6 +97,7 @@ class Running:
             drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
+            lost=self.lost,
         )
         if self.came is not None and self.back is not None:
             result = spread(result, self.back, self.came, self.widths)
