@@ -11,6 +11,7 @@ from packed_checkpoints import LLM_SIZES, PROMPT, coded, gptq, packed_dir
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
+from minivllm.core.engine import tiers
 from minivllm.core.engine import weights as engine_weights
 from minivllm.core.engine.blocks import BlockPool
 from minivllm.device.worker import weights as running_weights
@@ -130,6 +131,33 @@ def test_prompts_do_not_find_prefixes_of_older_weights(tiny, tmp_path):
         with engine(folder) as llm:
             llm.update_weights(tensors)
             assert answer(llm) == new
+
+
+def test_a_load_that_waits_for_room_does_not_find_older_weights(tiny, tmp_path, monkeypatch):
+    folder, tensors = tiny
+    ids = [{"prompt_token_ids": prompt(60, seed)} for seed in (0, 3)]
+    with engine(folder) as llm:
+        llm.update_weights(tensors)
+        expected = rest(llm.stream(ids[0], GREEDY)).token_ids
+    store = {"name": "disk", "options": {"path": str(tmp_path / "pages"), "bytes": 1 << 24}}
+    with engine(folder, kvstore=store) as llm:
+        for name, one in zip("ab", ids, strict=True):
+            answer(llm, one)
+            llm.save_prefix(name, one)
+        llm.reset_prefix_cache()
+        cache_tiers = llm.engine.cache.tiers
+        monkeypatch.setattr(tiers, "STAGED", 1)
+        monkeypatch.setattr(cache_tiers.choice, "loads", lambda *sizes: True)
+        streams = [llm.stream(one, GREEDY) for one in reversed(ids)]
+        for _ in range(200):
+            if len(cache_tiers.waits) == 2:
+                break
+            llm.engine.step()
+        assert [bool(load.pages) for load in cache_tiers.waits.values()] == [True, False]
+        llm.update_weights(tensors)
+        outputs = [list(stream)[-1].output for stream in streams]
+        assert outputs[1].outputs[0].token_ids == expected and outputs[1].num_cached_tokens == 0
+        llm.engine.check()
 
 
 def test_a_prefix_of_older_weights_would_be_seen(tiny, monkeypatch):

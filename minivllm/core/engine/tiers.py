@@ -558,6 +558,10 @@ class Tiers:
             order.failed = True
         for page in (*self.staged.values(), *self.loading.values()):
             page.void = True
+        for load in self.waits.values():
+            load.wanted = {}  # also of a load without room so far, which has nothing left to wait for
+            if not load.pages:
+                load.patience = -1.0
         self.backlog.clear()
 
     def stats(self) -> dict[str, Any]:
