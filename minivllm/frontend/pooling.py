@@ -37,6 +37,10 @@ class PromptPooling:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.embedding: np.ndarray | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all values that were read, for a prompt that is computed again with other weights."""
         self._upto = 0  # the positions below were planned
         self._sum: np.ndarray | float = 0.0
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from native_runs import engine, prompt
 from packed_checkpoints import LLM_SIZES, PROMPT, coded, gptq, packed_dir
 from safetensors.torch import load_file, save_file
 
-from minivllm import LLM, AsyncLLM, EngineDeadError, RequestError, SamplingParams
+from minivllm import LLM, AsyncLLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from minivllm.core.engine import tiers
 from minivllm.core.engine import weights as engine_weights
 from minivllm.core.engine.blocks import BlockPool
 from minivllm.device.worker import weights as running_weights
 from minivllm.device.worker.runner import Runner
 from minivllm.device.worker.weights import RunningWeights
+from minivllm.frontend.embedding import EmbedOptions, embed_requests, embedding_output, listed
+from minivllm.frontend.record import bill, replay
 from minivllm.runtime.processes.memory import rss_bytes
 from minivllm.testing.tiny import tiny_dir
 
@@ -172,6 +175,38 @@ def test_a_prefix_of_older_weights_would_be_seen(tiny, monkeypatch):
         answer(llm)
         llm.update_weights(tensors)
         assert answer(llm) != expected
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+def test_an_embedding_in_progress_starts_again(tiny, pooling):
+    folder, tensors = tiny
+    ids = {"prompt_token_ids": prompt(60)}
+    with engine(folder, max_num_batched_tokens=16) as llm:
+        options = EmbedOptions.of(llm, pooling, True, None, None)
+        tracked = embed_requests(llm, listed([ids]), options, lambda _: None)[0]
+        tracked.add_to(llm.engine)
+        for _ in range(2):
+            llm.engine.step()
+        llm.update_weights(tensors)
+        while llm.engine.requests:
+            llm.engine.step()
+        found = embedding_output(tracked, options).outputs.embedding
+        llm.reset_prefix_cache()
+        again = llm.embed([ids], pooling=pooling, use_tqdm=False)[0].outputs.embedding
+        assert np.abs(np.array(found) - np.array(again)).max() < 1e-4
+
+
+def test_a_record_of_updated_weights_is_not_repeated(tiny, tmp_path):
+    folder, tensors = tiny
+    path = tmp_path / "run.json"
+    with engine(folder, record=str(path)) as llm:
+        llm.update_weights(tensors)
+        answer(llm)
+    record = bill.read(str(path))
+    with pytest.raises(ConfigError, match=r"reached version 1 of its weights.*--force"):
+        replay.check(record, record, "run.json")
+    notes = replay.check(record, record, "run.json", force=True)
+    assert any("has the weights of the model's files" in note for note in notes)
 
 
 def test_paused_requests_wait_or_end(tiny):

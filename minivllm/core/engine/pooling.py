@@ -41,6 +41,9 @@ class Pooling(Protocol):
     def add(self, values: np.ndarray) -> None:
         """Add the sum f64 [hidden] of tokens that were read."""
 
+    def restart(self) -> None:
+        """Forget all values that were read, because other weights compute the prompt again."""
+
     def end(self, tokens: int) -> bool:
         """Compute the embedding of a prompt of ``tokens`` tokens.  Return whether all values are finite numbers."""
 

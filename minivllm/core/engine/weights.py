@@ -208,6 +208,8 @@ class Weights:
             for seq in request.sequences:
                 if seq.status == FINISHED:
                     continue
+                if request.pooling is not None and not running:
+                    request.pooling.restart()
                 self._note(seq)
                 if not running:
                     for one in seq.pair:

@@ -72,8 +72,8 @@ def _params(values: JsonObject) -> Entries:
 def check(record: JsonObject, now: JsonObject, path: str, force: bool = False) -> list[str]:
     """Compare a record with the bill of the run that would start now, and return notes about differences.
 
-    ConfigError if a source, a version, a model file or an automatic choice differs that the user did not choose.  With
-    ``force`` such a difference is a note as well.
+    ConfigError if a source, a version, a model file or an automatic choice differs that the user did not choose, or if
+    the weights of the recorded engine were updated.  With ``force`` such a difference is a note as well.
     """
     found: Comparison = compare(record, now, results=False)
     own = [d for d in found.differences if d.counts and not d.follows]
@@ -86,6 +86,13 @@ def check(record: JsonObject, now: JsonObject, path: str, force: bool = False) -
             "Restore the recorded state, or add --force to run the present one"
         )
     notes = []
+    results = record.get("results") or {}
+    version = results.get("stats", {}).get("weights", {}).get("version", 0)
+    if version:
+        changed = f"{path}: the run reached version {version} of its weights, which the record does not contain"
+        if not force:
+            raise ConfigError(f"{changed}: add --force to run with the weights of the model's files")
+        notes.append(f"{changed}; this run has the weights of the model's files")
     if chosen:
         notes.append(f"changed from {path}: {', '.join(chosen)}")
     if machine:
