@@ -27,6 +27,7 @@ from minivllm.device.layers.parts import ModelParts
 from minivllm.errors import ModelError, shown
 
 from .conversion import conversion_of
+from .pickled_files import pickled_names
 from .tensor_files import Header, check_unchanged, checkpoint_tensors, file_stamps
 from .tensor_names import BUFFERS, no_place
 from .weights import PLAIN, LoadedRules, Target, dummy_tensors, needless, roots_of, whole_name
@@ -57,7 +58,8 @@ class WeightUpdate:
         cls, parts: ModelParts, folder: str, pickled: bool, partial: bool = False, finite: bool = True
     ) -> WeightUpdate:
         """Check the files of weights in a folder, which are mapped into memory.  They must not change until
-        ``write`` returns."""
+        ``write`` returns.  ``pickled`` allows files of ``torch.save``, which a folder of safetensors need not have."""
+        pickled = pickled and not safetensors_alone(Path(folder))
         stamps = file_stamps(Path(folder), pickled)
         update = cls(parts, checkpoint_tensors(Path(folder), pickled), partial, finite)
         update._stamps = stamps
@@ -133,9 +135,12 @@ class WeightUpdate:
             check_shape(tensor, target.shape)
         except ModelError as e:
             raise ModelError(f"{WHERE}: tensor {shown(name)}: {e}") from None
-        if self.finite and not bool(tensor.isfinite().all()):
-            what = "has infinite numbers or NaN; give finite numbers, or set finite=False"
-            raise ModelError(f"{WHERE}: tensor {shown(name)} {what}")
+        if not self.finite:
+            return
+        dtype = dtype_of(target) or tensor.dtype
+        if not bool(tensor.to(dtype).isfinite().all()):
+            what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
+            raise ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
 
     def _check_complete(self, partial: bool) -> None:
         """Raise ModelError if tensors are missing.  A quantized layer needs all of its tensors in any case."""
@@ -248,6 +253,21 @@ def layer_of(module: Module) -> Module:
     """Return the layer that stores the weights of a module: an output head with its own weight stores them in it."""
     own = module.own if isinstance(module, TiedLMHead) else None
     return module if own is None else own
+
+
+def dtype_of(target: Target) -> torch.dtype | None:
+    """Return the dtype to which a new tensor is cast; None without a cast."""
+    if quantized(target.module):
+        layer: Any = layer_of(target.module)
+        dtype: torch.dtype = getattr(torch, layer.info.dtype)
+        return dtype
+    kept = layer_of(target.module).tensors.get(target.param)
+    return None if kept is None else kept.dtype
+
+
+def safetensors_alone(folder: Path) -> bool:
+    """Return whether a folder has files of safetensors, and none of ``torch.save``."""
+    return any(folder.glob("*.safetensors")) and not pickled_names(folder)
 
 
 def quantized(module: Module) -> bool:

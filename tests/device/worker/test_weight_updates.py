@@ -175,6 +175,35 @@ def test_refused_weights_change_nothing(tiny):
         llm.update_weights(changed(tensors, **{"model.norm.weight": torch.full((32,), 1e30)}), finite=False)
 
 
+@pytest.mark.parametrize("options", [{}, {"quantizer": "int8"}], ids=["plain", "int8"])
+def test_numbers_must_be_finite_in_the_dtype_of_the_model(tiny, options):
+    first, _ = tiny
+    tensors = load_file(first / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    large = changed(tensors, **{name: torch.full_like(tensors[name], 1e6)})
+    with engine(str(first), dtype="float16", **options) as llm:
+        with pytest.raises(RequestError, match="infinite numbers or NaN in float16"):
+            llm.update_weights(large)
+        assert llm.update_weights(tensors) == 1
+
+
+@pytest.mark.parametrize("executor", ["local", "process"])
+def test_a_model_of_pickled_files_takes_tensors_and_folders_of_both_forms(tiny, tmp_path, executor):
+    first, second = tiny
+    pickled = tmp_path / "pickled"
+    shutil.copytree(first, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(load_file(first / "model.safetensors"), pickled / "pytorch_model.bin")
+    want = expected(second)
+    with engine(str(pickled), load_format="pt", executor=executor) as llm:
+        old = answers(llm)
+        llm.update_weights(load_file(second / "model.safetensors"))
+        assert answers(llm) == want
+        llm.update_weights(pickled)
+        assert answers(llm) == old
+        llm.update_weights(second)
+        assert answers(llm) == want
+
+
 def test_a_failure_in_the_middle_restores_the_old_weights(tiny, monkeypatch):
     first, second = tiny
     fill, filled = weight_update.Target.fill, []
