@@ -219,7 +219,8 @@ class RowMasks:
         """Restrict a mask row in place to the tokens that the user's function allows.  An error of the function ends
         the sequence."""
         try:
-            so_far = self.slots.tokens[seq.slot, : self.slots.collected[seq.slot]].tolist()
+            known = self.slots.collected[seq.slot]
+            so_far = seq.request.ids(self.slots.tokens[seq.slot, :known])
             function: Any = seq.request.params.allowed_tokens_fn
             ids = call_foreign(
                 lambda: checks.allowed_tokens(function(so_far), self.vocab)

@@ -182,6 +182,13 @@ class Request:
     # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None
 
+    def ids(self, tokens: np.ndarray) -> list[int]:
+        """Return the token ids of the model for the tokens i32 [n] of one of its sequences.  In these, numbers of
+        contents stand for the placeholders of images."""
+        if not self.images:
+            return tokens.tolist()
+        return [*self.prompt.tolist(), *tokens[len(self.prompt) :].tolist()]
+
     def kind_of(self, block: int) -> int:
         """Return the kind of a block of its sequences, 0 for none (see ``BlockInfo.kind``)."""
         kinds = self.kinds

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.core.interfaces.executor import ImageWiring
+    from minivllm.core.interfaces.model import StepTaps
     from minivllm.core.interfaces.plan import Delta, Join, StepPlan
     from minivllm.device.loading.vision import ImageEncoder
 
@@ -239,14 +240,28 @@ class ImageState:
 class FeatureTaps:
     """The taps of a step that insert the features of images (``model.StepTaps``).
 
-    ``index`` i64 [n] are tokens of the step, and ``values`` [levels, n, hidden] their features."""
+    ``index`` i64 [n] are tokens of the step, and ``values`` [levels, n, hidden] their features.  ``then`` are the taps
+    of other rows of the step, which are called with the values that contain the features."""
+
+    then: StepTaps | None = None
 
     def __init__(self, index: Tensor, values: Tensor) -> None:
         self.index, self.values = index, values
         self.levels = {layer_point(level): level for level in range(1, len(values))}
         self.points = frozenset({EMBEDDING, *self.levels})
 
+    def precede(self, taps: StepTaps | None) -> None:
+        """Set the taps of rows without images, which receive the values of all points after the features."""
+        self.then = taps
+        if taps is not None:
+            self.points |= taps.points
+
     def __call__(self, point: str, x: Tensor) -> Tensor:
+        """Return the value of a point with the features of the step's image tokens, after the taps of other rows."""
+        x = self._insert(point, x)
+        return x if self.then is None else self.then(point, x)
+
+    def _insert(self, point: str, x: Tensor) -> Tensor:
         """Return the value of a point with the features of the step's image tokens."""
         if point == EMBEDDING:
             return x.index_copy(0, self.index, self.values[0].to(x.dtype))

@@ -258,7 +258,9 @@ class Runner:
         read.watch = self.watch(read)
         if self.images is not None:
             features, running.lost = self.images.enter(plan, read.meta)
-            read.taps = features or read.taps  # a request with images has no taps of its own
+            if features is not None:
+                features.precede(read.taps)
+                read.taps = features
         if len(plan.observe):
             assert self.compactor is not None and self.compactor.queries is not None
             read.queries = self.compactor.queries.of_step(plan)

@@ -1,10 +1,12 @@
 """Failures of the image encoder and of steps with images: no later request reads what they left."""
 
+import numpy as np
 import pytest
 import torch
 from image_models import make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.taps import Tap
 from minivllm.device.loading.vision import ImageEncoder
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -22,8 +24,8 @@ def family(request, tmp_path_factory):
         return request.param, path, prompt, tokens_of(generate(llm, prompt)[0])
 
 
-def prompt_with(family, seed):
-    ids = prompt_of(family, 1, 3, text=24)
+def prompt_with(family, seed, text=24):
+    ids = prompt_of(family, 1, 3, text)
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture(seed, 90, 90)}}
 
 
@@ -124,3 +126,47 @@ def test_features_of_another_length_end_their_request_alone(family, monkeypatch)
         wrong, good, text = generate(llm, prompt_with(name, 6), prompt, {"prompt_token_ids": [1, 2, 3]})
         assert "features; expected" in wrong.error
         assert tokens_of(good) == right and tokens_of(text)
+
+
+def test_taps_of_text_rows_beside_images_read_and_steer(family):
+    _, path, prompt, right = family
+    text = {"prompt_token_ids": [*range(1, 31)]}
+    strong = np.random.default_rng(0).standard_normal(64).astype(np.float32) * 5
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    taps = [Tap("layers.1.input", read=True), Tap("embedding", read=True), Tap("layers.1.input", add=strong)]
+    answers = []
+    with engine(path, **CHUNKS) as llm:
+        for prompts in ([text], [text, prompt], [text]):
+            llm.reset_prefix_cache()
+            output, *others = generate(llm, *prompts, params=params, taps=[taps, []][: len(prompts)])
+            assert [tokens_of(other) for other in others] == [right[:4]] * len(others)
+            values = {point: np.asarray(found) for point, found in output.outputs[0].taps.items()}
+            answers.append((tokens_of(output), values))
+        assert tokens_of(generate(llm, text, params=params)[0]) != answers[0][0]
+    for tokens, values in answers[1:]:
+        assert tokens == answers[0][0]
+        for point, found in values.items():
+            np.testing.assert_allclose(found, answers[0][1][point], atol=1e-4)
+
+
+def test_steered_blocks_computed_beside_images_are_those_of_the_row_alone(family):
+    name, path, _, _ = family
+    text, prompt = {"prompt_token_ids": [*range(1, 31)]}, prompt_with(name, 5, text=2)
+    strong = np.random.default_rng(0).standard_normal(64).astype(np.float32) * 5
+    taps = [Tap("layers.1.input", add=strong)]
+    with engine(path, **{**CHUNKS, "max_num_batched_tokens": 24}) as llm:
+        right = tokens_of(generate(llm, text, taps=taps)[0])
+        llm.reset_prefix_cache()
+        generate(llm, text, prompt, taps=[taps, []])
+        output = generate(llm, text, taps=taps)[0]
+        assert output.metrics.cached_tokens and tokens_of(output) == right
+
+
+def test_a_function_of_allowed_tokens_reads_the_placeholders_of_images(family):
+    _, path, prompt, _ = family
+    seen = []
+    params = SamplingParams(max_tokens=2, temperature=0.0, allowed_tokens_fn=lambda ids: seen.append(ids) or [4])
+    with engine(path) as llm:
+        output = generate(llm, prompt, params=params)[0]
+    assert tokens_of(output) == [4, 4]
+    assert seen == [output.prompt_token_ids, [*output.prompt_token_ids, 4]]
