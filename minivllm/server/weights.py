@@ -72,4 +72,6 @@ def _folder(service: Service, path: str | None) -> str:
     whole = os.path.realpath(os.path.join(root, path))
     if os.path.commonpath([whole, root]) != root:
         raise ApiError(400, f"path={shown(path)}: expected a folder within the server's weights_dir", "path")
+    if not os.path.exists(whole):  # false also for names that the file system cannot have
+        raise ApiError(400, f"path={shown(path)}: no such model directory in the server's weights_dir", "path")
     return whole

@@ -279,6 +279,38 @@ def test_weights_may_come_while_the_engine_sleeps(tiny, options):
             llm.sleep(3)
 
 
+@pytest.mark.parametrize(("architecture", "level"), [("qwen3", 1), ("qwen3", 2), ("qwen3_5", 1)])
+def test_pages_of_tiers_outlast_a_sleep(tmp_path, monkeypatch, architecture, level):
+    """``qwen3_5`` has recurrent states, whose copies are ordered when the KV cache is emptied."""
+    folder, _, _ = tiny_dir(tmp_path / "model", architecture, num_hidden_layers=4)
+    store = {"name": "disk", "options": {"path": str(tmp_path / "pages"), "bytes": 1 << 24}}
+    ids = {"prompt_token_ids": prompt(60)}
+    with engine(str(folder), kvstore=store) as llm:
+        cache_tiers = llm.engine.cache.tiers
+        monkeypatch.setattr(cache_tiers.choice, "loads", lambda *sizes: True)
+        want = answer(llm, ids)
+        llm.sleep(level)
+        assert not cache_tiers.rows and not cache_tiers.backlog
+        llm.wake()
+        output = llm.generate(ids, GREEDY, use_tqdm=False)[0]
+        assert output.tokens == want[0] and output.num_cached_tokens > 0
+        llm.engine.check()
+
+
+def test_a_pause_outlasts_a_sleep(tiny):
+    folder, _ = tiny
+    with engine(folder) as llm:
+        llm.pause()
+        llm.sleep()
+        with pytest.raises(RequestError, match="a pause continues after it"):
+            llm.resume()
+        llm.wake()
+        with pytest.raises(RequestError, match="call resume"):
+            answer(llm)
+        llm.resume()
+        assert len(answer(llm)[0]) == 8
+
+
 def test_a_failed_update_of_a_sleeping_engine_can_be_repeated(tiny, monkeypatch):
     from minivllm.device.loading.weight_update import WeightUpdate
 

@@ -73,10 +73,11 @@ def test_operators_replace_the_weights(server):
     assert server.client.get(f"{server.url}/weights").json()["version"] == 1
 
 
-@pytest.mark.parametrize("path", ["link", "..", "../outside", "/etc", "", "a" * 2000, "x\0y"])
+@pytest.mark.parametrize("path", ["link", "..", "../outside", "/etc", "", "a" * 2000, "a" * 300, "x\0y", "none"])
 def test_paths_outside_of_the_folder_are_refused(server, path):
     status, answer = post(server, "/update_weights", path=path)
     assert status == 400 and answer["error"]["param"] == "path"
+    assert server.app.service.server.weights_dir not in answer["error"]["message"]
 
 
 def test_wrong_values_are_refused(server):

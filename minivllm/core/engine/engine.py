@@ -557,16 +557,19 @@ class Engine:
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Remove the cached prefixes that no running sequence uses.  EngineDeadError if the evictor fails, which ends
-        the engine."""
+        """Remove the cached prefixes that no running sequence uses.  A failing evictor ends the engine and raises."""
         self.drop_prefixes()
 
-    def drop_prefixes(self) -> None:
-        """Do the same as ``reset_prefix_cache``, within another method."""
+    def drop_prefixes(self, keep_tiers: bool = False) -> None:
+        """Do the same as ``reset_prefix_cache``, within another method.  ``keep_tiers`` keeps the pages of tiers."""
         try:
+            if keep_tiers:
+                self._turn_loads()
             for pool in self.cache.pools[::-1]:
                 pool.reset()
-            if self.cache.tiers is not None:
+            if keep_tiers:
+                self._turn_loads()  # the workers read all ordered blocks before the caller changes them
+            elif self.cache.tiers is not None:
                 self.cache.tiers.reset()
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))

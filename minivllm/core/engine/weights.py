@@ -45,7 +45,7 @@ class ChangingEngine(Protocol):
     @property
     def finish(self) -> FinishSequence: ...
     def collect_all(self) -> None: ...
-    def drop_prefixes(self) -> None: ...
+    def drop_prefixes(self, keep_tiers: bool = False) -> None: ...
     def fail_all(self, message: str) -> None: ...
 
 
@@ -107,7 +107,7 @@ class Weights:
     def resume(self) -> None:
         """Continue after ``pause``.  RequestError while the engine sleeps."""
         if self.level:
-            raise RequestError("the engine sleeps: call wake(), which resumes it too")
+            raise RequestError("the engine sleeps: call wake() first; a pause continues after it")
         self.paused = False
 
     # ---- updates -------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Weights:
         self._settle()
         self._refuse(self._call("check_sleep", level=level))
         self._leave_slots()
-        self.engine.drop_prefixes()
+        self.engine.drop_prefixes(keep_tiers=True)
         answers = self._answers("sleep", level=level)
         errors = [answer["error"] for answer in answers if answer["error"] is not None]
         dropped = any(answer["dropped"] for answer in answers)
@@ -270,8 +270,10 @@ class Weights:
 
     @alone
     def wake(self) -> None:
-        """Allocate the memory again, and continue.  Weights that were dropped and not updated since then are read from
-        the files of the model.  RequestError leaves the engine asleep."""
+        """Allocate the memory again, and continue, except in a pause.
+
+        Weights that were dropped and not updated since then are read from the files of the model.  RequestError leaves
+        the engine asleep."""
         if not self.level:
             raise RequestError("the engine does not sleep")
         if self.engine.dead:
