@@ -81,6 +81,7 @@ def test_rows_beside_and_behind_a_failure_are_right(family, failing):
         assert first.error == FAILED
         assert [tokens_of(output) for output in others] == [right, right]
         assert tokens_of(generate(llm, longer)[0]) != right
+        assert not any(content.requests for content in llm.engine.images.contents.values())
         assert tokens_of(generate(llm, prompt)[0]) == right
 
 
