@@ -337,6 +337,14 @@ class EngineClient:
         """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` in the engine's loop, and return its result."""
         if self._gone:
             raise EngineDeadError(self._why)
+        return await self._question(what, args)
+
+    def front_version(self, version: int) -> int:
+        """Return the version of weights that clients see, for a version of the engine."""
+        return version
+
+    async def _question(self, what: str, args: dict[str, Any]) -> Any:
+        """Send a question to the engine's loop, also to an engine that does not serve yet."""
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
@@ -403,7 +411,7 @@ class EngineClient:
             stream.metrics.joules = None if math.isnan(spent) else spent
             if number in failed:
                 stream.fail(PluginError(failed[number]))
-            stream.weights_version = versions.get(number, 0)
+            stream.weights_version = self.front_version(versions.get(number, 0))
             stream.finished(at, orders.get(number))
             self._forget(stream)
 

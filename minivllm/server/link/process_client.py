@@ -100,7 +100,7 @@ class ProcessClient(EngineClient):
             part = Part(**self._part)
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos, part)
 
-    def _verify(self, description: dict[str, Any]) -> None:
+    async def _verify(self, description: dict[str, Any]) -> None:
         """Raise a MinivllmError if an engine that was started again may not serve."""
 
     async def _start(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class ProcessClient(EngineClient):
                 try:
                     self._printed = PrintedLog(TAIL)
                     description = await self._start()
-                    self._verify(description)
+                    await self._verify(description)
                     break
                 except Exception as e:
                     why = str(e)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.router import RoutedRequest, RouterContext
-from minivllm.errors import ConfigError, EngineDeadError, RequestError, ResourceError, describe_error, shown
+from minivllm.errors import ConfigError, EngineDeadError, RequestError, ResourceError, shown
 from minivllm.server.link.client import EngineClient, EngineInfo
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.link.streams import Stream
@@ -27,6 +26,7 @@ from .figures import TOTALS, merged
 from .places import environments
 from .replica import Orphan, Replica, difference, fail
 from .routing import Routing, block_keys
+from .weights import SLEEP, STATS, UPDATE, WAKE, ReplicatedWeights, model_files
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -70,6 +70,8 @@ class ReplicaClient(EngineClient):
         self.replicas: list[Replica] = []
         for number, environ in enumerate(environments(loaded)):
             self.replicas.append(Replica(number, loaded, environ, numbers, self._read, *hooks))
+        self._weights = ReplicatedWeights(self.replicas, loaded.server.stuck_after)
+        self._changes: set[asyncio.Task[Any]] = set()  # of weights, which go on when the caller is cancelled
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
@@ -104,13 +106,16 @@ class ReplicaClient(EngineClient):
         rows = sum(one.info.max_num_seqs for one in self.replicas)
         self.info = replace(self.replicas[0].info, kv_tokens=tokens, max_num_seqs=rows)
 
-    def _verify(self, one: Replica, description: Mapping[str, Any]) -> None:
-        """Raise ResourceError for a new engine of another model or version, or whose files have changed."""
+    async def _verify(self, one: Replica, description: Mapping[str, Any]) -> None:
+        """Give a new engine the weights of the others.
+
+        ResourceError for an engine of another model or version, or whose files have changed."""
         if self._expected is not None and (text := difference(description, self._expected)):
             raise ResourceError(f"replica {one.number} differs from the others: {text}")
         if model_files(self._loaded.engine.model) != self._files:
             text = f"replica {one.number} would differ from the others: the files of the model have changed"
             raise ResourceError(f"{text}; POST /replicas/update replaces all replicas")
+        await self._weights.repeat(one)
 
     async def close(self, drain: float = 0.0) -> bool:
         self._draining = True
@@ -223,6 +228,10 @@ class ReplicaClient(EngineClient):
         if self._gone or self._draining:
             return
         self.routing.emptied(replica.number)
+        self._place_unplaced()
+
+    def _place_unplaced(self) -> None:
+        """Send the requests that wait for any replica."""
         unplaced, self._unplaced = self._unplaced, []
         self._place(unplaced)
 
@@ -257,7 +266,8 @@ class ReplicaClient(EngineClient):
             each.append(stats | self._about(one))
         joined = merged(running)
         if running:
-            joined["weights"] = max((stats["weights"] for stats in running), key=lambda found: found["version"])
+            newest = max((stats["weights"] for stats in running), key=lambda found: found["version"])
+            joined["weights"] = newest | {"version": self._weights.version}
         for name in TOTALS:  # of replicas that do not answer, too
             joined[name] = sum(stats.get(name, 0) for stats in each)
         return joined | {"replicas": each, "moved": self.moved, "router_faults": self.routing.faults}
@@ -265,7 +275,9 @@ class ReplicaClient(EngineClient):
     def _about(self, one: Replica) -> dict[str, Any]:
         """Return the state of a replica."""
         load = one.load()
+        reason = {"reason": one.outdated} if one.outdated else {}
         return {
+            **reason,
             "replica": one.number,
             "state": one.condition,
             "pid": one.pid,
@@ -316,29 +328,32 @@ class ReplicaClient(EngineClient):
         await self._each(lambda one: one.unload_adapter(name))
 
     async def weights(self, do: str, **args: Any) -> dict[str, Any]:
-        """Do the same in all replicas at once, and return the state of each.
+        """Make a change in all replicas at once, and return the state of each.
 
-        If an update succeeds in some replicas only, the others are drained, so that all that serve have the same
-        weights.  RequestError then names them."""
-        asked = [one for one in self.replicas if one.healthy()[0]]
-        if not asked:
-            raise EngineDeadError("no replica runs")
-        answers = await asyncio.gather(*(one.weights(do, **args) for one in asked), return_exceptions=True)
-        wrong = {one.number: e for one, e in zip(asked, answers, strict=True) if isinstance(e, BaseException)}
-        for e in wrong.values():
-            if do != "update" or len(wrong) == len(asked) or not isinstance(e, Exception):
-                raise e
-        for number in wrong:
-            self.replicas[number].held = True
-        if wrong:
-            number, e = next(iter(wrong.items()))
-            told = f"replicas {', '.join(map(str, wrong))} kept their weights and were drained"
-            raise RequestError(f"{told}: {describe_error(e)}")
-        for one in asked:
-            if do in ("update", "sleep"):
-                self.routing.emptied(one.number)
-        states = {str(one.number): state for one, state in zip(asked, answers, strict=True)}
-        return {"replicas": states}
+        Replicas that do not take part get no requests before they have the same weights; "left_out" has the reasons.
+        Changes take turns.  RequestError names replicas that refused an update which others accepted."""
+        if do == STATS:
+            answers = await self._each(lambda one: one.weights(STATS))
+            states = {one.number: answer for one, answer in zip(self.replicas, answers, strict=True) if answer}
+            if not states:
+                raise EngineDeadError(self.healthy()[1] or "no replica answers")
+            silent = {one.number: "no answer" for one in self.replicas if one.number not in states}
+            return _shown_weights(states, silent | self._weights.left_out())
+        change = asyncio.create_task(self._change(do, args))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        return await asyncio.shield(change)
+
+    async def _change(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Make a change in all replicas, and return the answer of the route."""
+        try:
+            states, left_out = await self._weights.change(do, args)
+        finally:
+            self._place_unplaced()  # a replica may serve again
+        if do in (UPDATE, SLEEP, WAKE):
+            for number in states:
+                self.routing.emptied(number)
+        return _shown_weights(states, left_out)
 
     async def prefixes(self) -> dict[str, Any]:
         """Raise RequestError, because each engine would keep its own names."""
@@ -365,7 +380,10 @@ class ReplicaClient(EngineClient):
         """Return whether a replica serves, and the reason of the first one if none does."""
         reasons = [one.healthy() for one in self.replicas]
         good = any(healthy and one.accepts for one, (healthy, _) in zip(self.replicas, reasons, strict=True))
-        return good, "" if good else next((why for _, why in reasons if why), "all replicas are drained")
+        if good:
+            return True, ""
+        faults = [why for _, why in reasons] + [one.outdated for one in self.replicas]
+        return False, next(filter(None, faults), "all replicas are drained")
 
     @property
     def restarting(self) -> bool:
@@ -399,10 +417,13 @@ class ReplicaClient(EngineClient):
         others = [one for one in self.replicas if one.accepts and one.number != number]
         if held and not others:
             raise RequestError(f"replica {number} is the only one that serves; resume another one first", "number")
-        self.replicas[number].held = held
+        outdated = self.replicas[number].outdated
+        if outdated and not held:
+            text = f"replica {number} has other weights or another state than the others ({outdated})"
+            raise RequestError(f"{text}; POST /update_weights with all weights gives it the same ones", "number")
+        self.replicas[number].drained = held
         if not held:
-            unplaced, self._unplaced = self._unplaced, []
-            self._place(unplaced)
+            self._place_unplaced()
 
     async def update(self, loaded: Loaded) -> None:
         """Replace the engines one after the other by engines with another configuration.
@@ -419,7 +440,10 @@ class ReplicaClient(EngineClient):
         if sum(one.accepts for one in self.replicas) < 2:
             raise RequestError("an update needs two replicas that serve: one is replaced while others serve", "update")
         async with self._updating:
-            self._files = model_files(loaded.engine.model)
+            files = model_files(loaded.engine.model)
+            if files != self._files:
+                await self._weights.rebase()
+            self._files = files
             for one in self.replicas:
                 event("a replica is updated", replica=one.number)
                 await one.replace(loaded, server.request_timeout)
@@ -431,14 +455,8 @@ def _cut_nothing(stream: Stream, sample: int, stop: str) -> None:
     """Do nothing, since a request that waits for a replica has no text."""
 
 
-def model_files(model: str) -> dict[str, tuple[int, int]]:
-    """Return the size and the time of change of each file in the folder of a model, {} for a model without one."""
-    if not os.path.isdir(model):
-        return {}
-    found = {}
-    with os.scandir(model) as entries:
-        for entry in entries:
-            if entry.is_file():
-                stat = entry.stat()
-                found[entry.name] = (stat.st_size, stat.st_mtime_ns)
-    return found
+def _shown_weights(states: Mapping[int, Any], left_out: Mapping[int, str]) -> dict[str, Any]:
+    """Return the answer of the routes that change weights."""
+    shown_states = {str(number): state for number, state in states.items()}
+    reasons = {str(number): reason for number, reason in left_out.items()}
+    return {"replicas": shown_states, "left_out": reasons} if reasons else {"replicas": shown_states}

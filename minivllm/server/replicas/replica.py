@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Replica(ProcessClient):
         read: set[Stream],
         orphaned: Callable[[Replica, str], None],
         opened: Callable[[Replica], None],
-        verify: Callable[[Replica, Mapping[str, Any]], None],
+        verify: Callable[[Replica, Mapping[str, Any]], Awaitable[None]],
     ) -> None:
         super().__init__(loaded, loaded.server.stuck_after, math.inf, environ)
         self.number = number
@@ -66,7 +66,10 @@ class Replica(ProcessClient):
         self._sizes: dict[int, int] = {}  # number of a stream -> its prompt tokens
         self._tokens = 0  # sum of ``_sizes``
         self.closed = False  # the socket of the engine has closed, and the reason is not known yet
-        self.held = False  # drained by an operator, or for an update
+        self.drained = False  # by an operator, or for an update of the replicas
+        self.outdated = ""  # why the weights or their state may differ from those of other replicas
+        self.engine_version = 0  # of the weights, as the engine counts
+        self.versions: dict[int, int] = {}  # version of the engine -> version that clients see; others are equal
         self.requests = 0  # requests that were sent to this replica
         self.totals = LifeTotals()
 
@@ -80,6 +83,16 @@ class Replica(ProcessClient):
     # ---- load ----------------------------------------------------------------------------------------------------
 
     @property
+    def held(self) -> bool:
+        """Return whether the replica gets no new requests although its engine may run."""
+        return self.drained or bool(self.outdated)
+
+    @property
+    def runs(self) -> bool:
+        """Return whether the engine runs, as far as is known."""
+        return not (self._gone or self.closed)
+
+    @property
     def accepts(self) -> bool:
         """Return whether requests may be sent to the replica."""
         return not (self._gone or self.closed or self.held or self._draining)
@@ -91,6 +104,8 @@ class Replica(ProcessClient):
             return "starting"
         if self._gone:
             return "ended"
+        if self.outdated:
+            return "outdated"
         return "draining" if self.held or self._draining else "serving"
 
     def load(self) -> ReplicaLoad:
@@ -162,6 +177,7 @@ class Replica(ProcessClient):
     def _died(self, why: str) -> None:
         """Pass requests without a token to other replicas, fail the others, and start the engine again."""
         if self.restarting:
+            self._fail_questions(why)
             return
         self.totals.ended()
         if self._closing or not self._was_open:
@@ -181,15 +197,54 @@ class Replica(ProcessClient):
         super()._opened(description)
         self._on_opened(self)
 
-    def _verify(self, description: dict[str, Any]) -> None:
-        self._check(self, description)
+    async def _verify(self, description: dict[str, Any]) -> None:
+        await self._check(self, description)
+
+    def _fail_questions(self, why: str) -> None:
+        """End the questions to an engine that has ended."""
+        for waiting in self._asked.values():
+            settle(waiting, None, EngineDeadError(why))
+
+    def kill(self) -> None:
+        """Kill an engine that does not answer.  It is then started again."""
+        self._kill()
+
+    # ---- versions of the weights ---------------------------------------------------------------------------------
+
+    def front_version(self, version: int) -> int:
+        """Translate a version of the engine's weights to the version that clients see."""
+        return self.versions.get(version, version)
+
+    def start_versions(self, version: int) -> None:
+        """Set the version of the weights that the engine has now."""
+        self.versions = {self.engine_version: version}
+
+    def expect(self, reload: bool, version: int) -> None:
+        """Set the version of the weights after the next change.
+
+        ``reload`` means that the engine reads the files of the model, which it does not count before an update."""
+        number = self.engine_version
+        following = 0 if reload and number == 0 else number + 1
+        self.versions = {number: self.front_version(number), following: version}
+
+    async def weights(self, do: str, **args: Any) -> dict[str, Any]:
+        state: dict[str, Any] = await self._question("weights", {"do": do, "args": args})
+        self.engine_version = state["version"]
+        return state | {"version": self.front_version(state["version"])}
+
+    async def stats(self) -> dict[str, Any]:
+        stats = await super().stats()
+        weights = stats["weights"]
+        return stats | {"weights": weights | {"version": self.front_version(weights["version"])}}
+
+    # ---- exchange ------------------------------------------------------------------------------------------------
 
     async def replace(self, loaded: Loaded, seconds: float) -> None:
         """Replace the engine by one with another configuration, once its requests have ended.
 
         The requests may take ``seconds``.  If the new engine does not start, the old configuration is started again and
         the error of the new one is raised."""
-        self.held = True
+        self.drained = True
         try:
             if not await self._drain(seconds):
                 raise ResourceError(f"replica {self.number} still has requests after {seconds:g} s; nothing changed")
@@ -206,7 +261,7 @@ class Replica(ProcessClient):
                 self._restart = asyncio.create_task(self._start_again("the update failed"))
                 raise
         finally:
-            self.held = self._draining = False
+            self.drained = self._draining = False
 
     async def _exchange(self) -> None:
         """End the engine, and start one with the present configuration."""
@@ -219,11 +274,12 @@ class Replica(ProcessClient):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(child.wait(), GRACE)
             await self._clear()
+            self._fail_questions(self._why)
             self._closing = False
             self.totals.ended()
             try:
                 description = await self._start()
-                self._verify(description)
+                await self._verify(description)
             except BaseException:
                 self._closing = True
                 await self._clear()
