@@ -164,14 +164,15 @@ class ImageState:
 
         Also return the numbers of images without features, each with the reason."""
         found, lost = [], {}
-        for piece in self.pieces(plan):
+        pieces = list(self.pieces(plan))
+        for piece in pieces:
             reason = self._why_lost(piece.span)
             if reason:
                 lost[piece.span.number] = reason
             else:
                 found.append(piece)
         if self.axes is not None:
-            self._turn(plan, found, meta)
+            self._turn(plan, found, meta, [piece for piece in pieces if piece.span.number in lost])
         if not found:
             return None, lost
         index = np.concatenate([np.arange(piece.at, piece.at + piece.length) for piece in found])
@@ -188,8 +189,10 @@ class ImageState:
             return f"the image encoder gave {features.shape[1]} features; expected {span.tokens}, one for each token"
         return ""
 
-    def _turn(self, plan: StepPlan, pieces: list[Piece], meta: AttnMeta) -> None:
-        """Set the row in the rotary tables of each token that a step computes before the end of its row's images."""
+    def _turn(self, plan: StepPlan, pieces: list[Piece], meta: AttnMeta, lost: list[Piece]) -> None:
+        """Set the row in the rotary tables of each token that a step computes before the end of its row's images.
+
+        Tokens of ``lost`` pieces get row 0, because their own positions may lie outside the tables."""
         starts = np.cumsum(plan.q_len) - plan.q_len
         text: list[np.ndarray] = []
         rows: list[np.ndarray] = []
@@ -213,6 +216,9 @@ class ImageState:
             self._write(self.state.to(axes))
             text += [np.arange(piece.at, piece.at + piece.length) for piece in pieces]
             rows.append(self.scratch + np.arange(axes.shape[1]))
+        for piece in lost:
+            text.append(np.arange(piece.at, piece.at + piece.length))
+            rows.append(np.zeros(piece.length, np.int64))
         if text:
             where, to = self.state.to(np.stack([np.concatenate(text), np.concatenate(rows)]))
             meta.position[where] = to

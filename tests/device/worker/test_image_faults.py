@@ -171,3 +171,11 @@ def test_a_function_of_allowed_tokens_reads_the_placeholders_of_images(family):
         output = generate(llm, prompt, params=params)[0]
     assert tokens_of(output) == [4, 4]
     assert seen == [output.prompt_token_ids, [*output.prompt_token_ids, 4]]
+
+
+def test_a_failed_image_at_the_start_of_a_prompt_does_not_fail_its_step(family, failing):
+    name, path, prompt, right = family
+    early = prompt_with(name, 6, text=0)
+    with engine(path) as llm:
+        first, second = generate(llm, early, prompt)
+        assert first.error == FAILED and tokens_of(second) == right
