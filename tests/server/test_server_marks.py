@@ -56,8 +56,9 @@ def tagged(server):
     tokenizer = server.app.service.tokens.tokenizer
     backend = tokenizer.backend
     detokenize._schemes.pop(tokenizer, None)
-    for name in ("added_tokens", "special_ids"):
-        tokenizer.__dict__.pop(name, None)
+    for owner in (tokenizer, tokenizer.plugin, tokenizer.plugin._inner):
+        for name in ("added_tokens", "special_ids"):
+            owner.__dict__.pop(name, None)
     backend.add_special_tokens([AddedToken("</think>", special=True)])
     backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     tools.register("stand-in", StandIn)

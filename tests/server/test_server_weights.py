@@ -34,8 +34,8 @@ def folder(tmp_path_factory):
         (place / name).mkdir()
         changed = {key: t + scale * torch.randn(t.shape).to(t.dtype) for key, t in tensors.items()}
         save_file(changed, place / name / "model.safetensors")
-    shutil.copytree(POCKET, place.parent / "outside", dirs_exist_ok=True)
-    (place / "link").symlink_to(place.parent / "outside")
+    shutil.copytree(POCKET, place.parent / "beside", dirs_exist_ok=True)
+    (place / "link").symlink_to(place.parent / "beside")
     return place
 
 
@@ -73,7 +73,7 @@ def test_operators_replace_the_weights(server):
     assert server.client.get(f"{server.url}/weights").json()["version"] == 1
 
 
-@pytest.mark.parametrize("path", ["link", "..", "../outside", "/etc", "", "a" * 2000, "a" * 300, "x\0y", "none"])
+@pytest.mark.parametrize("path", ["link", "..", "../beside", "/etc", "", "a" * 2000, "a" * 300, "x\0y", "none"])
 def test_paths_outside_of_the_folder_are_refused(server, path):
     status, answer = post(server, "/update_weights", path=path)
     assert status == 400 and answer["error"]["param"] == "path"

@@ -484,6 +484,7 @@ class Runner:
                 cache.clear()
         # a closed runner is not used again, so the types of its attributes do not include None
         self.worker = self.backend = self.state = None  # type: ignore[assignment]
+        self.weights = None  # type: ignore[assignment]
         self.taps = self.chain = self.processors = None  # type: ignore[assignment]
         self.model = self.graphs = self.drafting = self.native = self.sampler = None
         self.own_models = {}
