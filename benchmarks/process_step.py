@@ -110,13 +110,13 @@ class ClockRunner:
 
 
 def serve(sock: str, memory: str) -> None:
-    """What the worker process runs."""
+    """Run the loop of the worker process with a clock as the device."""
     runner.Runner = ClockRunner
     process_worker.main(sock, memory)
 
 
 def serve_rank(sock: str, memory: str) -> None:
-    """What a rank's process runs.  Ranks with a clock have nothing to sum."""
+    """Run the loop of a rank's process with a clock as the device.  Such ranks have nothing to sum."""
     from minivllm.plugins.executor import multiprocess_worker, ranks
 
     ranks.RankRunner = lambda wiring, *others: ClockRunner(wiring)
@@ -124,8 +124,8 @@ def serve_rank(sock: str, memory: str) -> None:
 
 
 def cpu_us(pid: int) -> float:
-    """CPU time of the first thread of a process so far, which computes in a worker; NaN where the system does not
-    tell."""
+    """Return the microseconds of CPU time of a process's first thread, which computes in a worker; NaN without
+    ``/proc``."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e3
     except OSError:
@@ -133,8 +133,8 @@ def cpu_us(pid: int) -> float:
 
 
 def step_us(llm: LLM, rows: int, steps: int) -> tuple[float, float, float]:
-    """Of steps of so many decoding rows: median microseconds from one to the next; CPU time of this thread and of the
-    worker's (0 if there is none) a step."""
+    """Return the median microseconds between two steps of ``rows`` decoding rows, and the microseconds of CPU time of a
+    step in this thread and in the worker's (0 without a worker)."""
     clock, child = llm.engine.clock, getattr(llm.engine.executor, "_child", None)
     before, spent, worker = clock.count, time.thread_time(), cpu_us(child.pid) if child else 0.0
     prompts = [[5 + i % 50] for i in range(rows)]
@@ -223,7 +223,7 @@ def pieces_us(rows: int, ranks: int) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace, options: dict, ahead: int) -> dict[int, list[float]]:
-    """By rows: median of ``step_us`` by ``local``, then by the other executor."""
+    """Return the medians of ``step_us`` for ``local`` and then for the other executor, by the number of rows."""
     found = {}
     apart = {"executor": "process"}
     if args.ranks:
@@ -243,7 +243,7 @@ def compare(args: argparse.Namespace, options: dict, ahead: int) -> dict[int, li
 
 
 def profile(llm: LLM, rows: int, steps: int) -> None:
-    """The functions of the engine's process that take longest in steps of so many rows."""
+    """Print the functions of the engine's process that take longest in steps of ``rows`` rows."""
     watch = cProfile.Profile()
     watch.enable()
     step_us(llm, rows, steps)

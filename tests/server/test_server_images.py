@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import threading
 import zlib
@@ -115,6 +116,13 @@ def test_openai_anthropic_and_ollama_read_the_same_images_as_python(server, expe
     found = server.client.post("/api/generate", json={**body, "prompt": "c", "images": images}).json()
     assert found["response"] == same["choices"][0]["message"]["content"]
     assert found["prompt_eval_count"] == same["usage"]["prompt_tokens"]
+
+
+def test_answers_to_images_have_the_asked_structure(server):
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["cat", "dog"]}}}
+    answer = chat(server, contents(), response_format=form, max_tokens=40)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) in ("cat", "dog")
 
 
 def test_images_of_earlier_turns_are_read(server):

@@ -15,8 +15,8 @@ from .diff import Comparison, Difference, compare
 def as_config(record: JsonObject) -> Entries:
     """Return the configuration of a record, with the keys of a configuration file.
 
-    The values are those that the user asked for.  Values that minivllm chose are left open, so that they can change
-    when the user changes another option.
+    It has the values that the user set.  Values that minivllm chose are left out, so that they can change when the user
+    changes another option.
     """
     config = record["config"]
     run = {key: value for key, value in config["run"].items() if value not in (None, [])}

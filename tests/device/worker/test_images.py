@@ -76,6 +76,19 @@ def test_a_batch_of_chunked_prompts_with_one_to_five_images(family, folder):
         llm.check()
 
 
+def test_quantized_text_weights_read_images_in_every_batch(folder):
+    cases = [Case("llava", folder, images, seed=images) for images in range(3)]
+
+    def tokens(llm, *some):
+        return [output.outputs[0].token_ids for output in generate(llm, *some)]
+
+    with engine("llava", folder, quantizer="int8", enable_prefix_caching=False) as llm:
+        alone = [tokens(llm, case)[0] for case in cases]
+        assert llm.stats()["images"]["encoded"] == 3
+    with engine("llava", folder, quantizer="int8", max_num_batched_tokens=24) as llm:
+        assert tokens(llm, *cases) == alone
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe"])
 def test_further_families(family, folder):
     case = Case(family, folder, 2)
