@@ -120,7 +120,7 @@ def open_and_close(folder, kind: str) -> object:
     }[kind]
     if kind == "failed start":
         with pytest.raises(Exception, match="planted") as kept, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("minivllm.device.worker.runner.Runner._native", plant)
+            patch.setattr("minivllm.device.worker.runner.Runner.native_steps", plant)
             LLM(**options)
         return kept
     llm = LLM(**options)

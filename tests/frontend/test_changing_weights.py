@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE, on_cpu
 from native_runs import engine, prompt
 from packed_checkpoints import LLM_SIZES, PROMPT, coded, gptq, packed_dir
 from safetensors.torch import load_file, save_file
@@ -333,6 +334,7 @@ def test_a_failed_update_of_a_sleeping_engine_can_be_repeated(tiny, monkeypatch)
         assert answer(llm) == old
 
 
+@on_cpu
 def test_an_update_survives_a_lack_of_memory_for_native_steps(tiny, monkeypatch):
     """The new weights serve without cached prefixes of the old ones, and the next update makes native steps again."""
     folder, tensors = tiny
@@ -368,6 +370,7 @@ def test_an_update_that_does_not_end_ends_the_engine(tiny, monkeypatch):
                 call()
 
 
+@on_cpu
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_failed_sleep_says_whether_weights_were_read_again(tiny, monkeypatch, dropped):
     folder, tensors = tiny
@@ -393,6 +396,12 @@ def test_a_failed_sleep_says_whether_weights_were_read_again(tiny, monkeypatch, 
         assert llm.engine.executor.runner.native is not None
 
 
+def same(found, want):
+    """Return whether answers are equal, with bits on a CPU; a GPU computes a cached prompt in another kernel."""
+    near = DEVICE != "cpu" and np.allclose(found[1], want[1], atol=1e-4)
+    return found == want or (found[0] == want[0] and near)
+
+
 @pytest.mark.parametrize("form", ["packed", "other"])
 def test_weights_that_cannot_be_written_again_are_not_dropped(tiny, tmp_path, form, monkeypatch):
     if form == "packed":
@@ -408,10 +417,10 @@ def test_weights_that_cannot_be_written_again_are_not_dropped(tiny, tmp_path, fo
         with pytest.raises(RequestError, match="use level=1"):
             llm.sleep(2)
         assert llm.stats()["weights"]["sleep_level"] == 0
-        assert answer(llm, prompts) == tokens
+        assert same(answer(llm, prompts), tokens)
         llm.sleep(1)
         llm.wake()
-        assert answer(llm, prompts) == tokens
+        assert same(answer(llm, prompts), tokens)
 
 
 def test_async_requests_wait_while_the_engine_is_paused_or_asleep(tiny):

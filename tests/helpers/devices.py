@@ -5,4 +5,8 @@ MINIVLLM_TEST_DEVICE=cuda pytest tests/plugins/test_kv_tiers.py tests/plugins/te
 
 import os
 
+import pytest
+
 DEVICE = os.environ.get("MINIVLLM_TEST_DEVICE", "cpu")
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the test is about memory or native steps of a CPU")
+quantized_on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="quantized weights cannot change on a GPU")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from devices import DEVICE
 
 from minivllm import LLM, SamplingParams
 from minivllm.device.layers.native_steps import NativeSteps
@@ -26,8 +27,8 @@ HERE = [name for name in ("avx2", "avx512") if library.ISAS.index(name) <= libra
 NAMED = [s for s in vars(families).values() if isinstance(s, Spec) and s.listed("architecture")]
 FAMILIES = [s.listed("architecture")[0] for s in NAMED]
 SIZES: dict[str, Any] = {
-    "skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,
-    "num_kvcache_blocks": 64, "kvcache_block_size": 8, "max_model_len": 128,
+    "skip_tokenizer_init": True, "device": DEVICE, "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,
+    "num_kvcache_blocks": 64, "kvcache_block_size": 8 if DEVICE == "cpu" else 16, "max_model_len": 128,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """Rows of 8 bits that a norm or a gate gives, on any device: run under the interpreter (``interpreted_quant.py``) and
-on a GPU (``models/test_quant_kernels.py``)."""
+on a GPU (``device/kernels/test_quant_kernels.py``)."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def same(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> boo
 
 
 def alike(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype: torch.dtype) -> bool:
-    """Codes and scales, but for a last bit of a norm: a GPU may sum its squares in another order.  By such a bit one
-    number in a thousand may become the code beside."""
+    """Return whether codes and scales are equal, except for a last bit of a norm.
+
+    A GPU may sum the squares in another order.  Such a bit changes one number in a thousand, or one of a short row, to
+    the next code."""
     (codes, scale), (other, by) = found, want
     near = 2 * torch.finfo(dtype).eps
     if codes.dtype != other.dtype or not torch.allclose(scale, by, rtol=near, atol=0) or scale.shape != by.shape:
         return False
     off = (codes.float() - other.float()).abs()
     beside = off <= (1 if codes.dtype == torch.int8 else other.float().abs() / 7 + 2**-9)
-    return bool(beside.all()) and bool((off > 0).float().mean() <= 1e-3)
+    return bool(beside.all()) and int((off > 0).sum()) <= max(1, codes.numel() / 1000)
 
 
 def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, k: int) -> None:
@@ -51,7 +53,8 @@ def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, 
     weight = (drawn(3, k) * torch.logspace(-1, 2, k)).to(device, dtype)
     y, stream = add_rms_norm(x, residual.clone(), weight, EPS)
     *found, got = add_rms_norm_rounded(x, residual.clone(), weight, EPS, eight)
-    assert torch.equal(got, stream) and alike(tuple(found), rows(y, eight), dtype)
+    assert torch.equal(got, stream)
+    assert alike(tuple(found), rows(y, eight), dtype)
     if m > 1:
         x[1, k // 2] = torch.nan
         codes, scale, _ = add_rms_norm_rounded(x, residual.clone(), weight, EPS, eight)

@@ -254,7 +254,7 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     code, shown = said("ls", "--path", here)
     assert code == 0
     assert "prefix fox é" in shown.out
-    assert "float32 on cpu" in shown.out
+    assert f"float32 on {DEVICE}" in shown.out
     assert said("verify", "--path", here)[0] == 0
     target = tmp_path / "fox.tar"
     code, shown = said("export", "fox é", target, "--path", here)

@@ -85,7 +85,15 @@ class ImageEncoder:
         self.bytes = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def __call__(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return features [levels, tokens, hidden] of an image with values f32 [n] of this shape."""
+        """Return features [levels, tokens, hidden] of an image with values f32 [n] of this shape.
+
+        Convolutions of float32 on a GPU use float32 products, as the matrix products do."""
+        import torch
+
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            return self._features(values, shape)
+
+    def _features(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         import torch
 
         if FAMILIES[self.family].grid:
@@ -97,8 +105,15 @@ class ImageEncoder:
             found = self.model.get_image_features(pixels.to(self.dtype))
         features = [found.pooler_output[0]]
         if self.levels > 1:
-            features += [level[0] for level in found.deepstack_features]
+            features += [_of_first(level) for level in found.deepstack_features]
         return torch.stack(features).to(self.dtype)
+
+
+def _of_first(level: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the features [tokens, hidden] of the first image.
+
+    Some releases of transformers (5.17) give one tensor for all images, and some a tensor for each (5.24)."""
+    return level[0] if isinstance(level, list | tuple) else level
 
 
 def load_encoder(folder: Path, raw: Fields, dtype: torch.dtype, device: torch.device) -> ImageEncoder:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE
 from image_models import make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
@@ -31,7 +32,7 @@ def prompt_with(family, seed, text=24):
 
 def engine(path, **options):
     options = {"num_kvcache_blocks": 160, "max_model_len": 400, **options}
-    return LLM(model=str(path), skip_tokenizer_init=True, dtype="float32", device="cpu", **options)
+    return LLM(model=str(path), skip_tokenizer_init=True, dtype="float32", device=DEVICE, **options)
 
 
 def generate(llm, *prompts, params=PARAMS, **options):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from devices import DEVICE
 from image_models import SIZES, Reference, make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
@@ -59,7 +60,7 @@ class Case:
 def engine(family, folder, **options):
     options = {"num_kvcache_blocks": 160, "max_model_len": 400, "max_num_seqs": 6, **options}
     path = str(model(family, folder)[0])
-    return LLM(model=path, skip_tokenizer_init=True, dtype="float32", device="cpu", **options)
+    return LLM(model=path, skip_tokenizer_init=True, dtype="float32", device=DEVICE, **options)
 
 
 def generate(llm, *cases, params=PARAMS):
@@ -283,7 +284,7 @@ def test_engines_that_read_text_only_refuse_images_by_reason(folder, options, re
     path = str(model("llava", folder)[0])
     one = {"prompt_token_ids": [1, 319], "multi_modal_data": {"image": picture(0)}}
     with LLM(
-        model=path, skip_tokenizer_init=True, dtype="float32", device="cpu", num_kvcache_blocks=40, **options
+        model=path, skip_tokenizer_init=True, dtype="float32", device=DEVICE, num_kvcache_blocks=40, **options
     ) as llm:
         with pytest.raises(RequestError, match=reason):
             llm.generate(one, use_tqdm=False)

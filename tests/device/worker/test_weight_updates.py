@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import quantized_on_cpu
 from native_runs import FAMILIES, checkpoint, engine, prompt
 from safetensors.torch import load_file, save_file
 
@@ -74,6 +75,7 @@ def test_every_family_answers_as_if_it_had_loaded_the_new_weights(tmp_path, arch
             assert answers(llm) == before
 
 
+@quantized_on_cpu
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_weights_that_are_quantized_while_loading_are_quantized_again(tiny, quantizer):
     first, second = tiny
@@ -175,7 +177,9 @@ def test_refused_weights_change_nothing(tiny):
         llm.update_weights(changed(tensors, **{"model.norm.weight": torch.full((32,), 1e30)}), finite=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"quantizer": "int8"}], ids=["plain", "int8"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"quantizer": "int8"}, marks=quantized_on_cpu)], ids=["plain", "int8"]
+)
 def test_numbers_must_be_finite_in_the_dtype_of_the_model(tiny, options):
     first, _ = tiny
     tensors = load_file(first / "model.safetensors")
@@ -277,6 +281,7 @@ def test_a_stale_weight_is_found(tiny, tmp_path, monkeypatch, owner, method, fau
         assert answers(llm) != want
 
 
+@quantized_on_cpu
 def test_a_scheme_with_a_hidden_copy_is_refused(tiny, monkeypatch):
     from minivllm.plugins.quantizer.int8 import Int8Weight
 
