@@ -82,7 +82,16 @@ if TYPE_CHECKING:
         decoder_rules,
     )
     from minivllm.core.interfaces.params import SamplingParams
-    from minivllm.core.interfaces.plan import Delta, Join, LateInputs, LogProbs, StepError, StepPlan, StepResult
+    from minivllm.core.interfaces.plan import (
+        Delta,
+        Join,
+        LateInputs,
+        LogProbs,
+        StepError,
+        StepForm,
+        StepPlan,
+        StepResult,
+    )
     from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
     from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRequest, RouterContext
     from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows, Sampler, SamplingContext
@@ -173,7 +182,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # executor
     "minivllm.core.interfaces.executor": "AdapterWiring CacheWiring Capacity DraftWiring Executor ImageWiring "
     "ParallelWiring Part SpeculationWiring StepWiring Wiring",
-    "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepPlan StepResult",
+    "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepForm StepPlan StepResult",
     "minivllm.core.interfaces.codec": "CodecError decode_late decode_plan decode_result encode_late "
     "encode_plan encode_result",
     "minivllm.device.worker.runner": "Runner",
@@ -355,6 +364,7 @@ __all__ = [
     "Spec",
     "SpeculationWiring",
     "StepError",
+    "StepForm",
     "StepPlan",
     "StepResult",
     "StepShape",

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 OVERVIEW = HERE.parent / "plugins.md"
 PACKAGE = ROOT / "minivllm"
 TESTING = PACKAGE / "testing"
-PLANS = ("Join", "Delta", "StepPlan", "LateInputs", "LogProbs", "StepError", "StepResult")
+PLANS = ("Join", "Delta", "StepPlan", "LateInputs", "LogProbs", "StepError", "StepForm", "StepResult")
 VIEWS = (
     "EngineView", "RequestView", "PlannedStep", "FinishedStep", "PreemptionView", "BlocksView", "RequestEnd",
 )  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 
 from minivllm.errors import PluginError, shown
 
-from .interfaces.plan import LogProbs, StepPlan, StepResult
+from .interfaces.plan import FORMS, LogProbs, StepForm, StepPlan, StepResult
 from .interfaces.sampling import Column, Row
 from .interfaces.scheduler import SchedulerPolicy, StepShape
 from .interfaces.strategy import Branch, Guide
@@ -290,6 +290,11 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
     if not isinstance(found, StepResult) or found.id != plan.id:
         other = f"step {found.id}" if isinstance(found, StepResult) else shown(found)
         raise ValueError(f"it answered {other} where step {plan.id} was due")
+    form = found.form
+    if type(form) is not StepForm or form.kind not in FORMS:
+        raise ValueError(
+            f"form of step {plan.id} is {shown(form)}; expected a StepForm of kind {', '.join(map(repr, FORMS))}"
+        )
     if found.failure is not None:
         return found
     n = len(plan.samples)

@@ -1,10 +1,12 @@
 """The time of each part of a step, always measured: a ring buffer of floats with a row for each step.
 
-plan      policy, budget, blocks                     (host) submit    pass the plan to the executor              (host;
-on a CPU this includes the forward pass) wait      until a step in flight has finished        (host idle) publish
-results to sequences, text, streams        (host) device    time on the device as the executor reports it
+    plan      choose rows, tokens and blocks                (host)
+    submit    pass the plan to the executor                 (host; on a CPU this includes the forward pass)
+    wait      wait until a step in flight has finished      (host idle)
+    publish   write results to sequences, text and streams  (host)
+    device    compute on the device, as the executor reports it
 
-In addition, the host time of each plug-in (``SeamTimes``), whichever part calls it.
+The host time of each plug-in (``SeamTimes``) is measured in addition, whichever part calls it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import numpy as np
 from minivllm import files
 
 from .external_calls import contained
+from .interfaces.plan import NO_FORM, StepForm
 
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
+MOST_FORMS = 4096  # forms that a clock counts; those of captures are a few hundred
 
 
 class SeamTimes(dict[str, float]):
@@ -69,8 +73,15 @@ def processor_seams(names: Sequence[str]) -> list[str]:
     return [*(f"processor:{name}" for name in names[:-1]), "sampler"]
 
 
+def form_name(form: StepForm) -> str:
+    """Return a form as text: "native", "separate", "decode 8", or "mixed 8x512" (rows and tokens of the capture)."""
+    if form.kind == "mixed":
+        return f"mixed {form.rows}x{form.tokens}"
+    return f"{form.kind} {form.rows}" if form.rows else form.kind
+
+
 class StepClock:
-    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows and tokens."""
+    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows, tokens and form."""
 
     def __init__(self, size: int = 8192) -> None:
         self.size, self.count = size, 0
@@ -78,18 +89,22 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self.forms = {NO_FORM: 0}  # form of the layers -> its number in ``form``
+        self.form = np.zeros(size, np.int32)
         # times since the end of the last step; times between two steps count for the second one
         self.seams = SeamTimes()
         self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
         # the current step
         self._begun = self._mark = self._device_ms = 0.0
         self._spent = [0.0] * len(PARTS)
+        self._form = 0
 
     def begin(self) -> None:
         """Start the clock for a step."""
         self._begun = self._mark = perf_counter()
         self._spent = [0.0] * len(PARTS)
         self._device_ms = 0.0
+        self._form = 0
 
     def lap(self, part: int) -> None:
         """Count the time since the last call for a part."""
@@ -97,16 +112,19 @@ class StepClock:
         self._spent[part] += now - self._mark
         self._mark = now
 
-    def collected(self, device_ms: float, seams: Mapping[str, float]) -> None:
-        """Add the device time and the worker's plug-in times of a finished step."""
+    def collected(self, device_ms: float, seams: Mapping[str, float], form: StepForm) -> None:
+        """Add the device time and the worker's plug-in times of a finished step, and note its form."""
         self._device_ms += device_ms
         self.seams.add(seams)
+        if len(self.forms) < MOST_FORMS or form in self.forms:
+            self._form = self.forms.setdefault(form, len(self.forms))
 
     def end(self, rows: int, tokens: int) -> None:
         """Store the times of the step in the ring buffer."""
         row = self.count % self.size
         self.start[row], self.part[row] = self._begun, self._spent
         self.device_ms[row], self.rows[row], self.tokens[row] = self._device_ms, rows, tokens
+        self.form[row] = self._form
         for name, seconds in self.seams.items():
             if name not in self.seam:
                 self.seam[name] = np.zeros(self.size)
@@ -120,8 +138,20 @@ class StepClock:
         n = min(self.count, self.size)
         return (np.arange(self.count - n, self.count)) % self.size
 
+    def form_counts(self, rows: np.ndarray) -> list[tuple[StepForm, int]]:
+        """Return each form of the steps in ``rows`` of the ring buffer with their number, the most frequent first.
+
+        Turns that collected no step, and steps whose form the executor does not report, are left out."""
+        counts = np.bincount(self.form[rows], minlength=len(self.forms)).tolist()
+        found = [
+            (form, counts[number])
+            for form, number in self.forms.items()
+            if number and counts[number]
+        ]
+        return sorted(found, key=lambda one: -one[1])
+
     def summary(self) -> dict[str, Any]:
-        """Return the number of steps, and times over the stored steps.
+        """Return the number of steps, times over the stored steps, and the number of steps by form (``forms``).
 
         These are the median milliseconds of each part, and the mean milliseconds of each seam (``seam_ms``).  The
         latter is a mean, because many plug-ins run in some steps only, and means add up.
@@ -135,6 +165,7 @@ class StepClock:
         summary["seam_ms"] = {
             name: round(float(self.seam[name][rows].mean()) * 1e3, 4) for name in sorted(self.seam)
         }
+        summary["forms"] = {form_name(form): count for form, count in self.form_counts(rows)}
         return summary
 
     def chrome_trace(self, path: str | Path) -> None:

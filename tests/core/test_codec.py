@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.codec import CodecError
 from minivllm.core.interfaces.plan import (
+    FORMS,
     NO_CHANGE,
     STOP_IDS,
     Delta,
@@ -22,6 +23,7 @@ from minivllm.core.interfaces.plan import (
     LateInputs,
     LogProbs,
     StepError,
+    StepForm,
     StepPlan,
     StepResult,
 )
@@ -138,6 +140,7 @@ def results(draw):
         pooled=draw(st.sampled_from([(0, 0), (1, 2), (3, 4)]).flatmap(lambda shape: st.just(np.full(shape, 1 / 3)))),
         seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
         lost=draw(st.dictionaries(st.integers(0, 9), NAMES, max_size=2)),
+        form=StepForm(draw(st.sampled_from(FORMS)), draw(st.integers(0, 4096)), draw(st.integers(0, 1 << 30))),
     )
 
 
@@ -195,7 +198,7 @@ def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     with pytest.raises(CodecError, match=r"kind 2; expected .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"8, kind 2; expected .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"9, kind 2; expected .* 99, kind 2"):
         codec.decode_late(late)
 
 
@@ -284,7 +287,14 @@ def test_plain_results_equal_what_was_encoded_and_damaged_ones_are_refused():
     ids, answered, heard = np.arange(3, dtype=np.int32), steps.StepResults(), steps.StepResults()
     for step, kind in ((1, steps.RESULT), (2, steps.PLAIN)):
         result = StepResult(
-            step, ids, ids, ids, np.arange(3, dtype=np.uint8), seams={"model": 0.5 * step}, device_ms=3.5
+            step,
+            ids,
+            ids,
+            ids,
+            np.arange(3, dtype=np.uint8),
+            seams={"model": 0.5 * step},
+            device_ms=3.5,
+            form=StepForm("mixed", 8 * step, 512),
         )
         found, parts = answered.encode(result, ids)
         data = bytearray(b"".join(parts))

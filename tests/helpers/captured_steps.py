@@ -19,8 +19,9 @@ from prediction_heads import MTPReference
 
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.interfaces.plan import StepPlan
+from minivllm.core.interfaces.plan import StepForm, StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
+from minivllm.core.timing import form_name
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import commit
 from minivllm.device.layers import adapters
@@ -83,6 +84,10 @@ def play(folder, params, captures, taps=None, lora=None, **options):
         llm.engine.cache.check()
         assert [o.error for o in outs] == [None] * len(outs)
         runner = llm.engine.executor.runner
+        forms = llm.stats()["forms"]
+        keys = runner.graphs.forwards if captures else ()
+        replayed = {form_name(StepForm(key.kind, key.rows, key.tokens)) for key in keys}
+        assert set(forms) <= {"separate", *replayed} and bool(set(forms) & replayed) == captures
         if captures:
             state, spare = runner.state, SEQS
             assert state.stopped[spare] and not state.known[spare] and not state.tokens[spare].any()

@@ -34,8 +34,8 @@ ModelArch ModelError Module ModuleInfo Moves MultipleOf NULL_BLOCK Needs Norm Op
 PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Processor QKPre Quantizer QueueView Range
 Reason RequestEnd RequestError RequestView ResourceError Rope Router Row Rows Rule Runner Sampler SamplingContext
 SamplingParams SchedulerContext SchedulerPolicy Search Session SessionTurn Shard Spec SpeculationWiring StepError
-StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams Tap
-TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
+StepForm StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams
+Tap TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
 Pairs Reasoning Reply ReplyContext AdapterWiring ImageWiring
 ReplyFormat ReplyParser Said Thought Written ReplicaLoad ReplicaRouter RoutedRequest RouterContext
 TokenizerBackend TokenizerContext

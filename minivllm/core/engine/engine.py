@@ -454,7 +454,7 @@ class Engine:
         self.clock.lap(WAIT)
         for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
-            self.clock.collected(result.device_ms, result.seams)
+            self.clock.collected(result.device_ms, result.seams, result.form)
             if self.cache.tiers is not None:
                 self.cache.tiers.choice.step_ended(flight.plan.q_len, result.device_ms)
             self.events.publishing(self._publish, flight, result)

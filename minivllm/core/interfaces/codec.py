@@ -25,19 +25,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .plan import (
+    FORMS,
     STOP_IDS,
     Delta,
     Join,
     LateInputs,
     LogProbs,
     StepError,
+    StepForm,
     StepPlan,
     StepResult,
     no_rows,
 )
 from .sampling import Row
 
-VERSION = 8
+VERSION = 9
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -346,7 +348,7 @@ NO_SUMS = no_rows(0, 0, dtype=np.float64)
 _TABLES = [("chosen", F4), ("rank", I4), ("top_ids", I4), ("top", F4)]
 _RESULT = Layout(
     RESULT,
-    "qdiiqq",
+    "qdiiqqiiq",
     [
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
@@ -383,13 +385,20 @@ def encode_result(result: StepResult) -> list[bytes]:
         "logits": logits,
         "sums": SimpleNamespace(sums=result.pooled.reshape(-1)),
     }
-    scalars = result.id, result.device_ms, *k, vocab, result.pooled.shape[1]
+    scalars = (
+        result.id,
+        result.device_ms,
+        *k,
+        vocab,
+        result.pooled.shape[1],
+        *form_numbers(result.form),
+    )
     return _RESULT.encode(owners, scalars, rest, [])
 
 
 def decode_result(data: bytearray | bytes) -> StepResult:
     """Decode the bytes of ``encode_result``.  CodecError if they are malformed."""
-    (step, ms, k, prompt_k, vocab, hidden), found, rest, at = _RESULT.decode(data)
+    (step, ms, k, prompt_k, vocab, hidden, *form), found, rest, at = _RESULT.decode(data)
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
@@ -409,9 +418,24 @@ def decode_result(data: bytearray | bytes) -> StepResult:
             prompt=_tables(found["prompt"], prompt_k),
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
             pooled=found["sums"]["sums"].reshape(-1, hidden) if hidden else NO_SUMS,
+            form=form_of(*form),
         )
     except (TypeError, ValueError) as e:
         raise CodecError(f"the parts of the result do not match: {e}") from e
+
+
+def form_numbers(form: StepForm) -> tuple[int, int, int]:
+    """Return a form as three numbers for ``form_of``.  CodecError for a kind that is not one of ``FORMS``."""
+    if form.kind not in FORMS:
+        raise CodecError(f"form {form.kind!r}; expected one of {', '.join(map(repr, FORMS))}")
+    return FORMS.index(form.kind), form.rows, form.tokens
+
+
+def form_of(kind: int, rows: int, tokens: int) -> StepForm:
+    """Return the form of three numbers of ``form_numbers``.  CodecError for another kind."""
+    if not 0 <= kind < len(FORMS):
+        raise CodecError(f"form number {kind}; expected 0 to {len(FORMS) - 1}")
+    return StepForm(FORMS[kind], rows, tokens)
 
 
 def _flat(lp: LogProbs | None) -> LogProbs | None:

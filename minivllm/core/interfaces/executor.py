@@ -18,7 +18,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
-# Delta.image, Delta.pixels, Join.image, StepResult.lost, Wiring.images, Capacity.image_bytes and no_images
+# Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
+# no_images
 API = (2, 8)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -230,6 +230,25 @@ class StepError:
     rows: tuple[int, ...] = ()  # indices into ``samples``
 
 
+FORMS = ("", "separate", "native", "decode", "mixed")
+
+
+class StepForm(NamedTuple):
+    """How the layers of a step ran.
+
+    ``kind`` is one of ``FORMS``: "decode" and "mixed" are captured CUDA graphs (see ``GraphKey``), "native" is one call
+    of the compiled CPU code, "separate" means separate operations, and "" that the executor does not report it.
+    ``rows`` and ``tokens`` are the padded sizes of a captured graph, 0 for other kinds.
+    """
+
+    kind: str = ""
+    rows: int = 0
+    tokens: int = 0
+
+
+NO_FORM = StepForm()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of one step, N = len(plan.samples)."""
@@ -259,6 +278,7 @@ class StepResult:
     # number of each image that rows of the step read without its features -> why these are missing.  The KV of these
     # rows is wrong, so their sequences end, also those that draw nothing in the step.
     lost: Mapping[int, str] = field(default_factory=dict)
+    form: StepForm = NO_FORM
 
     @property
     def failure(self) -> StepError | None:

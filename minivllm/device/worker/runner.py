@@ -201,7 +201,7 @@ class Runner:
                 apart = self.images is not None and self.images.reached(plan)
                 if self.native is not None and not self.adapts(plan) and not apart and self.native.takes(plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
-                    running.native = running.pooled is None
+                    running.native, running.draws_natively = True, running.pooled is None
                     return running
                 key = self.graphs.key(plan) if self.graphs is not None and not apart else None
                 hidden = self.graphs.forward(key, plan) if key is not None else None
@@ -387,7 +387,7 @@ class Runner:
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    native = self.native if running.native else None
+                    native = self.native if running.draws_natively else None
                     if native is not None and self._draws_natively(native, running.plan):
                         seam = self.chain.seam_names[-1]
                         running.packed = self.seams.run(seam, native.sample, running.plan)

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan, StepResult, no_rows
+from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepForm, StepPlan, StepResult, no_rows
 
 from .dropped_rows import spread
 from .host_tokens import HostTokens
 
 NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
 NO_SUMS = no_rows(0, 0, dtype=np.float64)
+NATIVE, SEPARATE = StepForm("native"), StepForm("separate")
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Running:
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
     native: bool = False  # the native CPU code computed the layers
+    draws_natively: bool = False  # it returned the hidden states of the rows that draw, so it may draw their tokens
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
@@ -98,12 +100,20 @@ class Running:
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
             lost=self.lost,
+            form=self.form,
         )
         if self.came is not None and self.back is not None:
             result = spread(result, self.back, self.came, self.widths)
         if self.host_tokens is not None:
             self.host_tokens.collect(plan if self.came is None else self.came, result)
         return result
+
+    @property
+    def form(self) -> StepForm:
+        """Return how the layers ran."""
+        if self.graph is not None:
+            return StepForm(self.graph.kind, self.graph.rows, self.graph.tokens)
+        return NATIVE if self.native else SEPARATE
 
     def _explain_failures(self, flags: np.ndarray) -> None:
         """Add an error for rows that have FAILED in ``flags`` [N] but no error yet.

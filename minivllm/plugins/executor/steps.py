@@ -1,8 +1,8 @@
 """The steps of ``process`` as bytes.  Most are like the one before: of their plans only what differs goes over.
 
     NEXT    head, computed i32 [R], ``Delta.table`` and ``.trim``     other columns are those of the plan before
-    PLAIN   head, seconds of the seams f64 [S], tokens i32 [N],       slots are those of the plan; seams have the names
-            count i32 [N], flags u8 [N]                               of the last whole result that had any
+    PLAIN   head, form i32 [3], seconds of the seams f64 [S],         slots are those of the plan; seams have the names
+            tokens i32 [N], count i32 [N], flags u8 [N]               of the last whole result that had any
 
 All others go whole, as ``core.interfaces.codec`` writes them, whose version these have and whose error is raised.  Both
 ends keep what they refer to: messages arrive in the order in which they were written.
@@ -23,6 +23,7 @@ from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, StepResult
 PLAN, NEXT = 2, 11  # kinds of messages
 RESULT, PLAIN = 8, 12
 HEAD = struct.Struct("<4sIqdIII")  # of both: magic, version, step, device_ms, rows; entries of two further columns
+FORM = struct.Struct("<iiii")  # form of a result (``codec.form_numbers``), and a 0 that aligns the seconds
 MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
 NAMES = tuple(StepPlan.__dataclass_fields__)
 # ``StepPlan.further`` hands the same objects on
@@ -116,8 +117,9 @@ class StepResults:
         if not fits or r.tokens.dtype != I4 or r.count.dtype != I4 or r.flags.dtype != U1:
             return self._encode(r)
         head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, len(r.seams), 0)
+        form = FORM.pack(*codec.form_numbers(r.form), 0)
         seams = struct.pack(f"<{len(r.seams)}d", *r.seams.values())
-        return PLAIN, [head, seams, r.tokens.tobytes(), r.count.tobytes(), r.flags.tobytes()]
+        return PLAIN, [head, form, seams, r.tokens.tobytes(), r.count.tobytes(), r.flags.tobytes()]
 
     def _encode(self, result: StepResult) -> tuple[int, Sequence[bytes]]:
         parts = codec.encode_result(result)
@@ -144,8 +146,10 @@ class StepResults:
         if slots is None or n != len(slots) or n_seams not in (0, len(self._names)) or none:
             rows = "no plan" if slots is None else f"a plan of {len(slots)} rows"
             raise CodecError(f"a result of {n} rows and {n_seams} seams for {rows} and {len(self._names)} seams")
-        _whole(data, HEAD.size + 8 * n_seams + 9 * n)
-        at = HEAD.size + 8 * n_seams
+        first = HEAD.size + FORM.size
+        _whole(data, first + 8 * n_seams + 9 * n)
+        *form, _ = FORM.unpack_from(data, HEAD.size)
+        at = first + 8 * n_seams
         tokens = np.frombuffer(data, I4, 2 * n, at)
         return StepResult(
             id=step,
@@ -156,5 +160,6 @@ class StepResults:
             device_ms=device_ms,
             drafted=NO_DRAFTS,
             taps=NO_TAPS,
-            seams=dict(zip(self._names, struct.unpack_from(f"<{n_seams}d", data, HEAD.size), strict=False)),
+            seams=dict(zip(self._names, struct.unpack_from(f"<{n_seams}d", data, first), strict=False)),
+            form=codec.form_of(*form),
         )
