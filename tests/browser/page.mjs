@@ -3,7 +3,7 @@ import { createRequire } from "node:module";
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
 
-const { MODULES, CHROMIUM, BASE_URL, SIM_URL, API_KEY, ONLY, SHOTS } = process.env;
+const { MODULES, CHROMIUM, BASE_URL, SIM_URL, IMAGE_URL, API_KEY, ONLY, SHOTS } = process.env;
 const require = createRequire(join(MODULES, "x"));
 const { chromium } = require("playwright-core");
 const axe = readFileSync(join(MODULES, "axe-core", "axe.min.js"), "utf8");
@@ -262,6 +262,71 @@ const cases = {
     await page.waitForFunction(() => !minivllm.chat.running && /tokens/.test(document.querySelector(".message.assistant .actions")?.textContent), null, SLOW);
     return page;
   },
+  async images() {
+    const page = await open(IMAGE_URL);
+    await setting(page, { max_tokens: "8", temperature: "0" });
+    const picture = async (name, w, h, noise = false) => ({ name, mimeType: "image/png", buffer: Buffer.from((await page.evaluate(([w, h, noise]) => {
+      const canvas = document.createElement("canvas"); canvas.width = w; canvas.height = h;
+      const pen = canvas.getContext("2d"), data = pen.createImageData(w, h);
+      for (let i = 0; i < data.data.length; i++) data.data[i] = i % 4 === 3 ? 255 : noise ? Math.random() * 256 : i % 251;
+      pen.putImageData(data, 0, 0);
+      return canvas.toDataURL("image/png");
+    }, [w, h, noise])).split(",")[1], "base64") });
+    const hand = (kind, file) => page.evaluate(async ([kind, name, type, base64]) => {
+      const data = new DataTransfer();
+      data.items.add(new File([Uint8Array.from(atob(base64), (c) => c.charCodeAt(0))], name, { type }));
+      const event = kind === "paste" ? new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true }) : new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true });
+      document.querySelector(kind === "paste" ? "#ask" : "#messages").dispatchEvent(event);
+      await minivllm.chat.attached.reading;
+      return event.defaultPrevented;
+    }, [kind, file.name, file.mimeType, file.buffer.toString("base64")]);
+    const figures = page.locator("#attached figure");
+    const [small, second, large] = [await picture("cat.png", 60, 60), await picture("dog.png", 90, 60), await picture("large.png", 2000, 1000, true)];
+    ensure(await page.locator("#attach").isVisible(), "the button to attach images is hidden");
+    await page.setInputFiles("#files", [small]);
+    await page.waitForFunction(() => document.querySelectorAll("#attached figure").length === 1);
+    ensure(await hand("paste", second) && await hand("drop", large), "a pasted or dropped image is left to the browser");
+    ensure(await figures.count() === 3 && /1536 × 768, reduced/.test(await figures.nth(2).innerText()), "a large image is not reduced");
+    if (SHOTS) await page.screenshot({ path: join(SHOTS, "attached.png") });
+    await page.getByRole("button", { name: "Remove large.png" }).click();
+    ensure(await figures.count() === 2, "an image cannot be removed");
+    await hand("drop", { name: "x.txt", mimeType: "text/plain", buffer: Buffer.from("x") });
+    ensure(/x.txt: expected an image/.test(await page.locator("#notice").innerText()), "a text file is not refused");
+    await hand("drop", { name: "broken.png", mimeType: "image/png", buffer: Buffer.from("x") });
+    ensure(/broken.png: the browser cannot/.test(await page.locator("#notice").innerText()), "a broken file is not refused");
+    const sent = page.waitForRequest("**/v1/chat/completions");
+    await say(page, "What is this?");
+    const { content } = JSON.parse((await sent).postData()).messages.at(-1);
+    ensure(content.map((part) => part.type).join() === "image_url,image_url,text" && content[0].image_url.url.startsWith("data:image/png;base64,"), "the images are not sent");
+    ensure(await page.locator(".message .error").count() === 0, `the images are refused: ${await page.locator(".message .error").allInnerTexts()}`);
+    if (SHOTS) await page.screenshot({ path: join(SHOTS, "images.png") });
+    await accessible(page, "images");
+    await page.reload();
+    await page.waitForFunction(() => [...document.querySelectorAll(".message.user img")].filter((one) => one.naturalWidth > 0).length === 2, null, SLOW);
+    await page.waitForFunction(() => globalThis.minivllm?.engine.state);
+    await page.evaluate(async () => { // beyond the bound the oldest images of a conversation are not stored
+      const { chat } = minivllm, store = await import("./page/store.js"), last = store.path(chat.talk).at(-1);
+      store.add(chat.talk, last.id, { role: "user", content: "", images: [{ name: "huge.png", url: `data:image/png;base64,${"A".repeat(1_499_000)}`, w: 1, h: 1 }] });
+      store.save(chat.talk); store.saveImages(chat.talk);
+    });
+    await page.reload();
+    await page.waitForFunction(() => /dog.png \(not stored any more/.test(document.querySelector(".message.user")?.textContent), null, SLOW);
+    const text = await open();
+    ensure(!(await text.locator("#attach").isVisible()), "a model of text offers images");
+    await text.evaluate(() => {
+      const data = new DataTransfer(); data.items.add(new File(["x"], "x.png", { type: "image/png" }));
+      document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+    });
+    await text.waitForFunction(() => /reads text only/.test(document.querySelector("#notice").textContent));
+    return page;
+  },
+  async captures() {
+    const page = await open();
+    await setting(page, { extra: '{"ignore_eos": true, "max_tokens": 300}' });
+    await say(page, "Tell me a story.");
+    await page.waitForFunction(() => /Captures used: native code/.test(document.querySelector("#forms")?.textContent), null, SLOW);
+    return page;
+  },
   async many() {
     const page = await open(SIM_URL);
     const prompts = Array.from({ length: 256 }, (_, i) => `Request ${i} ${"word ".repeat(20)}`);
@@ -269,6 +334,11 @@ const cases = {
     const refused = [];
     const asked = fetch(`${SIM_URL}/v1/completions`, { method: "POST", headers: { Authorization: `Bearer ${API_KEY}`, "Content-Type": "application/json" }, body: JSON.stringify(body) });
     asked.then((got) => got.ok || refused.push(got.status));
+    await page.waitForFunction(() => minivllm.engine.state.engine.running >= 250, null, SLOW);
+    const late = fetch(`${SIM_URL}/v1/completions`, { method: "POST", headers: { Authorization: `Bearer ${API_KEY}`, "Content-Type": "application/json" }, body: JSON.stringify({ ...body, prompt: prompts.slice(0, 20), max_tokens: 20 }) });
+    late.then((got) => got.ok || refused.push(got.status));
+    await page.waitForFunction(() => /^20 requests wait: all 256 rows of the batch are in use/.test(document.querySelector("#why").textContent), null, SLOW);
+    ensure(/waits: all rows are in use/.test(await page.locator("#rows tbody tr").first().innerText()), "the requests that wait are not at the top");
     await page.waitForFunction(() => minivllm.engine.state.engine.running >= 250, null, SLOW);
     await page.evaluate(() => { minivllm.engine.times.length = 0; });
     const client = await page.context().newCDPSession(page);
@@ -284,7 +354,7 @@ const cases = {
     ensure(times.length >= 20 && p95 <= 8, `p95 ${p95}`);
     if (SHOTS) { await page.screenshot({ path: join(SHOTS, "many.png") }); await page.click('nav [data-view="engine"]'); await page.waitForTimeout(1500); await page.screenshot({ path: join(SHOTS, "engine.png") }); }
     ensure(await page.locator("#rows tbody tr:visible").count() === 100, "not 100 rows");
-    await asked;
+    await Promise.all([asked, late]);
     ensure(!refused.length, `the requests were refused: ${refused}`);
     return page;
   },

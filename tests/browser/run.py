@@ -30,18 +30,30 @@ PACKAGES = ("playwright-core@1.65.1", "axe-core@4.14.1")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SKIPPED = 77
 SIMULATED = ["--max-num-seqs", "256", "--num-kvcache-blocks", "10000", "--set", "server.max_request_cost=0"]
+SEEING = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "400", "--num-kvcache-blocks", "200"]
 EXECUTOR = 'executor={name="sim",options={step_ms=20.0}}'
 
 
 class Server(PocketServer):
-    """A server with further flags; see ``tests/clients/run.py``."""
+    """A server with further flags, and perhaps another model; see ``tests/clients/run.py``."""
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, model: str = "pocket") -> None:
         super().__init__(log)
-        self.flags = flags
+        self.flags, self.model = flags, model
 
     def command(self) -> list[str]:
-        return [*super().command(), *self.flags]
+        return [self.model if word == "pocket" else word for word in super().command()] + [*self.flags]
+
+
+def make_image_model(folder: Path) -> Path:
+    """Write a tiny random model that reads images to a folder, and return the folder."""
+    sys.path[:0] = [str(HERE.parent / "helpers"), str(HERE.parent)]
+    from image_models import make, write_tokenizer
+
+    folder.mkdir()
+    make(folder, "qwen2_5_vl")
+    write_tokenizer(folder, "qwen2_5_vl")
+    return folder
 
 
 def find_browser() -> str | None:
@@ -80,6 +92,10 @@ def main() -> int:
         pocket = held.enter_context(Server(logs / "pocket.log", "--admin", "--restart", "5"))
         sim = held.enter_context(Server(logs / "sim.log", *SIMULATED, "--set", EXECUTOR))
         environ |= {"BASE_URL": pocket.url, "SIM_URL": sim.url}
+        if not args.only or "images" in args.only.split(","):
+            folder_of_model = make_image_model(logs / "sees")
+            seeing = held.enter_context(Server(logs / "sees.log", *SEEING, model=str(folder_of_model)))
+            environ["IMAGE_URL"] = seeing.url
         return subprocess.run(["node", str(HERE / "page.mjs")], env=environ, timeout=900).returncode
 
 

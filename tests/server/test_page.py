@@ -158,6 +158,10 @@ def test_a_state_shows_requests_blocks_and_steps(open_server):
         assert {one["why"] for one in ended} == {"abort"} and all(one["finished"] >= 0 for one in ended)
         assert len({one["id"] for one in ended}) == 3, "each end is reported once"
         assert set(hear(socket)["steps"]) >= {"count", "n"} and state["steps"]["ms"].keys() >= {"plan", "publish"}
+        forms = state["steps"]["forms"]
+        assert sum(count for *_, count in forms) <= state["steps"]["n"] and forms[0][3] > 0
+        assert {kind for kind, *_ in forms} <= {"native", "separate"}, "the forms of steps on a CPU"
+        assert "native" in open_server.stats()["forms"]
 
 
 def test_a_prefix_hit_is_shown(open_server):

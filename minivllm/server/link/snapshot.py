@@ -29,9 +29,11 @@ FREE, CACHED, USED, SHARED = range(4)  # states of a block, in the order in whic
 IN_TIER = 8  # added to the state of a block whose content is also in a tier
 MOST_CELLS = 16_384  # a larger cache is shown with several blocks in a cell
 MOST_ROWS = 512  # running and waiting sequences in a snapshot
+LEAST_WAITING = 64  # waiting sequences that a snapshot has room for, however many run
 MOST_SEARCHED = 4096  # waiting sequences among which those of an owner are searched
 MOST_ENDED = 64  # ended requests that are kept while somebody watches
 MOST_STEPS = 512  # steps over which times are averaged
+MOST_FORMS = 6  # forms of steps in a snapshot
 WATCHED = 10.0  # seconds after a snapshot in which ended requests are kept
 # why a request does not run, in the order in which it is checked
 LOADING, NO_ROW, NO_BLOCKS, HELD, BUDGET = "loading", "rows", "blocks", "held", "budget"
@@ -68,8 +70,8 @@ class Snapshots:
         running = [slots.at(slot) for slot in slots.running.tolist()]
         if owner is not None:
             running = [seq for seq in running if seq.request.owner == owner]
-        running = running[:MOST_ROWS]
-        waiting = self._waiting(owner, MOST_ROWS - len(running))
+        waiting = self._waiting(owner, max(MOST_ROWS - len(running), LEAST_WAITING))
+        running = running[: MOST_ROWS - len(waiting)]
         why = self._why(waiting)
         rows = _columns(engine, [*running, *waiting], now)
         rows["why"] = [""] * len(running) + why
@@ -167,7 +169,10 @@ class Snapshots:
         }
 
     def _steps(self, since: int) -> dict[str, Any]:
-        """Return the mean times in ms of the steps after step ``since``, by part and by plug-in."""
+        """Return the mean times in ms of the steps after step ``since`` by part and by plug-in, and their forms.
+
+        ``forms`` has lists [kind, rows, tokens, number of steps] (``StepForm``), the most frequent first.
+        """
         clock = self.engine.clock
         count = min(clock.count - since, MOST_STEPS, clock.size)
         found: dict[str, Any] = {"count": clock.count, "n": max(count, 0)}
@@ -181,6 +186,7 @@ class Snapshots:
         found["rows"] = round(float(clock.rows[rows].mean()), 1)
         found["tokens"] = int(clock.tokens[rows].sum())
         found["seams"] = seams
+        found["forms"] = [[*form, n] for form, n in clock.form_counts(rows)[:MOST_FORMS]]
         return found
 
 

@@ -35,6 +35,11 @@ class ServedImages:
         """Return whether the checkpoint has an image encoder, so that images of chats are read or refused here."""
         return self.reader.why_not != NO_ENCODER
 
+    @property
+    def most(self) -> int:
+        """Return the number of images that a request may have, 0 if the engine reads none."""
+        return 0 if self.reader.why_not else self.reader.wiring.max_images
+
     async def place(
         self, ids: Sequence[int], sources: Sequence[ImageSource]
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:

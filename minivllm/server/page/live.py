@@ -66,10 +66,13 @@ class LiveSocket(Socket):
             "max_model_len": info.max_model_len,
             "max_num_seqs": info.max_num_seqs,
             "weight_bytes": info.weight_bytes,
-            "max_logprobs": min(server.max_logprobs, info.max_logprobs),
             "explained": explained,
             "version": minivllm.__version__,
         }
+        # the limits of requests
+        engine["max_logprobs"] = min(server.max_logprobs, info.max_logprobs)
+        engine["images"] = self.service.images.most
+        engine["max_body_bytes"] = server.max_body_bytes
         scope = "all" if sees_all else "own"
         return {"type": "hello", "scope": scope, "interval": server.live_interval, "engine": engine}
 

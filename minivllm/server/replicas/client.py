@@ -295,10 +295,11 @@ class ReplicaClient(EngineClient):
         return {"replicas": await self._each(lambda one: one.state(trim))}
 
     async def snapshot(self, owner: str | None, steps: int = 0, ended: int = 0) -> dict[str, Any]:
-        """Return the state of the first replica whose engine runs, for the page."""
+        """Return the state of the first replica whose engine runs, and its number, for the page."""
         for one in self.replicas:
             if one.healthy()[0]:
-                return await one.snapshot(owner, steps, ended)
+                found = await one.snapshot(owner, steps, ended)
+                return found | {"replica": one.number, "replicas": len(self.replicas)}
         raise EngineDeadError(self.healthy()[1])
 
     def tables(self) -> dict[str, int]:

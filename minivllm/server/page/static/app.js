@@ -21,6 +21,7 @@ function hello(facts) {
   $("model").textContent = facts.models[0];
   $("model").title = facts.models.join(", ");
   document.title = `minivllm: ${facts.models[0]}`;
+  chat.allow(facts);
 }
 
 const engine = new Engine({ needKey, hello });

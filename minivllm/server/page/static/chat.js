@@ -1,5 +1,6 @@
 // The chat: a conversation with branches, streams of answers, token probabilities, tool calls, export.
 import { KeyNeeded, stream } from "./api.js";
+import { Attached, isImage, pictures } from "./images.js";
 import { Growing, copy, el, showMarkdown, showPlain } from "./render.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
@@ -13,6 +14,8 @@ export class Chat {
     this.values = store.setting("settings", {});
     this.running = null; // {node, abort}
     this.growing = null;
+    this.attached = new Attached((text) => this.notice(text));
+    this.mostBytes = Infinity; // of a request
     const first = store.list()[0];
     this.talk = (first && store.load(first.id)) || store.create();
     this.bind();
@@ -48,6 +51,9 @@ export class Chat {
     addEventListener("pagehide", () => { if (this.running) store.save(this.talk); });
     this.drawSettings();
   }
+
+  // Take the limits of the server, which come with the state of the engine.
+  allow(engine) { this.attached.allow(engine.images); this.mostBytes = engine.max_body_bytes; }
 
   drawSettings() {
     const keep = () => store.keepSetting("settings", this.values);
@@ -98,8 +104,10 @@ export class Chat {
       thought.open = Boolean(node.busy && !node.content);
       parts.push(thought);
     }
+    if (node.images?.length) parts.push(pictures(node.images));
     const text = el("div");
-    if (node.role !== "assistant") showPlain(text, node.content);
+    if (node.images?.length && !node.content) text.hidden = true;
+    else if (node.role !== "assistant") showPlain(text, node.content);
     else if (node.showTokens && node.tokens) this.tokens(text, node);
     else if (node.busy) { this.growing = new Growing(text); this.growing.set(node.content); } else showMarkdown(text, node.content);
     parts.push(text);
@@ -166,7 +174,8 @@ export class Chat {
     input.value = node.content;
     const save = () => {
       this.stop();
-      const made = store.add(this.talk, node.parent, { role: "user", content: input.value });
+      const made = store.add(this.talk, node.parent, { role: "user", content: input.value, ...(node.images && { images: node.images }) });
+      if (node.images) store.saveImages(this.talk);
       this.answer(made.id);
     };
     box.replaceChildren(input, el("div", { class: "actions" }, el("button", { class: "main", text: "Send", on: { click: save } }),
@@ -178,11 +187,13 @@ export class Chat {
 
   send() {
     const text = $("ask").value;
-    if (!text.trim() || this.running) return;
+    if ((!text.trim() && !this.attached.list.length) || this.running) return;
     $("ask").value = "";
+    const images = this.attached.take();
     const last = store.path(this.talk).at(-1);
-    if (!this.talk.title) this.talk.title = text.trim().slice(0, 50);
-    const made = store.add(this.talk, last ? last.id : "", { role: "user", content: text });
+    if (!this.talk.title) this.talk.title = text.trim().slice(0, 50) || images[0].name;
+    const made = store.add(this.talk, last ? last.id : "", { role: "user", content: text, ...(images.length && { images }) });
+    if (images.length) store.saveImages(this.talk);
     this.answer(made.id);
   }
 
@@ -191,7 +202,7 @@ export class Chat {
   messages(upto) {
     const found = [];
     for (let node = this.talk.nodes[upto]; node; node = this.talk.nodes[node.parent]) {
-      const one = { role: node.role, content: node.content };
+      const one = { role: node.role, content: content(node) };
       if (node.role === "tool") one.tool_call_id = node.call;
       if (node.calls?.length) one.tool_calls = node.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
       if (node.role !== "assistant" || node.content || node.calls?.length) found.unshift(one);
@@ -210,11 +221,18 @@ export class Chat {
     return body;
   }
 
+  // Refuse a request that the server would not read.  Only images make requests that large.
+  checkSize(body) {
+    if (!body.messages.some((one) => Array.isArray(one.content))) return;
+    const bytes = new Blob([JSON.stringify(body)]).size, mib = (n) => `${(n / 2 ** 20).toFixed(1)} MiB`;
+    if (bytes > this.mostBytes) throw new Error(`With all its images this conversation has ${mib(bytes)}; the server reads at most ${mib(this.mostBytes)} (max_body_bytes). Begin a new conversation, or send fewer images.`);
+  }
+
   async answer(parent, prefix = "", tokens = []) {
     this.stop();
     this.notice("");
     let body;
-    try { body = this.body(parent, prefix); } catch (error) { this.notice(error.message); store.save(this.talk); this.draw(); return; }
+    try { body = this.body(parent, prefix); this.checkSize(body); } catch (error) { this.notice(error.message); store.save(this.talk); this.draw(); return; }
     const node = store.add(this.talk, parent, { role: "assistant", content: prefix, reasoning: "", calls: [], busy: true });
     if (this.values.probabilities) { node.tokens = tokens; }
     const run = { node, abort: new AbortController(), start: performance.now(), first: 0, count: 0 };
@@ -276,7 +294,7 @@ export class Chat {
     const parts = [`${usage.completion_tokens} tokens`];
     if (seconds > 0.02) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
     if (run.first) parts.push(`first after ${(run.first - run.start).toFixed(0)} ms`);
-    parts.push(`prompt ${usage.prompt_tokens}, of it ${cached} by prefix hits`);
+    parts.push(`prompt of ${usage.prompt_tokens} tokens, ${cached} of them a prefix hit`);
     if (run.node.cut) parts.push("cut at the most tokens");
     run.node.facts = parts.join(" · ");
   }
@@ -347,8 +365,17 @@ export class Chat {
       copy(`curl ${new URL("v1/chat/completions", location.href).href} \\\n  -H 'Content-Type: application/json' -H "Authorization: Bearer $KEY" \\\n  -d '${data}'`);
       $("said").textContent = "The command is copied."; return;
     }
-    download(`${name}.md`, nodes.map((node) => `## ${node.role}\n\n${node.content}\n`).join("\n"));
+    const named = (node) => (node.images || []).map((image) => `(image: ${image.name})\n\n`).join("");
+    download(`${name}.md`, nodes.map((node) => `## ${node.role}\n\n${named(node)}${node.content}\n`).join("\n"));
   }
+}
+
+// The content of a message for the server: its text, or its images and its text.
+function content(node) {
+  const images = (node.images || []).filter((image) => isImage(image.url));
+  if (!images.length) return node.content;
+  const parts = images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+  return node.content ? [...parts, { type: "text", text: node.content }] : parts;
 }
 
 function download(name, text) {

@@ -1,14 +1,25 @@
 // The live engine: one WebSocket, one drawing for each state, at most one drawing in a frame.
 import { getKey, socketUrl } from "./api.js";
 import { el } from "./render.js";
+import { keepSetting, setting } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = ["free", "cached", "used", "shared"];
 const WHY = { rows: "waits: all rows are in use", blocks: "waits: too few blocks are free", loading: "waits: its blocks are loaded from a tier",
   held: "waits: the scheduler holds it back", budget: "waits: the tokens of this step are spent" };
+// the same for several requests, with a remedy; rows: most rows, n: number of requests
+const WHY_MANY = {
+  rows: (most) => `all ${most} rows of the batch are in use. A row becomes free when a running request ends.`,
+  blocks: () => "too few KV blocks are free. They become free when a running request ends.",
+  loading: () => "their blocks are on their way from a tier.",
+  held: () => "the scheduler holds them back.",
+  budget: () => "the tokens that one step may compute are spent. They get their turn in a later step.",
+};
+const FORMS = { native: () => "native code, all layers in one call", separate: () => "separate operations, not captured",
+  decode: (rows) => `graph of ${rows} decoding rows`, mixed: (rows, tokens) => `graph of ${rows} rows with ${tokens} tokens` };
 const PARTS = ["plan", "submit", "wait", "publish"];
 const NARROW = matchMedia("(max-width: 860px)");
-const MOST_ROWS = 100, MOST_LINES = 28, SECONDS = 120;
+const MOST_ROWS = 100, MOST_WAITING = 12, MOST_LINES = 28, SECONDS = 120;
 
 function bytes(text) {
   const raw = atob(text);
@@ -29,7 +40,7 @@ export class Engine {
     this.ended = []; this.rates = [[], [], []]; this.steps = [[], [], [], [], [], []];
     this.rows = []; this.tiles = new Map(); this.lines = []; this.wait = 500; this.marked = "";
     this.times = []; // ms of script time of each drawing, for measurements
-    this.makeRows(); this.makeMap(); this.makeLegend();
+    this.makeRows(); this.makeMap(); this.makeLegend(); this.makeWords();
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
     new ResizeObserver(() => { this.colours = null; this.later(); }).observe($("engine"));
     this.open();
@@ -75,9 +86,10 @@ export class Engine {
       $("whole").hidden = message.scope !== "all";
       const whose = message.scope === "all" ? "all requests" : "your requests only (the key is not the operator's)";
       this.about = `${message.engine.device}, ${message.engine.dtype}, ${number(message.engine.kv_tokens)} tokens of KV cache. Shows ${whose}, every ${message.interval} s.`;
+      $("most-rows").textContent = message.engine.max_num_seqs;
       this.link(this.about);
     } else if (message.type === "state") {
-      this.link(this.about);
+      this.link(message.replicas > 1 ? `${this.about} Replica ${message.replica} of ${message.replicas}, numbered from 0.` : this.about);
       this.incoming = message;
       for (const one of message.ended) this.ended.push({ ...one, at: message.at });
       this.ended = this.ended.slice(-MOST_LINES);
@@ -144,10 +156,11 @@ export class Engine {
     const running = rows.running.filter(Boolean).length;
     const tiles = [["running", engine ? engine.running : running], ["waiting", engine ? engine.waiting + engine.arriving : rows.id.length - running], ["tokens/s", number(this.rate || 0)]];
     if (engine) {
-      tiles.push(["KV in use", `${Math.round(100 * engine.held / blocks.total)} %`], ["prefix hits", engine.queries ? `${Math.round(100 * engine.hits / engine.queries)} %` : "–"],
-        ["hit tokens", number(engine.hits)], ["evicted blocks", number(engine.evictions)], ["preempted", number(engine.preemptions)], ["finished", number(engine.finished)]);
+      tiles.push(["blocks in use", `${Math.round(100 * engine.held / blocks.total)} %`],
+        ["prefix hits", engine.queries ? `${Math.round(100 * engine.hits / engine.queries)} %` : "–", `${engine.hits} of ${engine.queries} prompt tokens were a prefix hit`],
+        ["evicted blocks", number(engine.evictions)], ["preempted", number(engine.preemptions)], ["finished", number(engine.finished)]);
     }
-    for (const [name, value] of tiles) {
+    for (const [name, value, more] of tiles) {
       let text = this.tiles.get(name);
       if (!text) {
         text = document.createTextNode("");
@@ -155,6 +168,7 @@ export class Engine {
         $("tiles").append(el("div", { class: "tile" }, el("b", {}, text), el("span", { text: name })));
       }
       set(text, String(value));
+      if (more && text.parentElement.title !== more) text.parentElement.title = more;
     }
     const tiers = engine?.tiers || [];
     if (tiers.length) $("tiers").replaceChildren(...tiers.map((tier) => el("p", { class: "dim", text: `Tier ${tier.name}: ${tier.pages} pages, ${size(tier.used)} of ${size(tier.limit)}; ${tier.hits} hits, ${tier.loads} loads, ${tier.evictions} evictions` })));
@@ -170,6 +184,13 @@ export class Engine {
       this.counts[name] = count;
       $("legend").append(el("span", {}, el("span", { class: `key ${name}` }), text + " ", count));
     }
+  }
+
+  // The explanation of the words is open until somebody closes it.
+  makeWords() {
+    const words = $("words");
+    words.open = setting("words", true);
+    words.addEventListener("toggle", () => keepSetting("words", words.open));
   }
 
   makeMap() {
@@ -200,6 +221,7 @@ export class Engine {
       this.before = this.cells?.length === blocks.total || this.cells?.length === this.count ? this.cells : null;
       this.cells = bytes(blocks.cells); this.of = new Int16Array(bytes(blocks.of).buffer); this.count = this.cells.length;
       this.mapped = blocks;
+      if ($("block-tokens").textContent !== String(blocks.block)) $("block-tokens").textContent = blocks.block;
     }
     const colours = this.palette(), { cells, before } = this;
     const wide = colours.width || 300;
@@ -266,15 +288,16 @@ export class Engine {
   }
 
   drawRows() {
-    const { rows } = this.state, n = Math.min(rows.id.length, MOST_ROWS), body = $("rows").tBodies[0];
-    this.ids = rows.id;
+    const { rows } = this.state, body = $("rows").tBodies[0];
+    const order = this.order(), n = order.length;
+    this.ids = order.map((at) => rows.id[at]);
     while (this.rows.length < n) {
       const texts = Array.from({ length: 5 }, () => document.createTextNode(""));
       const row = el("tr", {}, ...texts.map((text) => el("td", {}, text)));
       this.rows.push({ row, texts }); body.append(row);
     }
-    for (let i = 0; i < this.rows.length; i++) {
-      const { row, texts } = this.rows[i], hidden = i >= n;
+    for (let k = 0; k < this.rows.length; k++) {
+      const { row, texts } = this.rows[k], hidden = k >= n, i = order[k];
       if (row.hidden !== hidden) row.hidden = hidden;
       if (hidden) continue;
       const phase = rows.prompt[i] - rows.computed[i] > 1 ? `prompt ${Math.round(100 * rows.computed[i] / rows.prompt[i])} %` : "generates";
@@ -283,11 +306,33 @@ export class Engine {
       set(texts[2], `${rows.prompt[i]} + ${Math.max(0, rows.known[i] - rows.prompt[i])}`);
       set(texts[3], rows.cached[i] ? String(rows.cached[i]) : "–");
       set(texts[4], rows.blocks[i] + (rows.preempted[i] ? ` (preempted ${rows.preempted[i]}×)` : ""));
-      if (this.marked || row.className) row.className = rows.id[i] === this.marked ? "on" : "";
+      const look = rows.id[i] === this.marked ? "on" : rows.running[i] ? "" : "waits";
+      if (row.className !== look) row.className = look;
       if (row.title !== texts[1].nodeValue) row.title = texts[1].nodeValue;
     }
     const text = rows.id.length > n ? `(${n} of ${rows.id.length})` : rows.id.length ? "" : "(none now)";
     if ($("rows-count").textContent !== text) $("rows-count").textContent = text;
+    this.drawWhy();
+  }
+
+  // The indices of the rows of the table: some waiting requests, then running ones.
+  order() {
+    const { rows } = this.state, waiting = [], running = [];
+    rows.running.forEach((runs, i) => (runs ? running : waiting).push(i));
+    return [...waiting.slice(0, Math.max(MOST_WAITING, MOST_ROWS - running.length)), ...running].slice(0, MOST_ROWS);
+  }
+
+  // Why requests wait, as sentences.
+  drawWhy() {
+    const { rows, engine } = this.state, counts = new Map();
+    rows.why.forEach((why) => { if (why) counts.set(why, (counts.get(why) || 0) + 1); });
+    const seen = [...counts.values()].reduce((sum, n) => sum + n, 0), all = engine ? Math.max(seen, engine.waiting + engine.arriving) : seen;
+    const sentences = [...counts].sort((a, b) => b[1] - a[1]).map(([why, n]) => {
+      const many = counts.size === 1 ? all : n;
+      return `${many} ${many === 1 ? "request waits" : "requests wait"}: ${WHY_MANY[why]?.(this.hello?.engine.max_num_seqs) || why}`;
+    });
+    const text = sentences.join(" ");
+    if ($("why").textContent !== text) { $("why").textContent = text; $("why").hidden = !text; }
   }
 
   drawLines() {
@@ -356,11 +401,20 @@ export class Engine {
     const total = PARTS.reduce((sum, name) => sum + steps.ms[name], 0) || 1;
     if (!this.stack) {
       this.stack = PARTS.map((_, i) => el("i", { class: `part${i}` })); this.stackText = document.createTextNode("");
-      $("parts").append(el("div", { class: "stack" }, ...this.stack), el("p", { class: "dim" }, this.stackText));
+      this.formText = document.createTextNode("");
+      $("parts").append(el("div", { class: "stack" }, ...this.stack), el("p", { class: "dim" }, this.stackText), el("p", { id: "forms", class: "dim" }, this.formText));
     }
     PARTS.forEach((name, i) => { this.stack[i].style.width = `${(100 * steps.ms[name] / total).toFixed(1)}%`; });
     set(this.stackText, `${PARTS.map((name) => `${name} ${steps.ms[name].toFixed(2)}`).join(", ")} ms; device ${steps.device_ms.toFixed(2)} ms; ${steps.rows} rows a step`);
+    set(this.formText, this.forms(steps));
     if ($("seams").parentElement.open) $("seams").replaceChildren(el("table", {}, el("tbody", {}, ...Object.entries(steps.seams).sort((a, b) => b[1] - a[1]).map(([name, ms]) => el("tr", {}, el("td", { text: name }), el("td", { text: `${ms.toFixed(3)} ms` }))))));
+  }
+
+  // How the layers of the last steps ran: in which captures.
+  forms(steps) {
+    const found = steps.forms || [], all = found.reduce((sum, one) => sum + one[3], 0);
+    if (!all) return "Captures used: this executor does not report them.";
+    return `Captures used: ${found.map(([kind, rows, tokens, n]) => `${FORMS[kind]?.(rows, tokens) || kind} (${Math.round(100 * n / all)} %)`).join(", ")}.`;
   }
 
   explain(engine) {
