@@ -173,6 +173,7 @@ def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: 
     sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     sub.add_argument("--system", help="a system message")
+    add_switch(sub, "--plain", "write answers as plain text (default on a terminal with rich: as markdown)")
     sub.add_argument("--url", help="talk to a server with OpenAI's API, such as http://127.0.0.1:8000")
     text = "key of the server (default: MINIVLLM_API_KEY or OPENAI_API_KEY)"
     sub.add_argument("--api-key", metavar="KEY", help=text)

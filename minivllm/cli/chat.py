@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm import files
+from minivllm.cli.answer_views import printable, view_of
 from minivllm.cli.chat_input import make_reader
 from minivllm.cli.chat_sources import KINDS, ChatSource, LocalSource, Server
 from minivllm.cli.commands import with_flags
@@ -28,19 +29,23 @@ HELP = """\
 /save FILE     write the conversation as JSON
 /load FILE     read a conversation that /save wrote
 /why           show why the last answer took so long: waiting, prefix hits, tokens
+/thought       show the reasoning of the last answer
 /stats         show figures of the engine or the server
 /exit          end, as an empty line or Ctrl-D does
 //TEXT         send a message that begins with a slash
 Three quotes (\"\"\") begin and end a message of several lines."""
-COMMANDS = ("/help", "/reset", "/clear", "/system ", "/set ", "/save ", "/load ", "/why", "/stats", "/exit")
+COMMANDS = ("/help", "/reset", "/clear", "/system ", "/set ", "/save ", "/load ", "/why", "/thought", "/stats", "/exit")
 ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
 ROLES = ("user", "assistant")
 STOPPED = "The answer was stopped; it is part of the conversation as far as it came."
 
 
 def say(text: str) -> None:
-    """Print a line to standard error, where it does not mix with the answers on standard output."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a line to standard error, where it does not mix with the answers on standard output.
+
+    Texts of models and servers do not control the terminal (``printable``).
+    """
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -81,6 +86,9 @@ class TerminalChat:
             say("The system message is set." if self.system else "There is no system message.")
         elif word == "/why":
             say("There is no answer yet." if source.last is None else source.last.why())
+        elif word == "/thought":
+            thought = "" if source.last is None else source.last.thought
+            say(thought.strip() or "There is no reasoning apart from the last answer.")
         elif word == "/stats":
             say(_table(source.stats()))
         elif word == "/exit":
@@ -168,7 +176,7 @@ def chat(args: argparse.Namespace) -> int:
     if args.api_key is not None:
         raise ConfigError("--api-key without --url: an engine in this process needs no key")
     loaded = with_flags(args, load(args))
-    local = LocalSource(None, dict(loaded.sampling))
+    local = LocalSource(None, dict(loaded.sampling), view_of(args.plain))
     local.check(local.sampling)  # raises for wrong parameters before the model is loaded
     with open_llm(loaded, args) as llm:
         sampling = {"max_tokens": None}  # an answer ends where the model ends it, or where the context is full
@@ -194,13 +202,7 @@ def server_of(args: argparse.Namespace) -> Server:
         except ValueError as exc:
             raise ConfigError(f"--json-schema {args.json_schema}: expected JSON: {exc}") from None
         sampling["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    return Server(args.url, key, args.model, sampling, write)
-
-
-def write(text: str) -> None:
-    """Write a part of an answer to standard output at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    return Server(args.url, key, args.model, sampling, view_of(args.plain))
 
 
 def talk(args: argparse.Namespace, source: ChatSource) -> None:
@@ -222,7 +224,7 @@ def talk(args: argparse.Namespace, source: ChatSource) -> None:
 
 
 def answer_line(source: ChatSource, conversation: TerminalChat, text: str, terminal: bool) -> None:
-    """Write the answer to a message and add both to the conversation.
+    """Show the answer to a message and add both to the conversation.
 
     On a terminal a refused message is reported, and an interrupt stops the answer; the conversation continues.
     Without a terminal both raise.
@@ -238,5 +240,4 @@ def answer_line(source: ChatSource, conversation: TerminalChat, text: str, termi
         if not terminal:
             raise
         conversation.keep(text, source.partial)
-        write("\n")
         say(STOPPED)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from minivllm.cli.answer_views import AnswerView, PlainView, printable
+from minivllm.cli.chat_thoughts import TAIL, Separated, parser_of
 from minivllm.cli.commands import write_stream
 from minivllm.errors import ConfigError, ResourceError, shown
 
@@ -40,6 +42,7 @@ class Facts:
     first: float = 0.0
     seconds: float = 0.0
     reason: str = ""
+    thought: str = ""  # the reasoning, where it comes apart from the answer
 
     def why(self) -> str:
         """Return the facts as sentences."""
@@ -62,7 +65,7 @@ class ChatSource(Protocol):
     sampling: dict[str, Any]
 
     def answer(self, messages: Messages) -> str:
-        """Write an answer to standard output while it comes, and return it.  A KeyboardInterrupt ends the answer."""
+        """Show an answer while it comes, and return it.  A KeyboardInterrupt ends the answer."""
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         """Raise RequestError for sampling parameters that are not valid."""
@@ -74,8 +77,10 @@ class ChatSource(Protocol):
 class LocalSource:
     """Answers by an engine in this process."""
 
-    def __init__(self, llm: Any, sampling: dict[str, Any]) -> None:
-        self.llm, self.sampling = llm, sampling
+    def __init__(self, llm: Any, sampling: dict[str, Any], view: AnswerView) -> None:
+        self.llm, self.sampling, self._view = llm, sampling, view
+        self._parser: Any = None  # of replies with reasoning
+        self._parser_found = False
         self.last: Facts | None = None
         self.partial = ""
 
@@ -86,16 +91,29 @@ class LocalSource:
         SamplingParams.make(**sampling)
 
     def answer(self, messages: Messages) -> str:
-        """Write an answer and return it."""
+        """Show an answer and return it as the model wrote it, with its reasoning."""
         from minivllm.core.interfaces.params import SamplingParams
 
         params = SamplingParams.make(**self.sampling)
         self.last = facts = Facts()
         stream = self.llm.chat_stream(messages, params)
+        view = self._separated(messages)
         try:
-            return write_stream(self._noted(stream, facts), self.llm.engine, params.max_tokens)
+            return write_stream(self._noted(stream, facts), self.llm.engine, params.max_tokens, view)
         finally:
             stream.close()  # an interrupted answer ends its request
+            facts.thought = view.thoughts
+
+    def _separated(self, messages: Messages) -> Separated:
+        """Return the receiver of an answer.  A plain view shows reasoning as the model wrote it."""
+        if isinstance(self._view, PlainView):
+            return Separated(self._view, None)
+        if not self._parser_found:
+            self._parser_found, self._parser = True, parser_of(self.llm.get_tokenizer())
+        if self._parser is None:
+            return Separated(self._view, None)
+        prompt = self.llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return Separated(self._view, self._parser, self._parser.opens(prompt[-TAIL:]))
 
     def _noted(self, pieces: Iterator[Any], facts: Facts) -> Iterator[Any]:
         """Yield pieces, and note their text and facts."""
@@ -129,7 +147,7 @@ def _note_output(output: Any, facts: Facts) -> None:
 class Server:
     """Answers by a server with OpenAI's API.  ``url`` ends with or without /v1."""
 
-    def __init__(self, url: str, key: str, model: str | None, sampling: dict[str, Any], writer: Any) -> None:
+    def __init__(self, url: str, key: str, model: str | None, sampling: dict[str, Any], view: AnswerView) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"--url {shown(url)}: expected http://HOST:PORT or https://HOST, perhaps with /v1")
@@ -138,7 +156,7 @@ class Server:
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self.sampling, self._write = sampling, writer
+        self.sampling, self._view = sampling, view
         self.last: Facts | None = None
         self.partial = ""
         self.model = model if model is not None else self._first_model()
@@ -168,21 +186,26 @@ class Server:
         """Accept all parameters, because the server checks them."""
 
     def answer(self, messages: Messages) -> str:
-        """Write an answer and return it."""
+        """Show an answer and return its text without the reasoning."""
         usage = {"include_usage": True}
         sent = {name: value for name, value in self.sampling.items() if value is not None}
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": usage, **sent}
         self.last = facts = Facts()
         begin = time.monotonic()
         self.partial = ""
-        with self._open("/chat/completions", body) as answer:
-            for event in _events(answer):
-                if "error" in event:
-                    raise ResourceError(f"{self.base}: {_message(json.dumps(event))}")
-                part = _note_event(event, facts, time.monotonic() - begin)
-                self.partial += part
-                self._write(part)
-        self._write("\n" if self.partial else "")
+        view = Separated(self._view, None)
+        try:
+            with self._open("/chat/completions", body) as answer:
+                for event in _events(answer):
+                    if "error" in event:
+                        raise ResourceError(f"{self.base}: {_message(json.dumps(event))}")
+                    part, thought = _note_event(event, facts, time.monotonic() - begin)
+                    self.partial += part
+                    view.thought(thought)
+                    view.text(part)
+        finally:
+            view.end()
+            facts.thought = view.thoughts
         return self.partial
 
     def stats(self) -> dict[str, Any]:
@@ -201,8 +224,8 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
         yield json.loads(data)
 
 
-def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> str:
-    """Note the facts of an event of a stream, and return its text."""
+def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> tuple[str, str]:
+    """Note the facts of an event of a stream, and return its text and its reasoning."""
     usage = event.get("usage") or {}
     if usage:
         facts.prompt = usage.get("prompt_tokens", 0)
@@ -211,11 +234,12 @@ def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> str:
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
     text = delta.get("content") or ""
-    if text and not facts.first:
+    thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
+    if (text or thought) and not facts.first:
         facts.first = seconds
-    facts.seconds = seconds if text else facts.seconds
+    facts.seconds = seconds if text or thought else facts.seconds
     facts.reason = choices[0].get("finish_reason") or facts.reason
-    return text
+    return text, thought
 
 
 def _message(text: str) -> str:
@@ -223,5 +247,5 @@ def _message(text: str) -> str:
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return text[:300].strip()
-    return error if isinstance(error, str) else str(error.get("message", error))
+        return printable(text[:300].strip())
+    return printable(error if isinstance(error, str) else str(error.get("message", error)))

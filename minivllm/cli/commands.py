@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import minivllm
 from minivllm import files
 from minivllm.cli import record as recording
+from minivllm.cli.answer_views import Answered, PlainView, for_output
 from minivllm.cli.common import SAMPLING, load, open_llm, report
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, shown, suggest
 from minivllm.validation import is_text
@@ -51,27 +52,30 @@ def failure(message: str, engine: Any = None) -> MinivllmError:
     return EngineDeadError(message) if engine is not None and engine.dead else MinivllmError(message)
 
 
-def write_stream(pieces: Iterable[Any], engine: Any = None, most: int | None = None) -> str:
-    """Write the pieces of an answer to standard output as they arrive, then figures to standard error; return the text.
+def write_stream(
+    pieces: Iterable[Any], engine: Any = None, most: int | None = None, view: Answered | None = None
+) -> str:
+    """Show the pieces of an answer as they arrive, then write figures to standard error; return the text.
 
-    ``most`` is max_tokens of the request.  Raises the error of a failed request, as ``failure`` makes it.
+    ``most`` is max_tokens of the request.  ``view`` None writes plain text to standard output.  The error of a failed
+    request is raised as ``failure`` makes it.
     """
+    view = PlainView() if view is None else view
     start = time.perf_counter()
     first = 0.0  # seconds until the first token
     tokens = 0
     text = ""
     last = None
-    for last in pieces:
-        if last.token_ids and not tokens:
-            first = time.perf_counter() - start
-        tokens += len(last.token_ids)
-        text += last.delta
-        sys.stdout.write(last.delta)
-        sys.stdout.flush()
-    seconds = time.perf_counter() - start
-    if text:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+    try:
+        for last in pieces:
+            if last.token_ids and not tokens:
+                first = time.perf_counter() - start
+            tokens += len(last.token_ids)
+            text += last.delta
+            view.text(last.delta)
+        seconds = time.perf_counter() - start
+    finally:
+        view.end()
     output = None if last is None else last.output
     if output is not None and output.error:
         raise failure(output.error, engine)
@@ -111,7 +115,7 @@ def generate(args: argparse.Namespace) -> int:
             if answer.error:
                 raise failure(answer.error, llm.engine)
             for number, output in enumerate(answer.outputs, 1):
-                print(f"[{number}] {output.text}")
+                print(for_output(f"[{number}] {output.text}"))
             return 0
         stream = llm.chat_stream if args.chat else llm.stream
         write_stream(stream(question, params), llm.engine, params.max_tokens)

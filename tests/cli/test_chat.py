@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from minivllm.cli import chat, main
+from minivllm.cli.answer_views import PlainView
 from minivllm.cli.chat_input import Lines, make_reader
 from minivllm.cli.chat_sources import Facts, Server
 from minivllm.errors import ConfigError, ResourceError
@@ -187,7 +188,7 @@ def test_flags_that_do_not_fit_are_refused(flags, capsys):
 
 def test_a_server_that_is_not_there_is_named(capsys):
     with pytest.raises(ResourceError, match=r"127\.0\.0\.1:9/v1/models cannot be reached"):
-        Server("http://127.0.0.1:9", "", None, {}, print)
+        Server("http://127.0.0.1:9", "", None, {}, PlainView())
 
 
 # ---- a real terminal -----------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "lab.bench pocket lab.simulate lab.replay lab.compare_hf lab.quantize lab.traces "
         "frontend config frontend.record core.engine plugins runtime.hooks core.interfaces core.declared_params "
         "registry registration server runtime.processes registration.spec registration.fresh "
-        "runtime.usage device.hardware"
+        "runtime.replies runtime.usage device.hardware"
     ),
     "server.batch": "server.serve server.app server.replicas server",
     "server.serve": (

@@ -1,0 +1,218 @@
+"""Show an answer in the terminal while it is generated: as markdown with rich, or as plain text.
+
+The text of a model never controls the terminal: on one, control characters are replaced by visible ones.  Text that is
+written to a file or a pipe stays as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+PICTURES = 0x2400  # code point of the visible sign of control character 0
+REPLACED = {code: chr(PICTURES + code) for code in range(0x20) if chr(code) not in "\t\n"}
+REPLACED |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}  # DEL, and the controls of 8 bits
+# embeddings, overrides and isolates may show a text in another order than it has
+REPLACED |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
+REPLACED[0x0D] = ""  # of line ends
+# between two drawings: the least seconds, times the seconds that the last one took, and the most seconds
+LEAST_WAIT, SHARE, MOST_WAIT = 0.08, 8.0, 0.5
+LONG = 60_000  # characters of an unfinished paragraph or code block that is shown as plain text
+THOUGHT_LINES = 6  # last lines of the reasoning that are shown while it is generated
+FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.M)
+# the begin of a paragraph that surely belongs to no list before it: no marker of an item, nor a part of one
+PARAGRAPH = re.compile(r"\n\n+(?=[^\s\d*+-]|[*+-]\S|\d+[^\d.)]|\d+[.)]\S)")
+
+
+def printable(text: str) -> str:
+    """Return a text in which no character controls a terminal.  Tabs and line breaks stay."""
+    return text.translate(REPLACED)
+
+
+def for_output(text: str) -> str:
+    """Return a text for standard output: printable on a terminal, else unchanged."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+class Answered(Protocol):
+    """Receives the text of an answer."""
+
+    def text(self, piece: str) -> None:
+        """Take a piece of the answer."""
+
+    def end(self) -> None:
+        """End the answer, also one that was stopped or has failed."""
+
+
+class AnswerView(Answered, Protocol):
+    """Shows one answer after another."""
+
+    def thought(self, piece: str) -> None:
+        """Show a piece of the reasoning."""
+
+
+class PlainView:
+    """Writes pieces to standard output at once.  Reasoning that comes apart from the answer is not shown."""
+
+    def __init__(self) -> None:
+        self._written = False
+
+    def text(self, piece: str) -> None:
+        """Write a piece of the answer."""
+        self._written |= bool(piece)
+        sys.stdout.write(for_output(piece))
+        sys.stdout.flush()
+
+    def thought(self, piece: str) -> None:
+        """Ignore a piece of the reasoning."""
+
+    def end(self) -> None:
+        """Write a line break behind an answer that has a text."""
+        if self._written:
+            self._written = False
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+class LastLines:
+    """The last lines of a renderable that fit on the screen."""
+
+    def __init__(self, shown: Any, most: int) -> None:
+        self.shown, self.most = shown, most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        lines = console.render_lines(self.shown, options, pad=False)
+        for line in lines[-self.most :]:
+            yield from line
+            yield Segment.line()
+
+
+class MarkdownView:
+    """Shows an answer as markdown.
+
+    Finished paragraphs are printed once.  Only the unfinished end is drawn again, in the last lines of the screen, so
+    an answer may be longer than the screen.  Reasoning is dim while it is generated, and folded to one line after it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Any = None
+        self._tail = self._thought = ""
+        self._begun = 0.0  # when the reasoning began
+        self._drawn = self._cost = 0.0  # when the last drawing ended, and the seconds that it took
+
+    def text(self, piece: str) -> None:
+        """Show a piece of the answer."""
+        if piece:
+            self._fold()
+            self._tail += printable(piece)
+            self._print_finished()
+            self._draw()
+
+    def thought(self, piece: str) -> None:
+        """Show a piece of the reasoning."""
+        if not piece:
+            return
+        if self._tail.strip():
+            self._print_all()
+        if not self._thought:
+            self._begun = time.monotonic()
+        self._thought += printable(piece)
+        self._draw()
+
+    def end(self) -> None:
+        """Print the rest of the answer."""
+        self._fold()
+        self._print_all()
+
+    def _fold(self) -> None:
+        """Replace the reasoning by one line about it."""
+        if self._thought:
+            seconds, words = time.monotonic() - self._begun, len(self._thought.split())
+            self._thought = ""
+            self._stop()
+            line = f"Reasoning: {words} words in {seconds:.1f} s. /thought shows it."
+            self._console.print(line, style="dim", markup=False, highlight=False)
+
+    def _print_finished(self) -> None:
+        """Print the paragraphs behind which another one has begun, outside of code blocks."""
+        cut = 0
+        for found in PARAGRAPH.finditer(self._tail):
+            if len(FENCE.findall(self._tail, cut, found.start())) % 2 == 0:
+                self._print(self._tail[cut : found.start()])
+                cut = found.end()
+        self._tail = self._tail[cut:]
+
+    def _print_all(self) -> None:
+        rest, self._tail = self._tail, ""
+        self._print(rest)
+        self._stop()
+
+    def _print(self, text: str) -> None:
+        """Print a finished text above the unfinished one."""
+        if text.strip():
+            self._stop()
+            self._console.print(self._rendered(text))
+
+    def _rendered(self, text: str) -> Any:
+        """Return a text as markdown, or as plain text if it is long.  Addresses of links are shown, not hidden."""
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        return Markdown(text, hyperlinks=False) if len(text) <= LONG else Text(text)
+
+    def _draw(self) -> None:
+        """Draw the unfinished end, unless it was drawn a moment ago."""
+        from rich.live import Live
+        from rich.text import Text
+
+        begin = time.monotonic()
+        if begin - self._drawn < max(LEAST_WAIT, min(SHARE * self._cost, MOST_WAIT)):
+            return
+        most = max(1, self._console.height - 2)
+        if self._thought:
+            shown = LastLines(Text(self._thought.strip(), style="dim italic"), min(most, THOUGHT_LINES))
+        else:
+            shown = LastLines(self._rendered(self._tail), most)
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(shown, refresh=True)
+        self._drawn = time.monotonic()
+        self._cost = self._drawn - begin
+
+    def _stop(self) -> None:
+        """Remove the drawing of the unfinished end, and show the cursor again."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        self._drawn = 0.0
+
+
+def view_of(plain: bool) -> AnswerView:
+    """Return the view for standard output: markdown on a terminal with rich, unless ``plain``."""
+    installed = importlib.util.find_spec("rich") is not None
+    if plain or not installed or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return PlainView()
+    from rich.console import Console
+
+    for name in ("rich.live", "rich.markdown"):  # now, so that the first answer does not wait for them
+        importlib.import_module(name)
+
+    return MarkdownView(Console(file=sys.stdout, emoji=False, soft_wrap=False))
