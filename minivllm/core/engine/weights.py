@@ -144,9 +144,10 @@ class Weights:
         self._settle()
         source = {"path": path} if tensors is None else {"tensors": tensors}
         self._refuse(self._call("check", **source, partial=partial, finite=finite))
-        errors = self._call("write")
+        answers = self._answers("write", keep=kv == KEEP)
+        errors = errors_of(answers)
         if errors:
-            self._take_back(errors[0])
+            self._take_back(errors[0], any(answer["overwritten"] for answer in answers))
         errors = self._call("commit")
         if errors:
             what = f"an update of the weights did not end: {errors[0]}"
@@ -157,13 +158,18 @@ class Weights:
         self._renew(kv == KEEP)
         return self.version
 
-    def _take_back(self, error: str) -> None:
-        """Take a failed update back, and raise RequestError."""
+    def _take_back(self, error: str, overwritten: bool) -> None:
+        """Take a failed update back, and raise RequestError.
+
+        Rows are computed again if their keys and values were ``overwritten``."""
         broken = self._call("restore")
         if broken:
             what = f"an update of the weights failed ({error}), and the old weights could not be restored: {broken[0]}"
             self.engine.fail_all(what)
             raise EngineDeadError(what)
+        if overwritten:
+            self._leave_slots()
+            self.engine.drop_prefixes(keep_tiers=True)
         self.dropped = self.level == 2
         kept = (
             "they are undefined until the next update"
@@ -179,8 +185,7 @@ class Weights:
 
     def _call(self, do: str, **args: Any) -> list[str]:
         """Run an operation on all ranks, and return their errors.  RequestError if the executor has no such verb."""
-        answers = self._answers(do, **args)
-        return [answer["error"] for answer in answers if answer["error"] is not None]
+        return errors_of(self._answers(do, **args))
 
     def _answers(self, do: str, **args: Any) -> list[Mapping[str, Any]]:
         """Run an operation on all ranks, and return their answers."""
@@ -260,7 +265,7 @@ class Weights:
         self._leave_slots()
         self.engine.drop_prefixes(keep_tiers=True)
         answers = self._answers("sleep", level=level)
-        errors = [answer["error"] for answer in answers if answer["error"] is not None]
+        errors = errors_of(answers)
         dropped = any(answer["dropped"] for answer in answers)
         self.level, self.dropped = level, dropped
         if errors:
@@ -293,3 +298,8 @@ class Weights:
         """Count a change of the weights."""
         self.version += 1
         self.tag = secrets.token_hex(8)
+
+
+def errors_of(answers: list[Mapping[str, Any]]) -> list[str]:
+    """Return the errors of the ranks that failed."""
+    return [answer["error"] for answer in answers if answer["error"] is not None]

@@ -113,7 +113,8 @@ def _of_first(level: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the features [tokens, hidden] of the first image.
 
     Some releases of transformers (5.17) give one tensor for all images, and some a tensor for each (5.24)."""
-    return level[0] if isinstance(level, list | tuple) else level
+    first: Tensor = level[0] if isinstance(level, list | tuple) else level  # type: ignore[assignment]
+    return first
 
 
 def load_encoder(folder: Path, raw: Fields, dtype: torch.dtype, device: torch.device) -> ImageEncoder:

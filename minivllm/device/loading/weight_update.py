@@ -1,7 +1,7 @@
 """New weights for a loaded model: checked completely, then written in place, and taken back if writing fails.
 
     tensors ──conversion, names──► WeightUpdate (all checks) ──► write ──► weights of the model
-                                                                  └─ old tensors ──► host memory ──► restore
+                                                                  └─ old tensors ──► spare memory ──► restore
 
 Every tensor keeps its storage, so that captured steps stay valid.  A layer that was quantized while it was loaded is
 quantized again as a whole, and its new tensors are copied to the old ones.
@@ -35,6 +35,40 @@ from .weights import own_names as names_of_heads
 
 TESTED_ROWS = (1, 16)  # rows of the products that compare a quantized layer with its new weights
 WHERE = "update_weights"
+PIECE = 1 << 25  # elements of a tensor in host memory that a GPU checks at a time
+
+
+class SpareMemory:
+    """Memory of a device for copies of tensors, for example of a KV cache whose content is not needed.
+
+    Tensors that do not fit are copied to host memory."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Use the memory of contiguous tensors, whose values are overwritten."""
+        self._free = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        self._used: list[Tensor] = []
+
+    @property
+    def used(self) -> bool:
+        """Return whether values were overwritten."""
+        return bool(self._used)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
+        size = -(-tensor.numel() * tensor.element_size() // 16) * 16
+        for i, free in enumerate(self._free):
+            if len(free) >= size and free.device == tensor.device:
+                self._free[i] = free[size:]
+                self._used.append(free[:size])
+                copied = free[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+                return copied.copy_(tensor)
+        return tensor.to("cpu", copy=True)
+
+    def clear(self) -> None:
+        """Write zeros where copies were."""
+        for piece in self._used:
+            piece.zero_()
+        self._used.clear()
 
 
 class WeightUpdate:
@@ -48,9 +82,12 @@ class WeightUpdate:
         self.parts, self.loaded, self.finite = parts, parts.loaded, finite
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
+        self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # tensors, each with a bool for its numbers
         self.given = self._placed(tensors)
         self._check_complete(partial)
+        self._check_finite()
         self._old: list[tuple[Tensor, Tensor]] = []
+        self._spare: SpareMemory | None = None
         self._stamps: Mapping[Path, tuple[int, int, int]] = {}
 
     @classmethod
@@ -138,9 +175,15 @@ class WeightUpdate:
         if not self.finite:
             return
         dtype = dtype_of(target) or tensor.dtype
-        if not bool(tensor.to(dtype).isfinite().all()):
-            what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
-            raise ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
+        self._finite.append((name, dtype, all_finite(tensor, dtype, torch.device(self.parts.device))))
+
+    def _check_finite(self) -> None:
+        """Raise ModelError for the first tensor with infinite numbers or NaN.  It waits for the device once."""
+        if not self._finite or bool(torch.stack([found for *_, found in self._finite]).all()):
+            return
+        name, dtype = next((name, dtype) for name, dtype, found in self._finite if not found)
+        what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
+        raise ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
 
     def _check_complete(self, partial: bool) -> None:
         """Raise ModelError if tensors are missing.  A quantized layer needs all of its tensors in any case."""
@@ -158,8 +201,11 @@ class WeightUpdate:
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def write(self) -> None:
-        """Write the new weights in place.  If it raises, the weights are undefined until ``restore``."""
+    def write(self, spare: SpareMemory | None = None) -> None:
+        """Write the new weights in place.  If it raises, the weights are undefined until ``restore``.
+
+        ``spare`` is memory for the old weights; None means that they are not needed."""
+        self._spare = spare
         check_unchanged(self._stamps)
         before = addresses(self.parts)
         by_module: dict[Module, dict[str, Target]] = {}
@@ -197,8 +243,9 @@ class WeightUpdate:
         self._take(head, twin)
 
     def _keep(self, module: Module) -> None:
-        """Keep the values of a module's tensors in host memory for ``restore``."""
-        self._old += [(tensor, tensor.to("cpu", copy=True)) for tensor in module.tensors.values()]
+        """Keep the values of a module's tensors for ``restore``."""
+        if self._spare is not None:
+            self._old += [(tensor, self._spare.copy(tensor)) for tensor in module.tensors.values()]
 
     def _take(self, module: Module, twin: Any) -> None:
         """Copy the tensors of a newly quantized ``twin`` to its module, and compare the products of both."""
@@ -220,6 +267,18 @@ class WeightUpdate:
         for module in self.parts.modules.values():
             module.refresh(())
         self._old.clear()
+
+
+def all_finite(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a bool [] on ``device`` that tells whether all numbers of a tensor are finite in ``dtype``.
+
+    A GPU reads a tensor in host memory in pieces, because that is faster than a check on the host."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(dtype).isfinite().all().to(device)
+    found = torch.ones((), dtype=torch.bool, device=device)
+    for piece in tensor.reshape(-1).split(PIECE):
+        found &= piece.to(device, non_blocking=True).to(dtype).isfinite().all()
+    return found
 
 
 def initial_tensors(parts: ModelParts, load_format: str, seed: int) -> Iterator[tuple[str, Tensor]]:

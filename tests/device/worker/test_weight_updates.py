@@ -16,7 +16,8 @@ from minivllm.device.layers.embedding import TiedLMHead
 from minivllm.device.layers.linear import Linear
 from minivllm.device.layers.norm import RMSNorm
 from minivllm.device.loading import weight_update
-from minivllm.device.loading.weight_update import WeightUpdate
+from minivllm.device.loading.weight_update import SpareMemory, WeightUpdate
+from minivllm.device.worker.weights import RunningWeights
 from minivllm.testing.tiny import quiet, tiny_dir
 
 PROMPTS = [prompt(n, seed) for seed, n in enumerate((3, 21, 9))]
@@ -29,6 +30,11 @@ def answers(llm, params=SCORED, prompts=PROMPTS):
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     assert all(output.error is None for output in outputs)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs) for output in outputs]
+
+
+def tokens_of(found):
+    """Return the tokens of answers; log-probabilities have other bits where a prompt is cached."""
+    return [tokens for tokens, *_ in found]
 
 
 def other_weights(folder: Path, seed: int = 5, scale: float = 0.1) -> dict[str, torch.Tensor]:
@@ -208,8 +214,8 @@ def test_a_model_of_pickled_files_takes_tensors_and_folders_of_both_forms(tiny, 
         assert answers(llm) == want
 
 
-def test_a_failure_in_the_middle_restores_the_old_weights(tiny, monkeypatch):
-    first, second = tiny
+def failing(monkeypatch):
+    """Let the sixth tensor of an update fail."""
     fill, filled = weight_update.Target.fill, []
 
     def broken(self, tensor):
@@ -218,16 +224,71 @@ def test_a_failure_in_the_middle_restores_the_old_weights(tiny, monkeypatch):
             raise RuntimeError("planted")
         fill(self, tensor)
 
+    monkeypatch.setattr(weight_update.Target, "fill", broken)
+
+
+def kv_cache(self):
+    """Return the KV cache of any device."""
+    return [tensor for group in self.runner.worker.caches for layer in group for tensor in layer.values()]
+
+
+def test_a_failure_in_the_middle_restores_the_old_weights(tiny, monkeypatch):
+    first, second = tiny
     for options in ({}, {"graph": "off"}, {"batch_invariant": True}):
         with engine(str(first), **options) as llm:
             before = answers(llm)
-            filled.clear()
-            monkeypatch.setattr(weight_update.Target, "fill", broken)
-            with pytest.raises(RequestError, match="the old weights are in place again: RuntimeError: planted"):
-                llm.update_weights(second)
-            monkeypatch.setattr(weight_update.Target, "fill", fill)
+            with monkeypatch.context() as m:
+                failing(m)
+                with pytest.raises(RequestError, match="the old weights are in place again: RuntimeError: planted"):
+                    llm.update_weights(second)
             assert answers(llm) == before
             assert llm.stats()["weights"]["version"] == 0
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_rows_survive_old_weights_in_the_kv_cache(tiny, monkeypatch, fails, kv):
+    """An update may overwrite keys and values, except with kv=keep: open streams and cached prefixes stay right."""
+    first, second = tiny
+    monkeypatch.setattr(RunningWeights, "_replaceable", kv_cache)
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with engine(str(first), num_kvcache_blocks=256) as llm:
+        before = answers(llm)
+        want = llm.generate([{"prompt_token_ids": PROMPTS[1]}], long, use_tqdm=False)[0].tokens
+        stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, long)
+        got = list(next(stream).token_ids)
+        if fails:
+            with monkeypatch.context() as m:
+                failing(m)
+                with pytest.raises(RequestError, match="planted"):
+                    llm.update_weights(second, kv=kv)
+            overwritten = llm.stats()["preemptions"] > 0
+            assert overwritten == (kv == "recompute")
+            assert got + [token for part in stream for token in part.token_ids] == want
+            assert tokens_of(answers(llm)) == tokens_of(before)
+        else:
+            llm.update_weights(second, kv=kv)
+            got += [token for part in stream for token in part.token_ids]
+            assert len(got) == len(want)
+            assert tokens_of(answers(llm)) == tokens_of(expected(second)) != tokens_of(before)
+        llm.check()
+
+
+def test_spare_memory_keeps_values_and_is_zero_afterwards():
+    memory = torch.full((4, 40), 7, dtype=torch.float16)
+    spare = SpareMemory([memory])
+    tensors = [torch.randn(5, 3), torch.arange(50, dtype=torch.int8), torch.randn(70)]
+    copies = [spare.copy(tensor) for tensor in tensors]
+    inside = [memory.data_ptr() <= kept.data_ptr() < memory.data_ptr() + memory.nbytes for kept in copies]
+    assert inside == [True, True, False]
+    for tensor, kept in zip(tensors, copies, strict=True):
+        assert kept.dtype == tensor.dtype
+        assert torch.equal(kept, tensor)
+    assert spare.used
+    spare.clear()
+    used = memory.flatten()[:64]
+    assert not used.any() and (memory.flatten()[64:] == 7).all()
+    assert not spare.used
 
 
 def test_weights_that_cannot_be_restored_end_the_engine(tiny, monkeypatch):
