@@ -121,17 +121,18 @@ class Clock:
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
+        self._replaced: list[Any] = []  # a block may be inside of another one
 
     def monotonic(self) -> float:
         return self.now
 
     def __enter__(self) -> Clock:
-        self._real = parts_module.time
+        self._replaced.append(parts_module.time)
         parts_module.time = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        parts_module.time = self._real
+        parts_module.time = self._replaced.pop()
 
     def turn(self, engine: Engine, seconds: float = 0.02) -> bool:
         """Run a turn of the engine's loop, and return whether it did work.

@@ -115,3 +115,15 @@ if __name__ == "__main__":
     for module, name in PLANTED:
         caught = [o.test for o in outcomes(module, name) if o.status == "failed"]
         print(f"{module.SEAM:10} {name:24} {', '.join(caught) or 'NOT CAUGHT'}", flush=True)
+
+
+def test_a_clock_inside_of_its_own_block_leaves_the_real_clock():
+    from minivllm.core.engine import parts
+    from minivllm.testing.sim import Clock
+
+    real, clock = parts.time, Clock()
+    with clock:
+        with clock:
+            assert parts.monotonic() == clock.now
+        assert parts.monotonic() == clock.now
+    assert parts.time is real
