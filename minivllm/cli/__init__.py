@@ -38,7 +38,7 @@ from minivllm.cli import (
     streams,
 )
 from minivllm.cli import record as recording
-from minivllm.cli.common import SAMPLING, add_switch, config_flags
+from minivllm.cli.common import SAMPLING, add_quiet, add_switch, config_flags
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
 from minivllm.validation import is_text
 
@@ -168,11 +168,13 @@ def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: 
     text = "Complete a prompt; the text streams to standard output."
     sub = command("generate", "cli.commands:generate", text, wiring, sampling, record)
     sub.add_argument("prompt", nargs="?", help="default: standard input")
+    add_quiet(sub)
     add_switch(sub, "--chat", "send the prompt as a user's message, through the chat template")
     text = "Talk to a chat model; an empty line or Ctrl-D ends, /help shows commands."
     sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     sub.add_argument("--system", help="a system message")
+    add_quiet(sub)
     add_switch(sub, "--plain", "write answers as plain text (default on a terminal with rich: as markdown)")
     sub.add_argument("--url", help="talk to a server with OpenAI's API, such as http://127.0.0.1:8000")
     text = "key of the server (default: MINIVLLM_API_KEY or OPENAI_API_KEY)"
@@ -180,6 +182,7 @@ def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: 
     text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
     sub = command("run", "cli.commands:run", text, wiring, record)
     sub.add_argument("file", help="TOML, YAML or JSON with a [run] table, or a run.json that --record wrote")
+    add_quiet(sub)
     add_switch(sub, "--force", "repeat a recorded run although sources or versions have changed since")
 
 

@@ -39,6 +39,11 @@ def add_switch(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
     parser.add_argument(flag, action="store_true", help=text)
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add ``--quiet``."""
+    add_switch(parser, "--quiet", "show no progress of loading and capturing")
+
+
 def add_repeatable(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str) -> None:
     """Add a flag that may be given several times, with ``text`` as its help.  Its value is a list of texts."""
     parser.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
@@ -222,10 +227,12 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
     """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
     from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
+    from minivllm.frontend.progress_display import shown
 
     if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    llm = LLM(config=loaded, record=record_path(args, loaded))
+    with shown(getattr(args, "quiet", False)):
+        llm = LLM(config=loaded, record=record_path(args, loaded))
     if not gc.isenabled():  # see ``minivllm.cli.COLLECT_LATE``
         gc.freeze()
         gc.enable()

@@ -8,7 +8,15 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.common import check_one_model, find_modules, json_table, read_config, show_warnings, target_flags
+from minivllm.cli.common import (
+    add_quiet,
+    check_one_model,
+    find_modules,
+    json_table,
+    read_config,
+    show_warnings,
+    target_flags,
+)
 from minivllm.cli.vllm_flags import translate
 from minivllm.errors import ConfigError
 
@@ -98,6 +106,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     _add_flags(sub, SERVER)
     add_engine_flags(sub)
+    add_quiet(sub)
     text = "offer the routes of operators, and taps"
     sub.add_argument("--admin", action="store_true", default=None, help=text)
     text = "serve the page with a chat and the live engine at /, and the page of the API at /docs (default)"

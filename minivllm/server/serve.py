@@ -29,6 +29,7 @@ import uvicorn
 
 from minivllm.core import declared_params
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.frontend.progress_display import shown
 from minivllm.runtime.processes.memory import HeapTrimmer
 from minivllm.runtime.text.template import is_name, read_template
 from minivllm.validation import is_text
@@ -82,7 +83,7 @@ def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded]
     check_config(loaded)
     found = middleware.load(args.middleware or ())
     read_again = None if reload is None else lambda: fair_to(keys, reload())
-    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found, read_again))
+    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found, read_again, args.quiet))
 
 
 def check_config(loaded: Loaded) -> None:
@@ -150,10 +151,12 @@ async def run(
     admin_key: str = "",
     around: Sequence[Any] = (),
     reload: Callable[[], Loaded] | None = None,
+    quiet: bool = False,
 ) -> int:
     """Serve until a signal comes or the engine dies, and return the exit code.
 
-    ``around`` is the operator's middleware.  ``reload`` is that of ``serve``.
+    ``around`` is the operator's middleware.  ``reload`` is that of ``serve``.  ``quiet`` shows
+    no progress of loading and capturing.
     Raise ResourceError if the address is in use, the errors of ``LLM(...)`` if the engine cannot start, and
     EngineDeadError if it dies.
     """
@@ -174,7 +177,8 @@ async def run(
     stopping = asyncio.create_task(stop.first.wait())
     try:
         with stop.listening():
-            await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            with shown(quiet, logs.event):
+                await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 return 0
             await opening  # raises the engine's error, with which the command ends

@@ -73,8 +73,8 @@ MAY_IMPORT = {
     ),
     "server.batch": "server.serve server.app server.replicas server",
     "server.serve": (
-        "server.app server.replicas server.openai server.link server.http runtime.text core.declared_params server "
-        "runtime.processes"
+        "server.app server.replicas server.openai server.link server.http frontend runtime.text core.declared_params "
+        "server runtime.processes"
     ),
     "server.app": (
         "server.operations server.prefixes server.weights server.page server.replicas server.embedding server.compat "
@@ -150,7 +150,7 @@ MAY_IMPORT = {
         "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "
         "device.hardware"
     ),
-    "device.loading": "device.layers core.interfaces registration.given device.loading.gguf_file",
+    "device.loading": "device.layers core core.interfaces registration.given device.loading.gguf_file",
     "device.layers": "device.kernels core.interfaces device.native",
     "device.kernels": "core.interfaces",
     "runtime.hooks": "core registry registration",

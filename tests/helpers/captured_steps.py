@@ -18,6 +18,7 @@ from greedy import prompts
 from prediction_heads import MTPReference
 
 from minivllm import LLM, SamplingParams, Tap
+from minivllm.core import progress
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import StepForm, StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
@@ -79,7 +80,11 @@ def engine(folder, **options):
 def play(folder, params, captures, taps=None, lora=None, **options):
     """(what each request got, the captures): prompts of many lengths, twice, so that the second time hits prefixes."""
     items = prompts(61, [1 + 13 * i % 50 for i in range(len(params))])
-    with engine(folder, **options if captures else {**options, "graph": "off"}) as llm:
+    seen = []
+    listening = progress.listening(lambda *report: seen.append(report))
+    with listening, engine(folder, **options if captures else {**options, "graph": "off"}) as llm:
+        made = [(done, total) for stage, done, total in seen if stage == progress.CAPTURES]
+        assert bool(made) == captures and all(done == total for done, total in made[-1:])
         outs = [o for _ in range(2) for o in llm.generate(items, params, False, taps, lora)]
         llm.engine.cache.check()
         assert [o.error for o in outs] == [None] * len(outs)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.core import progress
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
 from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.device.layers.embedding import TiedLMHead
@@ -154,13 +155,23 @@ def load_weights(
         if not read:
             tensors = dummy_tensors(targets, parts, seed)
         else:
-            tensors = checkpoint_tensors(Path(model_dir), pickled)
+            tensors = reported(checkpoint_tensors(Path(model_dir), pickled), sum(size for size, *_ in stamps.values()))
             tensors = tensors if conversion is None else conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
         check_unchanged(stamps)
         for module in parts.modules.values():
             module.finish()
     return [*notes, *getattr(parts.quantizer, "notes", ())]
+
+
+def reported(tensors: Iterator[tuple[str, Tensor]], total: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, and report how many of the ``total`` bytes of their files were read."""
+    done = 0
+    for name, tensor in tensors:
+        progress.report(progress.WEIGHTS, min(done, total), total)
+        yield name, tensor
+        done += tensor.nbytes
+    progress.report(progress.WEIGHTS, total, total)
 
 
 def tie(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from minivllm.core import progress
 from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
@@ -309,7 +310,7 @@ class Graphs:
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
-        for size in sorted({*self.sizes, *self.coarse}, reverse=True):
+        for size in progress.counted(progress.CAPTURES, sorted({*self.sizes, *self.coarse}, reverse=True)):
             if size in self.sizes:
                 for kind in kinds:
                     self._capture_forward(kind("decode", size, size, SHORT))
@@ -321,7 +322,7 @@ class Graphs:
         if self.mixed:
             *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
             if self._try_forward(GraphKey("mixed", *least, SHORT)):
-                for shape in more:
+                for shape in progress.counted(f"{progress.CAPTURES} of mixed steps", more):
                     self._try_forward(GraphKey("mixed", *shape, SHORT))
                 if self.runner.adapters is not None:
                     self._try_forward(AdaptedKey("mixed", *least, SHORT))

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from minivllm.core import progress
 from minivllm.core.interfaces.executor import Capacity, ParallelWiring, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepResult
 from minivllm.core.wiring import wiring_to_json
@@ -31,7 +32,7 @@ from minivllm.runtime.processes.status import BEGUN, CALLS, StatusPage
 
 from .fingerprint import differences
 from .options import MultiprocessOptions
-from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, cannot_start, capacity_of
+from .process import CALL, FAILED, NOT_RUNNING, PROGRESS, READY, START, Process, cannot_start, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
 OPERATIONS = (
@@ -184,6 +185,9 @@ class Multiprocess(Process):
                 said = json.loads(message.data)
                 if message.kind == MEETING:  # rank 0 says where
                     self._tell(MEETING, bytes(message.data))
+                    continue
+                if message.kind == PROGRESS:
+                    progress.report(*said)
                     continue
                 if message.kind == READY:
                     answers[rank] = said["answer"]

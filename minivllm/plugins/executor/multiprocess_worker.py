@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import minivllm
+from minivllm.core import progress
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import StepResult
 from minivllm.core.wiring import wiring_from_json
@@ -27,7 +28,7 @@ from .fingerprint import fingerprint
 from .local import Local
 from .multiprocess import FINGERPRINT, GO, LOST, PARTED
 from .process import FAILED, READY
-from .process_worker import WorkerLoop, _answer, _failure
+from .process_worker import WorkerLoop, _answer, _failure, progress_to
 from .shared_device import with_others
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Rank:
         try:
             self.channel.send(FINGERPRINT, [json.dumps(self._fingerprint()).encode()])
             try:
-                capacity = self.executor.adopt(build(self.told["wiring"], self._make))
+                with contextlib.nullcontext() if self.rank else progress.listening(progress_to(self.channel)):
+                    capacity = self.executor.adopt(build(self.told["wiring"], self._make))
             except MinivllmError as e:
                 self.channel.send(FAILED, [_failure(0, e)])
                 return

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.core import progress
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
@@ -39,6 +40,7 @@ WORKER = "minivllm.plugins.executor.process_worker:main"
 # kinds of messages beside those of ``steps``; JSON but LATE (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor
 # beside it)
 START, LATE, MASKS, MEMORY, CALL, READY, ANSWER, FAILED = 1, 3, 4, 5, 6, 7, 9, 10
+PROGRESS = 18  # of the start, before READY; JSON
 PLACE = struct.Struct("<qIQII")  # step; which shared memory, at which byte; rows and words of the masks
 MEMORY_SIZE = 1 << 20  # bytes of the shared memories that masks lie in, at least
 NOT_RUNNING = "the worker is not running: start() comes first"
@@ -171,6 +173,9 @@ class Process(Executor):
         while True:
             message = self._receive(wait=True)
             assert message is not None
+            if message.kind == PROGRESS:
+                progress.report(*json.loads(message.data))
+                continue
             if message.kind not in (kind, FAILED):
                 self._results.append(self._result(message))
                 continue

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.core import progress
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.device.worker.process import build
@@ -21,7 +22,7 @@ from minivllm.runtime.processes.child import attach
 from minivllm.runtime.processes.rhythm import Rhythm, let_others
 
 from .local import Local
-from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
+from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, PROGRESS, READY
 from .shared_device import with_others
 from .steps import NEXT, PLAN, Plans, StepResults
 
@@ -41,7 +42,8 @@ def _serve(channel: Channel) -> None:
     assert first is not None
     try:
         try:
-            capacity = executor.adopt(build(first.data.decode()))
+            with progress.listening(progress_to(channel)):
+                capacity = executor.adopt(build(first.data.decode()))
         except Exception as e:
             if isinstance(e, ResourceError):
                 e = with_others(e, json.loads(first.data)["device"])
@@ -53,6 +55,11 @@ def _serve(channel: Channel) -> None:
         WorkerLoop(channel, executor).run()
     finally:
         executor.stop()
+
+
+def progress_to(channel: Channel) -> progress.Listener:
+    """Return the listener that sends the progress of the start to the parent process."""
+    return progress.thinned(lambda *report: channel.send(PROGRESS, [json.dumps(report).encode()]))
 
 
 class WorkerLoop:

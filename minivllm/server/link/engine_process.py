@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.core import progress
 from minivllm.errors import EngineDeadError, MinivllmError, describe_error
 
 from .child_log import LineFormatter
@@ -143,7 +144,9 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     if not opening or opening[0].kind != "open":
         raise EngineDeadError("the client of the engine did not send a configuration")
     try:
-        engine, resolved, _ = build_engine(loaded_from_json(opening[0].header), live=True)
+        loaded = loaded_from_json(opening[0].header)
+        with progress.listening(progress_to(link)):
+            engine, resolved, _ = build_engine(loaded, live=True)
     except BaseException as e:  # SystemExit too, so that the parent always gets the reason
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
@@ -159,6 +162,16 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     loop.run()
     engine.stop()
     return 0 if loop.stopping else EngineDeadError.exit_code
+
+
+def progress_to(link: SocketLink) -> progress.Listener:
+    """Return the listener that sends the progress of the start to the parent."""
+
+    def send(stage: str, done: int, total: int) -> None:
+        header = {"progress": [stage, done, total]}
+        link.send(header, {}, "progress")
+
+    return progress.thinned(send)
 
 
 def _watch_parent(life_fd: int, running: threading.Event) -> None:

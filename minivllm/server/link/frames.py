@@ -23,7 +23,7 @@ from minivllm.errors import EngineDeadError
 
 VERSION = 3
 MAX_FRAME = 256 * 2**20  # largest size of a frame in bytes; images are the largest
-KINDS = ("open", "ready", "failed", "frame", "add", "abort", "cut", "ask", "stop")
+KINDS = ("open", "ready", "failed", "frame", "add", "abort", "cut", "ask", "stop", "progress")
 COLUMNS = {
     "prompt": "<i4", "stream": "<i8", "sample": "<i4", "count": "<i4", "end": "<u1", "stop_id": "<i4", "scored": "<u1",
     "tokens": "<i4", "chosen": "<f4", "rank": "<i4", "tops": "<i4", "top_ids": "<i4", "top": "<f4", "first": "<i8",

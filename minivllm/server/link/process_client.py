@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core import progress
 from minivllm.errors import EngineDeadError, RequestError, error_from
 from minivllm.registration import fresh
 from minivllm.server.logs import event
@@ -46,6 +47,8 @@ class ProcessClient(EngineClient):
     and the others wait for the new engine.  ``math.inf`` means no limit.
     ``environ`` are variables that the child gets in addition to those of this process.
     """
+
+    _name = ""  # begin of the stages of its progress
 
     def __init__(
         self,
@@ -290,6 +293,9 @@ class ProcessClient(EngineClient):
         """Handle a frame of the child."""
         if frame.kind == "frame":
             self._on_frame(frame.header, frame.columns)
+        elif frame.kind == "progress":
+            stage, done, total = frame.header["progress"]
+            progress.report(self._name + stage, done, total)
         elif frame.kind == "ready" and not self._ready.done():
             self._ready.set_result(frame.header)
         elif frame.kind == "failed" and not self._ready.done():

@@ -60,6 +60,7 @@ class Replica(ProcessClient):
     ) -> None:
         super().__init__(loaded, loaded.server.stuck_after, math.inf, environ)
         self.number = number
+        self._name = f"replica {number}: "
         self._numbers: Any = numbers
         self._read = read
         self._orphaned, self._on_opened, self._check = orphaned, opened, verify

@@ -1,0 +1,58 @@
+"""The progress of the start of an engine: bytes of weights that are loaded, and captures that are made.
+
+The code that works reports it, and one listener of the process shows it or sends it on.  Without a listener reporting
+costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+WEIGHTS, CAPTURES = "weights", "captures"  # stages; weights are counted in bytes
+INTERVAL = 0.1  # seconds between two reports that ``thinned`` passes on
+
+Listener = Callable[
+    [str, int, int], None
+]  # gets the stage, how much is done, and how much there is
+T = TypeVar("T")
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Pass the reports of this process to ``listener`` until the end of the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def report(stage: str, done: int, total: int) -> None:
+    """Report that ``done`` of ``total`` are done in a stage.  The newest listener gets it."""
+    if _listeners:
+        _listeners[-1](stage, done, total)
+
+
+def counted(stage: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield items, and report each one as done when the next one is requested."""
+    for done, item in enumerate(items):
+        report(stage, done, len(items))
+        yield item
+    report(stage, len(items), len(items))
+
+
+def thinned(listener: Listener) -> Listener:
+    """Return a listener that passes on the first and the last report of a stage, and few of those between."""
+    passed: dict[str, float] = {}  # stage -> when its last report was passed on
+
+    def listen(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - passed.get(stage, -INTERVAL) >= INTERVAL:
+            passed[stage] = now
+            listener(stage, done, total)
+
+    return listen
