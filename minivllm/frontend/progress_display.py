@@ -13,6 +13,7 @@ from typing import Any
 from minivllm.core.progress import WEIGHTS, listening, thinned
 
 EVERY = 10.0  # seconds between two lines about one stage in a log
+SHORT = 1.0  # seconds of a stage that is not worth a line in a log
 COLUMNS = 80  # largest width of a bar
 
 
@@ -57,7 +58,7 @@ def _bar(stage: str, total: int) -> Any:
 
 
 class Lines:
-    """Logs the begin and the end of each long stage, and how far it is every ``EVERY`` seconds.
+    """Logs the end of each long stage, and how far it is every ``EVERY`` seconds.
 
     ``log`` gets a sentence and its values.
     """
@@ -76,6 +77,8 @@ class Lines:
         self._said[stage] = now
         if done >= total:
             del self._begun[stage], self._said[stage]
+            if now - begun < SHORT:
+                return
         seconds = round(now - begun, 1)
         sentence = f"{stage}: {100 * done // max(total, 1)} % after {seconds} s"
         self._log("progress", sentence=sentence, stage=stage, done=done, total=total, seconds=seconds)

@@ -102,3 +102,11 @@ def test_a_stage_with_another_total_gets_a_bar_of_its_own(monkeypatch):
     assert bars._bars["weights"].total == 8
     bars.close()
     assert not bars._bars
+
+
+def test_a_short_stage_leaves_no_line_in_a_log():
+    lines = []
+    display = Lines(lambda message, **values: lines.append(values))
+    for done in range(3):
+        display.show("weights", done, 2)
+    assert not lines
