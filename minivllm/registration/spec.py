@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
-                api=(1, 5),
+                api=(1, 6),
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",

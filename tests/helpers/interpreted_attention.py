@@ -6,6 +6,8 @@ conformance kit tests every dtype on a GPU.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import copied_keys
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.device.layers.rotary import prepare_qk
-from minivllm.plugins.attention import triton_prefill
+from minivllm.plugins.attention import triton_backend, triton_prefill
 from minivllm.plugins.attention.triton_backend import Triton
-from minivllm.plugins.kvformat.plain import Fp32
+from minivllm.plugins.kvformat.plain import Fp16, Fp32
 from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV
 from minivllm.testing import AttentionConformance
 from minivllm.testing.attention_world import make_meta
@@ -38,6 +40,31 @@ def test_the_device_cuts_rows_into_the_tiles_that_the_host_would(least):
     want = sorted(zip(*(x.tolist() for x in triton_prefill.make_tiles(kept, 0, 8)), strict=True))
     got = sorted((r, t) for r, t in zip(row.tolist(), token.tolist(), strict=True) if r >= 0)
     assert got == want and row.tolist()[len(want) :] == [-1] * (20 - len(want))
+
+
+@pytest.mark.parametrize(("tokens", "window", "hopper"), [(2048, None, True), (64, None, False), (2048, 100, False)])
+def test_a_captured_step_has_tiles_of_its_kernel_and_their_number(tokens, window, hopper, monkeypatch):
+    given = []
+    monkeypatch.setattr(triton_backend, "capability", lambda device: 9)
+    stand_in = SimpleNamespace(attend=lambda *args: given.append((True, args[5])))
+    monkeypatch.setattr(triton_backend, "kernel_module", lambda: stand_in)
+    monkeypatch.setattr(triton_backend, "prefill", lambda *args: given.append((False, args[5])))
+    monkeypatch.setattr(triton_backend, "decode", lambda *args: None)
+    spec = AttnSpec(32, 8, 128, 128, window=window)
+    backend = Triton(None, AttentionContext("cpu", "float16", Fp16(), 64, 4, 4096, prepare_qk))
+    cache = {name: torch.zeros(2, 64, 8, 128, dtype=torch.float16) for name in "kv"}
+    lens = [1, 40 * tokens // 64, 0]
+    meta = make_meta([(slot, n, n) for slot, n in enumerate(lens)], np.ones((1, 3, 40), np.int32), 64)
+    meta.decode_rows = 3
+    q = torch.zeros(tokens, 32, 128, dtype=torch.float16)
+    backend.plan(meta, GraphKey("mixed", 3, tokens, 8192))
+    backend.forward(AttnLayer(0, 0, spec, cache), q, meta, q)
+    (used, tiles), size = given[0], 32 if hopper else 16
+    assert len(given) == 1 and used == hopper and tiles.lines == 4 * size and len(tiles.row) == tokens // size + 3
+    real = tiles.row >= 0
+    assert set(tiles.row[real].tolist()) == {1}
+    assert sorted(tiles.token[real].tolist()) == list(range(0, lens[1], size))
+    assert (tiles.count.tolist() == [int(real.sum())]) if hopper else tiles.count is None
 
 
 def test_keys_are_copied_whole_for_the_kits_larger_heads(monkeypatch):

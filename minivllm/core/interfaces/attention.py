@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 # 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3: AttnMeta.position;
 # 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
-API = (1, 5)
+# 1.6: AttentionBackend.notes
+API = (1, 6)
 # No sequence owns this block.  Padded, stopped and failed rows write to it, so it may hold NaN.
 # ``AttentionBackend.write`` may clear it.
 NULL_BLOCK = 0
@@ -149,6 +150,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         self.options, self.ctx = options, ctx
+        # sentences for the user, such as which kernels run; read after ``layout`` was called for every layer
+        self.notes: list[str] = []
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         """Return the named tensors of one block of a layer.

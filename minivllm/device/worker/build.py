@@ -318,6 +318,7 @@ def _load(
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
+    worker.notes += getattr(worker.backend, "notes", ())  # a back end of an earlier contract may lack it
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     for own in worker.own_models.values():
         its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)

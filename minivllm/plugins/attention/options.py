@@ -13,3 +13,12 @@ class FlashInferOptions(BaseModel):
     prefill: Literal["fa2", "fa3"] = Field(
         "fa2", description="kernels for rows of several tokens: fa2, or fa3, which takes minutes to compile"
     )
+
+
+class TritonOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    hopper: Literal["auto", "off"] = Field(
+        "auto",
+        description="the kernel for long rows on compute capability 9.0: auto uses it where it was faster, off never",
+    )

@@ -15,7 +15,7 @@ def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
 
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
-    api=(1, 5),
+    api=(1, 6),
     summary="torch's scaled dot-product attention over gathered blocks; any device, the reference",
     limits={
         "device": ANY,
@@ -45,8 +45,9 @@ def float8_on(request: PluginQuery) -> Sequence[Reason]:
 DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
-    api=(1, 5),
+    api=(1, 6),
     summary="paged attention in Triton: decode at the memory's speed, fused write, captured decode steps",
+    options="minivllm.plugins.attention.options:TritonOptions",
     priority=20,
     limits={
         "device": {"cuda"},
@@ -90,7 +91,7 @@ def _set(value: object) -> frozenset:
 # they belong (docs/attention.md).
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",
-    api=(1, 5),
+    api=(1, 6),
     summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
     priority=-1,
     limits={
@@ -111,7 +112,7 @@ FLASH_ATTN = Spec(
 )
 FLASH_ATTN2 = Spec(
     impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
-    api=(1, 5),
+    api=(1, 6),
     summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
     priority=-1,
     limits={
@@ -136,7 +137,7 @@ FLASH_ATTN2 = Spec(
 )
 FLASHINFER = Spec(
     impl="minivllm.plugins.attention.flashinfer:FlashInfer",
-    api=(1, 5),
+    api=(1, 6),
     summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
     options="minivllm.plugins.attention.options:FlashInferOptions",
     priority=-1,

@@ -1,7 +1,10 @@
-"""Paged attention in Triton: decode rows and longer rows by a kernel each, and a fused write.
+"""Paged attention in Triton, with a fused write.
 
-Nothing here waits for the device or reads from it, and all sizes of a launch come from ``GraphKey`` where there is one,
-so a step can be captured.  Runs wherever Triton does, and on a CPU under ``TRITON_INTERPRET=1``.
+Rows of one token have a kernel (``triton_decode``), and longer rows another (``triton_prefill``).  On a Hopper some
+steps use a third one for longer rows (``triton_hopper``, chosen in ``hopper_choice``).
+
+No function waits for the device or reads from it, and ``GraphKey`` has all sizes of a captured launch, so a step can be
+captured.  The back end runs on each GPU that Triton supports, and on a CPU under ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, AttnSpec, GraphKey, QKPre
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.device.kernels.launch import capability
 from minivllm.errors import PluginError
 
+from .hopper_choice import LINES, Variant, choose, kernel_module, refusal
 from .triton_decode import DecodeWork, deal, decode, in_float32
-from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
+from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device
 from .triton_widen import pays, widened
 from .triton_write import fits, write
 
@@ -39,7 +44,25 @@ class Triton(AttentionBackend):
                 raise PluginError(
                     f"triton: KV tensor {name!r} is {t.shape}: expected {want.get(name, 'no such tensor')}"
                 )
+        self._note_kernel(spec, layout.tensors["k"].dtype, block)
         return layout
+
+    def _note_kernel(self, spec: AttnSpec, kv_dtype: str, block: int) -> None:
+        """Note the kernel of rows of several tokens, if the device has a choice."""
+        if capability(torch.device(self.ctx.device)) != 9 or self.ctx.batch_invariant:
+            return
+        why = refusal(spec, self.ctx.dtype, kv_dtype, block)
+        if self.options is not None and self.options.hopper == "off":
+            why = "attention.options.hopper is off"
+        elif kernel_module() is None:
+            why = "it needs triton 3.6 or later"
+        window = "" if spec.window is None else f" with a window of {spec.window} tokens"
+        shape = f"heads of {spec.dim_qk} elements{window}"
+        note = f"long rows use the Hopper kernel: {shape}"
+        if why:
+            note = f"long rows do not use the Hopper kernel: {shape}; {why}"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
         if fits(q, k, v, pre):
@@ -74,10 +97,15 @@ class Triton(AttentionBackend):
             decode(layer, q, meta, out, lse, work, known)
             meta.work["settled"] = True  # what later layers read of the step itself, they may read at once
         if mixed or rows < len(meta.host_q_len):
-            tiles = self._tiles(meta, layer.spec, q)
-            if not mixed and pays(layer, q, meta):
+            copied = not mixed and pays(layer, q, meta)
+            variant = self._variant(layer, q, meta, copied)
+            tiles = self._tiles(meta, layer.spec, q, variant is not None)
+            if copied:
                 layer, meta = widened(layer, q, meta)
-            prefill(layer, q, meta, out, lse, tiles)
+            if variant is None:
+                prefill(layer, q, meta, out, lse, tiles)
+            else:
+                kernel_module().attend(layer, q, meta, out, lse, tiles, variant)
 
     def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[DecodeWork, bool]:
         """Return the work of a layer's rows, and whether an earlier layer had the same work."""
@@ -89,25 +117,63 @@ class Triton(AttentionBackend):
             meta.work[key] = deal(spec, meta.kv_len[group], meta.q_len, meta.slots, rows, longest, mixed, exact)
         return meta.work[key], known
 
-    def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _variant(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, copied: bool) -> Variant | None:
+        """Return the variant of the Hopper kernel for the rows of several tokens, None for ``triton_prefill``.
+
+        ``copied`` means that the kernel will read a copy of the keys and values in the dtype of q."""
+        spec = layer.spec
+        key = ("variant", layer.group, spec, copied)
+        if key not in meta.work:
+            meta.work[key] = self._choose(layer, q, meta, copied) if self._has_hopper(q.device) else None
+        found: Variant | None = meta.work[key]
+        return found
+
+    def _has_hopper(self, device: torch.device) -> bool:
+        if capability(device) != 9 or (self.options is not None and self.options.hopper == "off"):
+            return False
+        return kernel_module() is not None
+
+    def _choose(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, copied: bool) -> Variant | None:
+        spec, captured = layer.spec, meta.work.get("key", EAGER)
+        if copied and spec.window is not None:
+            return None  # the copy begins at a key tile of ``triton_prefill``
+        stored = q.dtype if copied else layer.cache["k"].dtype
+        if refusal(spec, *(str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)), meta.block):
+            return None
+        tokens = LINES // (spec.heads // spec.kv_heads)
+        if captured.kind == "mixed":
+            found = captured.tokens // tokens, captured.tokens, captured.span
+        else:
+            q_len = meta.host_q_len[meta.decode_rows :].astype(np.int64)
+            kv_len = meta.host_kv_len[layer.group][meta.decode_rows :]
+            found = int((-(-q_len // tokens)).sum()), int(q_len.sum()), int((q_len * kv_len).sum() // q_len.sum())
+        return choose(spec, *found)
+
+    def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor, hopper: bool) -> Tiles:
+        """Return the tiles of the rows of several tokens.
+
+        ``hopper`` means that they are for the Hopper kernel.  Layers with equal groups of heads share them."""
         group = spec.heads // spec.kv_heads
-        key = ("tiles", group)
+        key = ("tiles", group, hopper)
         found = meta.work.get(key)
         captured = meta.work.get("key", EAGER)
         if found is None and captured.kind == "mixed":
-            lines = tile_lines(group, captured.tokens)
+            lines = LINES if hopper else tile_lines(group, captured.tokens)
             most = captured.tokens // (lines // group) + captured.rows
-            found = meta.work[key] = (*tiles_on_device(meta.q_len, most, lines // group), lines)
+            row, token = tiles_on_device(meta.q_len, most, lines // group)
+            count = (row >= 0).sum(0, keepdim=True, dtype=torch.int32) if hopper else None
+            found = meta.work[key] = Tiles(row, token, lines, count)
         if found is None:
             longest = int(meta.host_q_len[meta.decode_rows :].max())
-            lines = tile_lines(group, longest)
+            lines = LINES if hopper else tile_lines(group, longest)
             row, token = make_tiles(meta.host_q_len, meta.decode_rows, lines // group)
-            packed = torch.from_numpy(np.stack([row, token]))
+            n = len(row)
+            packed = torch.from_numpy(np.concatenate([row, token, np.array([n], np.int32)]))
             packed = packed.to(q.device, non_blocking=True)
-            found = meta.work[key] = (packed[0], packed[1], lines)
+            found = meta.work[key] = Tiles(packed[:n], packed[n : 2 * n], lines, packed[2 * n :])
         return found
 
-    def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> Tiles:
         """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token."""
         tokens = FIXED_LINES // (spec.heads // spec.kv_heads)
         found, captured = meta.work.get(("fixed", tokens)), meta.work.get("key", EAGER)
@@ -119,4 +185,4 @@ class Triton(AttentionBackend):
                 most = captured.rows if captured.kind == "decode" else captured.tokens // tokens + captured.rows
                 row, token = tiles_on_device(meta.q_len, most, tokens, least=1)
             found = meta.work["fixed", tokens] = (row, token)
-        return *found, FIXED_LINES
+        return Tiles(*found, FIXED_LINES)

@@ -14,6 +14,7 @@ Reference: ``sdpa.attend_explicit``.  FlashAttention-2's loop (arXiv:2307.08691)
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,17 @@ from minivllm.device.kernels.launch import capability, kernel
 from .triton_decode import LOG2E, NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
 
 KEYS = 32  # N
+
+
+class Tiles(NamedTuple):
+    """The tiles of a step's rows.
+
+    A captured step has room for the largest number of tiles that its size allows; the tiles of row -1 come last."""
+
+    row: Tensor  # i32 [tiles] the row of each tile, -1 for none
+    token: Tensor  # i32 [tiles] the first token of each tile in its row
+    lines: int  # M, queries of a tile: tokens times the query heads of a KV head
+    count: Tensor | None = None  # i32 [1] the number of tiles with a row, for ``triton_hopper``
 
 
 @triton.jit
@@ -271,15 +283,15 @@ def prefill(
     meta: AttnMeta,
     out: Tensor,
     lse: Tensor | None,
-    tiles: tuple[Tensor, Tensor, int],
+    tiles: Tiles,
     fixed: bool = False,
 ) -> None:
-    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` (row i32, first token i32, M) from q [T, heads, D].
+    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D].
 
     ``fixed`` keeps the compiler from fusing multiply-adds, which it does without a mask only and which changes bits.
     """
     spec = layer.spec
-    (row, token, lines), group = tiles, spec.heads // spec.kv_heads
+    (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     scaled = "k_scale" in layer.cache
     exact = in_float32(q)
