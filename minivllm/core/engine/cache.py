@@ -192,7 +192,7 @@ class KVCache:
         """Return the blocks of the longest hit that ends at a checkpoint.  It stays correct while no block gets or
         loses a checkpoint: a chain that shrinks below a checkpoint loses that one."""
         if seq.hint is None or seq.hinted != checkpoints.changes:
-            n, index = self._cached_blocks(seq), self.pools[0].index
+            n, index = self.cached_blocks(seq), self.pools[0].index
             while n and index[seq.keys[n - 1]] not in checkpoints.of_block:
                 n -= 1
             seq.hint, seq.hinted = n, checkpoints.changes
@@ -202,7 +202,7 @@ class KVCache:
         """Return the blocks of a waiting sequence that may come from the prefix cache."""
         return (most_cached(seq, seq.known) - 1) // self.block
 
-    def _cached_blocks(self, seq: Seq) -> int:
+    def cached_blocks(self, seq: Seq) -> int:
         """Return how many of a sequence's first blocks are cached, and hash the next one."""
         lead, keys, usable = self.pools[0], seq.keys, self._usable(seq)
         # A cached block's parent is cached too, so the cached blocks are a prefix of the keys.
@@ -217,7 +217,7 @@ class KVCache:
         return n
 
     def _hint(self, seq: Seq) -> int:
-        n, usable, lead = self._cached_blocks(seq), self._usable(seq), self.pools[0]
+        n, usable, lead = self.cached_blocks(seq), self._usable(seq), self.pools[0]
         for key in seq.keys[max(n - 1, 0) : min(n + 1, usable)]:
             lead.watch.setdefault(key, []).append(seq)
         self.watched += 2

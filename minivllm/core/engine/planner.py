@@ -13,6 +13,7 @@ that it needs.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from .request import RUNNING, WAITING
 from .sessions import report_turn
 from .steady import Steady, next_steady, steady_of
 from .taps import most_cached
+from .underway import MOST_PASSED, Underway
 from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ class Planner:
         self.finish, self.events, self.speculation = finish, events, speculation
         self.adapters = adapters
         self.waiting = WaitingQueue()
+        self.underway = Underway(cache, slots)
         self.step_id = 0
         # most prompt tokens in a step; a server lowers it if steps would take too long
         self.most_prefill = max_tokens
@@ -421,11 +424,18 @@ class Planner:
     ) -> None:
         """Admit waiting sequences and plan their first chunks in ``chunks``.  A ``static`` batch enters at once, even
         if its tokens exceed the budget.  Blocks are first promised to each row, then taken for all rows together."""
-        s, new, promised, refused = self.slots, {}, 0, None
+        s, new, promised, refused = self.slots, dict[int, int](), 0, None
         self.placeless = False
+        self.underway.refresh()
+        delayed: list[Seq] = []  # wait for a prefix that a running row computes
+        planned = ChainMap(new, chunks)
         for seq in self._newcomers(now, None if static else parts):
-            if parts.left <= 0 and not static:
+            if (parts.left <= 0 and not static) or len(delayed) == MOST_PASSED:
                 break
+            if not static and self.underway.delays(seq, planned):
+                self.waiting.remove(seq)
+                delayed.append(seq)
+                continue
             if not self._enter(seq, promised):
                 refused = seq  # no later sequence overtakes the first that does not fit
                 break
@@ -438,6 +448,8 @@ class Planner:
                     new[slot], blocks = self.cache.room(slot, want, promised)
                     promised += blocks
                     parts.spend(owner_number, new[slot])
+        for seq in delayed:
+            self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
         if new:
             rows = np.fromiter(new, np.int32, len(new))
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
@@ -488,6 +500,7 @@ class Planner:
         self.joins.append((slot, seq))
         seq.status = RUNNING
         cached = self.cache.adopt(slot, hit, most)
+        self.underway.enter(slot)
         if not seq.preempted:
             report_turn(self.cache, seq, "began")
         if not seq.preempted and seq is seq.request.sequences[0]:

@@ -67,6 +67,10 @@ class Publisher:
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
 
+    def stats(self) -> dict[str, int]:
+        """Return the entries of ``Engine.stats`` that count results."""
+        return {"generated_tokens": self.tokens, "overshoot_tokens": self.overshoot}
+
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
         """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
         then calls their strategies."""

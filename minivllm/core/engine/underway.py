@@ -1,0 +1,107 @@
+"""Prefixes that running rows compute at the moment.  A newcomer with the same prefix waits for them.
+
+Blocks are published once the step that computes them was collected.  Requests that arrive together would otherwise all
+compute the prompt that they share::
+
+    step 1    A computes its prompt          B, C: same prefix, wait
+    step 2    (planned before step 1 ends)   B, C wait
+    step 3    A decodes                      B, C enter with a prefix hit
+
+Waiting costs B a step or two, and computing the prefix again would take at least as long.  Sequences behind B in the
+queue may enter before it.  B waits only while the row that computes its prefix is in a step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .taps import most_cached
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from .cache import KVCache
+    from .request import Seq
+    from .slots import Slots
+
+LEAST_TOKENS = 256  # of a prefix for which a newcomer waits
+MOST_PASSED = 64  # waiting newcomers that a plan passes over; the others are not looked up
+
+
+class Computing(NamedTuple):
+    """A running row that computes its prompt."""
+
+    serial: int  # of the row's stay in its slot
+    blocks: int  # full blocks of the tokens that were known when it entered
+    published: int  # blocks published when its key was stored
+    key: int  # of the first block that is not published
+
+
+class Underway:
+    """The rows that compute prompts of at least ``LEAST_TOKENS`` tokens, by the key of their first unpublished
+    block."""
+
+    def __init__(self, cache: KVCache, slots: Slots) -> None:
+        self.cache, self.slots = cache, slots
+        self.rows: dict[int, Computing] = {}
+        self.of_key: dict[int, int] = {}  # key -> slot
+        # models with recurrent states hit at checkpoints, which need not lie at the end of a common prefix
+        self.usable = cache.prefix and cache.checkpoints is None
+        self.waits = 0  # times that a newcomer was passed over
+
+    def enter(self, slot: int) -> None:
+        """Note a row that has just entered, if its prompt is long enough."""
+        blocks = int(self.slots.known[slot]) // self.cache.block
+        published = int(self.slots.prefix_published[slot])
+        self._remove(slot)
+        if self.usable and (blocks - published) * self.cache.block >= LEAST_TOKENS:
+            self._store(slot, blocks, published)
+
+    def refresh(self) -> None:
+        """Remove rows whose prompt is published, and update the keys of the others.  Call it before ``delays``."""
+        s = self.slots
+        for slot, row in list(self.rows.items()):
+            published = int(s.prefix_published[slot])
+            if row.serial == s.serial[slot] and published == row.published:
+                continue
+            self._remove(slot)
+            if row.serial == s.serial[slot] and published < row.blocks:
+                self._store(slot, row.blocks, published)
+
+    def delays(self, seq: Seq, planned: Container[int]) -> bool:
+        """Return whether a waiting sequence should wait for the prefix that a running row computes.
+
+        ``planned`` holds the slots of prompt chunks in the plan that is being made."""
+        if not self.rows or seq.request.beams is not None:
+            return False
+        size, s = self.cache.block, self.slots
+        cached = self.cache.cached_blocks(seq)
+        least = cached + -(-LEAST_TOKENS // size)
+        if least > (most_cached(seq, seq.known) - 1) // size:
+            return False
+        slot = self.of_key.get(seq.keys[cached])
+        if slot is None or self.rows[slot].blocks < least:
+            return False
+        if slot not in planned and s.step[slot] <= s.published:
+            return False  # the row waits for blocks
+        if self._keys(seq, least) != self._keys(s.at(slot), least):
+            return False
+        self.waits += 1
+        return True
+
+    def _store(self, slot: int, blocks: int, published: int) -> None:
+        seq = self.slots.at(slot)
+        key = self._keys(seq, published + 1)[published]
+        row = Computing(int(self.slots.serial[slot]), blocks, published, key)
+        self.rows[slot] = row
+        self.of_key.setdefault(key, slot)
+
+    def _remove(self, slot: int) -> None:
+        row = self.rows.pop(slot, None)
+        if row is not None and self.of_key.get(row.key) == slot:
+            del self.of_key[row.key]
+
+    def _keys(self, seq: Seq, blocks: int) -> list[int]:
+        """Return the keys of the first ``blocks`` blocks of a sequence, which has as many full ones."""
+        tokens = seq.tokens[: blocks * self.cache.block]
+        return self.cache.pools[0].keys_of(tokens, seq.request.salt, seq.keys)[:blocks]
