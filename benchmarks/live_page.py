@@ -3,15 +3,19 @@
     python benchmarks/live_page.py --executor sim      the host's part alone: steps of the simulated device take 0 ms
     python benchmarks/live_page.py --executor local    pocket on this machine
 
-The periods alternate, so that other load of the machine affects both alike.  The median of their ratios counts.
+Periods with and without a reader alternate, in an order that alternates too, so that other load of the machine affects
+both alike.  The median of the ratios of their speeds counts.  The CPU time of the engine's process for each token is
+printed as well, because other load changes it less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from minivllm.config import load_config
@@ -22,13 +26,19 @@ from minivllm.server.link.process_client import ProcessClient
 SIMULATED = {"name": "sim", "options": {"step_ms": 0.0}}
 
 
-async def period(client: ProcessClient, seconds: float) -> float:
-    """Return the tokens per second of a period."""
-    before = (await client.stats())["generated_tokens"]
+def cpu_seconds(pid: int | None) -> float:
+    """Return the CPU time of a process so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def period(client: ProcessClient, seconds: float) -> tuple[float, float]:
+    """Return the tokens per second of a period, and the tokens per CPU second of the engine's process."""
+    before, spent = (await client.stats())["generated_tokens"], cpu_seconds(client.pid)
     begin = time.perf_counter()
     await asyncio.sleep(seconds)
-    after = (await client.stats())["generated_tokens"]
-    return (after - before) / (time.perf_counter() - begin)
+    made, taken = (await client.stats())["generated_tokens"] - before, time.perf_counter() - begin
+    return made / taken, made / (cpu_seconds(client.pid) - spent)
 
 
 async def read(stream: Any) -> None:
@@ -63,16 +73,31 @@ async def measure(args: argparse.Namespace) -> None:
     await asyncio.sleep(3)
     states = LiveStates(client, loaded.server)
     sizes: list[int] = []
-    ratios = []
-    for _ in range(args.pairs):
-        alone = await period(client, args.seconds)
-        offer = lambda text: sizes.append(len(text))  # noqa: E731
+    ratios, cpu_ratios = [], []
+
+    def offer(text: str) -> None:
+        sizes.append(len(text))
+
+    async def watched() -> tuple[float, float]:
         states.join(None, offer)
-        watched = await period(client, args.seconds)
-        states.leave(None, offer)
-        ratios.append(watched / alone)
-        print(f"{alone:10,.0f} tokens/s alone, {watched:10,.0f} with a page: {ratios[-1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f}; {len(sizes)} states of {statistics.mean(sizes) / 1e3:.0f} KB")
+        try:
+            return await period(client, args.seconds)
+        finally:
+            states.leave(None, offer)
+
+    for number in range(args.pairs):
+        if number % 2:
+            page = await watched()
+            alone = await period(client, args.seconds)
+        else:
+            alone = await period(client, args.seconds)
+            page = await watched()
+        ratios.append(page[0] / alone[0])
+        cpu_ratios.append(page[1] / alone[1])
+        line = f"{alone[0]:10,.0f} tokens/s alone, {page[0]:10,.0f} with a page: {ratios[-1]:.3f}"
+        print(f"{line}; by CPU seconds {cpu_ratios[-1]:.3f}", flush=True)
+    found = f"median ratio {statistics.median(ratios):.3f}, by CPU seconds {statistics.median(cpu_ratios):.3f}"
+    print(f"{found}; {len(sizes)} states of {statistics.mean(sizes) / 1e3:.0f} KB")
     busy.cancel()
     await states.close()
     await client.close()
