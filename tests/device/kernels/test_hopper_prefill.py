@@ -340,6 +340,7 @@ def test_captured_mixed_steps_replayed_on_other_rows_give_the_bits_of_separate_l
     first, second = [(1, 9), (1, 64), (1, 1), (1000, 3000), (2, 2)], case.rows
     padded = torch.zeros(2048, 32, 128, dtype=torch.bfloat16, device="cuda")
     static = pad(case.meta(first), 8)
+    static.host_kv_len = np.full_like(static.host_kv_len, key.span)  # an upper bound, as in the engine
     out, lse = torch.full_like(padded, torch.nan), torch.full((2048, 32), torch.nan, device="cuda")
 
     def forward():
