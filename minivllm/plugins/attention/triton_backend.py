@@ -9,15 +9,26 @@ captured.  The back end runs on each GPU that Triton supports, and on a CPU unde
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, AttnSpec, GraphKey, QKPre
+from minivllm.core.interfaces.attention import (
+    AttentionBackend,
+    AttentionContext,
+    AttnLayer,
+    AttnMeta,
+    AttnSpec,
+    GraphKey,
+    QKPre,
+)
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.device.kernels.launch import capability
 from minivllm.errors import PluginError
 
+from .hopper_check import disagreement
 from .hopper_choice import LINES, Variant, choose, kernel_module, refusal
 from .triton_decode import DecodeWork, deal, decode, in_float32
 from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device
@@ -33,6 +44,10 @@ class Triton(AttentionBackend):
 
     ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
     """
+
+    def __init__(self, options: Any, ctx: AttentionContext) -> None:
+        super().__init__(options, ctx)
+        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel was wrong at the start
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
@@ -56,6 +71,11 @@ class Triton(AttentionBackend):
             why = "attention.options.hopper is off"
         elif kernel_module() is None:
             why = "it needs triton 3.6 or later"
+        elif not refusal(spec, self.ctx.dtype, self.ctx.dtype, block):  # it may read these, or a copy in this dtype
+            wrong = disagreement(spec, getattr(torch, self.ctx.dtype), block, torch.device(self.ctx.device))
+            if wrong:
+                self.unfit.add(spec)
+                why = wrong
         window = "" if spec.window is None else f" with a window of {spec.window} tokens"
         shape = f"heads of {spec.dim_qk} elements{window}"
         note = f"long rows use the Hopper kernel: {shape}"
@@ -135,6 +155,8 @@ class Triton(AttentionBackend):
 
     def _choose(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, copied: bool) -> Variant | None:
         spec, captured = layer.spec, meta.work.get("key", EAGER)
+        if spec in self.unfit:
+            return None
         if copied and spec.window is not None:
             return None  # the copy begins at a key tile of ``triton_prefill``
         stored = q.dtype if copied else layer.cache["k"].dtype

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.device.layers.rotary import prepare_qk
-from minivllm.plugins.attention import hopper_choice, triton_backend
+from minivllm.plugins.attention import hopper_check, hopper_choice, triton_backend
 from minivllm.plugins.attention.options import TritonOptions
+from minivllm.plugins.attention.sdpa import attend_explicit
 from minivllm.plugins.kvformat.plain import Bf16, Fp16
 from minivllm.testing.attention_world import make_meta
 
@@ -121,6 +122,7 @@ def test_tiles_have_the_lines_of_the_kernel_and_cover_every_token_once(monkeypat
 def test_the_notes_name_the_kernel_of_each_kind_of_layer_once(spec, options, words, monkeypatch):
     monkeypatch.setattr(triton_backend, "capability", lambda device: 9)
     monkeypatch.setattr(triton_backend, "kernel_module", lambda: SimpleNamespace())
+    monkeypatch.setattr(triton_backend, "disagreement", lambda *_: "")
     backend = triton_backend.Triton(TritonOptions(hopper=options), context(Bf16(), 64))
     for _ in range(3):
         backend.layout(spec, Bf16(), 64)
@@ -133,11 +135,69 @@ def test_a_device_with_one_kernel_has_no_notes():
     assert backend.notes == []
 
 
+# ---- comparison at the start -----------------------------------------------------------------------------------------
+
+
+def attended(layer, q, meta, out, lse, tiles, *_):
+    """Compute the tiles of a step row by row, as both kernels do."""
+    spec, per_tile = layer.spec, tiles.lines // (layer.spec.heads // layer.spec.kv_heads)
+    starts, lengths = meta.cu_q.tolist(), meta.kv_len[0].tolist()
+    for row, token in zip(tiles.row.tolist(), tiles.token.tolist(), strict=True):
+        if row < 0:
+            continue
+        begin, end = starts[row] + token, min(starts[row] + token + per_tile, starts[row + 1])
+        length = lengths[row]
+        blocks = meta.table[0][meta.slots[row]][: -(-length // meta.block)].long()
+        k, v = (layer.cache[name][blocks].flatten(0, 1)[:length].float()[None] for name in "kv")
+        position = length - starts[row + 1] + torch.arange(begin, end)
+        distance = position[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < (spec.window or length))
+        found, _ = attend_explicit(q[begin:end].float()[None], k, v, mask[None, None], spec, layer.sinks)
+        out[begin:end] = found[0].to(out.dtype)
+
+
+def shifted(layer, q, meta, out, lse, tiles, *_):
+    """Leave the last tile out."""
+    attended(layer, q, meta, out, lse, tiles._replace(row=tiles.row[:-8], token=tiles.token[:-8]))
+
+
+def late(layer, q, meta, out, lse, tiles, *_):
+    """Read the blocks of the next row for one tile."""
+    attended(layer, q, meta, out, lse, tiles)
+    slots = meta.slots.roll(1)
+    one = tiles._replace(row=tiles.row[:1], token=tiles.token[:1])
+    attended(layer, q, SimpleNamespace(**{**vars(meta), "slots": slots}), out, lse, one)
+
+
+def broken(*_):
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (attended, ""), (shifted, "disagrees with the other kernel"), (late, "disagrees with the other kernel"),
+        (broken, "it fails on this device: RuntimeError: no such instruction"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_on_this_device_is_not_used(kernel, words, monkeypatch):
+    monkeypatch.setattr(hopper_check, "kernel_module", lambda: SimpleNamespace(attend=kernel))
+    monkeypatch.setattr(hopper_check.triton_prefill, "prefill", attended)
+    hopper_check.disagreement.cache_clear()
+    for spec in (AttnSpec(8, 2, 64, 64, sinks=True), AttnSpec(4, 2, 128, 128, window=1024)):
+        found = hopper_check.disagreement(spec, torch.float16, 32, torch.device("cpu"))
+        assert words in found if words else found == ""
+    hopper_check.disagreement.cache_clear()
+    monkeypatch.setattr(triton_backend, "disagreement", lambda *_: words)
+    step = steps_with(monkeypatch, "auto", layout=True)
+    assert step([(4000, 4000)]) == ["prefill" if words else "hopper"]
+
+
 def context(fmt, block, device="cpu", dtype="bfloat16", invariant=False):
     return AttentionContext(device, dtype, fmt, block, 8, 40000, prepare_qk, batch_invariant=invariant)
 
 
-def steps_with(monkeypatch, hopper, capability=9, module=True, invariant=False, seen=None):
+def steps_with(monkeypatch, hopper, capability=9, module=True, invariant=False, seen=None, layout=False):
     """Return a function from (queries, keys) of rows to the kernels of a step, none of which run."""
     calls = []
 
@@ -156,6 +216,8 @@ def steps_with(monkeypatch, hopper, capability=9, module=True, invariant=False, 
     monkeypatch.setattr(triton_backend, "prefill", prefill)
     backend = triton_backend.Triton(TritonOptions(hopper=hopper), context(Bf16(), 64, invariant=invariant))
     cache = {name: torch.empty(1, 64, 8, 128, dtype=torch.bfloat16) for name in "kv"}
+    if layout:
+        backend.layout(LLAMA, Bf16(), 64)
 
     def step(rows):
         calls.clear()
