@@ -9,6 +9,7 @@ const { chromium } = require("playwright-core");
 const axe = readFileSync(join(MODULES, "axe-core", "axe.min.js"), "utf8");
 const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox"] });
 const WIDE = { viewport: { width: 1360, height: 900 } };
+const PHONE = { viewport: { width: 390, height: 844 }, deviceScaleFactor: 2 };
 const SLOW = { timeout: 60000 };
 const EVIL = ['<img src=x onerror="window.hacked=1">', "<script>window.hacked=1</script>", "<svg onload=window.hacked=1>",
   "[x](javascript:window.hacked=1)", "![x](http://127.0.0.1:1/leak.png)", '<a href="data:text/html,<script>1</script>">x</a>',
@@ -325,12 +326,13 @@ const cases = {
     await setting(page, { extra: '{"ignore_eos": true, "max_tokens": 300}' });
     await say(page, "Tell me a story.");
     await page.waitForFunction(() => /Captures used: native code/.test(document.querySelector("#forms")?.textContent), null, SLOW);
+    if (SHOTS) { await page.locator("#seams").evaluate((node) => node.parentElement.scrollIntoView({ block: "end" })); await page.screenshot({ path: join(SHOTS, "captures.png") }); }
     return page;
   },
   async many() {
     const page = await open(SIM_URL);
     const prompts = Array.from({ length: 256 }, (_, i) => `Request ${i} ${"word ".repeat(20)}`);
-    const body = { prompt: prompts, max_tokens: 400, ignore_eos: true, temperature: 0 };
+    const body = { prompt: prompts, max_tokens: SHOTS ? 800 : 400, ignore_eos: true, temperature: 0 };
     const refused = [];
     const asked = fetch(`${SIM_URL}/v1/completions`, { method: "POST", headers: { Authorization: `Bearer ${API_KEY}`, "Content-Type": "application/json" }, body: JSON.stringify(body) });
     asked.then((got) => got.ok || refused.push(got.status));
@@ -338,7 +340,7 @@ const cases = {
     const late = fetch(`${SIM_URL}/v1/completions`, { method: "POST", headers: { Authorization: `Bearer ${API_KEY}`, "Content-Type": "application/json" }, body: JSON.stringify({ ...body, prompt: prompts.slice(0, 20), max_tokens: 20 }) });
     late.then((got) => got.ok || refused.push(got.status));
     await page.waitForFunction(() => /^20 requests wait: all 256 rows of the batch are in use/.test(document.querySelector("#why").textContent), null, SLOW);
-    ensure(/waits: all rows are in use/.test(await page.locator("#rows tbody tr").first().innerText()), "the requests that wait are not at the top");
+    ensure(/waits: no free row/.test(await page.locator("#rows tbody tr").first().innerText()), "the requests that wait are not at the top");
     await page.waitForFunction(() => minivllm.engine.state.engine.running >= 250, null, SLOW);
     await page.evaluate(() => { minivllm.engine.times.length = 0; });
     const client = await page.context().newCDPSession(page);
@@ -352,8 +354,19 @@ const cases = {
     const share = 1000 * (to.ScriptDuration - from.ScriptDuration) / (Date.now() - begin) * 1000;
     console.log(`figure: 256 running, ${await page.evaluate(() => minivllm.engine.state.blocks.total)} blocks: script time of a frame p50 ${times[times.length >> 1].toFixed(1)} ms, p95 ${p95.toFixed(1)} ms of ${times.length} frames; scripts take ${share.toFixed(1)} ms a second in all`);
     ensure(times.length >= 20 && p95 <= 8, `p95 ${p95}`);
-    if (SHOTS) { await page.screenshot({ path: join(SHOTS, "many.png") }); await page.click('nav [data-view="engine"]'); await page.waitForTimeout(1500); await page.screenshot({ path: join(SHOTS, "engine.png") }); }
     ensure(await page.locator("#rows tbody tr:visible").count() === 100, "not 100 rows");
+    if (SHOTS) {
+      await page.screenshot({ path: join(SHOTS, "many.png") });
+      for (const [name, options] of [["many_dark", { ...WIDE, colorScheme: "dark" }], ["many_phone", PHONE]]) {
+        const other = await open(SIM_URL, options);
+        await other.click('nav [data-view="engine"]');
+        await other.waitForTimeout(700);
+        await other.screenshot({ path: join(SHOTS, `${name}.png`), fullPage: false });
+        await other.locator("#rows-box").scrollIntoViewIfNeeded();
+        await other.screenshot({ path: join(SHOTS, `${name}_rows.png`) });
+        await other.context().close();
+      }
+    }
     await Promise.all([asked, late]);
     ensure(!refused.length, `the requests were refused: ${refused}`);
     return page;
@@ -373,7 +386,7 @@ const cases = {
     if (!SHOTS) return null;
     const page = await open(BASE_URL, WIDE);
     await page.context().close();
-    for (const [name, options] of [["light", WIDE], ["dark", { ...WIDE, colorScheme: "dark" }], ["phone", { viewport: { width: 390, height: 844 }, deviceScaleFactor: 2 }]]) {
+    for (const [name, options] of [["light", WIDE], ["dark", { ...WIDE, colorScheme: "dark" }], ["phone", PHONE]]) {
       const shown = await open(BASE_URL, options);
       await say(shown, "What is 2 + 3?");
       await say(shown, "Tell me a story about a fox.");

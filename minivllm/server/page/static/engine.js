@@ -5,8 +5,8 @@ import { keepSetting, setting } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = ["free", "cached", "used", "shared"];
-const WHY = { rows: "waits: all rows are in use", blocks: "waits: too few blocks are free", loading: "waits: its blocks are loaded from a tier",
-  held: "waits: the scheduler holds it back", budget: "waits: the tokens of this step are spent" };
+const WHY = { rows: "waits: no free row", blocks: "waits: too few blocks", loading: "waits: loads from a tier", held: "waits: held back",
+  budget: "waits: the step is full" };
 // the same for several requests, with a remedy; rows: most rows, n: number of requests
 const WHY_MANY = {
   rows: (most) => `all ${most} rows of the batch are in use. A row becomes free when a running request ends.`,
@@ -29,7 +29,7 @@ function bytes(text) {
 }
 
 function set(node, text) { if (node.nodeValue !== text) node.nodeValue = text; }
-const short = (id) => id.slice(0, 8) + id.slice(32).replace(/^-0$/, ""); // of a request with several prompts also which one
+const short = (id) => id.slice(0, 6) + id.slice(32).replace(/^-0$/, ""); // of a request with several prompts also which one
 const number = (n) => (n >= 1e6 ? `${(n / 1e6).toFixed(1)}M` : n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : String(Math.round(n)));
 const size = (n) => (n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(0)} MiB`);
 
@@ -158,7 +158,7 @@ export class Engine {
     if (engine) {
       tiles.push(["blocks in use", `${Math.round(100 * engine.held / blocks.total)} %`],
         ["prefix hits", engine.queries ? `${Math.round(100 * engine.hits / engine.queries)} %` : "–", `${engine.hits} of ${engine.queries} prompt tokens were a prefix hit`],
-        ["evicted blocks", number(engine.evictions)], ["preempted", number(engine.preemptions)], ["finished", number(engine.finished)]);
+        ["evicted", number(engine.evictions), "KV blocks whose content was replaced"], ["preempted", number(engine.preemptions), "times that a running request lost its blocks"], ["finished", number(engine.finished)]);
     }
     for (const [name, value, more] of tiles) {
       let text = this.tiles.get(name);
@@ -289,7 +289,7 @@ export class Engine {
 
   drawRows() {
     const { rows } = this.state, body = $("rows").tBodies[0];
-    const order = this.order(), n = order.length;
+    const order = this.order(), n = order.length, several = rows.owner.some((owner) => owner !== rows.owner[0]);
     this.ids = order.map((at) => rows.id[at]);
     while (this.rows.length < n) {
       const texts = Array.from({ length: 5 }, () => document.createTextNode(""));
@@ -301,7 +301,7 @@ export class Engine {
       if (row.hidden !== hidden) row.hidden = hidden;
       if (hidden) continue;
       const phase = rows.prompt[i] - rows.computed[i] > 1 ? `prompt ${Math.round(100 * rows.computed[i] / rows.prompt[i])} %` : "generates";
-      set(texts[0], short(rows.id[i]) + (rows.sample[i] ? `/${rows.sample[i]}` : "") + (rows.owner[i].startsWith("key") ? ` ${rows.owner[i]}` : ""));
+      set(texts[0], short(rows.id[i]) + (rows.sample[i] ? `/${rows.sample[i]}` : "") + (several && rows.owner[i].startsWith("key") ? ` ${rows.owner[i]}` : ""));
       set(texts[1], rows.running[i] ? phase : WHY[rows.why[i]] || "waits");
       set(texts[2], `${rows.prompt[i]} + ${Math.max(0, rows.known[i] - rows.prompt[i])}`);
       set(texts[3], rows.cached[i] ? String(rows.cached[i]) : "–");
