@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from minivllm.cli import answer_views
 from minivllm.cli.answer_views import MarkdownView, PlainView, printable, view_of
-from minivllm.cli.chat_thoughts import Separated
+from minivllm.cli.chat_sources import LocalSource
+from minivllm.cli.chat_thoughts import Separated, parser_of
 from minivllm.plugins.parser.qwen3 import Qwen3Parser
 
 EVIL = (
@@ -134,6 +136,37 @@ def test_the_reasoning_of_a_model_is_separated_from_its_answer(opened):
         and joined["text"].strip() == "It is <b>5</b>."
     )
     assert view.ended == 1
+
+
+QWEN3 = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(("template", "finds"), [(QWEN3, True), ("{{ m.content }}", False)])
+def test_the_parser_of_reasoning_is_that_of_the_chat_template(template, finds):
+    tokenizer = SimpleNamespace(written=[template], response_template="")
+    parser = parser_of(tokenizer)
+    assert (parser is not None) is finds
+    if parser is not None:
+        assert parser.opens("<|im_start|>assistant\n<think>\n") and not parser.opens("<think>\n\n</think>\n\n")
+
+
+def test_a_local_model_keeps_its_reasoning_in_the_conversation_and_shows_it_apart(capsys):
+    def pieces():
+        for letter in "Hm.</think>\n\nFive.":
+            yield SimpleNamespace(delta=letter, token_ids=[1], output=None)
+
+    tokenizer = SimpleNamespace(
+        written=[QWEN3], response_template="", apply_chat_template=lambda messages, **more: "assistant\n<think>\n"
+    )
+    llm = SimpleNamespace(chat_stream=lambda *_: pieces(), get_tokenizer=lambda: tokenizer, engine=None)
+    view = Noted()
+    source = LocalSource(llm, {}, view)
+    assert source.answer([{"role": "user", "content": "2 + 3?"}]) == "Hm.</think>\n\nFive."
+    assert source.last.thought.strip() == "Hm." and view.ended == 1
+    assert "".join(text for kind, text in view.parts if kind == "text").strip() == "Five."
+    source = LocalSource(llm, {}, PlainView())
+    source.answer([{"role": "user", "content": "2 + 3?"}])
+    assert capsys.readouterr().out == "Hm.</think>\n\nFive.\n" and source.last.thought == ""
 
 
 def test_a_pipe_gets_the_text_as_it_is_and_a_terminal_does_not(monkeypatch):

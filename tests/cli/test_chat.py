@@ -133,7 +133,10 @@ class Handler(BaseHTTPRequestHandler):
         if body["messages"][-1]["content"] == "refuse":
             self.reply(400, "application/json", json.dumps({"error": {"message": "no such thing"}}))
             return
-        chunks = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in ("Hel", "lo")]
+        thoughts = [{"choices": [{"delta": {name: "Hm. "}}]} for name in ("reasoning", "reasoning_content")]
+        thoughts = thoughts if body["messages"][-1]["content"] == "think" else []
+        chunks = [*thoughts]
+        chunks += [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in ("Hel", "lo")]
         chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
         usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}
         chunks.append({"choices": [], "usage": usage})
@@ -167,6 +170,16 @@ def test_a_server_answers(openai_server, monkeypatch, capsys):
     assert path == "/v1/chat/completions" and key == "Bearer sk-1"
     assert body["model"] == "some-model" and body["max_tokens"] == 5 and body["temperature"] == 0
     assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+
+
+def test_the_reasoning_of_a_server_is_apart_from_the_answer(openai_server, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/thought\nthink\n/thought\none\n/thought\n"))
+    assert main(["chat", "--url", openai_server.url]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out == "Hello\nHello\n" and said.err.count("Hm. Hm.") == 1 and said.err.count("There is no reasoning") == 2
+    )
+    assert openai_server.seen[1][2]["messages"][1] == {"role": "assistant", "content": "Hello"}
 
 
 def test_the_error_of_a_server_is_shown(openai_server, monkeypatch, capsys):
