@@ -25,8 +25,8 @@ from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.timing import form_name
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import commit
-from minivllm.device.layers import adapters
-from minivllm.device.worker import captured, sampling, step
+from minivllm.device.layers import adapters, captured_sizes
+from minivllm.device.worker import captured, graphs, sampling, step
 from minivllm.device.worker.graphs import AdaptedKey, TappedKey
 from minivllm.device.worker.state import DeviceState
 from minivllm.plugins.drafter.mtp import MTP
@@ -55,7 +55,8 @@ class Waits(Processor):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     made = {}
-    for name, family, more in (("qwen3", "qwen3", {}), ("windows", "qwen2", WINDOW)):
+    long = dict(max_position_embeddings=512)
+    for name, family, more in (("qwen3", "qwen3", {}), ("windows", "qwen2", WINDOW), ("long", "qwen3", long)):
         made[name] = tmp_path_factory.mktemp(name)
         tiny_dir(made[name], family, **more)
     return made
@@ -139,6 +140,28 @@ def test_rows_that_end_one_after_another_draw_the_same_in_every_captured_size(mo
     used = {(key.kind, key.rows) for key in graphs.forwards}
     assert {("decode", n) for n in (1, 2, 4, SEQS)} <= used
     assert (("mixed", SEQS) in used) == ("graph" not in options)
+
+
+def test_prompts_around_every_size_of_long_steps_draw_the_same_as_in_separate_launches(models, monkeypatch):
+    """The sizes are those of a small table, because the interpreter is slow."""
+    monkeypatch.setattr(graphs, "FIRST_TOKENS", (64,))
+    monkeypatch.setattr(captured_sizes, "FIRST_TOKENS", (64,))
+    monkeypatch.setattr(captured_sizes, "LONG_TOKENS", (128, 192, 256))
+    options = dict(max_num_batched_tokens=320, max_model_len=320, num_kvcache_blocks=150)
+    items = prompts(61, [n + d for n in (64, 128, 192, 256) for d in (-1, 0, 1)])
+    params = asked(*[{"temperature": 0}] * len(items), max_tokens=3, logprobs=2)
+    found = []
+    for graph in ("off", "auto"):
+        with cpu_captures(), engine(models["long"], graph=graph, **options) as llm:
+            alone = [llm.generate([item], [one], False)[0] for item, one in zip(items, params, strict=True)]
+            found.append([*alone, *llm.generate([item[::-1] for item in items], params, False)])
+            made = llm.engine.executor.runner.graphs
+    sizes = {key.tokens for key in made.forwards if key.kind == "mixed"}
+    assert made.notes == [] and {64, 128, 192, 256, 320} <= sizes
+    for a, b in zip(*found, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
 
 
 SETTINGS = (

@@ -122,8 +122,9 @@ def put(found: Any, where: Any) -> None:
 
 
 class CpuRecorder:
-    """In the place of ``GraphRecorder``."""
+    """Stand in for ``GraphRecorder``."""
 
+    launch_ms = 1000.0  # of separate launches, so that captures of all sizes save time
     recorded: list[Recording] = []  # by all of them, in order
 
     def capture(self, run: Callable[[], Any]) -> tuple[Recording, Any]:

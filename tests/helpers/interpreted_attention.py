@@ -33,13 +33,20 @@ class TestTriton(AttentionConformance):
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_the_device_cuts_rows_into_the_tiles_that_the_host_would(least):
-    q_len = np.array([1, 1, 7, 64, 0, 9], np.int32)
-    row, token = triton_prefill.tiles_on_device(torch.from_numpy(q_len), 20, 8, least)
-    kept = np.where(q_len >= least, q_len, 0)
-    want = sorted(zip(*(x.tolist() for x in triton_prefill.make_tiles(kept, 0, 8)), strict=True))
-    got = sorted((r, t) for r, t in zip(row.tolist(), token.tolist(), strict=True) if r >= 0)
-    assert got == want and row.tolist()[len(want) :] == [-1] * (20 - len(want))
+@pytest.mark.parametrize("seed", range(4))
+def test_the_device_orders_the_tiles_of_a_step_like_the_host_with_most_keys_first(least, seed):
+    rng = np.random.default_rng(seed)
+    q_len = np.array([1, 1, 7, 64, 0, 9, *rng.integers(0, 90, seed * 20)], np.int32)
+    kv_len = (q_len + rng.integers(0, 50, len(q_len)) * (seed > 0)).astype(np.int32)
+    most = int(-(-q_len // 8).sum()) + 5
+    found = triton_prefill.tiles_on_device(torch.from_numpy(q_len), torch.from_numpy(kv_len), most, 8, least)
+    kept = np.where(q_len >= least, q_len, 0).astype(np.int32)
+    want = triton_prefill.make_tiles(kept, kv_len - q_len + kept, 0, 8)
+    count = len(want[0])
+    assert [x.tolist()[:count] for x in found] == [x.tolist() for x in want]
+    assert found[0].tolist()[count:] == [-1] * (most - count)
+    begin = (kv_len - q_len)[want[0]] + want[1]
+    assert (np.diff(begin) <= 0).all() and len(set(zip(*(x.tolist() for x in want), strict=True))) == count
 
 
 @pytest.mark.parametrize(("tokens", "window", "hopper"), [(2048, None, True), (64, None, False), (2048, 100, False)])

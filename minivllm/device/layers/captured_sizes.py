@@ -7,9 +7,12 @@ mixed    some rows have several tokens.  A few sizes are captured at start-up, a
 
 from __future__ import annotations
 
-MOST_TOKENS = 2048  # most tokens of a captured mixed step; larger steps are limited by the GPU, not by launches
+MOST_TOKENS = 8192  # most tokens of a captured mixed step; it bounds the memory of captures
 # tokens and rows of the mixed steps that are captured at start-up
 FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
+# Longer steps have fewer captures.  A padded row costs little in them, so they have at least LONG_ROWS rows, and with
+# the most rows only the sizes MANY_ROWS_TOKENS.
+LONG_TOKENS, LONG_ROWS, MANY_ROWS_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192), 128, (4096, 8192)
 
 
 def row_sizes(most: int) -> list[int]:
@@ -36,22 +39,26 @@ def coarse_sizes(most: int) -> list[int]:
 
 
 def token_size(tokens: int) -> int:
-    """Round a number of tokens up to that of a captured mixed step: a multiple of 64 up to 512, then of 128.
+    """Round a number of tokens up to that of a captured mixed step.
 
-    So from 256 tokens on at most a quarter of a step is padding, from 1,024 on at most an eighth."""
-    unit = 64 if tokens <= 512 else 128
+    The sizes are multiples of 64 up to 512, of 128 up to 2,048, of 256 up to 4,096 and then of 512.  So from 256 tokens
+    on at most a quarter of a step is padding, from 1,024 on at most an eighth."""
+    unit = 64 if tokens <= 512 else 128 if tokens <= 2048 else 256 if tokens <= 4096 else 512
     return -(-tokens // unit) * unit
 
 
 def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
     """Return (rows, tokens) of the mixed steps that are captured at start-up, those with most tokens first.
 
-    ``most`` is the token limit of a step, and ``coarse`` the result of ``coarse_sizes``.  Any smaller mixed step can be
-    padded to one of these (``device/worker/graphs.py``)."""
+    ``most`` is the number of tokens up to which steps are captured, and ``coarse`` the result of ``coarse_sizes``.
+    Any smaller mixed step can be padded to one of these (``device/worker/graphs.py``)."""
     most = token_size(min(most, MOST_TOKENS))
-    tokens = [*(n for n in FIRST_TOKENS if n < most), most]
     rows = [*(n for n in coarse[:-1] if n in FIRST_ROWS), coarse[-1]]
-    sizes = {(max(t, r), r) for r in rows for t in tokens}
+    long_rows = next((n for n in rows if n >= LONG_ROWS), rows[-1])
+    sizes = {(max(t, r), r) for t in FIRST_TOKENS if t < most for r in rows}
+    sizes |= {(t, long_rows) for t in LONG_TOKENS if t < most}
+    sizes |= {(t, rows[-1]) for t in MANY_ROWS_TOKENS if t < most}
+    sizes |= {(max(most, r), r) for r in (rows if most <= FIRST_TOKENS[-1] else (long_rows, rows[-1]))}
     return [(r, t) for t, r in sorted(sizes, reverse=True)]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -38,6 +39,7 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.launch_ms = 0.0  # time in which the host launched the kernels of the last capture one by one
         # graphs whose capture failed; they are kept because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
@@ -71,7 +73,9 @@ class GraphRecorder:
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
+                begun = time.perf_counter()
                 result = run()
+                self.launch_ms = 1e3 * (time.perf_counter() - begun)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the exception may have broken the capture
                     graph.capture_end()

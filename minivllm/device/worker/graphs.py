@@ -31,9 +31,11 @@ from minivllm.core import progress
 from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.sampling import Draw
 from minivllm.device.kernels.mask import DeviceMasks
 from minivllm.device.layers.captured_sizes import (
+    FIRST_TOKENS,
     MOST_TOKENS,
     coarse_sizes,
     first_mixed,
@@ -49,10 +51,11 @@ from .adapters import applied
 from .capture import GraphRecorder
 from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors, read_columns
 from .state import staged
+from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.model import StepTensors
-    from minivllm.core.interfaces.plan import LateInputs, StepPlan
+    from minivllm.core.interfaces.plan import LateInputs
 
     from .runner import Runner
 
@@ -61,15 +64,10 @@ log = logging.getLogger(__name__)
 # contexts differently, so they have captures of their own.
 SHORT = 8192
 CAPTURES = 160  # largest number of FORWARD captures, and of SAMPLE captures
-# A mixed step of a new shape is captured when earlier steps of this shape have cost about as much time as a capture:
-# SIGHTS steps as separate launches, or more steps in a larger capture, whose cost is the padding.  A burst of requests
-# has many shapes, so capturing each at once would be slow.
+# A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
+# capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
+# instantiation.  A burst of requests has many shapes, so capturing each at once would be slow.
 SIGHTS = 4
-# operations that an H100 does at half its peak in 80 ms, the time in which its host captures a step
-CAPTURE_FLOPS = 3e13
-# A mixed step may run in a larger capture of at most WASTE times its tokens.  Captures of up to CHEAP_TOKENS tokens are
-# always allowed, because they take less time than the host needs to launch the kernels of a step.
-WASTE, CHEAP_TOKENS = 1.5, 512
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
 
@@ -133,9 +131,9 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
-    # for each shape without a capture of its own, the cost of its steps so far; 1.0 is the cost of a capture
+    # for each shape without a capture of its own, the time that its steps lost so far; 1.0 is the time of a capture
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    # results of ``_larger``: the larger capture in which a mixed step runs until its shape has its own
+    # results of ``_larger``: the smallest capture in which mixed steps of a shape can run
     serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
@@ -146,15 +144,13 @@ class Graphs:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.recorder = GraphRecorder()
-        # estimate of the operations for a token: two for each weight of two bytes.  All experts are counted.
-        self.token_flops = self.runner.worker.weight_bytes
+        # operations of a token are estimated as two for each weight of two bytes; all experts are counted
+        self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
-    def key(self, plan: StepPlan) -> GraphKey | None:
-        """Return the shape of the capture in which a step runs, or None if it must run as separate launches.
-
-        The capture may not exist yet; ``forward`` then makes it."""
+    def shape(self, plan: StepPlan) -> GraphKey | None:
+        """Return the shape of a step, padded as little as captures allow.  None means that it cannot be captured."""
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
@@ -173,8 +169,6 @@ class Graphs:
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = kind("decode", size, size, span)
-            if not steered and not read:
-                return self._unless_refused(key)
         elif not self.mixed or tokens > MOST_TOKENS or read:
             return None  # a capture stores tap values of one token for each row only
         else:
@@ -182,41 +176,54 @@ class Graphs:
             key = kind("mixed", size, max(token_size(tokens), size), span)
         if steered or read:
             key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read, adapts)
+        return key
+
+    def key(self, plan: StepPlan) -> GraphKey | None:
+        """Return the shape of the capture in which a step runs, or None if it must run as separate launches.
+
+        The capture may not exist yet; ``forward`` then makes it."""
+        key = self.shape(plan)
+        if key is None or (key.kind == "decode" and not isinstance(key, TappedKey)):
+            return key and self._unless_refused(key)
+        tokens = int(plan.q_len.sum())
+        saved = self.costs.saved_ms(tokens, pairs_of(plan))
+        own = self.costs.padding_ms(tokens, key.tokens)
         if key in self.forwards:
-            return key
-        larger = self._larger(key)
-        due = self._is_due(key, larger)
+            return key if own <= saved else None  # the launches of a long step are hidden behind its work
+        larger, lost = self._larger(key), saved - own
+        if larger is not None and self.costs.padding_ms(tokens, larger.tokens) > saved:
+            larger = None
+        if larger is not None:
+            lost = self.costs.padding_ms(key.tokens + key.rows, larger.tokens + larger.rows)
+        due = self._is_due(key, lost)
         return (self._unless_refused(key) if due else None) or larger
 
     def _larger(self, key: GraphKey) -> GraphKey | None:
         """Return the smallest existing capture that can run a mixed step of shape ``key``.
 
-        Return None if it would be too large (see ``WASTE``), or if the step has taps."""
+        Return None if there is none, or if the step has taps."""
         if isinstance(key, TappedKey):
             return None
         if key not in self.serving:
-            most = max(CHEAP_TOKENS, WASTE * key.tokens)
             found = [
                 one
                 for one in self.forwards
                 if type(one) is type(key) and one.kind == "mixed" and one.span == key.span
-                if one.rows >= key.rows and key.tokens <= one.tokens <= most
+                if one.rows >= key.rows and one.tokens >= key.tokens
             ]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
         return self.serving[key]
 
-    def _is_due(self, key: GraphKey, larger: GraphKey | None) -> bool:
-        """Count a step of shape ``key``; return whether to capture this shape now.
+    def _is_due(self, key: GraphKey, lost: float) -> bool:
+        """Count ``lost`` milliseconds that a step of shape ``key`` loses without a capture of its own; return whether
+        to capture this shape now.
 
-        It is captured once its steps, run in ``larger`` or as separate launches, have cost as much time as a capture
-        takes, unless the largest number of captures is reached."""
+        It is captured once its steps have lost as much time as a capture takes, unless the largest number of captures
+        is reached."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
-        now = 1.0
-        if larger is not None:
-            padding = larger.tokens - key.tokens + larger.rows - key.rows
-            now = min(padding * self.token_flops / CAPTURE_FLOPS * SIGHTS, 1.0)
-        self.paid[key] = self.paid.get(key, 0.0) + now / SIGHTS
+        share = min(max(lost, 0.0) / self.costs.launch_ms, 1.0)
+        self.paid[key] = self.paid.get(key, 0.0) + share / SIGHTS
         if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
             return False
         tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
@@ -317,15 +324,8 @@ class Graphs:
             for variant in variants:
                 self._sample_of(size, Asked((*none, variant), False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= self.measured_from}
-        # Mixed steps are captured now so that kernels are not compiled during the first burst.  The smallest comes
-        # first: if its capture fails, the others are not tried.
         if self.mixed:
-            *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
-            if self._try_forward(GraphKey("mixed", *least, SHORT)):
-                for shape in progress.counted(f"{progress.CAPTURES} of mixed steps", more):
-                    self._try_forward(GraphKey("mixed", *shape, SHORT))
-                if self.runner.adapters is not None:
-                    self._try_forward(AdaptedKey("mixed", *least, SHORT))
+            self._warm_mixed()
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
@@ -334,6 +334,53 @@ class Graphs:
             self.sizes.remove(size)
             for kind in kinds:
                 del self.forwards[kind("decode", size, size, SHORT)]
+
+    def _warm_mixed(self) -> None:
+        """Capture some mixed steps, so that neither kernels nor long steps are captured during the first burst.
+
+        The smallest comes first: if its capture fails, the others are not tried.  Then the costs are measured, and
+        steps that would hide their launches are left out."""
+        budget = self.runner.wiring.max_num_batched_tokens
+        rows, tokens = first_mixed(self.coarse, 1)[-1]
+        least = GraphKey("mixed", rows, tokens, SHORT)
+        if not self._try_forward(least):
+            return
+        measured = GraphKey("mixed", rows, max(token_size(min(budget, FIRST_TOKENS[-1])), rows), SHORT)
+        if measured == least or self._try_forward(measured):
+            self.costs = self._measure(measured)
+        shapes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
+        for shape in progress.counted(f"{progress.CAPTURES} of mixed steps", shapes):
+            key = GraphKey("mixed", *shape, SHORT)
+            if key not in self.forwards:
+                self._try_forward(key)
+        if self.runner.adapters is not None:
+            self._try_forward(AdaptedKey("mixed", rows, tokens, SHORT))
+        tokens = 1 + max(key.tokens for key in self.forwards)
+        if tokens <= min(budget, self.runner.wiring.max_model_len):
+            self._launch_once(tokens)
+
+    def _launch_once(self, tokens: int) -> None:
+        """Run the layers of a prompt of ``tokens`` tokens as separate launches, so that their kernels are compiled."""
+        r = self.runner
+        if r.state.recurrent is not None:
+            return  # a step changes the states of its rows
+        q_len = np.array([tokens], np.int32)
+        plan = StepPlan(0, np.array([self.spare]), q_len, np.zeros(1, np.int32), np.zeros(0, np.int32))
+        read = r.read(plan)
+        try:
+            step.forward(r.model, r.backend, read, GraphKey(), r.state.to(q_len - 1).long(), r.selects_tokens(read))
+        except BaseException as e:  # raised by a plug-in; requests will report it
+            self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
+
+    def _measure(self, key: GraphKey) -> StepCosts:
+        """Return the costs of mixed steps, from the capture of shape ``key`` that was made last.
+
+        Its replay computes all products, and no attention, because its table has no rows."""
+        worker = self.runner.worker
+        token_ms = replay_ms(self.forwards[key].graph) / key.tokens
+        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # in the time of a token
+        narrow = any(x.element_size() == 1 for cache in worker.caches for layer in cache for x in layer.values())
+        return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, NARROW if narrow else 1.0)
 
     def _draw_once(self, variant: int) -> None:
         """Draw once for the spare slot from float32 logits, so that the sampler's kernels are compiled.

@@ -185,16 +185,15 @@ class KernelBench:
     def _graph_key(self, plan: StepPlan) -> GraphKey | None:
         """Return the key of a step's captured graph, None if the engine does not capture the step.
 
-        The engine captures a step when it has seen it several times, so its key is requested as often.
+        The engine captures a step when its shape has become frequent, so the key is requested several times.
         """
         if self.runner.graphs is None:
             return None
-        from minivllm.device.worker.graphs import CAPTURE_FLOPS, SIGHTS
+        from minivllm.device.worker.graphs import SIGHTS
 
-        self.runner.graphs.token_flops = CAPTURE_FLOPS  # prevent the use of a graph for more rows
         for _ in range(SIGHTS):
             key = self.runner.graphs.key(plan)
-        return key
+        return None if key is None else self.runner.graphs.shape(plan)
 
 
 def merged(found: Sequence[Operation]) -> list[Operation]:

@@ -87,7 +87,8 @@ def _meta(block: int, device: torch.device) -> tuple[Any, int]:
 
 def _tiles(spec: AttnSpec, lines: int, device: torch.device) -> triton_prefill.Tiles:
     """Return the tiles of the rows, with some empty ones at the end."""
-    row, token = triton_prefill.make_tiles(np.array(NEW, np.int32), 0, lines // (spec.heads // spec.kv_heads))
+    lengths = np.array(NEW, np.int32), np.array(ALL, np.int32)
+    row, token = triton_prefill.make_tiles(*lengths, 0, lines // (spec.heads // spec.kv_heads))
     count = torch.tensor([len(row)], dtype=torch.int32, device=device)
     row = np.concatenate([row, np.full(SPARE_TILES, -1, np.int32)])
     token = np.concatenate([token, np.zeros(SPARE_TILES, np.int32)])

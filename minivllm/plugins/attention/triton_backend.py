@@ -182,13 +182,13 @@ class Triton(AttentionBackend):
         if found is None and captured.kind == "mixed":
             lines = LINES if hopper else tile_lines(group, captured.tokens)
             most = captured.tokens // (lines // group) + captured.rows
-            row, token = tiles_on_device(meta.q_len, most, lines // group)
+            row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, lines // group)
             count = (row >= 0).sum(0, keepdim=True, dtype=torch.int32) if hopper else None
             found = meta.work[key] = Tiles(row, token, lines, count)
         if found is None:
             longest = int(meta.host_q_len[meta.decode_rows :].max())
             lines = LINES if hopper else tile_lines(group, longest)
-            row, token = make_tiles(meta.host_q_len, meta.decode_rows, lines // group)
+            row, token = make_tiles(meta.host_q_len, meta.host_kv_len[0], meta.decode_rows, lines // group)
             n = len(row)
             packed = torch.from_numpy(np.concatenate([row, token, np.array([n], np.int32)]))
             packed = packed.to(q.device, non_blocking=True)
@@ -201,10 +201,10 @@ class Triton(AttentionBackend):
         found, captured = meta.work.get(("fixed", tokens)), meta.work.get("key", EAGER)
         if found is None:
             if captured.kind == "eager":
-                packed = torch.from_numpy(np.stack(make_tiles(meta.host_q_len, 0, tokens)))
+                packed = torch.from_numpy(np.stack(make_tiles(meta.host_q_len, meta.host_kv_len[0], 0, tokens)))
                 row, token = packed.to(q.device, non_blocking=True)
             else:
                 most = captured.rows if captured.kind == "decode" else captured.tokens // tokens + captured.rows
-                row, token = tiles_on_device(meta.q_len, most, tokens, least=1)
+                row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens, least=1)
             found = meta.work["fixed", tokens] = (row, token)
         return Tiles(*found, FIXED_LINES)

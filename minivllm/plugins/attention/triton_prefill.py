@@ -224,40 +224,61 @@ def tile_lines(group: int, longest: int) -> int:
     return max(16, power(group), min(64, power(longest * group)))
 
 
-def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def make_tiles(q_len: np.ndarray, kv_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the row and the first token in the row of each tile, i32, for the rows from ``first_row`` on.
 
-    A tile has ``tokens`` tokens.  The last tiles of each row come first, because they have the most keys.
+    A tile has ``tokens`` tokens.  The tiles with the most keys come first, so that no long tile runs last and alone.
+    ``q_len`` and ``kv_len`` are i32 [R]; both include the tokens of this step.
     """
     counts = -(-q_len[first_row:] // tokens)
     row = np.repeat(np.arange(first_row, len(q_len), dtype=np.int32), counts)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.argsort(-nth, kind="stable")
+    order = np.argsort(-((kv_len - q_len)[row] + nth * tokens), kind="stable")
     return row[order], (nth[order] * tokens).astype(np.int32)
 
 
-@kernel("q_len", "rows")
-def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-    """Write the tiles of row ``program_id`` behind those of earlier rows.  A row of less than LEAST tokens has none."""
-    row = tl.program_id(0)
-    at = tl.arange(0, P)
-    lens = tl.load(q_len + at, mask=at < row, other=0)
-    start = tl.sum(tl.where(lens >= LEAST, (lens + TOKENS - 1) // TOKENS, 0), 0)
-    mine = tl.load(q_len + row)
-    if mine >= LEAST:
-        for i in range((mine + TOKENS - 1) // TOKENS):
-            tl.store(tile_row + start + i, row)
-            tl.store(tile_token + start + i, i * TOKENS)
+@kernel("q_len", "kv_len", "rows", "most")
+def _tiles(
+    q_len, kv_len, tile_row, tile_token, rows, most,
+    TOKENS: tl.constexpr, P: tl.constexpr, B: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Write B tiles to their places in the order of ``make_tiles``.  A row of less than LEAST tokens has none.
+
+    The place of a tile is the number of tiles that begin at a later position, or at the same position of an earlier
+    row.  Program i counts it for the tiles from i * B on, in the order of rows.  Places beyond the last tile get row
+    -1."""
+    r = tl.arange(0, P)
+    lens = tl.load(q_len + r, mask=r < rows, other=0)
+    before = tl.load(kv_len + r, mask=r < rows, other=0) - lens  # position of each row's first query
+    counts = tl.where(lens >= LEAST, (lens + TOKENS - 1) // TOKENS, 0)
+    ends = tl.cumsum(counts, 0)
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    passed = ends[None, :] <= at[:, None]  # [B, P] rows whose tiles all come before this one
+    row = tl.sum(passed.to(tl.int32), 1)
+    token = (at - tl.sum(tl.where(passed, counts[None, :], 0), 1)) * TOKENS
+    real = at < tl.sum(counts, 0)
+    begin = tl.load(kv_len + row, mask=real, other=0) - tl.load(q_len + row, mask=real, other=0) + token
+    ahead = begin[:, None] - before[None, :]  # [B, P] tokens of each row up to the position of this tile
+    earlier = r[None, :] < row[:, None]
+    smaller = tl.where(earlier, (ahead + TOKENS - 1) // TOKENS, ahead // TOKENS + 1)
+    smaller = tl.where(ahead < 0, 0, tl.minimum(smaller, counts[None, :]))
+    place = tl.where(real, tl.sum(counts[None, :] - smaller, 1), at)
+    tl.store(tile_row + place, tl.where(real, row, -1), mask=place < most)
+    tl.store(tile_token + place, tl.where(real, token, 0), mask=place < most)
 
 
-def tiles_on_device(q_len: Tensor, most: int, tokens: int, least: int = 2) -> tuple[Tensor, Tensor]:
-    """Return the row (-1 for none) and the first token i32 of ``most`` tiles, from q_len i32 [R] on the device.
+def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least: int = 2) -> tuple[Tensor, Tensor]:
+    """Return the row (-1 for none) and the first token i32 of ``most`` tiles, in the order of ``make_tiles``.
 
-    It is used in captured steps.  Rows of less than ``least`` tokens have no tiles.
+    It is used in captured steps, in which only the device has the lengths ``q_len`` and ``kv_len``, both i32 [R].
+    Rows of less than ``least`` tokens have no tiles.
     """
-    row = torch.full((most,), -1, dtype=torch.int32, device=q_len.device)
-    token = torch.zeros_like(row)
-    _tiles[(len(q_len),)](q_len, row, token, len(q_len), TOKENS=tokens, P=power(len(q_len)), LEAST=least, num_warps=1)
+    row = torch.empty(most, dtype=torch.int32, device=q_len.device)
+    token = torch.empty_like(row)
+    rows = power(len(q_len))
+    at_once = max(1, min(32, 4096 // rows))
+    sizes = dict(TOKENS=tokens, P=rows, B=at_once, LEAST=least)
+    _tiles[(triton.cdiv(most, at_once),)](q_len, kv_len, row, token, len(q_len), most, **sizes, num_warps=4)
     return row, token
 
 

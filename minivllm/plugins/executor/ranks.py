@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -242,13 +242,23 @@ def rank_graphs(ranks: ProcessGroup) -> type:
     The other ranks draw nothing and capture no SAMPLE.
     """
     from minivllm.device.worker.graphs import Graphs
+    from minivllm.device.worker.step_costs import StepCosts
+
+    parts = 1e12  # of a millisecond, because ranks compare whole numbers
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.token_flops = ranks.least([self.token_flops])[0]  # all capture the same step at the same time
+            self.costs = self._agreed(self.costs)
+
+        def _agreed(self, costs: StepCosts) -> StepCosts:
+            """Return the least of each cost of all ranks, because all capture the same step at the same time."""
+            return StepCosts(*(n / parts for n in ranks.least([int(cost * parts) for cost in astuple(costs)])))
+
+        def _measure(self, key: Any) -> StepCosts:
+            return self._agreed(super()._measure(key))
 
         def warm(self) -> None:
             if ranks.peers is not None:  # the kernels of a step's ends are compiled on all, before rank 0 captures one

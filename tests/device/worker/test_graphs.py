@@ -17,16 +17,8 @@ from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
 from minivllm.device.worker import build, graphs
-from minivllm.device.worker.graphs import (
-    CAPTURE_FLOPS,
-    CAPTURES,
-    SIGHTS,
-    TAPPED_CAPTURES,
-    WASTE,
-    Captured,
-    Graphs,
-    TappedKey,
-)
+from minivllm.device.worker.graphs import CAPTURES, SIGHTS, TAPPED_CAPTURES, Captured, Graphs, TappedKey
+from minivllm.device.worker.step_costs import HIDDEN, StepCosts, pair_flops, pairs_of
 from minivllm.testing.tiny import tiny_dir
 
 
@@ -38,7 +30,7 @@ def captures(most: int = 64) -> Graphs:
     made.runner = SimpleNamespace(wiring=wiring, taps=taps, adapts=lambda plan: False)
     made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
-    made.token_flops = CAPTURE_FLOPS / 4000
+    made.costs = StepCosts(launch_ms=30.0, token_ms=0.003)  # of a model of 0.6B
     made.refused, made.notes, made.masks = set(), [], None
     return made
 
@@ -66,7 +58,7 @@ def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_of
     assert some.key(plan(*[1] * 9, computed=graphs.SHORT)).span == 1 << 15
     seen = [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)]
     assert seen[:-1] == [None] * (SIGHTS - 1) and seen[-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
-    assert some.key(plan(1, graphs.MOST_TOKENS)) is None
+    assert [some.key(plan(1, graphs.MOST_TOKENS)) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
 
 
 def test_steps_with_taps_have_captures_of_their_own_points_once_seen_often_and_no_more_than_a_share():
@@ -100,7 +92,7 @@ def test_a_mixed_step_runs_in_a_larger_capture_until_that_has_cost_as_much_as_it
     some = captures()
     served, larger = GraphKey("mixed", 16, 192, graphs.SHORT), GraphKey("mixed", 64, 512, graphs.SHORT)
     some.forwards = {GraphKey("decode", 64, 64, graphs.SHORT): None, larger: None, GraphKey("mixed", 16, 128): None}
-    often = 1 + int(4000 / (512 - 192 + 64 - 16))
+    often = 1 + int(SIGHTS * 30.0 / (0.003 * (512 - 192 + 64 - 16)))
     assert [some.key(plan(1, 1, 170)) for _ in range(often)] == [larger] * (often - 1) + [served]
     some.refused.add(served)
     assert some.key(plan(1, 1, 170)) == larger, "one that could not be captured is not tried again"
@@ -110,11 +102,55 @@ def test_a_mixed_step_runs_in_a_larger_capture_until_that_has_cost_as_much_as_it
     assert some.key(plan(1, 600)) is None
 
 
-def test_beyond_few_tokens_a_capture_that_is_much_larger_serves_nobody():
+SMALL, LARGE = StepCosts(30.0, 0.003, 6e-7), StepCosts(33.0, 0.024, 1.5e-6)  # models of 0.6B and 8B on an H200
+
+
+@pytest.mark.parametrize("costs", [SMALL, LARGE, StepCosts(5.0, 0.003), StepCosts(30.0, 0.003, 6e-7, narrow=2.2)])
+def test_padding_never_costs_more_than_the_launches_that_a_capture_saves(costs):
+    some = captures(128)
+    some.costs = costs
+    most = min(1 << 14, max(costs.most_tokens(), 64))
+    some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in first_mixed(some.coarse, most)}
+    for tokens in range(2, graphs.MOST_TOKENS + 1, 37):
+        for computed in (0, 100):
+            step = plan(1, tokens - 1, computed=computed)
+            key = some.key(step)
+            if key is not None:
+                pairs = pairs_of(step)
+                attention = pairs * costs.pair_ms
+                own = tokens * costs.token_ms + attention
+                captured = key.tokens * costs.token_ms + attention * costs.narrow
+                assert captured <= max(HIDDEN * costs.launch_ms, own) + 1e-9, (tokens, key)
+
+
+def test_long_prompts_of_a_small_model_are_captured_at_the_start_and_those_of_a_large_model_never_padded():
+    small, large = captures(512), captures(512)
+    for some, costs in ((small, SMALL), (large, LARGE)):
+        some.costs = costs
+        sizes = first_mixed(some.coarse, min(1 << 14, costs.most_tokens()))
+        some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in sizes}
+    for tokens in (2049, 3000, 4000, 5000, 6000):
+        key = small.key(plan(tokens, computed=0))
+        assert key is not None and tokens <= key.tokens <= 1.34 * tokens
+        assert [large.key(plan(tokens, computed=0)) for _ in range(50)] == [None] * 50
+    assert small.key(plan(7500, computed=0)) is None, "attention over so many keys hides the launches"
+    assert small.key(plan(*[750] * 10, computed=0)) is not None, "ten short prompts have little attention"
+
+
+def test_a_step_with_its_own_capture_leaves_it_once_its_padding_costs_more_than_launches():
     some = captures()
-    some.forwards = {GraphKey("mixed", 64, graphs.MOST_TOKENS, graphs.SHORT): None}
-    least = int(graphs.MOST_TOKENS / WASTE)
-    assert some.key(plan(1, least - 200)) is None and some.key(plan(1, least + 1)) in some.forwards
+    mine = GraphKey("mixed", 16, 2304, graphs.SHORT)
+    some.forwards = {mine: None}
+    assert some.key(plan(2100, computed=0)) == mine
+    some.costs, some.paid[mine] = LARGE, 5.0
+    assert some.key(plan(2100, computed=0)) is None and some.key(plan(2304, computed=0)) == mine
+
+
+def test_pairs_are_the_keys_that_all_tokens_of_a_step_see():
+    step = plan(1, 3, 5, computed=10)
+    assert pairs_of(step) == sum(10 + i + 1 for n in (1, 3, 5) for i in range(n))
+    layers = [SimpleNamespace(spec=SimpleNamespace(dim_qk=8, dim_v=4, heads=2, window=w)) for w in (None, None, 16)]
+    assert pair_flops(layers) == 2 * (2 * 8 * 2 + 2 * 4 * 2)
 
 
 @pytest.mark.parametrize("most_tokens", [16, 100, 700, 1 << 14])
@@ -122,18 +158,18 @@ def test_beyond_few_tokens_a_capture_that_is_much_larger_serves_nobody():
 def test_every_mixed_step_is_served_from_the_start(most, most_tokens):
     some = captures(most)
     sizes = first_mixed(some.coarse, most_tokens)
-    assert len(sizes) <= 32 and sizes == sorted(set(sizes), key=lambda size: (-size[1], -size[0]))
+    assert len(sizes) <= 40 and sizes == sorted(set(sizes), key=lambda size: (-size[1], -size[0]))
     some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in sizes}
     for rows in {1, most // 4 + 1, most // 2 + 1, most} & set(range(1, most_tokens)):
         for tokens in range(rows + 1, min(most_tokens, graphs.MOST_TOKENS) + 1, 13):
-            key = some.key(plan(*[1] * (rows - 1), tokens - rows + 1))
+            key = some.key(plan(*[1] * (rows - 1), tokens - rows + 1, computed=0))
             assert key is not None and key.rows >= rows and key.tokens >= tokens, (rows, tokens)
 
 
 def test_a_step_that_is_served_buys_a_capture_no_sooner_than_one_that_is_not():
-    some = captures()
-    some.token_flops = 100 * CAPTURE_FLOPS
-    some.forwards = {GraphKey("mixed", 64, 512, graphs.SHORT): None}
+    some = captures(512)
+    some.costs = StepCosts(30.0, 0.05)
+    some.forwards = {GraphKey("mixed", 512, 512, graphs.SHORT): None}
     assert [some.key(plan(1, 1, 170)).tokens for _ in range(SIGHTS)] == [512] * (SIGHTS - 1) + [192]
 
 

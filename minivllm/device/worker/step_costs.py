@@ -1,0 +1,73 @@
+"""Estimated times of mixed steps, from which ``graphs`` chooses between a capture and separate launches.
+
+    separate launches    the longer of launch_ms and the step's own time
+    a capture            the step's own time + padding * token_ms
+
+A step's own time is tokens * token_ms + pairs * pair_ms.  A pair is a query token and a key that it attends to.  The
+time of the products is measured on the device when the engine starts, and the host's time of the launches too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.plan import StepPlan
+
+# Separate launches are hidden behind a step that takes the device this many times as long.  The host also plans the
+# next step and publishes the last one.
+HIDDEN = 1.25
+# Keys and values of one byte are copied as numbers of 16 bits in separate launches of long rows, but not in captures.
+# Attention then takes this many times as long (``plugins/attention/triton_widen.py``).
+NARROW = 2.2
+GUESSED_LAUNCH_MS = 30.0  # before anything was measured: a model of 28 layers on the host of an H200
+GUESSED_FLOPS_MS = 375e9  # operations in a millisecond, half of the peak of an H100 in bfloat16
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The costs of mixed steps in milliseconds."""
+
+    launch_ms: float  # time in which the host launches the kernels of a step one by one
+    token_ms: float  # time of a token in all products of the layers
+    pair_ms: float = 0.0  # time of a pair in the attention of all layers
+    narrow: float = 1.0  # attention of a capture takes this many times as long as that of separate launches
+
+    @classmethod
+    def guessed(cls, token_flops: float) -> StepCosts:
+        """Return costs without a measurement, for a model with ``token_flops`` operations for a token."""
+        return cls(GUESSED_LAUNCH_MS, token_flops / GUESSED_FLOPS_MS)
+
+    def saved_ms(self, tokens: int, pairs: float) -> float:
+        """Return the milliseconds by which a capture without padding is faster than separate launches.
+
+        It is negative if the attention of captures is slower by more than that."""
+        attention = pairs * self.pair_ms
+        own = tokens * self.token_ms + attention
+        return max(HIDDEN * self.launch_ms - own, 0.0) - attention * (self.narrow - 1.0)
+
+    def padding_ms(self, tokens: int, size: int) -> float:
+        """Return the milliseconds that the padding of a step of ``tokens`` tokens costs in a capture of ``size``."""
+        return (size - tokens) * self.token_ms
+
+    def most_tokens(self) -> int:
+        """Return the number of tokens from which a step always hides its launches."""
+        return int(HIDDEN * self.launch_ms / max(self.token_ms, 1e-9))
+
+
+def pairs_of(plan: StepPlan) -> float:
+    """Return the number of pairs of a step's tokens and the keys that they attend to."""
+    q_len = plan.q_len.astype(np.float64)
+    return float(q_len @ (plan.computed + (q_len + 1.0) / 2.0))
+
+
+def pair_flops(layers: Iterable[AttnLayer]) -> float:
+    """Return the operations of attention for a pair.  Layers with a window are left out, because they see few keys."""
+    specs = (layer.spec for layer in layers if layer.spec.window is None)
+    return float(sum(2 * (spec.dim_qk + spec.dim_v) * spec.heads for spec in specs))
