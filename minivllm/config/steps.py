@@ -27,4 +27,4 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
             raise ConfigError(
                 f"{setting} with batch_invariant=true: torch's operations depend on the batch; leave it out"
             )
-    return StepWiring(graph, config.fuse, unfused, config.run_ahead)
+    return StepWiring(graph, config.fuse, unfused, config.run_ahead, config.tpot_target_ms)

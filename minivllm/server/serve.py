@@ -82,8 +82,8 @@ def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded]
         keys += read_keys(loaded.server.api_key_file)
     check_config(loaded)
     found = middleware.load(args.middleware or ())
-    read_again = None if reload is None else lambda: fair_to(keys, reload())
-    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found, read_again, args.quiet))
+    read_again = None if reload is None else lambda: fair_to(keys, in_time(reload()))
+    return asyncio.run(run(fair_to(keys, in_time(loaded)), keys, admin_key, found, read_again, args.quiet))
 
 
 def check_config(loaded: Loaded) -> None:
@@ -108,6 +108,17 @@ def check_config(loaded: Loaded) -> None:
         Routing(loaded)
     if engine.chat_template is not None and not is_name(engine.chat_template):
         read_template(engine.chat_template)
+
+
+def in_time(loaded: Loaded) -> Loaded:
+    """Return the configuration, with ``tpot_target_ms="auto"`` if the option was not set.
+
+    The clients of a server read streams while other clients send prompts."""
+    engine = loaded.engine
+    if "tpot_target_ms" in engine.model_fields_set:
+        return loaded
+    timely = type(engine)(**engine.model_dump(exclude_unset=True), tpot_target_ms="auto")
+    return replace(loaded, engine=timely, origins={**loaded.origins, "tpot_target_ms": "the server"})
 
 
 def fair_to(keys: Sequence[str], loaded: Loaded) -> Loaded:

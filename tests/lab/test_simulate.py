@@ -91,6 +91,19 @@ def test_a_run_is_the_same_each_time_and_faster_arrivals_change_it():
     assert runs[3].arrival.max() == 0 and all(r.served.all() for r in runs)
 
 
+def test_a_target_for_the_time_per_token_shortens_steps_and_computes_the_same():
+    trace = read_trace("synthetic:like=azure-code,requests=60,question=120,seed=3,rate=80")
+    prompts = PromptCosts(BrokenLine([1, 512], [0.001, 0.051]), dict.fromkeys(PROMPTS.slopes, 0.0))
+    costs = replace(COSTS, rows=BrokenLine([0, 8], [0.001, 0.001]), small=prompts, large=prompts)
+    found = {}
+    for target in ("off", 5, "auto"):
+        run = cases.simulate(case("max_num_batched_tokens=512", f"tpot_target_ms={target}"), trace, costs)
+        found[target] = figures.figures(run, {}, {})
+    assert found[5]["p99_tpot_ms"] <= 7 < 12 < found["off"]["p99_tpot_ms"]
+    assert found[5]["steps"] > found["auto"]["steps"] > found["off"]["steps"]
+    assert len({(one["total_output_tokens"], one["completed"]) for one in found.values()}) == 1
+
+
 def test_what_the_engine_refuses_is_counted_as_failed():
     found = figures.figures(cases.simulate(case("max_model_len=64"), alone(80, 20), COSTS), {}, {})
     assert (found["completed"], found["failed"]) == (1, 1)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from test_engine_loop import Wired
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
+from minivllm.core.engine.pace import FEWEST
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.server.errors import ApiError
 from minivllm.server.fair_queue import FairQueue, owner_of
 from minivllm.server.http.limits import Door
 from minivllm.server.link import engine_loop, outbox, pace
 from minivllm.server.link.outbox import Outbox
-from minivllm.server.link.pace import Pace
+from minivllm.server.link.pace import TurnPace
 from minivllm.testing.sim import sim_engine
 
 ACTS = ["push", "push", "pop", "remove"]
@@ -336,28 +337,28 @@ def prompt_steps(found, steps, each, key=0.0, fixed=0.0, shared=False, length=10
 @pytest.mark.parametrize("rate", [100.0, 2000.0, 50_000.0, 5e6])
 def test_a_step_comes_to_take_as_long_as_it_may_whatever_the_device_computes(rate):
     """Tokens a second."""
-    found = Pace(16384, 512)
+    found = TurnPace(16384, 512)
     times = prompt_steps(found, 30, 1 / rate)
     fits = pace.TURN * rate
-    least = max(min(pace.LEAST, pace.LONG * rate), pace.FEWEST)
+    least = max(min(pace.LEAST, pace.LONG * rate), FEWEST)
     assert times[-1][1] == pytest.approx(min(max(fits, least), 16384), rel=0.05)
-    assert all(t <= pace.LONG * 1.01 or n <= pace.FEWEST for t, n in times[1:])
+    assert all(t <= pace.LONG * 1.01 or n <= FEWEST for t, n in times[1:])
 
 
 @pytest.mark.parametrize("each", [2e-5, 1e-3])
 @pytest.mark.parametrize("key", [1e-8, 1e-6, 1e-5])
 @pytest.mark.parametrize("fixed", [0.0, 0.02])
 def test_a_step_ends_in_time_however_much_the_tokens_before_it_cost(each, key, fixed):
-    found = Pace(8192, pace.FIRST)
+    found = TurnPace(8192, pace.FIRST)
     for _ in range(2):
         times = prompt_steps(found, 400, each, key, fixed, length=20_000)
-        assert max(t for t, n in times if n > pace.FEWEST) < 2.4 * pace.TURN, "from the first step on"
+        assert max(t for t, n in times if n > FEWEST) < 2.4 * pace.TURN, "from the first step on"
     steps = [n for _, n in times]
-    assert max(steps) > pace.FEWEST and sum(steps) > 20 * pace.FEWEST
+    assert max(steps) > FEWEST and sum(steps) > 20 * FEWEST
 
 
 def test_decodes_say_nothing_of_the_pace_and_one_slow_step_is_forgotten():
-    found = Pace(16384, 16384)
+    found = TurnPace(16384, 16384)
     assert found.most(0) == 16384
     found.note(16384, 8192.0, 60.0)
     assert found.most(0) < 300
@@ -369,7 +370,7 @@ def test_decodes_say_nothing_of_the_pace_and_one_slow_step_is_forgotten():
     for _ in range(30):
         found.note(3, 2.0, 0.01)  # short prompts, whose steps take as long as any
     assert found.most(0) > before / 8
-    assert Pace(100, 512).most(0) == 100
+    assert TurnPace(100, 512).most(0) == 100
 
 
 def test_the_loop_bounds_the_prompt_tokens_of_a_step_by_its_pace():

@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.server import middleware, throughput
 from minivllm.server.link.child_log import LineFormatter, PrintedLog
 from minivllm.server.link.process_client import ProcessClient
-from minivllm.server.serve import fair_to
+from minivllm.server.serve import fair_to, in_time
 
 HELD = {"executor": {"name": "sim", "options": {"step_ms": 200}}, "max_num_seqs": 1, "max_model_len": 256}
 
@@ -110,6 +110,13 @@ def test_several_keys_are_served_by_the_policy_fair_unless_another_is_named():
     plain = policy(["a"])
     assert policy([]) == plain and policy(["a", "a"]) == plain and "fair" in str(policy(["a", "b"]))
     assert "fcfs" in str(policy(["a", "b"], scheduler="fcfs"))
+
+
+def test_a_server_bounds_its_steps_automatically_unless_the_option_is_set():
+    def target(**flags):
+        return in_time(load_config([], [], flags={"model": "pocket", **flags})).engine.tpot_target_ms
+
+    assert target() == "auto" and target(tpot_target_ms="off") == "off" and target(tpot_target_ms=30) == 30.0
 
 
 def test_a_request_that_may_cost_too_much_is_refused_with_the_estimate_the_limit_and_what_to_do():

@@ -56,6 +56,7 @@ from .searches import advance, finish_beams
 from .sessions import kinds_of, report_turn, turn_of
 from .slots import Slots
 from .speculation import Speculation
+from .step_budget import StepBudget
 from .strategies import answer
 from .taps import TapLimits
 from .tiers import POLL, VERB, Tiers
@@ -109,15 +110,14 @@ class Engine:
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
         self.adapters, self.images = self._adapters(parts), Images.of(wiring, capacity)
-        most_tokens = wiring.max_num_batched_tokens
-        context = SchedulerContext(wiring.max_num_seqs, most_tokens, wiring.block)
+        context = SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
         self.speculation = Speculation.of(wiring)
         self.compression = Compression.of(wiring, capacity, executor, self.cache)
         self.planner = Planner(
             self.slots,
             self.cache,
             parts.policy(context),
-            most_tokens,
+            wiring.max_num_batched_tokens,
             self.clock.seams,
             self.finish,
             self.events,
@@ -125,6 +125,7 @@ class Engine:
             self.adapters,
             self.compression,
             self.images,
+            StepBudget.of(wiring),
         )
         self.publisher = Publisher(
             self.slots,
@@ -148,8 +149,7 @@ class Engine:
         self.finished = self.failed_steps = 0
         self.weights = Weights(self)
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
-        self._ids = itertools.count()
-        self._seeds = random.Random(wiring.seed)
+        self._ids, self._seeds = itertools.count(), random.Random(wiring.seed)
 
     def _cache(self, parts: EngineParts, caching: CacheOptions) -> KVCache:
         """Build the KV cache with one block pool per KV group, and with checkpoints if the model has recurrent

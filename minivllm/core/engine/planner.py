@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .request import FinishSequence, Seq
     from .slots import Slots
     from .speculation import Speculation
+    from .step_budget import StepBudget
 
 PROTECTED_AFTER = 8
 MIX = StepShape()
@@ -80,8 +81,10 @@ class Planner:
         adapters: EngineAdapters | None = None,
         compression: Compression | None = None,
         images: Images | None = None,
+        budget: StepBudget | None = None,
     ) -> None:
         self.compression = compression
+        self.budget = budget
         self.images = images
         self.slots = slots
         self.cache = cache
@@ -240,15 +243,16 @@ class Planner:
         decode, because preemption may remove some."""
         s = self.slots
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
+        most = min(self.most_prefill, self._timely(decode))
         parts = OwnerShares(
-            min(self.max_tokens - len(decode), cap, self.most_prefill),
+            min(self.max_tokens - len(decode), cap, most),
             owner_count(s, s.running[self.need(s.running) > 1], self.waiting.heads())
             if self.shared
             else 1,
         )
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
-        spare = self._spare(parts.left) if admits else 0
+        spare = self._spare(parts.left, most) if admits else 0
         parts.left -= spare
         decode = self._prefill(chunks, parts, decode)
         parts.left += spare
@@ -260,10 +264,27 @@ class Planner:
                 self._admit(chunks, parts, now)
         return decode
 
-    def _spare(self, budget: int) -> int:
-        """Return the budget tokens to reserve for a waiting short prompt; 0 reserves none.  Where time limits a step, a
-        short prompt would otherwise wait for all of a long prompt that takes many steps."""
-        if self.most_prefill >= self.max_tokens or not self.n_waiting:
+    def note(self, plan: StepPlan, device_ms: float) -> None:
+        """Update the learned times with a finished step that took ``device_ms`` on the device."""
+        if self.budget is not None:
+            self.budget.note(plan, device_ms)
+
+    def _timely(self, decode: np.ndarray) -> int:
+        """Return the most prompt tokens with which the step ends in time for the tokens of the rows ``decode``."""
+        s, budget = self.slots, self.budget
+        if budget is None or not len(decode):
+            return self.max_tokens
+        rows = s.running[self.need(s.running) > 1]
+        heads = self.waiting.heads() if self.n_waiting else []
+        lengths = [*(s.known[rows] - s.computed[rows]).tolist(), *(seq.known for seq in heads)]
+        return budget.most(
+            len(decode), int(s.computed[rows].max(initial=0)), max(lengths, default=1)
+        )
+
+    def _spare(self, budget: int, most: int) -> int:
+        """Return the budget tokens to reserve for a waiting short prompt; 0 reserves none.  Where time limits a step to
+        ``most`` prompt tokens, a short prompt would otherwise wait for all of a long prompt that takes many steps."""
+        if most >= self.max_tokens or not self.n_waiting:
             return 0
         least = min(seq.known for seq in self.waiting.heads())
         return least if 4 * least <= budget else 0

@@ -80,6 +80,7 @@ class Publisher:
         if result.failure is not None:
             self._fail_step(flight, live, result.failure)
             return []
+        self.planner.note(plan, result.device_ms)
         if result.lost:
             live = self._end_without_features(flight, live, result.lost)
         pick, slots, at = plan.samples, flight.drawn, flight.position
@@ -106,9 +107,8 @@ class Publisher:
         if len(plan.taps):
             refused = rejected_drafts(plan, result)
             many = self.taps.keep(plan, bool(live.all()), sequence, result.taps, refused)
-        whole: Iterable[Seq] = ()
-        if len(plan.pooled):
-            whole = keep_pooled(plan, sequence, result.pooled)
+        pooled = len(plan.pooled) > 0
+        whole: Iterable[Seq] = keep_pooled(plan, sequence, result.pooled) if pooled else ()
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         self._publish_blocks(flight, live, result)

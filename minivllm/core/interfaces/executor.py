@@ -64,6 +64,8 @@ class StepWiring:
     unfused: tuple[str, ...] = ()
     # steps in flight besides the newest one; None lets the executor choose
     run_ahead: int | None = None
+    # milliseconds that a step with decoding rows should take at most, "auto" or "off"
+    tpot_target_ms: float | str = "off"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ServeSizes:
     depth: int = 0  # steps in flight besides the newest
     windows: tuple[int | None, ...] = (None,)  # attention window of each KV group, in tokens; None means no window
     checkpoints: int | None = None  # checkpoints of recurrent states; None for a model without such states
+    tpot_target_ms: float | str = "off"  # as in the configuration
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now:
         seed=0,
         parts={"model": device_part},
         cache=cache,
-        steps=StepWiring(run_ahead=sizes.depth),
+        steps=StepWiring(run_ahead=sizes.depth, tpot_target_ms=sizes.tpot_target_ms),
     )
     sampler = cast(Processor, NoSampler())
     parts = EngineParts(

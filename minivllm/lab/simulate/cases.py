@@ -137,6 +137,7 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
         depth,
         tuple(measured["windows"]),
         checkpoints,
+        config.tpot_target_ms,
     )
 
 
@@ -165,7 +166,8 @@ def simulate(
         sent = n
 
     fast: dict[str, Any] = {}
-    if leaping:
+    learns = engine.planner.budget is not None  # from every step
+    if leaping and not learns:
         fast["leap"] = lambda until: leap(engine, device, clock, until)
         fast["turn"] = lambda: turn(engine, device)
     run = drive(engine, trace, clock, trace.tokens, set_sent, case.known, costs.add, **fast)

@@ -255,7 +255,9 @@ def rank_graphs(ranks: ProcessGroup) -> type:
 
         def _agreed(self, costs: StepCosts) -> StepCosts:
             """Return the least of each cost of all ranks, because all capture the same step at the same time."""
-            return StepCosts(*(n / parts for n in ranks.least([int(cost * parts) for cost in astuple(costs)])))
+            mine = [int(cost * parts) for cost in astuple(costs)]
+            least = ranks.least(mine)
+            return StepCosts(*(n / parts for n in least))
 
         def _measure(self, key: Any) -> StepCosts:
             return self._agreed(super()._measure(key))

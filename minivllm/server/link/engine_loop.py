@@ -54,7 +54,7 @@ from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .images import images_of
-from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
+from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, TurnPace
 from .snapshot import Snapshots
 from .taps import PooledTaps, PooledValues, embedded, fault, pooled
 
@@ -128,7 +128,7 @@ class EngineLoop(TurnLoop):
         budget = engine.planner.max_tokens
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget
-        self.paces = Pace(budget, first), Pace(budget, first)  # of steps without and with scored prompts
+        self.paces = TurnPace(budget, first), TurnPace(budget, first)  # of steps without and with scored prompts
         self.shared_until = 0.0  # time.monotonic until which steps are short because several owners were served
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
         self.prompt_tokens = 0  # computed prompt tokens

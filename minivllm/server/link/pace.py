@@ -1,71 +1,29 @@
-"""Limit the prompt tokens of a step so that the step ends in time.
+"""Limit the prompt tokens of a server's step so that the step ends in time.
 
 While a step runs, commands wait and no other owner is served.  A step of thousands of tokens takes seconds on a CPU,
 and a token costs more the more tokens precede it.  So the loop learns the cost of a prompt token, and of each key that
-the token attends to::
-
-    seconds of a step's prompts = tokens * (each + context * key)        context: mean number of keys of a token
+the token attends to (``core/engine/pace.py``).
 
 Steps are shorter while several owners are served, because every token of one owner waits for the prompt chunks of the
-others.  Steps with scored prompts (prompt log-probabilities) have a ``Pace`` of their own.
+others.  Steps with scored prompts (prompt log-probabilities) have a ``TurnPace`` of their own.
 """
 
 from __future__ import annotations
 
-from math import sqrt
-
-import numpy as np
+from minivllm.core.engine.pace import Pace
 
 TURN = 0.5  # seconds that the prompts of a step should take at most
 LONG = 0.9  # seconds that they may take if chunks would otherwise have fewer than ``LEAST`` tokens
 LEAST = 256  # tokens of a chunk, since smaller chunks cost more than they gain
-FEWEST = 16  # tokens that a step may always have
 SHARED_TURN = 0.05  # seconds that prompts may add to a step while several owners are served
 SHARED_FOR = 10.0  # seconds that steps stay short after several owners were served, since they are likely to return
 SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served
 SHARED_LEAST_ELSE = 512  # the same for accelerators, which take about as long for fewer tokens
 FIRST = 32  # tokens of a step on a CPU before any step has been measured
-GROWTH = 4  # a step may have this many times the tokens of the largest step so far
-KEPT = 0.6  # weight of the earlier measurements after a step of full size
-CONTEXT = 1024  # prior assumption: so many keys cost as much as the rest of a token
-PRIOR = 0.05, 256.0  # strength of the prior: a share of the measured weight, at a context so many keys from the mean
 
 
-class Pace:
-    """The cost of prompt tokens, learnt from the steps so far, and the number of tokens for the next step.
-
-    A step may have ``budget`` tokens at most, and ``first`` tokens before any step has been measured.
-    """
-
-    def __init__(self, budget: int, first: int) -> None:
-        self.budget = budget
-        self.reach = min(first, budget)  # tokens that the next step may have after the largest so far (``GROWTH``)
-        self.each, self.key = 0.0, 0.0  # seconds of a token, and of each key that it attends to; 0 means unknown
-        self.mean = 0.0  # recent mean seconds of a token
-        self._bound = self.reach  # tokens of a step of full size
-        # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token
-        self._sums = np.zeros(5)
-
-    def note(self, tokens: int, context: float, seconds: float) -> None:
-        """Update the costs from a step whose prompts had ``tokens`` tokens, a mean ``context``, and took ``seconds``.
-
-        Steps of few tokens have a low weight.
-        """
-        x = context
-        y = seconds / tokens
-        weight = min(tokens / self._bound, 1.0)
-        self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
-        n, sx, sy, sxx, sxy = self._sums.tolist()
-        far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior assumes key = each / CONTEXT
-        a, b, c = n + far / CONTEXT**2, sx - far / CONTEXT, sxx + far
-        det = a * c - b * b
-        each, key = (c * sy - b * sxy) / det, (a * sxy - b * sy) / det
-        if key < 0.0:
-            each, key = sy / n, 0.0
-        elif each < 0.0:
-            each, key = 0.0, sxy / sxx
-        self.each, self.key, self.mean = max(each, 1e-12), key, sy / n
-        self.reach = max(self.reach, min(GROWTH * tokens, self.budget))
+class TurnPace(Pace):
+    """The learned cost of prompt tokens, and the number of them in a turn of the server's loop."""
 
     def most(self, context: int, turn: float = TURN, least: int = LEAST) -> int:
         """Return the prompt tokens that the next step may have, after ``context`` computed tokens of the prompt.
@@ -73,21 +31,4 @@ class Pace:
         They take about ``turn`` seconds.  If these are fewer than ``least`` tokens, a step may take longer (``LONG``,
         or ``TURN`` for a shared step) to have up to ``least``.
         """
-        if not self.each:
-            self._bound = self.reach
-            return self.reach
-        found = self._tokens(context, turn)
-        if found < least:
-            bearable = self._tokens(context, LONG if turn == TURN else TURN)
-            found = max(found, min(least, bearable), FEWEST)
-        self._bound = min(int(found), self.reach)
-        return self._bound
-
-    def _tokens(self, context: int, seconds: float) -> float:
-        """Return the n with n * (each + key * (context + n / 2)) = seconds, at most the budget.
-
-        The costs are uncertain for contexts far from the recent ones.  So a token is assumed to cost at least half of
-        the recent mean.
-        """
-        linear = max(self.each + self.key * context, self.mean / 2)
-        return min(2.0 * seconds / (linear + sqrt(linear * linear + 2.0 * self.key * seconds)), self.budget)
+        return self.fit(context, turn, least, LONG if turn == TURN else TURN)

@@ -1,0 +1,89 @@
+"""Learned cost of prompt tokens, and the number of them that take a given time.
+
+seconds of a step's prompts = tokens * (each + context * key)        context: mean number of keys of a token
+"""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+
+import numpy as np
+
+FEWEST = 16  # tokens that a step may always have
+GROWTH = 4  # a step may have this many times the tokens of the largest step so far
+KEPT = 0.6  # weight of the earlier measurements after a step of full size
+CONTEXT = 1024  # prior assumption: so many keys cost as much as the rest of a token
+PRIOR = (
+    0.05,
+    256.0,
+)  # strength of the prior: a share of the measured weight, at a context so many keys from the mean
+
+
+class Pace:
+    """The cost of prompt tokens, learned from the steps so far, and the number of tokens for the next step.
+
+    A step may have ``budget`` tokens at most, and ``first`` tokens before any step has been measured.
+    """
+
+    def __init__(self, budget: int, first: int) -> None:
+        self.budget = budget
+        self.reach = min(
+            first, budget
+        )  # tokens that the next step may have after the largest so far (``GROWTH``)
+        self.each, self.key = (
+            0.0,
+            0.0,
+        )  # seconds of a token, and of each key that it attends to; 0 means unknown
+        self.mean = 0.0  # recent mean seconds of a token
+        self._bound = self.reach  # tokens of a step of full size
+        # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token
+        self._sums = np.zeros(5)
+
+    def note(self, tokens: int, context: float, seconds: float) -> None:
+        """Update the costs from a step whose prompts had ``tokens`` tokens, a mean ``context``, and took ``seconds``.
+
+        Steps of few tokens have a low weight.
+        """
+        x = context
+        y = seconds / tokens
+        weight = min(tokens / self._bound, 1.0)
+        self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
+        n, sx, sy, sxx, sxy = self._sums.tolist()
+        far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior assumes key = each / CONTEXT
+        a, b, c = n + far / CONTEXT**2, sx - far / CONTEXT, sxx + far
+        det = a * c - b * b
+        each, key = (c * sy - b * sxy) / det, (a * sxy - b * sy) / det
+        if key < 0.0:
+            each, key = sy / n, 0.0
+        elif each < 0.0:
+            each, key = 0.0, sxy / sxx
+        self.each, self.key, self.mean = max(each, 1e-12), key, sy / n
+        self.reach = max(self.reach, min(GROWTH * tokens, self.budget))
+
+    def fit(
+        self, context: int, seconds: float, least: int, bearable: float, length: float = inf
+    ) -> int:
+        """Return the prompt tokens that the next step may have, after ``context`` computed tokens of the prompt.
+
+        They take about ``seconds``.  If these are fewer than ``least`` tokens, a step may take ``bearable`` seconds to
+        have up to ``least``.  No prompt has more than ``length`` tokens, so longer steps compute several prompts."""
+        if not self.each:
+            self._bound = self.reach
+            return self.reach
+        found = self._tokens(context, seconds, length)
+        if found < least:
+            longer = self._tokens(context, bearable, length)
+            found = max(found, min(least, longer), FEWEST)
+        self._bound = min(int(found), self.reach)
+        return self._bound
+
+    def _tokens(self, context: int, seconds: float, length: float) -> float:
+        """Return the n with n * (each + key * (context + n / 2)) = seconds, at most the budget.
+
+        Beyond ``length`` tokens the mean context no longer grows with n.  The costs are uncertain for contexts far from
+        the recent ones.  So a token is assumed to cost at least half of the recent mean."""
+        linear = max(self.each + self.key * context, self.mean / 2)
+        found = 2.0 * seconds / (linear + sqrt(linear * linear + 2.0 * self.key * seconds))
+        if found > length:
+            found = seconds / (linear + self.key * length / 2.0)
+        return min(found, self.budget)

@@ -1,0 +1,90 @@
+"""Bound the prompt tokens of a step by the time that the decoding rows of the step wait for their next tokens.
+
+    milliseconds of a step = decodes(rows) + prompts                 prompts: see ``pace``
+
+Both parts are learned from the device's times of earlier steps.  A step without decoding rows has no bound.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .pace import Pace
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.plan import StepPlan
+
+AUTO = 8.0  # with "auto" the prompts of a step may take this many times as long as its decodes
+LEAST_MS = 20.0  # with "auto" the prompts of a step may take at least these milliseconds
+LEAST_SHARE = 0.25  # share of the target that prompts get even if the decodes take the whole target
+CHUNK = 128  # tokens of prompts that a step may have, if they take no longer than the target
+SIZES = 16  # groups of numbers of rows whose times are learned apart: 1, 2 to 3, 4 to 7, ...
+DOUBT = 0.05  # share of a step's time that its prompts take at least, as the time of its decodes is an estimate
+KEPT = 0.8  # weight of the earlier measurements of a group
+
+
+class StepBudget:
+    """The learned times of steps, and the bound on the prompt tokens of the next step.
+
+    ``target_ms`` is the time of a step with decoding rows; None derives it from the time of the decodes.  ``most`` is
+    the largest number of tokens of a step."""
+
+    def __init__(self, target_ms: float | None, most: int) -> None:
+        self.target_ms = target_ms
+        self.pace = Pace(most, most)
+        self._decodes = np.zeros(
+            SIZES
+        )  # milliseconds of a step without prompts, by group; 0 means unknown
+
+    @classmethod
+    def of(cls, wiring: Wiring) -> StepBudget | None:
+        """Return the budget of an engine, None if its steps have no target."""
+        target = wiring.steps.tpot_target_ms
+        if target == "off":
+            return None
+        return cls(None if target == "auto" else float(target), wiring.max_num_batched_tokens)
+
+    def note(self, plan: StepPlan, device_ms: float) -> None:
+        """Update the times with a finished step that took ``device_ms`` on the device; 0 means unknown."""
+        q_len = plan.q_len
+        if device_ms <= 0 or not len(q_len):
+            return
+        if q_len[-1] == 1:
+            group = _group(len(q_len))
+            last = self._decodes[group]
+            self._decodes[group] = device_ms if not last else KEPT * last + (1 - KEPT) * device_ms
+            return
+        chunk = q_len > 1
+        tokens = q_len[chunk].astype(np.int64)
+        total, rows = int(tokens.sum()), len(q_len) - len(tokens)
+        context = float(tokens @ (plan.computed[chunk] + tokens / 2)) / total
+        prompts = max(device_ms - self.decodes_ms(rows), DOUBT * device_ms)
+        self.pace.note(total, context, prompts / 1e3)
+
+    def decodes_ms(self, rows: int) -> float:
+        """Return the milliseconds of a step of ``rows`` decoding rows without prompts, from the nearest group."""
+        if not rows:
+            return 0.0
+        known = self._decodes.nonzero()[0]
+        if not len(known):
+            return 0.0
+        return float(self._decodes[known[np.abs(known - _group(rows)).argmin()]])
+
+    def most(self, rows: int, context: int, length: float = inf) -> int:
+        """Return the prompt tokens that the next step may have beside ``rows`` decoding rows.
+
+        ``context`` is the number of computed tokens of the prompts, ``length`` the tokens of the longest prompt."""
+        decodes = self.decodes_ms(rows)
+        if self.target_ms is None:
+            prompts = max(AUTO * decodes, LEAST_MS)
+            return self.pace.fit(context, prompts / 1e3, CHUNK, 2e-3 * prompts, length)
+        prompts = max(self.target_ms - decodes, LEAST_SHARE * self.target_ms)
+        return self.pace.fit(context, prompts / 1e3, CHUNK, self.target_ms / 1e3, length)
+
+
+def _group(rows: int) -> int:
+    return min(rows.bit_length() - 1, SIZES - 1)
