@@ -469,6 +469,7 @@ class Planner:
                     new[slot], blocks = self.cache.room(slot, want, promised)
                     promised += blocks
                     parts.spend(owner_number, new[slot])
+        self.underway.delayed = delayed
         for seq in delayed:
             self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
         if new:

@@ -48,6 +48,7 @@ class Underway:
         # models with recurrent states hit at checkpoints, which need not lie at the end of a common prefix
         self.usable = cache.prefix and cache.checkpoints is None
         self.waits = 0  # times that a newcomer was passed over
+        self.delayed: list[Seq] = []  # the newcomers that the last plan passed over
 
     def enter(self, slot: int) -> None:
         """Note a row that has just entered, if its prompt is long enough."""

@@ -36,7 +36,7 @@ MOST_STEPS = 512  # steps over which times are averaged
 MOST_FORMS = 6  # forms of steps in a snapshot
 WATCHED = 10.0  # seconds after a snapshot in which ended requests are kept
 # why a request does not run, in the order in which it is checked
-LOADING, NO_ROW, NO_BLOCKS, HELD, BUDGET = "loading", "rows", "blocks", "held", "budget"
+LOADING, NO_ROW, HELD, PREFIX, NO_BLOCKS, BUDGET = "loading", "rows", "held", "prefix", "blocks", "budget"
 
 
 class Snapshots:
@@ -106,6 +106,7 @@ class Snapshots:
         planner, cache = engine.planner, engine.cache
         tiers = cache.tiers
         loading = set() if tiers is None else set(tiers.waits)
+        delayed = {id(seq) for seq in planner.underway.delayed}
         if len(engine.slots.free) <= planner.reserved:
             reason = NO_ROW
         elif planner.wake_at:
@@ -114,8 +115,11 @@ class Snapshots:
             reason = BUDGET
         reasons = []
         for seq in waiting:
-            lacks = reason == BUDGET and cache.blocks_for(seq.known) > cache.available
-            other = NO_BLOCKS if lacks else reason
+            other = reason
+            if reason == BUDGET and id(seq) in delayed:
+                other = PREFIX
+            elif reason == BUDGET and cache.blocks_for(seq.known) > cache.available:
+                other = NO_BLOCKS
             reasons.append(LOADING if seq in loading else other)
         return reasons
 

@@ -6,13 +6,14 @@ import { keepSetting, setting } from "./store.js";
 const $ = (id) => document.getElementById(id);
 const NAMES = ["free", "cached", "used", "shared"];
 const WHY = { rows: "waits: no free row", blocks: "waits: too few blocks", loading: "waits: loads from a tier", held: "waits: held back",
-  budget: "waits: the step is full" };
+  budget: "waits: the step is full", prefix: "waits: prefix comes" };
 // the same for several requests, with a remedy; rows: most rows, n: number of requests
 const WHY_MANY = {
   rows: (most) => `all ${most} rows of the batch are in use. A row becomes free when a running request ends.`,
   blocks: () => "too few KV blocks are free. They become free when a running request ends.",
   loading: () => "their blocks are on their way from a tier.",
   held: () => "the scheduler holds them back.",
+  prefix: () => "a running request computes the beginning of their prompts now, which then is a prefix hit for them.",
   budget: () => "the tokens that one step may compute are spent. They get their turn in a later step.",
 };
 const FORMS = { native: () => "native code, all layers in one call", separate: () => "separate operations, not captured",
