@@ -626,7 +626,10 @@ def startup(args: argparse.Namespace) -> int:
             runs.append(run)
             states.append(watch.found)
     result = repeats.result("startup", runs, states, settings(args), planned_bill(loaded, args))
-    names = {"import_s": "imports", "build_s": "engine", "first_token_s": "first token", "startup_s": "altogether"}
+    parts = [key for key in runs[0] if key.startswith("build_") and key != "build_s"]
+    names = {"import_s": "imports", "build_s": "engine"}
+    names |= {key: "  " + key.removeprefix("build_").removesuffix("_s").replace("_", " ") for key in parts}
+    names |= {"first_token_s": "first token", "startup_s": "altogether"}
     lines = [f"{text:12} {repeats.with_bounds(result, key, 3)} s" for key, text in names.items()]
     title = config_title(loaded, f"{args.repeats} starts")
     return print_result(result, args, [title, *lines, machine_line(states)])

@@ -27,4 +27,12 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
             raise ConfigError(
                 f"{setting} with batch_invariant=true: torch's operations depend on the batch; leave it out"
             )
-    return StepWiring(graph, config.fuse, unfused, config.run_ahead, config.tpot_target_ms)
+    return StepWiring(
+        graph,
+        config.fuse,
+        unfused,
+        config.run_ahead,
+        config.tpot_target_ms,
+        config.graph_captures,
+        config.compile_ahead,
+    )

@@ -241,6 +241,16 @@ class EngineConfig(Strict):
         description="steps captured as CUDA graphs (on a CPU: run by native code); mixed: decode steps and steps with "
         "prompts; auto: as many as the attention back end allows",
     )
+    graph_captures: Literal["gradual", "start"] = Field(
+        "start",
+        description="when the sizes of steps are captured on a GPU; start: all before the engine is ready; gradual "
+        "(experimental): those of first requests before it is ready, the others while it serves",
+    )
+    compile_ahead: bool = Field(
+        False,
+        description="compile the kernels of a first start on a GPU in several threads before they run (experimental); "
+        "false: one after another, each at its first launch",
+    )
     fuse: bool = Field(True, description="use fused kernels on a GPU; false: separate operations of torch")
     unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(
         [],

@@ -112,7 +112,10 @@ class TurnLoop:
         """Return the seconds to wait for an item after a turn in which nothing ran."""
         if settles(self.engine):
             return LOOK
-        return self.engine.idle() if self.engine.busy and not self.engine.dead else self.longest
+        if self.engine.busy and not self.engine.dead:
+            return self.engine.idle()
+        pause = self.engine.captures.pause
+        return self.longest if pause is None else pause
 
     def start(self) -> threading.Thread:
         """Run the loop on a new thread, and return the thread."""

@@ -100,6 +100,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "enable_prefix_caching": rng.random() < 0.8,
         "partial_prefix_hits": rng.random() < 0.7,
         "graph": rng.choice(["auto", "auto", "mixed", "decode", "off"]),
+        "graph_captures": rng.choice(["gradual", "start"]),
         "run_ahead": rng.choice([None, 0, 1, 1, 2, 3, 4]),
         "batch_invariant": rng.random() < 0.8,
         "fuse": rng.random() < 0.9,

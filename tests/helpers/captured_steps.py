@@ -73,6 +73,7 @@ def engine(folder, **options):
         kvcache_block_size=16,
         max_num_batched_tokens=64,
         max_model_len=96,
+        graph_captures="start",
         allow_targets=["cpu_captures", __name__],
     )
     return LLM(model=str(folder), **{**base, **options})

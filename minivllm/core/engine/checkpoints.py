@@ -11,7 +11,7 @@ used one is evicted.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +97,16 @@ class Checkpoints:
     def release(self, slot: int) -> None:
         """Free the copies that a row has not published: its stay in the slot has ended."""
         self.free += [index for _, index in self.pending.pop(slot, ())]
+
+    def stats(self, state_bytes: int) -> dict[str, Any]:
+        """Return the statistics of recurrent states; ``state_bytes`` is the size of the states of one sequence."""
+        figures = {
+            "bytes_per_sequence": state_bytes,
+            "checkpoints": self.count,
+            "cached": len(self.of_block),
+            "evictions": self.evictions,
+        }
+        return {"states": figures}
 
     def check(self, published: np.ndarray) -> None:
         """Compare the checkpoints with the published blocks, bool [blocks]; AssertionError names the inconsistency."""

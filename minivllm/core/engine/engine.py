@@ -42,6 +42,7 @@ from .adapters import VERB as ADAPTERS
 from .adapters import EngineAdapters
 from .blocks import BlockPool
 from .cache import KVCache
+from .captures import IdleCaptures
 from .checkpoints import Checkpoints
 from .compression import Compression
 from .flight import Flight
@@ -147,7 +148,7 @@ class Engine:
         self.tenants: dict[str, int] = {}
         self._tenant = itertools.count()
         self.finished = self.failed_steps = 0
-        self.weights = Weights(self)
+        self.weights, self.captures = Weights(self), IdleCaptures()
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids, self._seeds = itertools.count(), random.Random(wiring.seed)
 
@@ -485,11 +486,15 @@ class Engine:
             raise EngineDeadError(f"executor {who} failed: {said}") from e
 
     def watch(self) -> None:
-        """Check that the executor is alive while the engine has nothing to do.  An executor that is not alive ends the
-        engine at once."""
-        if self.dead or self.executor.alive():
+        """Check that the executor is alive while the engine has nothing to do, and let it make a capture.  An executor
+        that is not alive ends the engine at once."""
+        if self.dead:
             return
         try:
+            if self.executor.alive():
+                if not self.weights.held:
+                    self.captures.turn(self.executor.call, self.publisher.tokens)
+                return
             self.ask(self.executor.collect, 0)
             self._die(f"executor {type(self.executor).__name__} is not alive")
         except EngineDeadError as e:  # the message of the error is the reason
@@ -631,7 +636,7 @@ class Engine:
         return self.executor.call(verb, args)
 
     def stats(self) -> dict[str, Any]:
-        lead, tiers = self.cache.pools[0], self.cache.tiers
+        lead, tiers, checkpoints = self.cache.pools[0], self.cache.tiers, self.cache.checkpoints
         stats = {
             "running": self.slots.n_running,
             "waiting": self.planner.n_waiting + self._loading,
@@ -652,7 +657,7 @@ class Engine:
             "evicted_needed": sum(p.lost.needed for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
             **({"compression": self.compression.stats()} if self.compression else {}),
-            **self._state_stats(),
+            **({} if checkpoints is None else checkpoints.stats(self.capacity.state_bytes)),
             **({} if tiers is None else tiers.stats()),
             **({} if self.adapters is None else self.adapters.stats()),
             **({} if self.images is None else self.images.stats()),
@@ -667,19 +672,6 @@ class Engine:
         return (0 if tiers is None else len(tiers.waits)) + (
             0 if adapters is None else len(adapters.waits)
         )
-
-    def _state_stats(self) -> dict[str, Any]:
-        """Return the statistics of recurrent states; an empty dict for a model without them."""
-        checkpoints = self.cache.checkpoints
-        if checkpoints is None:
-            return {}
-        figures = {
-            "bytes_per_sequence": self.capacity.state_bytes,
-            "checkpoints": checkpoints.count,
-            "cached": len(checkpoints.of_block),
-            "evictions": checkpoints.evictions,
-        }
-        return {"states": figures}
 
     def fail_all(self, message: str) -> None:
         """End every request with an error and refuse new ones."""

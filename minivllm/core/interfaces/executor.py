@@ -19,8 +19,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
-# no_images
-API = (2, 8)
+# no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead
+API = (2, 9)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -66,6 +66,10 @@ class StepWiring:
     run_ahead: int | None = None
     # milliseconds that a step with decoding rows should take at most, "auto" or "off"
     tpot_target_ms: float | str = "off"
+    # start: all sizes are captured before the engine is ready; gradual: only those that first requests need
+    graph_captures: str = "start"
+    # compile the kernels of a start in several threads before they run
+    compile_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,11 +236,14 @@ class Executor(ABC):
 
         Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
         are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID),
-        "kv_tiers" (orders for the stores of ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover``
-        describes; the answer is a list with one element for each rank), "adapters" (``load``: pairs (number, folder)
-        of adapters to load next to the steps; ``free``: numbers of adapters to remove, only while no step is in flight;
-        the answer is a list with, for each rank, pairs (number, error or None) of the loads that have ended since the
-        last call) and "weights" (``do``: check, write, commit or restore an update of the weights, sleep or wake,
+        "start_times" (the seconds of the parts of ``start``, by name), "kv_tiers" (orders for the stores of
+        ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover`` describes; the answer is a list with
+        one element for each rank), "adapters" (``load``: pairs (number, folder) of adapters to load next to the steps;
+        ``free``: numbers of adapters to remove, only while no step is in flight; the answer is a list with, for each
+        rank, pairs (number, error or None) of the loads that have ended since the last call), "captures" (make one of
+        the captures that the start left for later, only while no step is in flight; the answer has ``left``, the number
+        of captures that are still to be made, and ``worked``, which is False if the executor could do nothing but wait
+        for a compiler) and "weights" (``do``: check, write, commit or restore an update of the weights, sleep or wake,
         while no step is in flight; the answer is a list with, for each rank, a mapping with its ``error`` or None).
         NotImplementedError names a verb that the executor does not implement.
         """

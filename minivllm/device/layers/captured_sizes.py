@@ -1,18 +1,23 @@
 """Sizes of captured steps (CUDA graphs).  A step is padded to the next larger number of rows and tokens.
 
-decode   one token for each row.  Every size is captured at start-up.
-mixed    some rows have several tokens.  A few sizes are captured at start-up, and smaller steps are padded to them.
-         Other sizes are captured when they have become frequent.
+decode   one token for each row.
+mixed    some rows have several tokens.  A few sizes are captured without having been seen, and smaller steps are padded
+         to them.  Other sizes are captured when they have become frequent.
+
+A few of these sizes are captured before the engine is ready, and the others while it serves.
 """
 
 from __future__ import annotations
 
 MOST_TOKENS = 8192  # most tokens of a captured mixed step; it bounds the memory of captures
-# tokens and rows of the mixed steps that are captured at start-up
+# tokens and rows of the mixed steps that are captured without having been seen
 FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
 # Longer steps have fewer captures.  A padded row costs little in them, so they have at least LONG_ROWS rows, and with
 # the most rows only the sizes MANY_ROWS_TOKENS.
 LONG_TOKENS, LONG_ROWS, MANY_ROWS_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192), 128, (4096, 8192)
+
+# rows of the decode steps, and tokens of mixed steps, that are captured before the engine is ready
+READY_ROWS, READY_TOKENS = (1, 8), 512
 
 
 def row_sizes(most: int) -> list[int]:
@@ -48,7 +53,7 @@ def token_size(tokens: int) -> int:
 
 
 def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
-    """Return (rows, tokens) of the mixed steps that are captured at start-up, those with most tokens first.
+    """Return (rows, tokens) of the mixed steps that are captured without having been seen, most tokens first.
 
     ``most`` is the number of tokens up to which steps are captured, and ``coarse`` the result of ``coarse_sizes``.
     Any smaller mixed step can be padded to one of these (``device/worker/graphs.py``)."""
@@ -71,3 +76,21 @@ def useful_sizes(ms: dict[int, float]) -> list[int]:
         if not keep or ms[size] <= min(ms[k] for k in keep):
             keep.insert(0, size)
     return keep
+
+
+def first_decode(sizes: list[int]) -> set[int]:
+    """Return the sizes of decode steps that are captured before the engine is ready.
+
+    ``sizes`` are all sizes, ascending.  The largest is one of them, so every decode step fits a capture."""
+    return {n for n in sizes if n in READY_ROWS} | {sizes[-1]}
+
+
+def is_first_mixed(size: tuple[int, int], sizes: list[tuple[int, int]]) -> bool:
+    """Return whether a mixed step of (rows, tokens) is captured before the engine is ready.
+
+    ``sizes`` are the results of ``first_mixed``.  The smallest and the largest are captured, and for the fewest and the
+    most rows one of READY_TOKENS tokens."""
+    rows, tokens = size
+    few, most = min(r for r, _ in sizes), max(r for r, _ in sizes)
+    ends = min(sizes, key=lambda one: one[::-1]), max(sizes, key=lambda one: one[::-1])
+    return size in ends or (rows in (few, most) and tokens == READY_TOKENS)

@@ -34,6 +34,7 @@ from .adapters import Adapters
 from .capture import ALONE, release_unused, synchronize
 from .images import lacks_points
 from .recurrent import StateMemory, state_bytes
+from .start import Rehearsals, StartTimes
 from .state import DeviceState
 from .target_states import TargetStates
 
@@ -64,6 +65,8 @@ class Worker:
     hidden_size: int
     weight_bytes: int
     parts: ModelParts  # the parts that the model was built from
+    times: StartTimes
+    rehearsals: Rehearsals
     # [group][layer of the group] -> cache tensors by name
     caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
@@ -126,10 +129,12 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 
     ``ranks`` is the communicator of the processes that share the model, or None if one process has all of it.  Models
     of a drafter or of processors are not sharded: each process loads all weights of those in its wiring."""
-    device = torch.device(wiring.device)
-    cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
+    device, times = torch.device(wiring.device), StartTimes()
+    with times.of("config"):
+        cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
-    model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
+    with times.of("weights"):
+        model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
     groups = [list(g) for g in wiring.cache.groups]
     worker = Worker(
         device,
@@ -141,8 +146,25 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         cfg.hidden_size,
         weight_bytes(parts),
         parts,
+        times,
+        Rehearsals(wiring, times, device, has_kernels(wiring)),
         notes=notes,
     )
+    if worker.rehearsals.note is not None:
+        worker.notes.append(worker.rehearsals.note)
+    with times.of("weights"):
+        _load_others(worker, wiring, cfg, fmt)
+    if parts.states:
+        worker.states = _take_states(worker, wiring, parts)
+    with times.of("KV cache"):
+        _take_cache(worker, wiring, parts, fmt)
+    return worker
+
+
+def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> None:
+    """Load the models of a drafter and of processors, the adapters' memory and the image encoder.
+
+    ``cfg`` is the config object of the served model."""
     draft = wiring.speculation.draft_model
     second = {} if draft is None else {"drafter": draft}
     if draft is not None and "target_head" in wiring.parts["drafter"].features:
@@ -159,13 +181,9 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     if wiring.adapters.max_loras:
-        worker.adapters = _take_adapters(wiring, cfg, parts, device)
+        worker.adapters = _take_adapters(wiring, cfg, worker.parts, worker.device)
     if wiring.images.max_images:
         _load_images(worker, wiring)
-    if parts.states:
-        worker.states = _take_states(worker, wiring, parts)
-    _take_cache(worker, wiring, parts, fmt)
-    return worker
 
 
 def _load_images(worker: Worker, wiring: Wiring) -> None:
@@ -392,6 +410,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
     if worker.device.type == "cpu":
         return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
+    worker.rehearsals.compile(lambda: _trial_step(worker, wiring))
     with ALONE:  # memory that a capture of another engine takes at the same time would be counted here
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -50,22 +50,32 @@ class GraphRecorder:
         and then while it is recorded.  It must not wait for the device, and must not depend on the effects of an
         earlier call.  Exceptions of ``run`` and errors of CUDA are raised unchanged; nothing is recorded then.
         """
+        with ALONE, self._on_stream():
+            run()
+            try:
+                return self._record(run)
+            except torch.OutOfMemoryError:
+                # a graph cannot use memory that torch caches outside its pool, so return this to the device
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                return self._record(run)
+
+    def rehearse(self, run: Callable[[], Any]) -> None:
+        """Call ``run`` where ``capture`` calls it, without recording it."""
+        with self._on_stream():
+            run()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Make the stream of captures the current stream, behind all work that is queued on the thread's own."""
         before = torch.cuda.current_stream()
         stream = _stream(torch.cuda.current_device())
-        with ALONE:
-            stream.wait_stream(before)
-            try:
-                with torch.cuda.stream(stream):
-                    run()
-                    try:
-                        return self._record(run)
-                    except torch.OutOfMemoryError:
-                        # a graph cannot use memory that torch caches outside its pool, so return this to the device
-                        torch.cuda.synchronize()
-                        torch.cuda.empty_cache()
-                        return self._record(run)
-            finally:
-                before.wait_stream(stream)
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            before.wait_stream(stream)
 
     def _record(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Record one call of ``run`` on the current stream; return the graph and the result of the call."""

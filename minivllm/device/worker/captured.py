@@ -43,6 +43,13 @@ class Asked(NamedTuple):
     late: bool  # at least one row has a mask
 
 
+class Drawn(NamedTuple):
+    """The shape of a SAMPLE capture."""
+
+    rows: int
+    asked: Asked
+
+
 @dataclass
 class Buffers:
     """The tensors that all captures of B rows use."""

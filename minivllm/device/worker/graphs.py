@@ -20,8 +20,9 @@ run as separate launches.  ``notes`` gives the reason.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,7 +50,8 @@ from minivllm.errors import describe_error
 from . import step
 from .adapters import applied
 from .capture import GraphRecorder
-from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors, read_columns
+from .captured import Asked, Buffers, CapturedCalls, Drawn, bounds, column_tensors, read_columns
+from .later import LaterCaptures
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
 
@@ -68,6 +70,9 @@ CAPTURES = 160  # largest number of FORWARD captures, and of SAMPLE captures
 # capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
 # instantiation.  A burst of requests has many shapes, so capturing each at once would be slow.
 SIGHTS = 4
+# A decode step runs in a larger capture this many times before its size is captured during a step.  Each time costs at
+# most a few milliseconds, a capture 20 to 80, so gaps between tokens are rare.
+DECODE_SIGHTS = 16
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
 
@@ -126,6 +131,7 @@ class Graphs:
     # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
     # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
+    gradual = True  # sizes that first requests do not need may be captured while the engine serves
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
@@ -139,8 +145,12 @@ class Graphs:
     masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
     # shapes whose capture failed; their steps run as separate launches
     refused: set[GraphKey] = field(default_factory=set)
+    # milliseconds of a replay, by the size of a decode step that was measured
+    times: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        gradual = self.gradual and self.runner.wiring.steps.graph_captures == "gradual"
+        self.later = LaterCaptures(self, self.runner.worker.rehearsals, gradual)
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.recorder = GraphRecorder()
@@ -183,8 +193,10 @@ class Graphs:
 
         The capture may not exist yet; ``forward`` then makes it."""
         key = self.shape(plan)
-        if key is None or (key.kind == "decode" and not isinstance(key, TappedKey)):
-            return key and self._unless_refused(key)
+        if key is None:
+            return None
+        if key.kind == "decode" and not isinstance(key, TappedKey):
+            return self._decode_key(key)
         tokens = int(plan.q_len.sum())
         saved = self.costs.saved_ms(tokens, pairs_of(plan))
         own = self.costs.padding_ms(tokens, key.tokens)
@@ -195,11 +207,23 @@ class Graphs:
             larger = None
         if larger is not None:
             lost = self.costs.padding_ms(key.tokens + key.rows, larger.tokens + larger.rows)
-        due = self._is_due(key, lost)
+        due = self._is_due(key, lost) and (larger is None or self.later.compiled(key))
+        return (self._unless_refused(key) if due else None) or larger
+
+    def _decode_key(self, key: GraphKey) -> GraphKey | None:
+        """Return the shape of the capture in which a decode step of shape ``key`` runs.
+
+        With gradual captures it runs in a larger one until it has come DECODE_SIGHTS times."""
+        if key in self.forwards or not self.later.gradual:
+            return self._unless_refused(key)
+        larger = self._larger(key)
+        if larger is None:
+            return self._unless_refused(key)
+        due = self._has_paid(key, 1.0 / DECODE_SIGHTS) and self.later.compiled(key)
         return (self._unless_refused(key) if due else None) or larger
 
     def _larger(self, key: GraphKey) -> GraphKey | None:
-        """Return the smallest existing capture that can run a mixed step of shape ``key``.
+        """Return the smallest existing capture of the same kind that can run a step of shape ``key``.
 
         Return None if there is none, or if the step has taps."""
         if isinstance(key, TappedKey):
@@ -208,7 +232,7 @@ class Graphs:
             found = [
                 one
                 for one in self.forwards
-                if type(one) is type(key) and one.kind == "mixed" and one.span == key.span
+                if type(one) is type(key) and one.kind == key.kind and one.span == key.span
                 if one.rows >= key.rows and one.tokens >= key.tokens
             ]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
@@ -220,10 +244,14 @@ class Graphs:
 
         It is captured once its steps have lost as much time as a capture takes, unless the largest number of captures
         is reached."""
+        return self._has_paid(key, min(max(lost, 0.0) / self.costs.launch_ms, 1.0) / SIGHTS)
+
+    def _has_paid(self, key: GraphKey, share: float) -> bool:
+        """Count a step of shape ``key`` that lost a ``share`` of the time of a capture; return whether to capture this
+        shape now."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
-        share = min(max(lost, 0.0) / self.costs.launch_ms, 1.0)
-        self.paid[key] = self.paid.get(key, 0.0) + share / SIGHTS
+        self.paid[key] = self.paid.get(key, 0.0) + share
         if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
             return False
         tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
@@ -308,56 +336,88 @@ class Graphs:
         return self.masks
 
     def warm(self) -> None:
-        """Capture decode steps of every size and some mixed steps.
+        """Capture the steps that first requests need, and queue the captures of other sizes in ``later``.
 
-        The largest sizes come first, so that smaller captures reuse their memory.  Decode sizes whose replay
-        takes longer than that of a larger size are removed."""
-        none = (-1,) * (len(self.runner.processors) - 1)
-        kinds = (GraphKey,) if self.runner.adapters is None else (GraphKey, AdaptedKey)
+        Without ``gradual`` all sizes are captured now.  The largest sizes come first, so that smaller captures reuse
+        their memory."""
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
-        for size in progress.counted(progress.CAPTURES, sorted({*self.sizes, *self.coarse}, reverse=True)):
-            if size in self.sizes:
-                for kind in kinds:
-                    self._capture_forward(kind("decode", size, size, SHORT))
-            for variant in variants:
-                self._sample_of(size, Asked((*none, variant), False, -1, False))
-        keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= self.measured_from}
-        if self.mixed:
-            self._warm_mixed()
-        if self.runner.graph_safe[-1]:
-            for variant in variants:
-                self._draw_once(variant)
-        times = {size: replay_ms(self.forwards[key].graph) for size, key in keys.items()}
-        for size in set(keys) - set(useful_sizes(times)):
-            self.sizes.remove(size)
-            for kind in kinds:
-                del self.forwards[kind("decode", size, size, SHORT)]
+        others = (-1,) * (len(self.runner.processors) - 1)
+        kinds = (GraphKey,) if self.runner.adapters is None else (GraphKey, AdaptedKey)
+        decodes = [kind("decode", n, n, SHORT) for n in reversed(self.sizes) for kind in kinds]
+        rows = sorted({*self.sizes, *self.coarse}, reverse=True)
+        draws = [Drawn(n, Asked((*others, variant), False, -1, False)) for n in rows for variant in variants]
+        now, later = self.later.divide(decodes, draws)
+        self._compile(now)
+        with self.runner.worker.times.of("captures"):
+            for shape in progress.counted(progress.CAPTURES, now):
+                self.capture_shape(shape)
+            if self.mixed:
+                later += self._warm_mixed()
+            if self.runner.graph_safe[-1]:
+                for variant in variants:
+                    self._draw_once(variant)
+        self.later.begin(later)
 
-    def _warm_mixed(self) -> None:
+    def _compile(self, shapes: Sequence[GraphKey | Drawn]) -> None:
+        """Compile the kernels of captures before they are made, if ``compile_ahead`` is on."""
+        self.runner.worker.rehearsals.compile(*(partial(self.rehearse, shape) for shape in shapes))
+
+    def capture_shape(self, shape: GraphKey | Drawn) -> None:
+        """Make a capture that no step waits for.
+
+        At the start an error of a decode step is raised.  All other errors become notes."""
+        if isinstance(shape, Drawn):
+            self._sample_of(*shape)
+        elif shape.kind == "decode" and shape.rows not in self.sizes:
+            return
+        elif shape.kind == "decode" and not self.later.begun:
+            self._capture_forward(shape)
+            self._time_decode(shape)
+        else:
+            self._try_forward(shape)
+
+    def _time_decode(self, key: GraphKey) -> None:
+        """Time a capture of a decode step, and remove the sizes that take longer than a larger size.
+
+        The captured rows must be spare rows."""
+        if type(key) is not GraphKey or key.kind != "decode" or key.rows < self.measured_from or key.span != SHORT:
+            return
+        self.times[key.rows] = replay_ms(self.forwards[key].graph)
+        for size in set(self.times) - set(useful_sizes(self.times)):
+            del self.times[size]
+            self.sizes.remove(size)
+            self.serving.clear()
+            for kind in (GraphKey, AdaptedKey):
+                self.forwards.pop(kind("decode", size, size, SHORT), None)
+
+    def _warm_mixed(self) -> list[GraphKey]:
         """Capture some mixed steps, so that neither kernels nor long steps are captured during the first burst.
 
         The smallest comes first: if its capture fails, the others are not tried.  Then the costs are measured, and
-        steps that would hide their launches are left out."""
+        steps that would hide their launches are left out.  Return the shapes that are captured later."""
         budget = self.runner.wiring.max_num_batched_tokens
         rows, tokens = first_mixed(self.coarse, 1)[-1]
         least = GraphKey("mixed", rows, tokens, SHORT)
-        if not self._try_forward(least):
-            return
         measured = GraphKey("mixed", rows, max(token_size(min(budget, FIRST_TOKENS[-1])), rows), SHORT)
+        self._compile([least, measured])
+        if not self._try_forward(least):
+            return []
         if measured == least or self._try_forward(measured):
             self.costs = self._measure(measured)
-        shapes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
-        for shape in progress.counted(f"{progress.CAPTURES} of mixed steps", shapes):
-            key = GraphKey("mixed", *shape, SHORT)
+        sizes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
+        now, later = self.later.divide_mixed(GraphKey("mixed", *size, SHORT) for size in sizes)
+        if self.runner.adapters is not None:
+            now.append(AdaptedKey("mixed", rows, tokens, SHORT))
+        self._compile(now)
+        for key in progress.counted(f"{progress.CAPTURES} of mixed steps", now):
             if key not in self.forwards:
                 self._try_forward(key)
-        if self.runner.adapters is not None:
-            self._try_forward(AdaptedKey("mixed", rows, tokens, SHORT))
-        tokens = 1 + max(key.tokens for key in self.forwards)
+        tokens = 1 + max(key.tokens for key in (*self.forwards, *later))
         if tokens <= min(budget, self.runner.wiring.max_model_len):
             self._launch_once(tokens)
+        return later
 
     def _launch_once(self, tokens: int) -> None:
         """Run the layers of a prompt of ``tokens`` tokens as separate launches, so that their kernels are compiled."""
@@ -419,24 +479,42 @@ class Graphs:
         return self.buffers[size]
 
     def _try_forward(self, key: GraphKey) -> bool:
-        """Capture the layers of a step of shape ``key``; return False and write a note if that fails."""
+        """Capture the layers of a step of shape ``key``.
+
+        Return False and write a note if that fails; return False if the capture was slower than a larger one."""
         try:
             self._capture_forward(key)
         except BaseException as e:
             # a model or back end that cannot be captured, or no memory left for it
             self.refused.add(key)
-            self._note(f"a step is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
+            how = "it runs as separate launches, or in a larger capture"
+            self._note(f"a step is not captured, {how}: {describe_error(as_exception(e))}")
             return False
-        return True
+        self._time_decode(key)
+        return key in self.forwards
 
     def _capture_forward(self, key: GraphKey) -> None:
         b = self._buffers(key.rows)
         b.host_slots[:] = self.spare
         b.slots.fill_(self.spare)
         self.serving.clear()
-        self.forwards[key] = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
+        run, tensors = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
+        graph, result = self.recorder.capture(run)
+        self.forwards[key] = Captured(graph, result, **tensors)
 
-    def _decode(self, key: GraphKey, b: Buffers) -> Captured:
+    def rehearse(self, shape: GraphKey | Drawn) -> None:
+        """Run the operations of a capture on spare rows, without recording them."""
+        b = self._buffers(shape.rows)
+        b.host_slots[:] = self.spare
+        b.slots.fill_(self.spare)
+        if isinstance(shape, Drawn):
+            run = self._draw(b, shape.asked)
+        else:
+            run = (self._decode(shape, b) if shape.kind == "decode" else self._mixed(shape, b))[0]
+        self.recorder.rehearse(run)
+
+    def _decode(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
+        """Return the operations of a decode step, and the tensors of its capture by their names in ``Captured``."""
         r = self.runner
         static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
 
@@ -447,11 +525,10 @@ class Graphs:
             with applied(r.adapters, read.meta, adapted(key)):
                 step.forward(r.model, r.backend, read, key, out=b.hidden)
 
-        captured = self._capture(run)
-        captured.keep = static
-        return captured
+        return run, {"keep": static}
 
-    def _mixed(self, key: GraphKey, b: Buffers) -> Captured:
+    def _mixed(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
+        """Return the operations of a mixed step, and the tensors of its capture by their names in ``Captured``."""
         r, size = self.runner, step.table_size(key.rows, key.tokens)
         host = bounds(key, len(r.worker.groups))
         table = torch.zeros(size, dtype=torch.int64, device=r.device)
@@ -465,36 +542,31 @@ class Graphs:
             with applied(r.adapters, read.meta, adapted(key)):
                 step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
 
-        captured = self._capture(run)
-        captured.rows = table
-        return captured
+        return run, {"rows": table}
 
     def _tap(self, key: GraphKey, read: StepTensors) -> None:
         if isinstance(key, TappedKey):
             read.taps = self.runner.taps.captured(key.steered, key.read, read.meta)
 
     def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
-        b, r = self._buffers(size), self.runner
+        b = self._buffers(size)
         before = b.slots.clone()
         b.slots.fill_(self.spare)
-
-        def run() -> tuple[torch.Tensor, ...] | None:
-            return step.sample(CapturedCalls(r, b, asked, self.masks), r.state, r.model, b.hidden)
-
         try:
-            return self._capture(run)
+            return Captured(*self.recorder.capture(self._draw(b, asked)))
         except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
             self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
             return None
         finally:
             b.slots.copy_(before)
 
+    def _draw(self, b: Buffers, asked: Asked) -> Callable[[], Any]:
+        """Return the operations of the SAMPLE part for the rows of ``b``."""
+        r = self.runner
+        return lambda: step.sample(CapturedCalls(r, b, asked, self.masks), r.state, r.model, b.hidden)
+
     def _note(self, text: str) -> None:
         """Add a text to the notes and log it as a warning, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
             log.warning(text)
-
-    def _capture(self, run: Callable[[], Any]) -> Captured:
-        """Record the operations of ``run`` in a CUDA graph.  All slots must be the spare slot meanwhile."""
-        return Captured(*self.recorder.capture(run))

@@ -43,6 +43,7 @@ from .own_model import OwnModel
 from .pages import page_mover
 from .running import Running
 from .scoring import score_prompt
+from .start import ALL
 from .state import DeviceState, to_host
 from .taps import TapState
 from .target_states import NORM
@@ -130,6 +131,7 @@ class Runner:
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
+            self.worker.rehearsals.done(ALL)
             return None
         if self.state.recurrent is not None and not self.worker.parts.fuse:
             self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")
@@ -146,6 +148,14 @@ class Runner:
             self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
             return None
         return graphs
+
+    def capture_later(self) -> dict[str, int | bool]:
+        """Make one of the captures that the start left for later (see the verb "captures" of ``Executor.call``)."""
+        later = None if self.graphs is None else self.graphs.later
+        if later is None:
+            return {"left": 0, "worked": False}
+        worked = later.capture()
+        return {"left": len(later.queue), "worked": worked}
 
     def capacity(self) -> Capacity:
         """Return the blocks, states and features of the device.
@@ -467,6 +477,8 @@ class Runner:
         if self._trace is not None:
             self._trace.close()
             self._trace = None
+        if self.worker is not None:
+            self.worker.rehearsals.close()
         if self.mover is not None:
             self.mover.close()
         if self.adapters is not None:

@@ -189,9 +189,9 @@ class KernelBench:
         """
         if self.runner.graphs is None:
             return None
-        from minivllm.device.worker.graphs import SIGHTS
+        from minivllm.device.worker.graphs import DECODE_SIGHTS, SIGHTS
 
-        for _ in range(SIGHTS):
+        for _ in range(max(SIGHTS, DECODE_SIGHTS)):
             key = self.runner.graphs.key(plan)
         return None if key is None else self.runner.graphs.shape(plan)
 

@@ -7,6 +7,7 @@ The operating system caches files, so after the first run they are read from mem
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -33,7 +34,8 @@ def once(loaded: Loaded) -> Result:
 
     ``import_s`` is the time to import Python, torch and minivllm, ``build_s`` the time to build the engine.
     ``first_token_s`` is the time of a request with a prompt of 16 tokens, or fewer for a shorter ``max_model_len``.
-    ``startup_s`` is the sum.
+    ``startup_s`` is the sum.  ``build_weights_s`` and others are parts of ``build_s``, as far as the executor
+    reports them.
     """
     values = loaded.engine.model_dump(mode="json", exclude_unset=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,10 +52,12 @@ def once(loaded: Loaded) -> Result:
         raise ResourceError(f"the process that was to start an engine ended with {done.returncode}: {errors}")
     times = json.loads(line.removeprefix(MARK))
     marks = [begun, times["imported"], times["built"], times["first"]]  # all processes share the monotonic clock
-    found = {}
+    found: Result = {}
     for name, (start, end) in zip(PARTS, itertools.pairwise(marks), strict=True):
         found[f"{name}_s"] = end - start
     found["startup_s"] = times["first"] - begun
+    for part, seconds in times["parts"].items():
+        found[f"build_{part.lower().replace(' ', '_')}_s"] = seconds
     return found
 
 
@@ -74,7 +78,10 @@ def main(path: str) -> None:
     length = max(1, min(16, llm.engine.wiring.max_model_len - 1))
     llm.generate([[token] * length], params, use_tqdm=False)
     first = time.monotonic()
-    print(MARK + json.dumps({"imported": imported, "built": built, "first": first}), flush=True)
+    parts = {}
+    with contextlib.suppress(NotImplementedError):
+        parts = llm.engine.call("start_times")
+    print(MARK + json.dumps({"imported": imported, "built": built, "first": first, "parts": parts}), flush=True)
     llm.close()
 
 

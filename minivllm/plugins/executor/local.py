@@ -115,6 +115,10 @@ class Local(Executor):
             return [self.runner.adapters.answer(args or {})]
         if verb == "weights":
             return [self.runner.weights.answer(args or {})]
+        if verb == "captures":
+            return self.runner.capture_later()
+        if verb == "start_times":
+            return self.runner.worker.times.seconds
         if verb == "devices":
             return [_name(self.runner.device)]
         if verb == "figures":

@@ -31,7 +31,8 @@ def captures(most: int = 64) -> Graphs:
     made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
     made.costs = StepCosts(launch_ms=30.0, token_ms=0.003)  # of a model of 0.6B
-    made.refused, made.notes, made.masks = set(), [], None
+    made.refused, made.notes, made.masks, made.times = set(), [], None, {}
+    made.later = SimpleNamespace(compiled=lambda key: True, begun=True, gradual=False)
     return made
 
 

@@ -1,0 +1,45 @@
+"""Captures that the executor makes while the engine has nothing to do (the verb "captures")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from minivllm.errors import EngineDeadError
+
+VERB = "captures"
+# Seconds without work before the first capture.  A client that sends one request after another would wait for each.
+QUIET = 0.05
+COMPILING = 0.02  # seconds until the executor is called again while it compiles
+
+
+class IdleCaptures:
+    """Calls the executor in idle turns until no capture is left."""
+
+    def __init__(self) -> None:
+        self.left = 0  # captures that are still to be made
+        self.pause: float | None = (
+            None  # seconds to wait before the next idle turn; None if nothing is left
+        )
+        self._implemented = True
+        self._tokens = 0
+
+    def turn(self, call: Callable[[str], Any], tokens: int) -> None:
+        """Make one capture, which takes 20 to 80 ms on a GPU.
+
+        ``tokens`` is the number of tokens that the engine has generated.  If it has grown, the engine was busy until
+        now, and the next capture is made after ``QUIET`` seconds.  ``call`` calls the executor."""
+        if not self._implemented:
+            return
+        if tokens != self._tokens:
+            self._tokens, self.pause = tokens, QUIET
+            return
+        try:
+            answer = call(VERB)
+            self.left, worked = int(answer["left"]), bool(answer["worked"])
+        except EngineDeadError:
+            raise
+        except Exception:  # an executor without this verb makes its captures before it is ready
+            self._implemented, self.pause = False, None
+            return
+        self.pause = None if not self.left else 0.0 if worked else COMPILING

@@ -1,0 +1,241 @@
+"""Compile the kernels of a step before it runs, several at the same time.
+
+    rehearse   run() ──► shapes and dtypes only; a kernel that is not compiled is queued, and none is launched
+    compile    queue ──► threads: Triton releases Python's lock in its passes and in ptxas
+    run        run() ──► every kernel is compiled
+
+A step compiles its kernels one after another, each at its first launch.  A rehearsal finds the same variants, because
+it calls the same functions with tensors of the same shapes.  A later step of this process, or of another one, reads the
+compiled kernels from memory or from Triton's folder (``TRITON_CACHE_DIR``).
+
+A rehearsal reads no content that depends on a kernel: neither Triton's kernels nor torch's operations on such content
+run (``ShapesOnly``).  So an index in memory that was never written is not used, on any device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+import minivllm
+
+THREADS = 16  # largest number of kernels that are compiled at the same time
+aten = torch.ops.aten
+# operations that allocate memory and leave its content undefined
+_EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+# operations that write constants, whatever the content of their arguments
+_CONSTANT = (
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.zero_,
+)
+_CONSTANT_OVERLOADS = (aten.fill_.Scalar,)
+
+
+def blank(x: torch.Tensor) -> torch.Tensor:
+    """Write zeros into memory whose content is undefined, and return it."""
+    return x.zero_()
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Give operations of torch results of the right shape, dtype, strides and device, without computing them.
+
+    Operations that read no content run: views, allocations and constants.  So do operations on tensors that were made
+    from constants alone, such as a table of angles, because a module may keep them.  All other results are zeros, and
+    operations in place change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # storages whose content is as in a real run, by their addresses; they are kept, so no address is used again
+        self._certain: dict[int, Any] = {}
+
+    def forget(self, values: Any) -> None:
+        """Note that a kernel would write to the tensors in ``values``, a tree of Python containers."""
+        for x in _tensors(values):
+            self._certain.pop(x.untyped_storage().data_ptr(), None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet, inputs = func.overloadpacket, _tensors((args, kwargs))
+        if packet in _EMPTY:
+            return blank(func(*args, **kwargs))
+        constant = packet in _CONSTANT or func in _CONSTANT_OVERLOADS
+        if constant or all(x.untyped_storage().data_ptr() in self._certain for x in inputs):
+            out = func(*args, **kwargs)
+            for x in _tensors(out):
+                self._keep(x, constant and func._schema.is_mutable)
+            return out
+        returns = [one.alias_info for one in func._schema.returns]
+        view = any(one is not None and not one.is_write for one in returns)
+        if view or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)
+        return self._skip(func, args, kwargs, inputs)
+
+    def _keep(self, x: torch.Tensor, partly: bool) -> None:
+        """Note a tensor that was computed.  ``partly``: other elements of its storage may hold other content."""
+        storage = x.untyped_storage()
+        if not partly:
+            self._certain[storage.data_ptr()] = storage
+
+    def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+        """Return the results of an operation that does not run."""
+        written = {}  # arguments that the operation would write to, by the names that its results have for them
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[at] if at < len(args) else kwargs.get(argument.name)
+                self.forget(value)
+                written[_names(argument)] = value
+        device = kwargs.get("device")
+        moved = {**kwargs, "device": "meta"} if device is not None else kwargs
+        made = func(*tree_map(_shape_of, args), **tree_map(_shape_of, moved))
+        place = _device(inputs) if device is None else torch.device(device)
+        returns = func._schema.returns
+        results = (made,) if len(returns) == 1 else made or ()
+        found = tuple(
+            written[_names(one)] if one.alias_info is not None else tree_map(lambda x: _memory_of(x, place), result)
+            for result, one in zip(results, returns, strict=True)
+        )
+        return found[0] if len(returns) == 1 else found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _names(described: Any) -> frozenset[str]:
+    """Return the names of the memory of an argument or result in an operation's schema."""
+    return frozenset(described.alias_info.before_set)
+
+
+def _device(inputs: list[torch.Tensor]) -> torch.device:
+    """Return the device of an operation's result: that of its arguments, of which numbers may be on the CPU."""
+    return next((x.device for x in inputs if x.dim()), inputs[0].device)
+
+
+def _shape_of(x: Any) -> Any:
+    """Return a tensor without memory in the place of a tensor, other values unchanged."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+def _memory_of(x: Any, device: torch.device) -> Any:
+    """Return a tensor with memory in the place of one without, other values unchanged."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return blank(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device))
+
+
+class CompileAhead:
+    """Compiles kernels in threads.  One thread at a time rehearses."""
+
+    def __init__(self, device: torch.device, threads: int = 0) -> None:
+        self.device = device
+        count = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
+        # the compilation of each variant, by the number of its function and the key of the variant
+        self.jobs: dict[tuple[int, Any], Future[None]] = {}
+        self._found: dict[tuple[int, Any], Future[None]] = {}
+
+    def rehearse(self, run: Callable[[], Any]) -> list[Future[None]]:
+        """Call ``run`` without launching kernels, and start to compile those that are not compiled.
+
+        Return their compilations.  A ``run`` that reads results on the host raises an error of torch, as does an
+        operation whose shape depends on the content of tensors."""
+        self._found = {}
+        with ShapesOnly() as shapes, self._collecting(shapes):
+            run()
+        return list(self._found.values())
+
+    def wait(self, jobs: Sequence[Future[None]]) -> None:
+        """Wait for compilations.  An error is left to the launch of that kernel, which compiles it again."""
+        for job in jobs:
+            job.exception()
+
+    def close(self) -> None:
+        """Drop the compilations that have not begun."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _collecting(self, shapes: ShapesOnly) -> Iterator[None]:
+        """Queue the kernels that this thread would compile, and launch none.
+
+        Triton compiles a variant in ``JITFunction._do_compile`` and launches nothing with ``warmup``."""
+        run, compile_one, thread = JITFunction.run, JITFunction._do_compile, threading.get_ident()
+
+        def not_launched(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if threading.get_ident() != thread:
+                return run(function, *args, grid=grid, warmup=warmup, **options)
+            shapes.forget((args, options))
+            run(function, *args, grid=grid, warmup=True, **options)
+            return None
+
+        def queued(function: Any, key: Any, *rest: Any, **more: Any) -> Any:
+            if threading.get_ident() != thread:
+                return compile_one(function, key, *rest, **more)
+            return self._queue(function, key, lambda: compile_one(function, key, *rest, **more))
+
+        JITFunction.run, JITFunction._do_compile = not_launched, queued
+        try:
+            yield
+        finally:
+            JITFunction.run, JITFunction._do_compile = run, compile_one
+
+    def _queue(self, function: Any, key: Any, compile_it: Callable[[], Any]) -> None:
+        """Queue a variant once.  If an earlier compilation failed, the launch of a real run reports the error."""
+        at = id(function), key
+        if at not in self.jobs:
+            self.jobs[at] = self.pool.submit(self._compile, compile_it)
+        self._found[at] = self.jobs[at]
+
+    def _compile(self, compile_it: Callable[[], Any]) -> None:
+        """Compile a variant for the device."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                compile_it()
+        else:
+            compile_it()
+
+
+class CompiledMarks:
+    """Files beside Triton's compiled kernels: one says that the kernels of a configuration's captures are all compiled.
+
+    They are in the same folder, so they are deleted with the kernels.  A file is valid for one card and configuration,
+    and for one version of Triton and minivllm."""
+
+    def __init__(self, device: torch.device, facts: Sequence[str]) -> None:
+        card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        text = json.dumps([triton.__version__, minivllm.__version__, card, *facts])
+        self.name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.folder = Path(knobs.cache.dir)
+
+    def _path(self, stage: str) -> Path:
+        return self.folder / f"minivllm-{self.name}.{stage}"
+
+    def has(self, stage: str) -> bool:
+        """Return whether the kernels of a stage, ``first`` or ``all``, were compiled before."""
+        return self._path(stage).exists()
+
+    def set(self, stage: str) -> None:
+        """Note that the kernels of a stage are compiled.  Without write access the next start rehearses again."""
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._path(stage).touch()

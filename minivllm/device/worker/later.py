@@ -1,0 +1,125 @@
+"""Captures that are made while the engine serves, so that it is ready before all sizes are captured.
+
+    start      decode steps of 1, 8 and the most rows, and a few mixed steps ──► ready
+    a step     runs in a larger capture; after some steps its own size is captured   (``Graphs._is_due``)
+    idle turn  the next capture of the queue, smallest first                          (the verb "captures")
+
+Before a capture its kernels are compiled in other threads, if an earlier start has not compiled them.  So a turn takes
+the time of one capture, and no turn waits for the compiler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.device.layers.captured_sizes import first_decode, is_first_mixed
+
+from .captured import Asked, Drawn
+from .start import ALL, FIRST
+
+if TYPE_CHECKING:
+    from .start import Rehearsals
+
+Shape = GraphKey | Drawn
+
+
+class Captures(Protocol):
+    """The captures of a runner (``graphs.Graphs``), as far as this module uses them."""
+
+    sizes: list[int]  # rows of decode steps
+    coarse: list[int]  # rows of mixed steps
+    forwards: dict[GraphKey, Any]
+    samples: dict[tuple[int, Asked], Any]
+    refused: set[GraphKey]
+
+    def capture_shape(self, shape: Shape) -> None: ...
+    def rehearse(self, shape: Shape) -> None: ...
+
+
+def size_of(shape: Shape) -> tuple[int, int]:
+    """Return the tokens and rows of a capture, by which the queue is sorted: steps of few tokens come most often."""
+    tokens = shape.rows if isinstance(shape, Drawn) else shape.tokens
+    return tokens, shape.rows
+
+
+class LaterCaptures:
+    """The captures that are left for later.  Without ``gradual`` there are none."""
+
+    def __init__(self, graphs: Captures, rehearsals: Rehearsals, gradual: bool) -> None:
+        self.graphs, self.rehearsals, self.gradual = graphs, rehearsals, gradual
+        self.begun = False  # the start is over
+        self.queue: deque[Shape] = deque()
+        # compilations of the kernels of a capture that was rehearsed
+        self.jobs: dict[Shape, Sequence[Future[None]]] = {}
+
+    def divide(self, decodes: Sequence[GraphKey], draws: Sequence[Drawn]) -> tuple[list[Shape], list[Shape]]:
+        """Return the decode steps and draws that are captured at the start, and those of later.
+
+        Draws of the start are those of its decode steps, and of mixed steps of the fewest and the most rows."""
+        graphs = self.graphs
+        every: list[Shape] = [*decodes, *draws]
+        if not self.gradual:
+            return every, []
+        steps = first_decode(graphs.sizes)
+        rows = steps | {graphs.coarse[0], graphs.coarse[-1]}
+        now = [one for one in every if one.rows in (rows if isinstance(one, Drawn) else steps)]
+        early = set(now)
+        return now, [one for one in every if one not in early]
+
+    def divide_mixed(self, shapes: Iterable[GraphKey]) -> tuple[list[GraphKey], list[GraphKey]]:
+        """Return the mixed steps that are captured at the start, and those of later."""
+        keys = list(shapes)
+        if not self.gradual:
+            return keys, []
+        sizes = [(key.rows, key.tokens) for key in keys]
+        now = [key for key in keys if is_first_mixed((key.rows, key.tokens), sizes)]
+        early = set(now)
+        return now, [key for key in keys if key not in early]
+
+    def begin(self, shapes: Sequence[Shape]) -> None:
+        """Note that the captures of the start are made, and queue the others."""
+        self.begun = True
+        self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
+        self.rehearsals.done(FIRST if shapes else ALL)
+
+    def compiled(self, shape: Shape) -> bool:
+        """Return whether the kernels of a capture are compiled.  If not, start to compile them at the first call."""
+        if not self.rehearsals.active:
+            return True
+        if shape not in self.jobs:
+            self.jobs[shape] = self.rehearsals.start(partial(self.graphs.rehearse, shape))
+        return all(job.done() for job in self.jobs[shape])
+
+    def capture(self) -> bool:
+        """Make the next capture of the queue, or rehearse one whose kernels may not be compiled.
+
+        Return False if there was nothing to do but to wait for the compiler."""
+        while self.queue and self._needless(self.queue[0]):
+            self.queue.popleft()
+        if not self.queue:
+            return False
+        new = next((one for one in self.queue if one not in self.jobs), None) if self.rehearsals.active else None
+        with torch.inference_mode():
+            if new is not None and (self.queue[0] not in self.jobs or not self.compiled(self.queue[0])):
+                self.compiled(new)
+                return True
+            if not self.compiled(self.queue[0]):
+                return False
+            self.graphs.capture_shape(self.queue.popleft())
+        if not self.queue:
+            self.rehearsals.done(ALL)
+        return True
+
+    def _needless(self, shape: Shape) -> bool:
+        """Return whether a capture exists already, has failed, or is of a size that was removed."""
+        graphs = self.graphs
+        if isinstance(shape, Drawn):
+            return shape in graphs.samples or shape.rows not in {*graphs.sizes, *graphs.coarse}
+        removed = shape.kind == "decode" and shape.rows not in graphs.sizes
+        return shape in graphs.forwards or shape in graphs.refused or removed

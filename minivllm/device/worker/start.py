@@ -1,0 +1,136 @@
+"""The start of a runner: its times by part, and kernels that are compiled before they are needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minivllm.core.external_calls import as_exception
+from minivllm.core.wiring import wiring_to_json
+from minivllm.errors import describe_error
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
+
+log = logging.getLogger(__name__)
+OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
+FIRST, ALL = "first", "all"  # captures whose kernels are compiled: those of the start, or all
+
+
+class StartTimes:
+    """The seconds that each part of a start took.  Time in an inner part counts for this part only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = 0.0
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Add the time of the block to ``part``."""
+        outer, self._inner, begun = self._inner, 0.0, time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - begun
+            self.seconds[part] = self.seconds.get(part, 0.0) + spent - self._inner
+            self._inner = outer + spent
+
+
+class Rehearsals:
+    """Compiles the kernels of steps before these run, unless an earlier start has compiled them.
+
+    Without ``compile_ahead`` of the configuration it does nothing, and kernels are compiled at their first launch.
+    ``note`` gives the reason if the configuration has it and kernels are still compiled at their first launch.
+    ``kernels`` says whether the device runs Triton's kernels."""
+
+    def __init__(self, wiring: Wiring, times: StartTimes, device: torch.device, kernels: bool) -> None:
+        self.times, self.device = times, device
+        self.ahead: CompileAhead | None = None
+        self.marks: CompiledMarks | None = None
+        self.note: str | None = None
+        if not wiring.steps.compile_ahead:
+            return
+        reason = _reason_against(wiring, kernels)
+        if reason is None:
+            self._begin(wiring)
+        else:
+            self.note = f"kernels are compiled at their first launch, in spite of compile_ahead: {reason}"
+
+    def _begin(self, wiring: Wiring) -> None:
+        from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
+
+        self.marks = CompiledMarks(self.device, _facts(wiring))
+        if not self.marks.has(ALL):
+            self.ahead = CompileAhead(self.device)
+
+    @property
+    def active(self) -> bool:
+        """Return whether kernels may lack that a rehearsal would find."""
+        return self.ahead is not None
+
+    def compile(self, *runs: Callable[[], Any]) -> None:
+        """Compile the kernels of the captures of a start, or of its trial step, and wait for them."""
+        if self.marks is None or self.marks.has(FIRST):
+            return
+        with self.times.of("compile"):
+            jobs = [job for run in runs for job in self.start(run)]
+            if self.ahead is not None:
+                self.ahead.wait(jobs)
+
+    def start(self, run: Callable[[], Any]) -> Sequence[Any]:
+        """Start to compile the kernels of an operation, and return the compilations.
+
+        An operation that cannot be rehearsed compiles its kernels when it runs, and so do all later ones."""
+        if self.ahead is None:
+            return ()
+        try:
+            return self.ahead.rehearse(run)
+        except Exception as e:
+            log.info("kernels are compiled one after another: %s", describe_error(as_exception(e)))
+            self.close()
+            return ()
+
+    def done(self, stage: str) -> None:
+        """Note that all kernels of a stage are compiled.  After the last stage no more are rehearsed."""
+        if self.marks is not None and self.ahead is not None:
+            self.marks.set(stage)
+        if stage == ALL:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the compilations that have not begun."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
+
+
+def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
+    """Return the reason for which the kernels of steps cannot be compiled before these run, None if they can."""
+    if not kernels:
+        return "the device runs no kernels of Triton"
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return "kernels are interpreted (TRITON_INTERPRET)"
+    if wiring.parallel.tensor_parallel_size > 1:
+        return "several processes share the model"
+    others = [part.name for part in (*wiring.parts.values(), *wiring.processors) if not part.name.startswith(OWN)]
+    if others:  # they may read the results of kernels on the host
+        return f"parts of other packages run on the device ({', '.join(others)})"
+    return None
+
+
+def _facts(wiring: Wiring) -> list[str]:
+    """Return the facts on which the kernels of a configuration depend: its wiring, and the sizes of the model."""
+    folder = Path(wiring.model_dir)
+    config = folder / "config.json"
+    shapes = config.read_text(encoding="utf-8") if config.is_file() else str(folder)
+    return [wiring_to_json(replace(wiring, model_dir="", seed=0)), shapes]

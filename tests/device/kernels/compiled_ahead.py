@@ -1,0 +1,162 @@
+"""Kernels compiled ahead of their launch for a Hopper where none is; run by device/worker/test_gradual_captures.py."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+
+import torch
+import triton
+import triton.language as tl
+from compiled_loops import Hopper
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from minivllm.device.kernels import ahead as ahead_module
+from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
+
+
+@triton.jit
+def double(x, y, n, N: tl.constexpr, HALF: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    v = tl.load(x + at, mask=at < n)
+    tl.store(y + at, v / 2 if HALF else v * 2, mask=at < n)
+
+
+@triton.jit
+def broken(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.nothing_of_this_name(N))
+
+
+def doubled(x, size, half=False):
+    y = torch.empty_like(x)
+    launched = double[(1,)](x, y, len(x), size, half)
+    return y, launched
+
+
+def poison(x):
+    """Fill memory with values that no index and no number may have."""
+    return x.fill_(float("nan") if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+@triton.jit
+def number(x, N: tl.constexpr, NAME: tl.constexpr, KIND: tl.constexpr):
+    if NAME == "fp16":
+        tl.store(x + tl.arange(0, N), tl.full((N,), 1, KIND).to(tl.float32))
+
+
+def check_operations() -> None:
+    """Check that operations on unwritten memory give shapes and read nothing."""
+    weights, tables = torch.randn(7, 4), {}
+
+    def run():
+        at = torch.empty(5, dtype=torch.long)
+        got = torch.index_select(weights, 0, at)
+        assert got.shape == (5, 4) and got.dtype == weights.dtype
+        assert torch.nn.functional.embedding(at.view(5, 1), weights).shape == (5, 1, 4)
+        assert weights[at].shape == (5, 4) and weights.gather(0, at[:, None]).shape == (5, 1)
+        assert (got @ weights.T).half().t().is_contiguous() is False
+        weights.index_copy_(0, at, got)
+        weights[at] = got
+        assert weights.add_(1) is weights and torch.mul(weights, 2, out=weights) is weights
+        values, order = got.sort(-1)
+        assert values.shape == order.shape and order.dtype == torch.long
+        tables["angles"] = (torch.arange(6).float()[:, None] * torch.ones(3)).cos()
+        tables["counters"] = torch.zeros(3, dtype=torch.int32)
+        tables["filled"] = torch.empty(4).fill_(2.0)
+        again = torch.zeros(2, dtype=torch.long)
+        again.copy_(at[:2])
+        assert torch.index_select(weights, 0, again - 1).shape == (2, 4), "it may be written, so it is not used"
+
+    before = weights.clone()
+    CompileAhead(torch.device("cpu"), 1).rehearse(run)
+    assert torch.equal(weights, before), "operations in place change nothing"
+    assert torch.equal(tables["angles"], (torch.arange(6).float()[:, None] * torch.ones(3)).cos())
+    assert not tables["counters"].any() and (tables["filled"] == 2).all()
+    try:
+        CompileAhead(torch.device("cpu"), 1).rehearse(lambda: (weights @ weights.T).sum().item())
+    except (RuntimeError, NotImplementedError):
+        return
+    raise AssertionError("a number that was not computed was read on the host")
+
+
+def main() -> None:
+    driver.set_active(Hopper())  # type: ignore[arg-type]
+    ahead_module.blank = poison
+    check_operations()
+    cpu = torch.device("cpu")
+    ahead, x, seen, launched_before = CompileAhead(cpu, 2), torch.ones(48), [], JITFunction.run
+
+    def run():
+        for size, half in ((16, False), (32, False), (16, True), (16, False)):
+            y, launched = doubled(x, size, half)
+            assert launched is None
+            seen.append(y)
+
+    jobs = ahead.rehearse(run)
+    assert len(seen) == 4 and len(jobs) == 3 and JITFunction.run is launched_before
+    assert all(y.isnan().all() for y in seen), "no kernel was launched"
+    ahead.wait(jobs)
+    assert [job.exception() for job in jobs] == [None] * 3
+    compiled = list(double.device_caches[0][0].values())
+    assert len(compiled) == 3 and all("sm_90" in one.asm["ptx"] and one.asm["cubin"] for one in compiled)
+
+    # kernels that are compiled are not launched either: they would read what others did not write
+    assert ahead.rehearse(run) == [] and len(seen) == 8 and all(y.isnan().all() for y in seen)
+
+    # constants that only look like a dtype keep their type
+    jobs = ahead.rehearse(lambda: number[(1,)](x, 16, "fp16", tl.float16))
+    ahead.wait(jobs)
+    assert len(jobs) == 1 and jobs[0].exception() is None
+    assert "st.global" in next(iter(number.device_caches[0][0].values())).asm["ptx"]
+
+    # a warm-up finds them in memory: no further variant is compiled
+    new = []
+    knobs.runtime.jit_cache_hook = lambda **found: new.append(found["repr"])
+    double.warmup(x, x, len(x), 16, True, grid=(1,))
+    assert not new
+    double.warmup(x, x, len(x), 64, True, grid=(1,))
+    assert len(new) == 1
+
+    # another thread compiles while this one rehearses
+    def elsewhere():
+        double.warmup(x, x, len(x), 128, True, grid=(1,))
+
+    def both():
+        other = threading.Thread(target=elsewhere)
+        other.start()
+        other.join()
+        doubled(x, 256)
+
+    jobs = ahead.rehearse(both)
+    assert len(jobs) == 1 and len(new) == 2, "the other thread compiles at once"
+    ahead.wait(jobs)
+    assert len(new) == 3
+    knobs.runtime.jit_cache_hook = None
+
+    # an error of the compiler is left to the launch
+    fails = lambda: broken[(1,)](x, 16)  # noqa: E731
+    for _ in range(2):
+        jobs = ahead.rehearse(fails)
+        ahead.wait(jobs)
+        assert "nothing_of_this_name" in str(jobs[0].exception())
+    try:
+        fails()
+    except triton.compiler.errors.CompilationError as e:
+        assert "nothing_of_this_name" in str(e)
+    else:
+        raise AssertionError("it compiled")
+    ahead.close()
+
+    marks, others = CompiledMarks(cpu, ["a"]), CompiledMarks(cpu, ["b"])
+    marks.set("first")
+    assert marks.has("first") and not marks.has("all") and not others.has("first")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Captures that are made while the engine serves, and kernels that are compiled before they are needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minivllm import LLM
+from minivllm.core.engine.captures import QUIET, IdleCaptures
+from minivllm.device.layers.captured_sizes import coarse_sizes, first_decode, first_mixed, is_first_mixed, row_sizes
+from minivllm.device.worker.start import StartTimes
+from minivllm.errors import EngineDeadError
+from minivllm.testing.tiny import tiny_dir
+
+TESTS = Path(__file__).parents[2]
+
+
+def test_captures_made_while_serving_give_what_separate_launches_give():
+    """In a process of its own, because Triton's interpreter is chosen when Triton is imported."""
+    here = TESTS / "helpers"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "gradual_captures.py")]
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.parametrize("most_tokens", [16, 100, 700, 1 << 14])
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 512, 1024])
+def test_every_decode_step_and_the_largest_mixed_step_fit_a_capture_of_the_start(most, most_tokens):
+    sizes = row_sizes(most)
+    assert first_decode(sizes) <= set(sizes) and max(first_decode(sizes)) == most and len(first_decode(sizes)) <= 3
+    mixed = first_mixed(coarse_sizes(most), most_tokens)
+    first = [one for one in mixed if is_first_mixed(one, mixed)]
+    assert 1 <= len(first) <= 4
+    assert {mixed[0], mixed[-1]} <= set(first), "the largest takes the memory of all, the smallest is tried first"
+
+
+def test_an_idle_engine_waits_before_its_first_capture_and_none_follows_the_last():
+    idle = IdleCaptures()
+    answers = [{"left": n, "worked": worked} for n, worked in ((2, True), (2, False), (0, True))]
+    call = lambda verb: answers.pop(0)  # noqa: E731
+    idle.turn(call, 5)
+    assert idle.pause == QUIET and len(answers) == 3, "it has just generated tokens"
+    pauses = []
+    for _ in range(3):
+        idle.turn(call, 5)
+        pauses.append(idle.pause)
+    assert pauses[0] == 0.0 and 0 < pauses[1] < QUIET and pauses[2] is None and not idle.left
+
+
+@pytest.mark.parametrize("answer", [NotImplementedError("captures"), RuntimeError("broken"), {}, None, {"left": 1}])
+def test_an_executor_without_the_verb_is_called_once(answer):
+    idle, calls = IdleCaptures(), []
+
+    def call(verb):
+        calls.append(verb)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    for _ in range(3):
+        idle.turn(call, 0)
+    assert calls == ["captures"] and idle.pause is None
+
+
+def test_an_executor_that_dies_in_a_capture_ends_the_engine():
+    def call(verb):
+        raise EngineDeadError("gone")
+
+    with pytest.raises(EngineDeadError, match="gone"):
+        IdleCaptures().turn(call, 0)
+
+
+def test_the_parts_of_a_start_add_up_to_its_time(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 6.0, 7.0, 9.0])
+    monkeypatch.setattr("minivllm.device.worker.start.time.perf_counter", lambda: next(now))
+    times = StartTimes()
+    with times.of("KV cache"), times.of("compile"):
+        pass
+    with times.of("compile"):
+        pass
+    assert times.seconds == {"compile": 5.0, "KV cache": 3.0}
+
+
+def without_interpreter(name):
+    """Return the printed lines of a script in tests/device/kernels, run without Triton's interpreter."""
+    folders = [str(TESTS / "device" / "kernels"), str(TESTS / "helpers"), str(TESTS), *sys.path]
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(folders)
+    command = [sys.executable, str(TESTS / "device" / "kernels" / name)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.strip().split("\n")
+
+
+def test_a_rehearsal_finds_each_variant_once_launches_none_and_compiles_it_for_the_card():
+    assert without_interpreter("compiled_ahead.py")[-1] == "ok"
+
+
+def test_captures_are_rehearsed_with_memory_that_holds_no_valid_index():
+    """The kernels of the start are fewer than those of all captures, and both parts of a step are among them."""
+    *_, names, counts = without_interpreter("compiled_rehearsal.py")
+    assert {"_begin", "_prefill", "_decode", "_best", "_commit"} <= set(names.split())
+    start, every = map(int, counts.split())
+    assert 20 < start < every
+
+
+def test_compilation_ahead_that_is_not_possible_is_noted(tmp_path):
+    tiny_dir(tmp_path, "qwen3")
+    for ahead in (False, True):
+        options = dict(dtype="float32", device="cpu", num_kvcache_blocks=8, max_model_len=32, skip_tokenizer_init=True)
+        with LLM(model=str(tmp_path), compile_ahead=ahead, **options) as llm:
+            notes = [note for note in llm.engine.executor.runner.worker.notes if "compile_ahead" in note]
+        assert len(notes) == ahead and all("no kernels of Triton" in note for note in notes)
