@@ -223,6 +223,8 @@ export class Engine {
       this.cells = bytes(blocks.cells); this.of = new Int16Array(bytes(blocks.of).buffer); this.count = this.cells.length;
       this.mapped = blocks;
       if ($("block-tokens").textContent !== String(blocks.block)) $("block-tokens").textContent = blocks.block;
+      const square = blocks.per > 1 ? `${blocks.per} blocks` : "one block";
+      if ($("square").textContent !== square) $("square").textContent = square;
     }
     const colours = this.palette(), { cells, before } = this;
     const wide = colours.width || 300;
@@ -406,7 +408,7 @@ export class Engine {
       $("parts").append(el("div", { class: "stack" }, ...this.stack), el("p", { class: "dim" }, this.stackText), el("p", { id: "forms", class: "dim" }, this.formText));
     }
     PARTS.forEach((name, i) => { this.stack[i].style.width = `${(100 * steps.ms[name] / total).toFixed(1)}%`; });
-    set(this.stackText, `${PARTS.map((name) => `${name} ${steps.ms[name].toFixed(2)}`).join(", ")} ms; device ${steps.device_ms.toFixed(2)} ms; ${steps.rows} rows a step`);
+    set(this.stackText, `${PARTS.map((name) => `${name} ${steps.ms[name].toFixed(2)}`).join(", ")} ms; device ${steps.device_ms.toFixed(2)} ms; ${steps.rows} ${steps.rows === 1 ? "row" : "rows"} a step`);
     set(this.formText, this.forms(steps));
     if ($("seams").parentElement.open) $("seams").replaceChildren(el("table", {}, el("tbody", {}, ...Object.entries(steps.seams).sort((a, b) => b[1] - a[1]).map(([name, ms]) => el("tr", {}, el("td", { text: name }), el("td", { text: `${ms.toFixed(3)} ms` }))))));
   }
