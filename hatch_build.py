@@ -45,6 +45,7 @@ AVX512 = ("-DISA=avx512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
           "-mprefer-vector-width=512")  # fmt: skip
 OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # object, source, flags beside FLAGS
     ("program.o", "program.cpp", ()),
+    ("parts.o", "parts.cpp", ()),
     ("rings.o", "rings.cpp", ()),
     ("avx2.o", "kernels.cpp", AVX2),
     ("avx512.o", "kernels.cpp", AVX512),

@@ -5,9 +5,14 @@
 
 A way is dtype[:quantizer][:kv=FORMAT][:off]; "off" is graph=off, each operation of torch by itself.  Greedy, no prefix
 cache, the default number of threads; prompts are random ids.  A figure is output tokens over the time of the whole
-call, prompts included: the best of ``--repeat`` calls, which other work on the machine disturbs least.  For ways with
-captured steps the time of a step is told too: layers, draw, and all else.  PYTHON is an interpreter that has
-llama-cpp-python; it runs after the others, with as many threads as torch has.
+call, prompts included: the best and the median of ``--repeat`` calls, in which the ways take turns.  Beside it stands
+the CPU time of a call, which other work on the machine disturbs least.  For ways with captured steps the time of a step
+is printed too.  PYTHON is an interpreter that has llama-cpp-python; its process takes its turns with as many threads as
+torch has.
+
+A CPU without AVX-512 is emulated by MINIVLLM_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+MKL_ENABLE_INSTRUCTIONS=AVX2, beside a llama.cpp that was built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON
+-DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF".
 """
 
 from __future__ import annotations
@@ -19,13 +24,21 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def prompts(rows: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     import numpy as np
 
     return np.random.default_rng(seed).integers(3, vocab, (rows, length)).tolist()
+
+
+class Measured(NamedTuple):
+    """Seconds of a call, its seconds of CPU time, and the time of a captured step in words."""
+
+    seconds: float
+    cpu: float
+    step: str = ""
 
 
 class Way:
@@ -69,76 +82,106 @@ class Way:
 
         return timed
 
-    def measure(self, rows: int, seed: int) -> tuple[float, str]:
-        """(tokens per second, what a step took)."""
+    def measure(self, rows: int, seed: int) -> Measured:
         from minivllm import SamplingParams
 
         args = self.args
         ids = prompts(rows, args.prompt, self.vocab, seed)
         for times in self.times.values():
             times.clear()
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         params = SamplingParams(temperature=0, max_tokens=args.out, ignore_eos=True)
         outputs = self.llm.generate(ids, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
+        seconds, cpu = time.perf_counter() - start, time.process_time() - used
         if sum(len(o.tokens) for o in outputs) != rows * args.out:
             sys.exit(f"{self.name}: tokens are missing")
         if not self.times["forward"]:
-            return rows * args.out / seconds, ""
+            return Measured(seconds, cpu)
         layers, draw = (1e6 * statistics.median(self.times[part]) for part in ("forward", "sample"))
-        return rows * args.out / seconds, f"layers {layers:.0f} us, draw {draw:.0f} us"
+        return Measured(seconds, cpu, f"layers {layers:.0f} us, draw {draw:.0f} us")
 
 
-def llama(path: str, threads: int, args: argparse.Namespace) -> dict[int, float]:
-    """The same work by llama.cpp: its batch interface, greedy.  Runs in the interpreter that has it."""
+class Peer:
+    """llama.cpp in a process of its own, which does the same work in turn with the engines of ours."""
+
+    def __init__(self, path: str, threads: int, args: argparse.Namespace) -> None:
+        self.name = "llama.cpp " + path.split("/")[-1]
+        work = [f"--{name}={getattr(args, name)}" for name in ("prompt", "out")]
+        command = [args.python, __file__, *work, f"--threads={threads}", "--gguf", path]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, **pipes, text=True)
+
+    def measure(self, rows: int, seed: int) -> Measured:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{rows} {seed}\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            sys.exit(f"{self.name}: its process has ended")
+        return Measured(*json.loads(answer))
+
+
+def serve_llama(path: str, args: argparse.Namespace) -> None:
+    """Answer lines of rows and seed with seconds and seconds of CPU time.  Runs in the interpreter that has
+    llama.cpp."""
     import llama_cpp as lib
-    import numpy as np
 
     lib.llama_backend_init()
     model_params = lib.llama_model_default_params()
     model_params.n_gpu_layers = 0
     model = lib.llama_model_load_from_file(path.encode(), model_params)
-    vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    best = {}
-    for rows in args.batch:
+    made: dict[int, LlamaBatch] = {}
+    for line in sys.stdin:
+        rows, seed = map(int, line.split())
+        if rows not in made:
+            made[rows] = LlamaBatch(lib, model, rows, args)
+        print(json.dumps(made[rows].measure(seed)), flush=True)
+
+
+class LlamaBatch:
+    """llama.cpp's batch interface for a number of rows, greedy."""
+
+    def __init__(self, lib: Any, model: Any, rows: int, args: argparse.Namespace) -> None:
+        self.lib, self.rows, self.args = lib, rows, args
+        self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         size = rows * args.prompt
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = rows * (args.prompt + args.out + 16), rows, True
         params.n_batch, params.n_ubatch = max(512, size), 512
-        params.n_threads = params.n_threads_batch = threads
-        context = lib.llama_init_from_model(model, params)
-        batch = lib.llama_batch_init(size, 0, 1)
+        params.n_threads = params.n_threads_batch = args.threads
+        self.context = lib.llama_init_from_model(model, params)
+        self.batch = lib.llama_batch_init(size, 0, 1)
 
-        def put(at: int, token: int, position: int, row: int, draws: bool, batch: Any = batch) -> None:
-            batch.token[at], batch.pos[at], batch.logits[at] = token, position, int(draws)
-            batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
+    def put(self, at: int, token: int, position: int, row: int, draws: bool) -> None:
+        batch = self.batch
+        batch.token[at], batch.pos[at], batch.logits[at] = token, position, int(draws)
+        batch.n_seq_id[at], batch.seq_id[at][0] = 1, row
 
-        def step(tokens: int, outputs: list[int], batch: Any = batch, context: Any = context) -> list[int]:
-            batch.n_tokens = tokens
-            if lib.llama_decode(context, batch):
-                sys.exit("llama.cpp: a step failed")
-            pointers = [lib.llama_get_logits_ith(context, at) for at in outputs]
-            return [
-                int(np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_float)), (vocab,)).argmax())
-                for p in pointers
-            ]
+    def step(self, tokens: int, outputs: list[int]) -> list[int]:
+        import numpy as np
 
-        for seed in range(args.repeat):
-            lib.llama_memory_clear(lib.llama_get_memory(context), True)
-            ids = prompts(rows, args.prompt, vocab, seed)
-            start = time.perf_counter()
-            for row, prompt in enumerate(ids):
-                for position, token in enumerate(prompt):
-                    put(row * args.prompt + position, token, position, row, position + 1 == args.prompt)
-            drawn = step(size, [(row + 1) * args.prompt - 1 for row in range(rows)])
-            for i in range(args.out - 1):
-                for row, token in enumerate(drawn):
-                    put(row, token, args.prompt + i, row, True)
-                drawn = step(rows, list(range(rows)))
-            best[rows] = max(best.get(rows, 0.0), rows * args.out / (time.perf_counter() - start))
-        lib.llama_batch_free(batch)
-        lib.llama_free(context)
-    return best
+        self.batch.n_tokens = tokens
+        if self.lib.llama_decode(self.context, self.batch):
+            sys.exit("llama.cpp: a step failed")
+        pointers = [self.lib.llama_get_logits_ith(self.context, at) for at in outputs]
+        kind = ctypes.POINTER(ctypes.c_float)
+        return [int(np.ctypeslib.as_array(ctypes.cast(p, kind), (self.vocab,)).argmax()) for p in pointers]
+
+    def measure(self, seed: int) -> tuple[float, float]:
+        """Return the seconds of a call, and its seconds of CPU time."""
+        length, rows = self.args.prompt, self.rows
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        ids = prompts(rows, length, self.vocab, seed)
+        start, used = time.perf_counter(), time.process_time()
+        for row, prompt in enumerate(ids):
+            for position, token in enumerate(prompt):
+                self.put(row * length + position, token, position, row, position + 1 == length)
+        drawn = self.step(rows * length, [(row + 1) * length - 1 for row in range(rows)])
+        for i in range(self.args.out - 1):
+            for row, token in enumerate(drawn):
+                self.put(row, token, length + i, row, True)
+            drawn = self.step(rows, list(range(rows)))
+        return time.perf_counter() - start, time.process_time() - used
 
 
 def main() -> None:
@@ -155,31 +198,36 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)  # of the peer's own process
     args = parser.parse_args()
     if args.threads:
-        print(json.dumps(llama(args.gguf[0], args.threads, args)))
+        serve_llama(args.gguf[0], args)
         return
 
     import torch
 
-    ways = [Way(name, args) for name in args.ways]
+    ways: list[Way | Peer] = [Way(name, args) for name in args.ways]
     for way in ways:
         print(f"{way.name}: {'; '.join(way.notes) or 'captured'}")
-    print(f"{'':28}" + "".join(f"{f'batch {rows}':>12}" for rows in args.batch) + "  tok/s")
-    best: dict[str, dict[int, tuple[float, str]]] = {way.name: {} for way in ways}
+    ways += [Peer(path, torch.get_num_threads(), args) for path in args.gguf]
+    found: dict[tuple[str, int], list[Measured]] = {}
     for rows in args.batch:
-        for seed in range(args.repeat):
+        for seed in range(-1, args.repeat):  # the first call of each is not counted
             for way in ways:
-                best[way.name][rows] = max(best[way.name].get(rows, (0.0, "")), way.measure(rows, seed))
-    for name, found in best.items():
-        print(f"{name:28}" + "".join(f"{found[rows][0]:12,.1f}" for rows in args.batch))
-        if steps := [f"batch {rows}: {found[rows][1]}" for rows in args.batch if found[rows][1]]:
+                one = way.measure(rows, seed + 1)
+                if seed >= 0:
+                    found.setdefault((way.name, rows), []).append(one)
+    print(f"{'':28}" + "".join(f"{f'batch {rows}':>30}" for rows in args.batch))
+    print(f"{'':28}" + f"{'tok/s: best  median  CPU s':>30}" * len(args.batch))
+    for way in ways:
+        print(f"{way.name:28}" + "".join(summary(found[way.name, rows], rows * args.out) for rows in args.batch))
+        fastest = {rows: min(found[way.name, rows], key=lambda one: one.seconds) for rows in args.batch}
+        if steps := [f"batch {rows}: {one.step}" for rows, one in fastest.items() if one.step]:
             print("    " + "; ".join(steps))
-    work = [f"--{name}={getattr(args, name)}" for name in ("prompt", "out", "repeat")]
-    for path in args.gguf:
-        threads = f"--threads={torch.get_num_threads()}"
-        command = [args.python, __file__, *work, threads, "--gguf", path, "--batch", *map(str, args.batch)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
-        peer = json.loads(done.stdout.splitlines()[-1])
-        print(f"{'llama.cpp ' + path.split('/')[-1]:28}" + "".join(f"{peer[str(rows)]:12,.1f}" for rows in args.batch))
+
+
+def summary(measured: list[Measured], tokens: int) -> str:
+    """Return the best and the median tokens per second of several calls, and the median of their CPU seconds."""
+    times = [one.seconds for one in measured]
+    cpu = statistics.median(one.cpu for one in measured)
+    return f"{tokens / min(times):14,.1f}{tokens / statistics.median(times):8,.1f}{cpu:8.2f}"
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class _Fold:
         invariant = self._invariant(device)
         size = {"tensor_parallel_size": config.tensor_parallel_size}
         refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
-        dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+        dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device, library.load() is not None)
         self._learn("dtype", dtype, f"{dtype} ({reason})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
         tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)

@@ -201,7 +201,7 @@ class EngineConfig(Strict):
     )
     hf_overrides: Overrides = Field({}, description="keys that replace those of the model's config.json")
     dtype: DType = Field(
-        "auto", description="dtype of weights and activations; auto: the checkpoint's, on a CPU the fastest one"
+        "auto", description="dtype of weights and activations; auto: the checkpoint's, or bfloat16 or float32 on a CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if torch sees it")
     seed: int = Field(0, description="seed of requests without one, and of dummy weights")

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,15 @@ CAP = "ONEDNN_MAX_CPU_ISA"
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
 WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the loop; GNU's OpenMP reads it when torch is imported
 WAIT_POLICY = "OMP_WAIT_POLICY"
+ISAS = (  # oneDNN's names of instruction sets in their order, up to the first that has all that is asked for here
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
+    "AVX512_CORE_FP16",
+)  # fmt: skip
+# dtype -> the first of ISAS with products of it, and the flag of a CPU for its vectors and for its tiles
+PRODUCTS = {
+    "bfloat16": ("AVX512_CORE_BF16", "avx512_bf16", "amx_bf16"),
+    "float16": ("AVX512_CORE_FP16", "avx512_fp16", "amx_fp16"),
+}
 PROBED = ("float32", "bfloat16")  # what dtype=auto chooses from
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # a decode step of one sequence, a small prefill
@@ -277,14 +286,39 @@ def _in_process(names: list[str]) -> str | None:
         return None
 
 
+def multiplies(dtype: str) -> bool:
+    """Return whether oneDNN, torch's library for 16-bit products, has instructions of this CPU for "bfloat16" or
+    "float16", and may use them (``ONEDNN_MAX_CPU_ISA``)."""
+    return has_products(dtype, _cpu_flags(), os.environ.get(CAP, ""))
+
+
+def has_products(dtype: str, flags: Collection[str], cap: str) -> bool:
+    """Return whether the flags of a CPU have instructions for products of a dtype, which ``cap`` does not forbid.
+
+    Without flags, as on other machines than x86-64 with Linux, torch is trusted to have fast products."""
+    least, flag, tiles = PRODUCTS[dtype]
+    name = cap.upper()
+    allowed = name not in ISAS or ISAS.index(name) >= ISAS.index(least)
+    return not flags or (allowed and (flag in flags or tiles in flags))
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    """Return the features of the CPU as Linux names them; none elsewhere."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        return frozenset(next((line for line in file if line.startswith("flags")), "").split())
+    return frozenset()
+
+
 # ---------------------------------------------------------------- the dtype of a run
 
 
-def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]:
+def choose_dtype(asked: str, checkpoint: str, device: Device, native: bool = False) -> tuple[str, str]:
     """Return the dtype of a run and the sentence that says why.
 
-    ``asked`` is "auto" or a dtype, ``checkpoint`` the dtype that config.json names ("float32" if none).  ConfigError
-    for a dtype that the engine does not know, ResourceError for one that would kill the process.
+    ``asked`` is "auto" or a dtype, ``checkpoint`` the dtype that config.json names ("float32" if none).  ``native``
+    tells whether a CPU's native library can be used.  ConfigError for a dtype that the engine does not know,
+    ResourceError for one that would kill the process.
     """
     if asked not in ("auto", *DTYPES):
         raise ConfigError(f"dtype={asked!r}: expected auto, {', '.join(DTYPES)}")
@@ -298,7 +332,7 @@ def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]
         return "bfloat16", f"half the memory of the checkpoint's {checkpoint}, and what a GPU is fast in"
     if checkpoint not in ("bfloat16", "float16"):
         return "float32", "the checkpoint's"
-    return _cpu_dtype(cpu_matmul())
+    return _cpu_dtype(cpu_matmul(), native)
 
 
 def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
@@ -312,13 +346,15 @@ def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
         )
 
 
-def _cpu_dtype(matmul: Matmul) -> tuple[str, str]:
+def _cpu_dtype(matmul: Matmul, native: bool = False) -> tuple[str, str]:
     if not (matmul.safe("bfloat16") and matmul.safe("float32")):
         return "float32", "a matrix product in bfloat16 kills the process on this CPU"
     gain = matmul.speedup("bfloat16")
     figures = f"{gain[0]:.1f} times the speed of float32 with {ROWS[0]} row, {gain[1]:.1f} times with {ROWS[1]}"
     if min(gain) >= FASTER:
         return "bfloat16", f"this CPU multiplies bfloat16 at {figures}"
+    if native:
+        return "bfloat16", "half the memory of float32, which the native part reads in half the time"
     return "float32", f"this CPU multiplies bfloat16 at only {figures}"
 
 

@@ -214,6 +214,39 @@ def test_a_cpu_takes_bfloat16_only_where_it_is_safe_and_faster(monkeypatch, matm
     assert choose_dtype("auto", "bfloat16", CPU) == (dtype, why)
 
 
+def test_a_cpu_with_the_native_part_takes_bfloat16_wherever_it_is_safe(monkeypatch):
+    monkeypatch.setattr(platform, "cpu_matmul", lambda: SLOW)
+    why = "half the memory of float32, which the native part reads in half the time"
+    assert choose_dtype("auto", "bfloat16", CPU, native=True) == ("bfloat16", why)
+    monkeypatch.setattr(platform, "cpu_matmul", lambda: DEADLY)
+    assert choose_dtype("auto", "bfloat16", CPU, native=True)[0] == "float32"
+
+
+LAPTOP, SKYLAKE, ZEN4, RAPIDS = (
+    frozenset(flags.split())
+    for flags in ("avx2 fma f16c", "avx2 avx512f avx512bw", "avx512f avx512_bf16", "avx512_bf16 avx512_fp16 amx_bf16")
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cap", "dtypes"),
+    [
+        (LAPTOP, "", []),
+        (SKYLAKE, "", []),
+        (ZEN4, "", ["bfloat16"]),
+        (ZEN4, "AVX512_CORE_BF16", ["bfloat16"]),
+        (ZEN4, "avx2", []),
+        (ZEN4, "AVX512_CORE_VNNI", []),
+        (RAPIDS, "", ["bfloat16", "float16"]),
+        (RAPIDS, "AVX512_CORE_BF16", ["bfloat16"]),
+        (RAPIDS, "DEFAULT", ["bfloat16", "float16"]),
+        (frozenset(), "", ["bfloat16", "float16"]),  # not Linux, or not x86-64: torch is trusted
+    ],
+)
+def test_torch_multiplies_16_bits_fast_with_instructions_that_the_cpu_has_and_the_cap_allows(flags, cap, dtypes):
+    assert [dtype for dtype in ("bfloat16", "float16") if platform.has_products(dtype, flags, cap)] == dtypes
+
+
 def test_a_cpu_keeps_the_float32_of_a_checkpoint_without_asking(monkeypatch):
     monkeypatch.setattr(platform, "cpu_matmul", lambda: pytest.fail("not needed"))
     assert choose_dtype("auto", "float32", CPU) == ("float32", "the checkpoint's")

@@ -151,7 +151,7 @@ MAY_IMPORT = {
         "device.hardware"
     ),
     "device.loading": "device.layers core core.interfaces registration.given device.loading.gguf_file",
-    "device.layers": "device.kernels core.interfaces device.native",
+    "device.layers": "device.kernels core.interfaces device.native device.hardware",
     "device.kernels": "core.interfaces",
     "runtime.hooks": "core registry registration",
     "core": "core.interfaces",

@@ -55,7 +55,7 @@ def small_tree(folder):
         '#include "sizes.h"\n#define NAME2(isa) lanes_##isa\n#define NAME(isa) NAME2(isa)\n'
         "#ifdef __AVX512F__\nint NAME(ISA)() { return 16; }\n#else\nint NAME(ISA)() { return 8; }\n#endif\n"
     )
-    for name in ("recurrent.cpp", "rings.cpp"):
+    for name in ("parts.cpp", "recurrent.cpp", "rings.cpp"):
         (native / name).write_text("// nothing\n")
     (native / "program.cpp").write_text(
         '#include "sizes.h"\n#include <string>\n#define EXPORTED extern "C" __attribute__((visibility("default")))\n'

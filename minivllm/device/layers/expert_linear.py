@@ -25,7 +25,8 @@ class DenseExperts(Dense):
         self._rows = 0
 
     def finish(self) -> None:
-        """Do nothing: an expert multiplies few rows, for which a packed copy is not faster."""
+        """Choose the product.  An expert multiplies few rows, for which a packed copy is not faster."""
+        self.native = self.find_native()
 
     def release(self) -> None:
         self._fixed.clear()
@@ -34,6 +35,9 @@ class DenseExperts(Dense):
         self._fixed.clear()
 
     def expert(self, x: Tensor, e: int) -> Tensor:
+        if self.native is not None:
+            rows = self.each.shape[1]
+            return self.native(x, slice(e * rows, (e + 1) * rows))
         if not self.invariant or self.weight.device.type != "cpu":
             return F.linear(x, self.each[e])
         if e not in self._fixed:

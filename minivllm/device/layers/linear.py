@@ -14,6 +14,7 @@ from minivllm.errors import ModelError, PluginError
 from .invariant import FixedRows
 from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
+from .stored_product import StoredProduct, stored_product
 
 CAPTURED = "of captured steps"  # key in ``WeightScheme.served`` for the native program of a CPU
 
@@ -52,6 +53,7 @@ class Dense(WeightScheme):
         self.info, self.fuse, self.invariant = info, fuse, invariant
         self.row: Any = None  # the kernel for a product of one row
         self.fixed: Any = None  # the product whose bits do not depend on the number of rows, if ``invariant``
+        self.native: StoredProduct | None = None  # on a CPU, where it is faster than torch's product
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -66,6 +68,9 @@ class Dense(WeightScheme):
         fill(self.weight[part_rows(self.info, part)], tensor)
 
     def finish(self) -> None:
+        self.native = self.find_native()
+        if self.native is not None:
+            return
         if self.invariant and self.weight.device.type == "cpu":
             self.fixed = FixedRows(self.weight)
             return
@@ -80,6 +85,11 @@ class Dense(WeightScheme):
 
             self.row = Product(self.weight, None)
 
+    def find_native(self) -> StoredProduct | None:
+        """Return the native product of a CPU if it is faster than torch's.  Its bits are those of ``invariant`` too."""
+        outputs, inputs = self.weight.shape
+        return stored_product(StoredWeight(self.weight), outputs, inputs, self.weight.dtype)
+
     def release(self) -> None:
         """Free the packed copy of the weight, which ``refresh`` makes again."""
         if self.weight.device.type == "cpu":
@@ -87,7 +97,9 @@ class Dense(WeightScheme):
         self.packed = None
 
     def refresh(self) -> None:
-        """Make the packed copies again after the weight has changed in place.  Kernels of a GPU read the weight."""
+        """Make the packed copies again after the weight has changed in place.  Other products read the weight."""
+        if self.native is not None:
+            return
         if self.invariant and self.weight.device.type == "cpu":
             self.fixed = FixedRows(self.weight)
         elif not self.invariant:
@@ -103,6 +115,8 @@ class Dense(WeightScheme):
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
+        if self.native is not None:
+            return self.native(x, None, out)
         if self.fixed is not None:
             return self.fixed(x) if out is None else out.copy_(self.fixed(x))
         if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):

@@ -27,20 +27,18 @@ from .embedding import LMHead, TiedLMHead
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 from .short_conv import ShortConvolution
+from .stored_product import PLAIN, readable, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from minivllm.core.interfaces.attention import AttnLayer
-    from minivllm.core.interfaces.quantizer import StoredWeight
 
     from .delta_net import DeltaNet
     from .module import Module
 
 
 SCALES = ("k_scale", "v_scale")  # cache tensors of the scales of int8 keys and values, see plugins/kvformat/scaled.py
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of numbers without a scale
-NIBBLES = 32  # the number of inputs of an int4 group is a multiple of this
 
 
 class NotLowered(Exception):
@@ -126,10 +124,10 @@ class Lowering:
             raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
         token = (self.block, a.kv_heads)
         if scaled and any(
-            x.shape[1:] != token or x.dtype != torch.float32 or not _whole(x) for x in (cache[name] for name in SCALES)
+            x.shape[1:] != token or x.dtype != torch.float32 or not whole(x) for x in (cache[name] for name in SCALES)
         ):
             raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
-        if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
+        if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not whole(k, v):
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
 
     def _view(self, name: str, first: int, width: int) -> int:
@@ -366,34 +364,6 @@ class Lowering:
         self.program.add("product", sampling=True, in_=self.out, out=logits, alpha=spec.logit_scale, **weight)
         if spec.logit_cap is not None:
             self.program.add("cap", sampling=True, in_=logits, out=logits, cap=spec.logit_cap)
-
-
-def _whole(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors but those that are None are contiguous and in CPU memory."""
-    return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
-
-
-def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
-    """Return whether the kernels can read a weight of shape [outputs, inputs] that is stored as ``stored``.
-
-    Only devices, dtypes and shapes are checked, because the kernels read the memory without checks of their own."""
-    weight, scale, zero, group = stored
-    if not _whole(weight, scale, zero) or any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
-        return False
-    if weight.dtype in PLAIN:
-        return weight.shape == (outputs, inputs) and scale is None and zero is None
-    if weight.dtype == torch.int8:
-        whole = group in (0, inputs)
-        return weight.shape == (outputs, inputs) and whole and zero is None and _count(scale) == outputs
-    group = group or inputs
-    if weight.dtype != torch.uint8 or group % NIBBLES or inputs % group:
-        return False
-    scales = outputs * (inputs // group)
-    return weight.shape == (outputs, inputs // 2) and _count(scale) == scales and _count(zero) in (0, scales)
-
-
-def _count(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel()
 
 
 def lower(

@@ -4,6 +4,7 @@
                                           └──────────────► ``step.sample``, for logits processors or data for the host
 
 A step of more tokens than ``MOST_TOKENS`` runs as separate torch operations, because torch's products are faster then.
+Without fast products in torch the limit is ``MANY_TOKENS``, which bounds the memory of the activations.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from minivllm.errors import PluginError
 
 from .lowering import NotLowered, lower
 from .pooling import pool, rows_of, used_tokens
+from .stored_product import widened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from .parts import ModelParts
 
-MOST_TOKENS = 64
+MOST_TOKENS, MANY_TOKENS = 64, 512
 
 
 class NativeSteps:
@@ -64,12 +66,14 @@ class NativeSteps:
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
         columns |= {name: getattr(state, name) for name in names}
         threads = torch.get_num_threads()
-        made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room)
+        self._dtype = getattr(torch, wiring.dtype)
+        self.most_tokens = MANY_TOKENS if widened(self._dtype) else MOST_TOKENS
+        made = lower(model, parts.modules, parts.layers, columns, threads, self.most_tokens, rows, room)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied = made.copied  # bytes of the copies of weights
         self._decode = wiring.steps.graph == "decode"
-        self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
-        self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
+        self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
+        self._at = address(self._box)
 
     def _check(self, wiring: Wiring, parts: ModelParts) -> None:
         """Raise NotLowered if the program would not do the same as the configured plug-ins and options.
@@ -105,9 +109,9 @@ class NativeSteps:
     def takes(self, plan: StepPlan) -> bool:
         """Return whether the program can run FORWARD of a step.
 
-        It needs 1 to ``MOST_TOKENS`` rows and at most as many tokens, and no prompt logprobs, taps or steering.  If
-        only decode steps are captured, each row must have one token.  Its buffer must hold all hidden states that are
-        used."""
+        It needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps or steering.
+        If only decode steps are captured, each row must have one token.  Its buffer must hold all hidden states that
+        are used."""
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
             return False
@@ -117,7 +121,7 @@ class NativeSteps:
             used = len(plan.samples) + int(plan.pooled[:, 2].sum())
             if not 0 < used <= len(self.hidden):
                 return False
-        return 0 < int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
+        return 0 < int(plan.q_len.sum()) <= (rows if self._decode else self.most_tokens)
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run FORWARD and return (the hidden states [N, H] of the N tokens that sample, the sums of ``plan.pooled``).

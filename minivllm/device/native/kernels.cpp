@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <cfloat>
+#include <vector>
 
 #include "simd.h"
 
@@ -22,9 +23,12 @@ struct Plain {  // F32, BF16, F16, INT8: a vector of weights is a load and a con
   const Matrix& w;
   const typename N::T* data;
   explicit Plain(const Matrix& w) : w(w), data((const typename N::T*)w.data) {}
-  template <int NR>
+  template <int NR, bool TIGHT>
   void at(int64_t n, int64_t k, Vec (*out)[NR]) const {
-    for (int j = 0; j < NR; j++) out[0][j] = N::vec(data + (n + j) * w.k + k);
+    for (int j = 0; j < NR; j++) {
+      const auto* p = data + (n + j) * w.k + k;
+      out[0][j] = TIGHT ? N::tight(p) : N::vec(p);
+    }
   }
   // The rows of the next tile come while this one is multiplied: each row is too short for the CPU to guess.
   template <int NR>
@@ -41,7 +45,7 @@ struct Nibbles {  // INT4: a block of 32 inputs
   const Matrix& w;
   const uint8_t* data;
   explicit Nibbles(const Matrix& w) : w(w), data((const uint8_t*)w.data) {}
-  template <int NR>
+  template <int NR, bool TIGHT>
   void at(int64_t n, int64_t k, Vec (*out)[NR]) const {
     for (int j = 0; j < NR; j++) {
       const int64_t g = (n + j) * (w.k / w.group) + k / w.group;
@@ -73,6 +77,15 @@ struct Nibbles {  // INT4: a block of 32 inputs
   float finish(int64_t) const { return 1.0f; }
 };
 
+// Rows of x, and of weights, in a tile: as many sums as there are registers for.
+#ifdef __AVX512F__
+constexpr int ROWS = 4;
+template <int MR> constexpr int columns() { return MR <= 2 ? 8 : 6; }
+#else
+constexpr int ROWS = 4;
+template <int MR> constexpr int columns() { return MR == 1 ? 6 : MR == 2 ? 4 : 3; }
+#endif
+
 // FIRST: of all rows of x these are the first that meet these weights
 template <class W, int MR, int NR, bool FIRST>
 static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n, float* y, int64_t ldy) {
@@ -84,7 +97,7 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
   const int64_t whole = w.k / W::STEP * W::STEP;
   for (int64_t k = 0; k < whole; k += W::STEP) {
     Vec v[VECS][NR];
-    weights.template at<NR>(n, k, v);
+    weights.template at<NR, MR == ROWS>(n, k, v);
     if (FIRST) weights.template ahead<NR>(n, k);
 #pragma GCC unroll 4
     for (int s = 0; s < VECS; s++)
@@ -113,15 +126,6 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
   }
 }
 
-// Rows of x, and of weights, in a tile: as many sums as there are registers for.
-#ifdef __AVX512F__
-constexpr int ROWS = 4;
-template <int MR> constexpr int columns() { return MR <= 2 ? 8 : 6; }
-#else
-constexpr int ROWS = 4;
-template <int MR> constexpr int columns() { return MR == 1 ? 8 : MR == 2 ? 4 : MR == 3 ? 3 : 2; }
-#endif
-
 template <class W, int MR, bool FIRST>
 static void rows(const W& weights, const float* x, int64_t ldx, int64_t n0, int64_t n1, float* y, int64_t ldy) {
   constexpr int NR = columns<MR>();
@@ -142,7 +146,7 @@ static void few(const W& weights, const float* x, int64_t ldx, int64_t m, int64_
   }
 }
 
-constexpr int64_t STRIP = 24;  // rows of weights that stay in the first-level cache while the rows of x pass by
+constexpr int64_t STRIP = 24;  // rows of weights that stay in a core's cache while the rows of x pass by
 
 template <class W>
 static void product_of(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
@@ -155,6 +159,28 @@ static void product_of(const Matrix& w, const float* x, int64_t ldx, int64_t m, 
   }
 }
 
+constexpr int64_t UNPACKED_FROM = 16;  // rows of x from which it pays to store a strip of nibbles as float32
+
+// The same product, of which a strip is converted once and not once for each tile.  The sums have the same order.
+static void product_of_nibbles(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
+                               int64_t ldy) {
+  constexpr int VECS = Nibbles::STEP / LANES;
+  thread_local std::vector<float> strip;
+  if (strip.size() < size_t(STRIP * w.k)) strip.resize(STRIP * w.k);
+  const Nibbles weights(w);
+  for (int64_t a = n0; a < n1; a += STRIP) {
+    const int64_t b = a + STRIP < n1 ? a + STRIP : n1;
+    for (int64_t n = a; n < b; n++)
+      for (int64_t k = 0; k < w.k; k += Nibbles::STEP) {
+        Vec v[VECS][1];
+        weights.at<1, false>(n, k, v);
+        for (int s = 0; s < VECS; s++) store(strip.data() + (n - a) * w.k + k + s * LANES, v[s][0]);
+      }
+    const Matrix numbers = {strip.data(), nullptr, nullptr, w.bias ? w.bias + a : nullptr, F32, b - a, w.k, w.k};
+    product_of<Plain<F32Numbers>>(numbers, x, ldx, m, 0, b - a, y + a, ldy);
+  }
+}
+
 static void product(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
                     int64_t ldy) {
   switch (w.format) {
@@ -162,8 +188,10 @@ static void product(const Matrix& w, const float* x, int64_t ldx, int64_t m, int
     case BF16: return product_of<Plain<Bf16Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
     case F16: return product_of<Plain<F16Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
     case INT8: return product_of<Plain<Int8Numbers>>(w, x, ldx, m, n0, n1, y, ldy);
-    default: return product_of<Nibbles>(w, x, ldx, m, n0, n1, y, ldy);
+    default: break;
   }
+  if (m < UNPACKED_FROM) return product_of<Nibbles>(w, x, ldx, m, n0, n1, y, ldy);
+  return product_of_nibbles(w, x, ldx, m, n0, n1, y, ldy);
 }
 
 // ---- rows of activations -------------------------------------------------------------------------------------------
@@ -393,6 +421,42 @@ static void scale_by(const Attention& a, const float* scales, int64_t slot, int6
   }
 }
 
+// Scores s [n] of head ``h`` to probabilities; what lies behind them, up to a whole vector, becomes 0.
+static void soften(const Attention& a, int64_t h, float* s, int64_t n) {
+  for (int64_t i = n; i < (n + LANES - 1) / LANES * LANES; i++) s[i] = -INFINITY;
+  Vec peak = all(-INFINITY), bad = zero();
+  for (int64_t i = 0; i < n; i += LANES) {
+    Vec v = mul(load(s + i), all(a.scale));
+    if (a.cap != 0) v = mul(all(a.cap), tanh(div(v, all(a.cap))));
+    if (i + LANES > n) {  // the padding stays out
+      float tail[LANES];
+      store(tail, v);
+      for (int64_t j = n - i; j < LANES; j++) tail[j] = -INFINITY;
+      v = load(tail);
+    }
+    store(s + i, v);
+    peak = max(v, peak);
+  }
+  float most = largest(peak);
+  if (a.sinks && a.sinks[h] > most) most = a.sinks[h];
+  Vec total = bad;
+  for (int64_t i = 0; i < n; i += LANES) {
+    Vec v = exp(sub(load(s + i), all(most)));
+    if (i + LANES > n) {
+      float tail[LANES];
+      store(tail, v);
+      for (int64_t j = n - i; j < LANES; j++) tail[j] = 0;
+      v = load(tail);
+    }
+    store(s + i, v);
+    total = add(total, v);
+  }
+  float mass = sum(total);
+  if (a.sinks) mass += std::exp(a.sinks[h] - most);
+  const Vec by = all(1.0f / mass);
+  for (int64_t i = 0; i < n; i += LANES) store(s + i, mul(load(s + i), by));
+}
+
 template <class N>
 static void attend_as(const Attention& a, const float* q, float* out) {
   using T = typename N::T;
@@ -415,39 +479,7 @@ static void attend_as(const Attention& a, const float* q, float* out) {
     at += count;
   }
   for (int64_t h = 0; h < heads; h++) {
-    float* s = a.scores + h * a.room;
-    for (int64_t i = n; i < (n + LANES - 1) / LANES * LANES; i++) s[i] = -INFINITY;
-    Vec peak = all(-INFINITY), bad = zero();
-    for (int64_t i = 0; i < n; i += LANES) {
-      Vec v = mul(load(s + i), all(a.scale));
-      if (a.cap != 0) v = mul(all(a.cap), tanh(div(v, all(a.cap))));
-      if (i + LANES > n) {  // the padding stays out
-        float tail[LANES];
-        store(tail, v);
-        for (int64_t j = n - i; j < LANES; j++) tail[j] = -INFINITY;
-        v = load(tail);
-      }
-      store(s + i, v);
-      peak = max(v, peak);
-    }
-    float most = largest(peak);
-    if (a.sinks && a.sinks[h] > most) most = a.sinks[h];
-    Vec total = bad;
-    for (int64_t i = 0; i < n; i += LANES) {
-      Vec v = exp(sub(load(s + i), all(most)));
-      if (i + LANES > n) {
-        float tail[LANES];
-        store(tail, v);
-        for (int64_t j = n - i; j < LANES; j++) tail[j] = 0;
-        v = load(tail);
-      }
-      store(s + i, v);
-      total = add(total, v);
-    }
-    float mass = sum(total);
-    if (a.sinks) mass += std::exp(a.sinks[h] - most);
-    const Vec by = all(1.0f / mass);
-    for (int64_t i = 0; i < n; i += LANES) store(s + i, mul(load(s + i), by));
+    soften(a, h, a.scores + h * a.room, n);
     std::memset(out + h * a.dim_v, 0, a.dim_v * sizeof(float));
   }
   for (int64_t at = a.first; at <= a.last;) {
@@ -458,6 +490,127 @@ static void attend_as(const Attention& a, const float* q, float* out) {
       weighted_any<N>(a.scores + h * a.room + at - a.first, values + slot * vs + h / a.queries * a.dim_v, vs, count,
                       a.dim_v, out + h * a.dim_v);
     at += count;
+  }
+}
+
+// ---- attention of many tokens: keys and values become float32 once for a block of queries, then the tiles of products --
+
+constexpr int64_t QUERIES = 32;  // of a block
+constexpr int64_t KEYS = 48;     // that are float32 at a time, so that they stay in the first-level cache
+
+// keys or values x [slots, kv_heads, dim] of KV head ``head`` at positions [first, first + count) as float32
+template <class N>
+static void gather(const Attention& a, const void* x, const float* scales, int64_t head, int64_t dim, int64_t first,
+                   int64_t count, float* y) {
+  for (int64_t i = 0; i < count; i++, y += dim) {
+    const int64_t at = first + i, line = (int64_t(a.table[at / a.block]) * a.block + at % a.block) * a.kv_heads + head;
+    load_as<N>(x, line * dim, dim, y);
+    for (int64_t d = 0; scales && d < dim; d++) y[d] *= scales[line];
+  }
+}
+
+// MR rows of out, VECS vectors of each, += p [MR, n] times values [n, dim]
+template <int MR, int VECS>
+static inline void weigh(const float* p, int64_t ldp, const float* values, int64_t dim, int64_t n, float* out) {
+  Vec total[MR][VECS];
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int d = 0; d < VECS; d++) total[i][d] = load(out + i * dim + d * LANES);
+  for (int64_t k = 0; k < n; k++) {
+    Vec v[VECS];
+#pragma GCC unroll 4
+    for (int d = 0; d < VECS; d++) v[d] = load(values + k * dim + d * LANES);
+#pragma GCC unroll 4
+    for (int i = 0; i < MR; i++) {
+      const Vec by = all(p[i * ldp + k]);
+#pragma GCC unroll 4
+      for (int d = 0; d < VECS; d++) total[i][d] = fma(v[d], by, total[i][d]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int d = 0; d < VECS; d++) store(out + i * dim + d * LANES, total[i][d]);
+}
+
+template <int MR>
+static void weigh_rows(const float* p, int64_t ldp, const float* values, int64_t dim, int64_t n, float* out) {
+  int64_t d = 0;
+  for (; d + 2 * LANES <= dim; d += 2 * LANES) weigh<MR, 2>(p, ldp, values + d, dim, n, out + d);
+  for (; d + LANES <= dim; d += LANES) weigh<MR, 1>(p, ldp, values + d, dim, n, out + d);
+  for (; d < dim; d++)
+    for (int64_t i = 0; i < MR; i++)
+      for (int64_t k = 0; k < n; k++) out[i * dim + d] += p[i * ldp + k] * values[k * dim + d];
+}
+
+struct QueryBlock {
+  std::vector<float> q, out, scores, numbers;
+  void fit(const Attention& a, int64_t rows, int64_t room) {
+    const int64_t dim = a.dim_qk > a.dim_v ? a.dim_qk : a.dim_v;
+    if (q.size() < size_t(rows * a.dim_qk)) q.resize(rows * a.dim_qk);
+    if (out.size() < size_t(rows * a.dim_v)) out.resize(rows * a.dim_v);
+    if (scores.size() < size_t(rows * room)) scores.resize(rows * room);
+    if (numbers.size() < size_t(KEYS * dim)) numbers.resize(KEYS * dim);
+  }
+};
+
+// tokens [t, t + count) of KV head ``h`` of the task
+template <class N>
+static void attend_block(const Attention& a, int64_t h, const float* q, int64_t ldq, int64_t t, int64_t count,
+                         int64_t window, float* out, int64_t ldo) {
+  thread_local QueryBlock block;
+  const int64_t head = a.head + h, group = a.queries, rows = count * group, last = a.last + t + count - 1;
+  const int64_t low = window ? a.last + t + 1 - window : 0, first = low > 0 ? low : 0, n = last - first + 1;
+  const int64_t room = (n + LANES + 63) / 64 * 64;
+  block.fit(a, rows, room);
+  float *scores = block.scores.data(), *numbers = block.numbers.data(), *sums = block.out.data();
+  for (int64_t r = 0; r < rows; r++)
+    std::memcpy(block.q.data() + r * a.dim_qk, q + (t + r / group) * ldq + (h * group + r % group) * a.dim_qk,
+                a.dim_qk * sizeof(float));
+  for (int64_t k = 0; k < n; k += KEYS) {
+    const int64_t some = n - k < KEYS ? n - k : KEYS;
+    gather<N>(a, a.keys, a.key_scales, head, a.dim_qk, first + k, some, numbers);
+    const Matrix w = {numbers, nullptr, nullptr, nullptr, F32, some, a.dim_qk, a.dim_qk};
+    product_of<Plain<F32Numbers>>(w, block.q.data(), a.dim_qk, rows, 0, some, scores + k, room);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    float* s = scores + r * room;
+    const int64_t own = a.last + t + r / group, from = window && own + 1 > window ? own + 1 - window : 0;
+    const int64_t before = from - first, seen = own - from + 1;
+    soften(a, h * group + r % group, s + before, seen);
+    for (int64_t k = 0; k < before; k++) s[k] = 0;
+    for (int64_t k = before + seen; k < n; k++) s[k] = 0;
+  }
+  std::memset(sums, 0, rows * a.dim_v * sizeof(float));
+  for (int64_t k = 0; k < n; k += KEYS) {
+    const int64_t some = n - k < KEYS ? n - k : KEYS;
+    gather<N>(a, a.values, a.value_scales, head, a.dim_v, first + k, some, numbers);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) weigh_rows<4>(scores + r * room + k, room, numbers, a.dim_v, some, sums + r * a.dim_v);
+    for (; r < rows; r++) weigh_rows<1>(scores + r * room + k, room, numbers, a.dim_v, some, sums + r * a.dim_v);
+  }
+  for (int64_t r = 0; r < rows; r++)
+    std::memcpy(out + (t + r / group) * ldo + (h * group + r % group) * a.dim_v, sums + r * a.dim_v,
+                a.dim_v * sizeof(float));
+}
+
+template <class N>
+static void attend_tokens_as(const Attention& a, const float* q, int64_t ldq, int64_t tokens, int64_t window, float* out,
+                             int64_t ldo) {
+  const int64_t some = QUERIES / a.queries > 1 ? QUERIES / a.queries : 1;
+  for (int64_t h = 0; h < a.count; h++)
+    for (int64_t t = 0; t < tokens; t += some)
+      attend_block<N>(a, h, q, ldq, t, tokens - t < some ? tokens - t : some, window, out, ldo);
+}
+
+static void attend_tokens(const Attention& a, const float* q, int64_t ldq, int64_t tokens, int64_t window, float* out,
+                          int64_t ldo) {
+  switch (a.format) {
+    case F32: return attend_tokens_as<F32Numbers>(a, q, ldq, tokens, window, out, ldo);
+    case BF16: return attend_tokens_as<Bf16Numbers>(a, q, ldq, tokens, window, out, ldo);
+    case INT8: return attend_tokens_as<Int8Numbers>(a, q, ldq, tokens, window, out, ldo);
+    default: return attend_tokens_as<F16Numbers>(a, q, ldq, tokens, window, out, ldo);
   }
 }
 
@@ -560,7 +713,7 @@ static int64_t draw(const float* x, int64_t width, float largest, float temperat
 const Kernels& NAMED(ISA)() {
   using namespace ISA;
   static const Kernels table = {product,      norm,          add_scaled, activate, rotate, load_numbers,
-                                store_numbers, quantize,      attend,        soft_cap,   argmax,   draw};
+                                store_numbers, quantize,      attend,        attend_tokens, soft_cap, argmax,   draw};
   return table;
 }
 

@@ -56,6 +56,10 @@ struct Kernels {
   void (*quantize)(const float* x, int64_t width, int8_t* y, float* scale);
   // q [count * queries, dim_qk] -> out [count * queries, dim_v]
   void (*attend)(const Attention& a, const float* q, float* out);
+  // the same for ``tokens`` tokens of a sequence, the first at position ``a.last``, each with a window of positions or
+  // 0 for all; a.first, a.scores and a.room are not read.  The heads of a token are ``ldq`` and ``ldo`` numbers apart
+  void (*attend_tokens)(const Attention& a, const float* q, int64_t ldq, int64_t tokens, int64_t window, float* out,
+                        int64_t ldo);
   // x = cap * tanh(x / cap)
   void (*soft_cap)(float* x, float cap, int64_t width);
   // the largest, and the lowest index that has it; a NaN is the largest
@@ -66,5 +70,8 @@ struct Kernels {
 
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+
+// The kernels of an instruction set, as ``minivllm_isa`` numbers them.
+static inline const Kernels& kernels_for(int32_t isa) { return isa == 2 ? kernels_avx512() : kernels_avx2(); }
 
 }  // namespace minivllm

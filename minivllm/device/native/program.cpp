@@ -5,174 +5,23 @@
 //
 // Everything is called with numbers and addresses only; who calls keeps the memory alive (native/program.py).
 #include <cpuid.h>
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <new>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "kernels.h"
 #include "recurrent.h"
+#include "team.h"
 
 // The C ABI of the native part.  This file is compiled for any x86-64: it says what the CPU has.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace minivllm {
 namespace {
-
-// ---- threads -------------------------------------------------------------------------------------------------------
-//
-// A step is a list of phases, and a phase a number of tasks.  Each thread takes tasks until none is left, those of its
-// own share first, and goes on when all tasks of the phase are done, whoever did them.  So a thread that wakes up late,
-// or that another process has put aside between two tasks, keeps nobody waiting.
-
-static inline void relax() { __builtin_ia32_pause(); }
-
-static void sleep_on(std::atomic<int32_t>& word, int32_t value) {
-  syscall(SYS_futex, (int32_t*)&word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-
-static void wake_all(std::atomic<int32_t>& word) {
-  syscall(SYS_futex, (int32_t*)&word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-}
-
-// Between two steps a thread looks for the next one, offers its processor to others in between, and sleeps after about
-// a millisecond: to be woken takes as long as the layers of a small model.
-constexpr int SPINS = 400;
-constexpr int OFFERS = 2000;
-constexpr int YIELDS_AFTER = 2000;  // looks at a phase that others compute before the processor is offered to them
-
-class Team {
- public:
-  // as many threads as the system gives: all tasks are done with fewer too
-  explicit Team(int threads) {
-    workers_.reserve(threads);
-    try {
-      for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
-    } catch (const std::system_error&) {
-    }
-    count_ = 1 + int(workers_.size());
-  }
-
-  ~Team() {
-    end_.store(true);
-    generation_.fetch_add(1);
-    wake_all(generation_);
-    for (auto& worker : workers_) worker.join();
-  }
-
-  int count() const { return count_; }
-
-  // run(phase, task, thread) for the tasks of all phases in order; tasks(phase): how many there are
-  void run(int phases, const std::function<int(int)>& tasks, const std::function<void(int, int, int)>& run) {
-    if (workers_.empty()) {
-      for (int p = 0; p < phases; p++)
-        for (int i = 0, n = tasks(p); i < n; i++) run(p, i, 0);
-      return;
-    }
-    // who woke up late for the last step leaves first; its processor may have been given to another process
-    for (int looks = 0; inside_.load(); looks++) {
-      if (looks < YIELDS_AFTER)
-        relax();
-      else
-        sched_yield();
-    }
-    if (size_t(phases) > states_.size()) {
-      std::vector<Phase> grown(phases);
-      states_.swap(grown);
-      for (auto& s : states_) s.next.reset(new Counter[count_]);
-    }
-    for (int p = 0; p < phases; p++) {
-      states_[p].total = tasks(p);
-      states_[p].done.value.store(0, std::memory_order_relaxed);
-      for (int t = 0; t < count_; t++) states_[p].next[t].value.store(0, std::memory_order_relaxed);
-    }
-    phases_ = phases;
-    run_ = &run;
-    open_.store(true);
-    generation_.fetch_add(1);
-    if (asleep_.load()) wake_all(generation_);
-    go(0);
-    open_.store(false);
-  }
-
- private:
-  struct alignas(64) Counter {
-    std::atomic<int32_t> value{0};
-  };
-  struct Phase {
-    int total = 0;
-    Counter done;
-    std::unique_ptr<Counter[]> next;  // of the share of each thread
-  };
-
-  void go(int me) {
-    for (int p = 0; p < phases_; p++) {
-      Phase& phase = states_[p];
-      const int n = phase.total;
-      int did = 0;
-      for (int o = 0; o < count_; o++) {
-        const int whose = (me + o) % count_;
-        const int from = int(int64_t(n) * whose / count_), to = int(int64_t(n) * (whose + 1) / count_);
-        while (from < to) {
-          const int task = from + phase.next[whose].value.fetch_add(1, std::memory_order_relaxed);
-          if (task >= to) break;
-          (*run_)(p, task, me);
-          did++;
-        }
-      }
-      if (did) phase.done.value.fetch_add(did, std::memory_order_acq_rel);
-      for (int looks = 0; phase.done.value.load(std::memory_order_acquire) < n; looks++) {
-        if (looks < YIELDS_AFTER)
-          relax();
-        else
-          sched_yield();
-      }
-    }
-  }
-
-  void work(int me) {
-    int32_t seen = 0;
-    for (;;) {
-      for (int looks = 0; generation_.load(std::memory_order_acquire) == seen; looks++) {
-        if (looks < SPINS) {
-          relax();
-          continue;
-        }
-        if (looks < SPINS + OFFERS) {
-          sched_yield();
-          continue;
-        }
-        asleep_.fetch_add(1);
-        sleep_on(generation_, seen);
-        asleep_.fetch_sub(1);
-      }
-      seen = generation_.load(std::memory_order_acquire);
-      if (end_.load()) return;
-      inside_.fetch_add(1);
-      if (open_.load()) go(me);
-      inside_.fetch_sub(1);
-    }
-  }
-
-  int count_ = 1;  // workers read it in a step, so after it was set
-  std::vector<std::thread> workers_;
-  std::vector<Phase> states_;
-  int phases_ = 0;
-  const std::function<void(int, int, int)>* run_ = nullptr;
-  std::atomic<int32_t> generation_{0}, inside_{0}, asleep_{0};
-  std::atomic<bool> open_{false}, end_{false};
-};
 
 // ---- a program -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +78,10 @@ struct Columns {
   const float* temperature;  // [S], of the sampler
   const int64_t* dropped;    // [groups, S] or null: tokens that the KV cache does not hold any more
 };
+
+constexpr int64_t MANY = 64;             // tokens of a step from which its products are cut by tokens too
+constexpr int64_t INPUTS = 1 << 16;      // of the tokens that meet the weights of a task at a time: 256 KiB
+constexpr int64_t TOKENS_AT_ONCE = 32;   // of a row, from which its queries share the keys and values that they read
 
 constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
 
@@ -359,7 +212,7 @@ class Program {
     switch (op.kind) {
       case PRODUCT: {
         const int64_t n = op.gated ? op.n / 2 : op.n;
-        return int((n + piece(op) - 1) / piece(op));
+        return int((n + piece(op, tokens) - 1) / piece(op, tokens));
       }
       case ATTEND: return int(rows_.size() * (op.kv_heads / heads_of(op)));
       case PICK: return 1;
@@ -370,10 +223,11 @@ class Program {
     }
   }
 
-  // outputs of a task: a few tasks a thread, none too small to be worth a call, in multiples of what a tile has
-  int64_t piece(const Op& op) const {
+  // outputs of a task: a few tasks a thread, none too small to be worth a call, in multiples of what a tile has.  With
+  // many tokens its weights should stay in a core's cache
+  int64_t piece(const Op& op, int64_t tokens) const {
     const int64_t n = op.gated ? op.n / 2 : op.n, share = n / (team_.count() * 4);
-    const int64_t least = team_.count() == 1 ? n : 24, most = 24 * 32;
+    const int64_t least = team_.count() == 1 ? n : 24, most = tokens > MANY ? 24 * 4 : 24 * 32;
     const int64_t wanted = share < least ? least : share > most ? most : share;
     return (wanted + 23) / 24 * 24;
   }
@@ -448,16 +302,24 @@ class Program {
   }
 
   void product(const Op& op, int number, int64_t task, int thread, int64_t tokens) {
-    const Matrix w = {op.data, op.scale, op.zero, op.bias, op.format, op.n, op.k, op.group};
     int64_t ldx;
     const float* x = input(op, number, thread, tokens, &ldx);
+    const int64_t n = op.gated ? op.n / 2 : op.n, size = piece(op, tokens);
+    const int64_t n0 = task * size, n1 = n0 + size < n ? n0 + size : n;
+    const int64_t some = INPUTS / op.k / 4 * 4, step = tokens <= MANY ? tokens : some < 16 ? 16 : some;
+    for (int64_t t = 0; t < tokens; t += step)
+      product_part(op, x + t * ldx, ldx, t, tokens - t < step ? tokens - t : step, n0, n1, scratch_[thread]);
+  }
+
+  // outputs [n0, n1) of tokens [first, first + tokens), whose inputs are x
+  void product_part(const Op& op, const float* x, int64_t ldx, int64_t first, int64_t tokens, int64_t n0, int64_t n1,
+                    Scratch& s) {
+    const Matrix w = {op.data, op.scale, op.zero, op.bias, op.format, op.n, op.k, op.group};
     const Register& out = registers_[op.out];
-    const int64_t n = op.gated ? op.n / 2 : op.n, size = piece(op);
-    const int64_t n0 = task * size, n1 = n0 + size < n ? n0 + size : n, width = n1 - n0;
+    const int64_t n = op.gated ? op.n / 2 : op.n, width = n1 - n0;
     if (!op.gated && !op.adds && op.activation == NO_ACTIVATION && op.alpha == 1)
-      return k_.product(w, x, ldx, tokens, n0, n1, out.data, out.stride);
+      return k_.product(w, x, ldx, tokens, n0, n1, row(op.out, first), out.stride);
     // into memory of this thread, [tokens, width] once or twice
-    Scratch& s = scratch_[thread];
     const int64_t need = tokens * width * (op.gated ? 2 : 1);
     if (s.heads.size() < size_t(need)) s.heads.resize(need);
     float *a = s.heads.data(), *b = a + tokens * width;
@@ -466,7 +328,7 @@ class Program {
     for (int64_t t = 0; t < tokens; t++) {
       float* y = a + t * width;
       if (op.activation != NO_ACTIVATION) k_.activate(y, op.gated ? b + t * width : nullptr, width, op.activation);
-      float* to = out.data + t * out.stride + n0;
+      float* to = row(op.out, first + t) + n0;
       if (!op.adds) {
         if (op.alpha == 1)
           std::memcpy(to, y, width * sizeof(float));
@@ -507,6 +369,14 @@ class Program {
         k_.store(k, op.kv_format, to * op.dim_qk, count * op.dim_qk, op.keys);
         k_.store(v, op.kv_format, to * op.dim_v, count * op.dim_v, op.values);
       }
+    }
+    if (r.count >= TOKENS_AT_ONCE && !nobody) {
+      const Attention a = {op.keys,   op.values, op.key_scales, op.value_scales, table,
+                           op.sinks ? op.sinks + head * group : nullptr, nullptr, op.kv_format, block,
+                           op.kv_heads, head, count, op.dim_qk, op.dim_v, group, 0, tokens_[r.first].position - dropped, 0,
+                           float(op.softmax_scale), float(op.cap)};
+      return k_.attend_tokens(a, row(op.in, r.first) + head * group * op.dim_qk, registers_[op.in].stride, r.count,
+                              op.window, row(op.out, r.first) + head * group * op.dim_v, registers_[op.out].stride);
     }
     Scratch& s = scratch_[thread];
     for (int64_t t = r.first; t < r.first + r.count; t++) {
@@ -605,34 +475,12 @@ int32_t best_isa() {
   return has(more, f | dq | bw | vl) && has(saved_registers(), zmm) ? 2 : 1;
 }
 
-const Kernels* kernels_for(int32_t isa) { return isa == 2 ? &kernels_avx512() : &kernels_avx2(); }
-
-DeltaRow* delta_for(int32_t isa) { return isa == 2 ? avx512::delta_row : avx2::delta_row; }
-
-// A layer of a step outside of a program: the tokens of the rows, then the rings.
-void delta_step(int32_t isa, Team& team, const DeltaLayer& d, const StateRows& s, const StepInputs& in) {
-  const Kernels& k = *kernels_for(isa);
-  DeltaRow* const compute = delta_for(isa);
-  const int64_t channels = 2 * d.key_heads * d.key_dim + d.heads * d.value_dim;
-  const Ring rings[2] = {{d.ring, d.places, channels, d.format, in.x, in.format, in.x_stride},
-                         {d.gates, d.places, 2 * d.heads, d.format, in.ab, in.format, in.ab_stride}};
-  team.run(
-      2, [&](int phase) { return int(phase ? 2 * s.count : s.count * d.key_heads); },
-      [&](int phase, int task, int) {
-        if (phase)
-          keep_row(k, rings[task % 2], s, task / 2, d.width - 1);
-        else
-          compute(k, d, s, in, task / d.key_heads, task % d.key_heads);
-      });
-}
-
 }  // namespace
 }  // namespace minivllm
 
 using minivllm::Program;
-using minivllm::Team;
 
-EXPORT int32_t minivllm_abi(void) { return 4; }
+EXPORT int32_t minivllm_abi(void) { return 5; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -642,7 +490,7 @@ EXPORT int64_t minivllm_op_size(void) { return sizeof(minivllm::Op); }
 // null if there is no memory for it
 EXPORT void* minivllm_program(int32_t isa, int32_t threads, int64_t most_tokens, const void* columns) {
   try {
-    return new Program(*minivllm::kernels_for(isa), minivllm::delta_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
+    return new Program(minivllm::kernels_for(isa), minivllm::delta_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
   } catch (const std::exception&) {  // no memory
     return nullptr;
   }
@@ -675,25 +523,3 @@ EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
 }
 
 EXPORT void minivllm_free(void* program) { delete (Program*)program; }
-
-// one product, for tests and for steps that run by their parts: y [m, n] = x [m, k] times the matrix, plus bias
-EXPORT void minivllm_product(int32_t isa, const void* matrix, const float* x, int64_t m, float* y) {
-  const minivllm::Matrix& w = *(const minivllm::Matrix*)matrix;
-  minivllm::kernels_for(isa)->product(w, x, w.k, m, 0, w.n, y, w.n);
-}
-
-// threads for the layers of steps that run by their parts; null if there is no memory
-EXPORT void* minivllm_team(int32_t threads) {
-  try {
-    return new Team(threads);
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
-EXPORT void minivllm_free_team(void* team) { delete (Team*)team; }
-
-EXPORT void minivllm_delta(void* team, int32_t isa, const void* layer, const void* rows, const void* inputs) {
-  minivllm::delta_step(isa, *(Team*)team, *(const minivllm::DeltaLayer*)layer,
-                       *(const minivllm::StateRows*)rows, *(const minivllm::StepInputs*)inputs);
-}

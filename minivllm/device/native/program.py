@@ -43,6 +43,7 @@ _TAKES: Mapping[str, list[Any]] = {
     "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
     "free": [_ADDRESS],
     "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
+    "shared_product": [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, *[_INT] * 3, _ADDRESS, _INT, _INT],
     "free_team": [_ADDRESS],
     "delta": [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, _ADDRESS],
 }

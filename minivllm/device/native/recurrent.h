@@ -62,6 +62,7 @@ DeltaRow delta_row;
 namespace avx512 {
 DeltaRow delta_row;
 }
+static inline DeltaRow* delta_for(int32_t isa) { return isa == 2 ? avx512::delta_row : avx2::delta_row; }
 
 // Compute the tokens of a row of a gated short convolution (device/layers/short_conv.py), which end in ``out``.
 //

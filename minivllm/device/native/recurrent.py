@@ -7,18 +7,13 @@ on the other tokens of its step.
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from minivllm.errors import ResourceError
-
-from .library import ISAS, isa
-from .program import FORMATS, declared, each
+from .program import FORMATS, each
+from .team import team
 
 _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
@@ -50,38 +45,6 @@ class StepInputs(ctypes.Structure):
         *each(_ADDRESS, "x ab out"),
         *each(_INT, "format x_stride ab_stride out_stride"),
     ]
-
-
-class _Team:
-    """The threads that share the layers of this process.  ResourceError if the native library cannot be used."""
-
-    def __init__(self) -> None:
-        self.threads = torch.get_num_threads()
-        self.process = os.getpid()
-        self.busy = threading.Lock()  # a second engine of the process waits for a layer
-        self._library = declared()
-        self.address = self._library.minivllm_team(self.threads)
-        if not self.address:
-            raise ResourceError("no memory for the threads of the native part")
-
-    def __del__(self) -> None:
-        address = getattr(self, "address", None)
-        if address and self.process == os.getpid():  # a fork of the process has no threads to wait for
-            self._library.minivllm_free_team(address)
-
-
-_teams: dict[int, _Team] = {}  # by process: a fork needs threads of its own
-_MAKING = threading.Lock()
-
-
-def _team() -> _Team:
-    """Return the threads of this process, as many as torch uses."""
-    with _MAKING:
-        made = _teams.get(os.getpid())
-        if made is None or made.threads != torch.get_num_threads():
-            _teams.clear()
-            made = _teams[os.getpid()] = _Team()
-        return made
 
 
 def rows_of(step: Any) -> tuple[StateRows, list[Tensor]]:
@@ -124,7 +87,7 @@ def scan(layer: DeltaLayer, x: Tensor, ab: Tensor, step: Any) -> Tensor:
     rows, held = rows_of(step)
     strides = x.stride(0), ab.stride(0), heads * value_dim
     inputs = StepInputs(x.data_ptr(), ab.data_ptr(), out.data_ptr(), kind, *strides)
-    _call(layer, rows, inputs)
+    team().run("delta", *map(ctypes.addressof, (layer, rows, inputs)))
     del held
     return out
 
@@ -132,10 +95,3 @@ def scan(layer: DeltaLayer, x: Tensor, ab: Tensor, step: Any) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """Return a tensor [T, width] whose rows are contiguous."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _call(*structures: Any) -> None:
-    """Run a layer on the threads of the process."""
-    team = _team()
-    with team.busy:
-        team._library.minivllm_delta(team.address, ISAS.index(isa()), *map(ctypes.addressof, structures))

@@ -55,6 +55,7 @@ static inline bool any_nan(Vec x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q
 static inline Vec load_bf16(const uint16_t* p) {
   return as_float(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p))));
 }
+static inline Vec load_bf16_tight(const uint16_t* p) { return load_bf16(p); }
 static inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline Vec load_int8(const int8_t* p) {
   return from_int(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -130,8 +131,18 @@ static inline IVec ipick_int(IVec x, IVec y, IVec a, IVec b) {
   return _mm256_blendv_epi8(b, a, _mm256_cmpgt_epi32(x, y));
 }
 static inline bool any_nan(Vec x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+// Of the same eight numbers of bfloat16 in both halves, four each to the upper halves of float32.
+alignas(32) static const int8_t SPREAD[32] = {-1, -1, 0, 1, -1, -1, 2,  3,  -1, -1, 4,  5,  -1, -1, 6,  7,
+                                              -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15};
 static inline Vec load_bf16(const uint16_t* p) {
-  return as_float(shl<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p))));
+  const IVec twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return as_float(_mm256_shuffle_epi8(twice, *(const IVec*)SPREAD));
+}
+// The same without a register for SPREAD, of which compilers would make one.
+static inline Vec load_bf16_tight(const uint16_t* p) {
+  IVec twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  __asm__("vpshufb %1, %0, %0" : "+x"(twice) : "m"(*(const IVec*)SPREAD));
+  return as_float(twice);
 }
 static inline Vec load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 static inline Vec load_int8(const int8_t* p) {
@@ -170,25 +181,29 @@ static inline uint32_t word(float x) {
   return y;
 }
 
-// The numbers of the formats that need no scale, one by one and in vectors.
+// The numbers of the formats that need no scale, one by one and in vectors; ``tight`` needs no register beside.
 struct F32Numbers {
   using T = float;
   static Vec vec(const T* p) { return load(p); }
+  static Vec tight(const T* p) { return load(p); }
   static float one(const T* p) { return *p; }
 };
 struct Bf16Numbers {
   using T = uint16_t;
   static Vec vec(const T* p) { return load_bf16(p); }
+  static Vec tight(const T* p) { return load_bf16_tight(p); }
   static float one(const T* p) { return scalar(uint32_t(*p) << 16); }
 };
 struct F16Numbers {
   using T = uint16_t;
   static Vec vec(const T* p) { return load_f16(p); }
+  static Vec tight(const T* p) { return load_f16(p); }
   static float one(const T* p) { return _cvtsh_ss(*p); }
 };
 struct Int8Numbers {
   using T = int8_t;
   static Vec vec(const T* p) { return load_int8(p); }
+  static Vec tight(const T* p) { return load_int8(p); }
   static float one(const T* p) { return *p; }
 };
 

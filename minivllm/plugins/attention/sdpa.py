@@ -5,8 +5,8 @@ of its keys and attends in one call.  What a batch needs (slots, masks) is made 
 KV group and shared by the others through ``meta.work``.  Only slots below a row's length are gathered: padding repeats
 the row's last token, so what foreign or stale slots hold, NaN included, cannot reach a result.
 
-Sinks, soft caps and log-sum-exp take an explicit softmax in float32 instead.  With ``batch_invariant``, which a CPU
-alone has here, all of it is ``sdpa_invariant``'s.
+A CPU without instructions for 16-bit products attends in float32.  Sinks, soft caps and log-sum-exp take an explicit
+softmax in float32 instead.  With ``batch_invariant``, which a CPU alone has here, all of it is ``sdpa_invariant``'s.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, AttnSpec, QKPre
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.device.layers.rotary import prepare_qk
+from minivllm.device.layers.stored_product import widened
 from minivllm.errors import PluginError
 
 from .sdpa_invariant import attend
@@ -114,6 +115,8 @@ class Sdpa(AttentionBackend):
         spec = layer.spec
         slopes = spec.alibi is not None
         explicit = spec.sinks or spec.softcap is not None or lse is not None or slopes
+        if self.limits is CPU and widened(q.dtype):
+            q = q.float()
         key = ("sdpa", layer.group, spec.window, spec.heads, explicit, slopes)
         batches = meta.work.get(key)
         if batches is None:

@@ -72,15 +72,23 @@ def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
 
 
 def served_by(
-    dtype: torch.dtype, device: str, sm: int, table: bool = False, rounded: torch.dtype | None = None
+    dtype: torch.dtype,
+    device: str,
+    sm: int,
+    table: bool = False,
+    rounded: torch.dtype | None = None,
+    native: bool = False,
 ) -> Mapping[str, str]:
     """Return the kernels that serve a weight of this dtype, by numbers of rows, as ``WeightScheme.served``.
 
-    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
+    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.  ``native`` means that
+    the native library of a CPU multiplies any number of rows.
     """
     least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
     beyond = rounded is not None and sm >= 120  # ``scaled_kernels_of``
     if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or beyond or find_spec("triton") is None:
+        if native:
+            return {"any": "read as they lie by the native part"}
         any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
         if device == "cpu" and rounded is None and not table and dtype != FP8:
             return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}

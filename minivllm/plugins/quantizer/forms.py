@@ -241,6 +241,9 @@ class PlainRows(WholeWeight):
         super().__init__(info, weight=weight)
         self.weight = weight
 
+    def finish(self) -> None:
+        self.native = self.native_product(StoredWeight(self.weight))
+
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight)
 

@@ -111,6 +111,7 @@ class Int4Rows(Tiled):
 
     def finish(self) -> None:
         self.kernels = kernels_of(self.weight, self.scale, self.zero, self.group)
+        self.native = self.native_product(StoredWeight(self.weight, self.scale, self.zero, self.group))
 
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale, self.zero, self.group)
@@ -119,7 +120,7 @@ class Int4Rows(Tiled):
         return joined(self.kernels, bias, mode, activation)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        return served_by(self.weight.dtype, device, sm)
+        return served_by(self.weight.dtype, device, sm, native=self.native is not None)
 
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         zero = None if self.zero is None else self.zero[rows]

@@ -16,6 +16,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
 from minivllm.device.layers.linear import part_rows
 from minivllm.device.layers.module import check_shape
+from minivllm.device.layers.stored_product import widened
 
 from .fast import joined, kernels_of, served_by
 from .online import OnlineQuantizer
@@ -31,6 +32,7 @@ class ByteRows(WholeWeight):
 
     def finish(self) -> None:
         self.kernels = kernels_of(self.weight, self.scale)
+        self.native = self.native_product(StoredWeight(self.weight, self.scale))
 
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale)
@@ -39,14 +41,16 @@ class ByteRows(WholeWeight):
         return joined(self.kernels, bias, mode, activation)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        return served_by(self.weight.dtype, device, sm)
+        return served_by(self.weight.dtype, device, sm, native=self.native is not None)
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return (self.weight[ids].float() * self.scale[ids, None]).to(dtype)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
-        if x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
+        if x.device.type == "cpu" and widened(x.dtype):
+            y = F.linear(x.float(), weight.float()).mul_(scale).to(x.dtype)
+        elif x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
             y = F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
         else:
             y = F.linear(x, weight.to(x.dtype)).mul_(scale)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.device.layers.linear import no_adapter, part_rows
 from minivllm.device.layers.module import check_shape
+from minivllm.device.layers.stored_product import StoredProduct, stored_product, widened
 from minivllm.errors import ModelError
 
 AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
@@ -25,6 +26,7 @@ class WholeWeight(WeightScheme):
         self.info = info
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.kernels: Any = None  # on a GPU
+        self.native: StoredProduct | None = None  # on a CPU, where it is faster than torch's product
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {}
@@ -40,11 +42,18 @@ class WholeWeight(WeightScheme):
         no_adapter(self, adapter)
         if self.kernels is not None:
             return self.kernels(x, out)
+        if self.native is not None:
+            return self.native(x, None, out)
         return self._product(x, slice(0, self.info.out_features), out)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         rows = self.info.out_features // self.info.experts
-        return self._product(x, slice(e * rows, (e + 1) * rows))
+        product = self._product if self.native is None else self.native
+        return product(x, slice(e * rows, (e + 1) * rows))
+
+    def native_product(self, stored: StoredWeight) -> StoredProduct | None:
+        """Return the native product of a weight for this module's activations, or None if torch's is faster."""
+        return stored_product(stored, self.info.out_features, self.info.in_features, getattr(torch, self.info.dtype))
 
 
 class Tiled(WholeWeight):
@@ -66,6 +75,8 @@ class Tiled(WholeWeight):
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
+        if x.device.type == "cpu" and widened(x.dtype):
+            x = x.float()
         for start in range(rows.start, rows.stop, self._tile):
             tile = slice(start, min(start + self._tile, rows.stop))
             y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x.dtype))

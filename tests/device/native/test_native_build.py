@@ -162,7 +162,7 @@ def test_a_wheel_with_the_library_is_one_for_all_pythons_of_a_platform(tree):
     compiler()
     tag, said, native = tags_and_native(hatchling(tree, "build_wheel"))
     assert tag == "py3-none-linux_x86_64.whl" and said
-    sources = {"kernels.cpp", "program.cpp", "recurrent.cpp", "rings.cpp", "sizes.h"}
+    sources = {"kernels.cpp", "parts.cpp", "program.cpp", "recurrent.cpp", "rings.cpp", "sizes.h"}
     assert native == {"__init__.py", "library.py", *sources, LIBRARY}
     assert not left_in(tree / "minivllm" / "device" / "native")  # the sources are as they were
 

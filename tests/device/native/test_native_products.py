@@ -9,7 +9,7 @@ import torch
 from native_runs import each_isa, needs_library
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
-from minivllm.device.layers.lowering import readable
+from minivllm.device.layers.stored_product import readable
 from minivllm.device.native import program
 from minivllm.plugins.quantizer.int4 import Int4Weight, dequantize
 from minivllm.plugins.quantizer.int8 import Int8Weight
@@ -98,6 +98,16 @@ def test_a_product_of_a_row_has_the_same_bits_whatever_rows_are_beside_it(each_i
     whole = program.product(x, w)
     for first, last in itertools.combinations(range(14), 2):
         assert torch.equal(program.product(x[first:last], w), whole[first:last])
+
+
+def test_a_row_times_nibbles_has_the_same_bits_whether_a_strip_is_unpacked_or_not(each_isa):
+    torch.manual_seed(0)
+    q, scale, zero = torch.randint(0, 256, (49, 48), dtype=torch.uint8), torch.randn(49, 3), torch.rand(49, 3) * 15
+    x = torch.randn(33, 96)
+    for given in (None, zero):
+        whole = program.product(x, q, scale, given, 32)
+        for count in (1, 4, 15, 16, 17):
+            assert torch.equal(program.product(x[:count], q, scale, given, 32), whole[:count])
 
 
 F, B, I8, U8 = torch.float32, torch.bfloat16, torch.int8, torch.uint8

@@ -23,15 +23,13 @@ def native(x, ab, weight, rates, dt_bias, memory, sizes, step):
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_states_rings_and_copies_are_those_of_torch(shape, dtype, each_isa, monkeypatch):
-    monkeypatch.setattr(recurrent, "isa", lambda: each_isa)
+def test_outputs_states_rings_and_copies_are_those_of_torch(shape, dtype, each_isa):
     for seed in range(6):
         checks.check_scan("cpu", dtype, shape, seed, BOUNDS[dtype], native)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads(threads, each_isa, monkeypatch):
-    monkeypatch.setattr(recurrent, "isa", lambda: each_isa)
+def test_bits_depend_on_neither_chunks_nor_neighbours_nor_threads(threads, each_isa):
     sizes, places = (2, 4, 24, 40), 6
     channels, heads = 2 * 2 * 24 + 4 * 40, 4
     torch.manual_seed(1)
