@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from minivllm.core.engine import cache
 from minivllm.core.engine.engine import CHECK
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 
@@ -126,3 +128,44 @@ def test_the_full_walk_runs_after_every_step_if_asked_for(monkeypatch):
     assert ended[""] is None and "AssertionError" in ended["1"]
     with pytest.raises(AssertionError, match="reference counts"):
         engine.check()
+
+
+@pytest.mark.parametrize("salted", [False, True])
+def test_blocks_published_at_once_are_cached_like_blocks_published_one_by_one(salted, monkeypatch):
+    found = []
+    for at_once in (True, False):
+        with monkeypatch.context() as patched:
+            if not at_once:
+                patched.setattr(cache, "RUN", 1 << 30)
+            engine, runs = sim_engine(), []
+            pool = engine.cache.pools[0]
+            publish_run, info = pool.publish_run, []
+            patched.setattr(pool, "publish_run", lambda *a, p=publish_run, r=runs: r.append(p(*a)) or r[-1])
+            add = pool.evictor.add
+            patched.setattr(
+                pool.evictor, "add", lambda keys, told, a=add, i=info: i.append((keys, told)) or a(keys, told)
+            )
+            for i, prompt in enumerate([range(40), [*range(20), *range(15, 45)], [9] * 41, range(49), range(40)]):
+                serve(engine, f"r{i}", prompt, **({"cache_salt": "s"} if salted and i % 2 else {}))
+        columns = [pool.key, pool.parent, pool.stamp, pool.tokens, pool.ref]
+        state = [x.tolist() for x in (*columns, pool.first)]
+        state += [pool.children, pool.youngest, pool.older, pool.younger, pool.index, pool.stamps, pool.lost.number]
+        told = [(keys.tolist(), {name: column.tolist() for name, column in vars(each).items()}) for keys, each in info]
+        found.append([*state, told])
+        assert runs.count(True) >= 3 if at_once else not runs
+    assert found[0] == found[1]
+
+
+def test_blocks_of_which_one_is_cached_are_not_published_at_once():
+    pool = sim_engine().cache.pools[0]
+    blocks, root = pool.take(5), pool.root(())
+    tokens = np.arange(5 * BLOCK, dtype=np.int32).reshape(5, BLOCK)
+    keys = pool.keys_of(tokens.ravel(), (), [])
+    pool.publish(int(blocks[0]), root[0], keys[0], tokens[0], 0)
+    index, new = dict(pool.index), list(pool.new)
+    assert not pool.publish_run(blocks, root[0], keys, tokens, 0)
+    assert not pool.publish_run(blocks[1:], int(blocks[0]), keys[:4], tokens[1:], 1)
+    assert not pool.publish_run(blocks[1:], int(blocks[0]), [keys[1]] * 4, tokens[1:], 1)
+    assert (pool.index, pool.new) == (index, new)
+    assert pool.publish_run(blocks[1:], int(blocks[0]), keys[1:], tokens[1:], 1)
+    assert pool.lookup(tokens.ravel(), (), [], 5).tolist() == blocks.tolist()

@@ -33,7 +33,7 @@ from minivllm.errors import EngineDeadError, describe_error
 from .evicted import EvictedKeys, reads_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.session import SessionTurn
@@ -343,21 +343,70 @@ class BlockPool:
         self.index[key] = block
         if key in self.watch:
             self.void(key)
-        first = self.first[block] = int(tokens[0])
         self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
         self.stamps += 1
         self.stamp[block] = self.stamps
+        self._link(block, parent, int(tokens[0]))
+        cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
+        parent_key = int(self.key[parent]) if parent >= 0 else 0
+        evicted = self.lost.take(key)
+        self.new.append((key, parent_key, depth, cost, tenant, session, kind, evicted))
+        return block
+
+    def publish_run(
+        self,
+        blocks: np.ndarray,
+        parent: int,
+        keys: list[int],
+        tokens: np.ndarray,
+        depth: int,
+        tenant: int = 0,
+        session: int = 0,
+        kinds: Sequence[int] | None = None,
+    ) -> bool:
+        """Add held blocks i32 [n] of one sequence to the prefix index, each as the child of the one before, and return
+        True.  Return False without a change if one of them is the null block or published, or if a key of theirs is in
+        the index or occurs twice.
+
+        The result is that of ``publish`` for each block, in less time.  ``parent`` precedes the first block, whose
+        index in the sequence is ``depth``.  The blocks have the keys ``keys`` and the token ids ``tokens`` i32 [n,
+        block], without -1.  ``kinds`` has the kind of each block, None means 0."""
+        n = len(keys)
+        known = not self.index.keys().isdisjoint(keys) or len(set(keys)) < n
+        if known or np.count_nonzero(blocks) < n or np.count_nonzero(self.key[blocks]):
+            return False
+        numbers = blocks.tolist()
+        parents = [parent, *numbers[:-1]]
+        parent_key = int(self.key[parent]) if parent >= 0 else 0
+        self.index.update(zip(keys, numbers, strict=True))
+        for key in self.watch.keys() & set(keys) if self.watch else ():
+            self.void(key)
+        self.key[blocks], self.parent[blocks], self.tokens[blocks] = (
+            np.array(keys, np.uint64),
+            parents,
+            tokens,
+        )
+        self.stamp[blocks] = np.arange(self.stamps + 1, self.stamps + 1 + n)
+        self.stamps += n
+        for block, before, first in zip(numbers, parents, tokens[:, 0].tolist(), strict=True):
+            self._link(block, before, first)
+        for i, key in enumerate(keys):
+            before = keys[i - 1] if i else parent_key
+            cost, kind = (depth + i + 1) * self.block, 0 if kinds is None else kinds[i]
+            self.new.append(
+                (key, before, depth + i, cost, tenant, session, kind, self.lost.take(key))
+            )
+        return True
+
+    def _link(self, block: int, parent: int, first: int) -> None:
+        """Enter a published block with the first token ``first`` into the columns of its parent's children."""
+        self.first[block] = first
         self.children[parent] = self.children.get(parent, 0) + 1
         sibling = self.youngest.get((parent, first), 0)
         self.older[block], self.younger[block] = sibling, 0
         if sibling:
             self.younger[sibling] = block
         self.youngest[parent, first] = block
-        cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
-        parent_key = int(self.key[parent]) if parent >= 0 else 0
-        evicted = self.lost.take(key)
-        self.new.append((key, parent_key, depth, cost, tenant, session, kind, evicted))
-        return block
 
     def announce(self) -> None:
         """Report the newly published blocks to the evictor and the event listeners.  It must run before any other call

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
+RUN = 4  # blocks of a row from which on they are published at once
 MAX_WATCHED = 8192  # keys that ``hints`` may watch in the pool, in addition to four per sequence
 
 
@@ -509,10 +510,11 @@ class KVCache:
             salt = seq.request.salt
             tokens = s.tokens[slot, : last * size]
             keys = self.pools[0].keys_of(tokens, salt, seq.keys)
-            for i in range(first, last):
-                row = tokens[i * size : (i + 1) * size]
-                if not self._publish_index(slot, i, salt, keys[i], row):
-                    break  # The parent's key collided, so the rest of the chain stays unpublished.
+            whole = tokens.reshape(last, size)
+            if not self._publish_run(slot, first, salt, keys[first:last], whole[first:]):
+                for i in range(first, last):
+                    if not self._publish_index(slot, i, salt, keys[i], whole[i]):
+                        break  # The parent's key collided, so the rest of the chain stays unpublished.
             s.prefix_published[slot] = last
             if self.tiers is not None:
                 self.tiers.published(slot, first, last)
@@ -554,6 +556,26 @@ class KVCache:
         self._publish_index(slot, i, salt, key, row)
         for pool in self.pools:
             pool.announce()
+
+    def _publish_run(
+        self, slot: int, first: int, salt: Salt, keys: list[int], tokens: np.ndarray
+    ) -> bool:
+        """Publish the blocks of a row from index ``first`` on at once, with these keys and tokens i32 [n, block].
+        Return False without a change if they must be published one by one, see ``BlockPool.publish_run``."""
+        lead, last = self.pools[0], first + len(keys)
+        if len(self.pools) > 1 or len(keys) < RUN:
+            return False
+        table = self.slots.table[0, slot]
+        parent = int(table[first - 1]) if first else lead.root(salt)[0]
+        if parent >= 0 and not lead.published(parent):
+            return False
+        request, tenant = self.slots.at(slot).request, int(self.slots.tenant[slot])
+        session, kinds = 0, None
+        if request.turn is not None:
+            session, kinds = request.turn.session, [request.kind_of(i) for i in range(first, last)]
+        return lead.publish_run(
+            table[first:last], parent, keys, tokens, first, tenant, session, kinds
+        )
 
     def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
         """Publish a row's blocks at index i of its tables in all KV groups.  Return False if the leading group's block
