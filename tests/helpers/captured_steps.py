@@ -20,7 +20,7 @@ from prediction_heads import MTPReference
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.core import progress
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.interfaces.plan import StepForm, StepPlan
+from minivllm.core.interfaces.plan import OVERSHOOT, StepForm, StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.timing import form_name
 from minivllm.device.kernels.peaks import best_of_tiles
@@ -163,6 +163,27 @@ def test_prompts_around_every_size_of_long_steps_draw_the_same_as_in_separate_la
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
             assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
+
+
+def test_a_whole_step_of_separate_launches_runs_before_the_first_request_and_changes_no_column(models, monkeypatch):
+    monkeypatch.setattr(captured_sizes, "MOST_TOKENS", 64)
+    for module in (graphs, captured_sizes):
+        monkeypatch.setattr(module, "FIRST_TOKENS", (64,))
+    accept, flags = step.accept, []
+
+    def accepted(*args):
+        found = accept(*args)
+        flags.append(found[2].tolist())
+        return found
+
+    monkeypatch.setattr(step, "accept", accepted)
+    with cpu_captures(), engine(models["qwen3"], max_num_batched_tokens=128, max_model_len=128) as llm:
+        runner = llm.engine.executor.runner
+        state = runner.state
+        assert runner.graphs.notes == [] and flags == [[OVERSHOOT]]
+        assert bool(state.stopped.all()) and not bool(state.known.any()) and not bool(state.tokens.any())
+        stored = [x for cache in runner.worker.caches for layer in cache for x in layer.values()]
+        assert stored and not any(bool(x[1:].any()) for x in stored)
 
 
 SETTINGS = (

@@ -49,9 +49,11 @@ from minivllm.errors import describe_error
 
 from . import step
 from .adapters import applied
+from .calls import SeparateCalls
 from .capture import GraphRecorder
 from .captured import Asked, Buffers, CapturedCalls, Drawn, bounds, column_tensors, read_columns
 from .later import LaterCaptures
+from .running import Running
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
 
@@ -132,6 +134,7 @@ class Graphs:
     # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
     gradual = True  # sizes that first requests do not need may be captured while the engine serves
+    draws_apart = True  # ``_launch_once`` draws a token too
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
@@ -420,17 +423,33 @@ class Graphs:
         return later
 
     def _launch_once(self, tokens: int) -> None:
-        """Run the layers of a prompt of ``tokens`` tokens as separate launches, so that their kernels are compiled."""
+        """Run a step of one prompt of ``tokens`` tokens as separate launches, up to the drawn token.
+
+        So the kernels of such steps are compiled and loaded before the first request.  The prompt is that of the spare
+        slot, which counts as ended.  So no token is accepted, and keys and values go to the null block."""
         r = self.runner
         if r.state.recurrent is not None:
             return  # a step changes the states of its rows
-        q_len = np.array([tokens], np.int32)
-        plan = StepPlan(0, np.array([self.spare]), q_len, np.zeros(1, np.int32), np.zeros(0, np.int32))
+        slots, q_len, first = np.array([[self.spare], [tokens], [0]], np.int32)
+        plan = StepPlan(0, slots, q_len, computed=first, samples=first)
         read = r.read(plan)
         try:
-            step.forward(r.model, r.backend, read, GraphKey(), r.state.to(q_len - 1).long(), r.selects_tokens(read))
+            last = r.state.to(q_len - 1).long()
+            hidden = step.forward(r.model, r.backend, read, GraphKey(), last, r.selects_tokens(read))
+            if self.draws_apart:
+                self._draw_apart(plan, hidden)
         except BaseException as e:  # raised by a plug-in; requests will report it
             self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
+
+    def _draw_apart(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Draw the tokens of a step of the spare slot from ``hidden`` [1, H] by separate launches.
+
+        An exception of a plug-in is noted."""
+        r, running = self.runner, Running(plan)
+        step.sample(SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {}), r.state, r.model, hidden)
+        for error in running.errors:
+            self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
+        r.seams.take()  # the times of this step are those of the compiler
 
     def _measure(self, key: GraphKey) -> StepCosts:
         """Return the costs of mixed steps, from the capture of shape ``key`` that was made last.

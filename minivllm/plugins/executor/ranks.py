@@ -248,7 +248,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
-        gradual = False  # captures contain exchanges, so all ranks must make them at the same step
+        gradual = draws_apart = False  # captures and draws contain exchanges, so all ranks must begin them together
 
         def __post_init__(self) -> None:
             super().__post_init__()
