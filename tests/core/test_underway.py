@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from minivllm.core.engine import underway
+from minivllm.core.engine.request import FINISHED
+from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.scheduler.static import Static
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 
@@ -115,3 +118,22 @@ def test_preempted_rows_do_not_keep_others_waiting():
     engine = sim_engine(depth=2, blocks=24, slots=6, budget=24)
     requests, _ = served(engine, [prompt(*range(30, 30 + i)) for i in range(1, 7)], max_tokens=24)
     assert engine.planner.preemptions and all(len(r.sequences) == 1 for r in requests)
+
+
+def test_requests_that_wait_outlast_a_scheduler_that_raises():
+    """The policy orders the queue again while a plan has requests that wait for a prefix."""
+
+    class Failing(Fcfs):
+        window = 2
+        calls = 0
+
+        def order(self, queue, running, now):
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("planted")
+            return np.arange(len(queue))
+
+    engine = sim_engine(depth=1, blocks=100, budget=128, policy=Failing)
+    requests, _ = served(engine, [prompt(30 + i) for i in range(3)])
+    assert engine.stats()["prefix_waits"] and engine.planner.policy.calls > 2
+    assert all(r.sequences[0].status == FINISHED for r in requests)

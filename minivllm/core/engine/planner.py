@@ -450,28 +450,30 @@ class Planner:
         self.underway.refresh()
         delayed: list[Seq] = []  # wait for a prefix that a running row computes
         planned = ChainMap(new, chunks)
-        for seq in self._newcomers(now, None if static else parts):
-            if (parts.left <= 0 and not static) or len(delayed) == MOST_PASSED:
-                break
-            if not static and self.underway.delays(seq, planned):
-                self.waiting.remove(seq)
-                delayed.append(seq)
-                continue
-            if not self._enter(seq, promised):
-                refused = seq  # no later sequence overtakes the first that does not fit
-                break
-            seq.request.scheduled = seq.request.scheduled or now
-            owner_number = seq.request.owner_number
-            for slot in [one.slot for one in seq.pair]:
-                upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
-                want = min(upto - int(s.computed[slot]), parts.most(owner_number))
-                if want > 0:
-                    new[slot], blocks = self.cache.room(slot, want, promised)
-                    promised += blocks
-                    parts.spend(owner_number, new[slot])
-        self.underway.delayed = delayed
-        for seq in delayed:
-            self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
+        try:
+            for seq in self._newcomers(now, None if static else parts):
+                if (parts.left <= 0 and not static) or len(delayed) == MOST_PASSED:
+                    break
+                if not static and self.underway.delays(seq, planned):
+                    self.waiting.remove(seq)
+                    delayed.append(seq)
+                    continue
+                if not self._enter(seq, promised):
+                    refused = seq  # no later sequence overtakes the first that does not fit
+                    break
+                seq.request.scheduled = seq.request.scheduled or now
+                owner_number = seq.request.owner_number
+                for slot in [one.slot for one in seq.pair]:
+                    upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
+                    want = min(upto - int(s.computed[slot]), parts.most(owner_number))
+                    if want > 0:
+                        new[slot], blocks = self.cache.room(slot, want, promised)
+                        promised += blocks
+                        parts.spend(owner_number, new[slot])
+        finally:  # they wait on even if a plug-in raises
+            self.underway.delayed = delayed
+            for seq in delayed:
+                self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
         if new:
             rows = np.fromiter(new, np.int32, len(new))
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
