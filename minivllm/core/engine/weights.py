@@ -143,11 +143,15 @@ class Weights:
             raise RequestError("expected either a path or tensors", "path")
         self._settle()
         source = {"path": path} if tensors is None else {"tensors": tensors}
-        self._refuse(self._call("check", **source, partial=partial, finite=finite))
-        answers = self._answers("write", keep=kv == KEEP)
-        errors = errors_of(answers)
+        answers = self._answers("check", **source, partial=partial, finite=finite)
+        self._refuse(errors_of(answers))
+        if kv == RECOMPUTE and not self.level and any(answer["overwrites"] for answer in answers):
+            # Tiers read their blocks before the write, because old weights may take the memory of the KV cache.
+            self._leave_slots()
+            self.engine.drop_prefixes(keep_tiers=True)
+        errors = self._call("write", keep=kv == KEEP)
         if errors:
-            self._take_back(errors[0], any(answer["overwritten"] for answer in answers))
+            self._take_back(errors[0])
         errors = self._call("commit")
         if errors:
             what = f"an update of the weights did not end: {errors[0]}"
@@ -158,18 +162,13 @@ class Weights:
         self._renew(kv == KEEP)
         return self.version
 
-    def _take_back(self, error: str, overwritten: bool) -> None:
-        """Take a failed update back, and raise RequestError.
-
-        Rows are computed again if their keys and values were ``overwritten``."""
+    def _take_back(self, error: str) -> None:
+        """Take a failed update back, and raise RequestError."""
         broken = self._call("restore")
         if broken:
             what = f"an update of the weights failed ({error}), and the old weights could not be restored: {broken[0]}"
             self.engine.fail_all(what)
             raise EngineDeadError(what)
-        if overwritten:
-            self._leave_slots()
-            self.engine.drop_prefixes(keep_tiers=True)
         self.dropped = self.level == 2
         kept = (
             "they are undefined until the next update"

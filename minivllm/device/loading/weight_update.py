@@ -48,11 +48,6 @@ class SpareMemory:
         self._free = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
         self._used: list[Tensor] = []
 
-    @property
-    def used(self) -> bool:
-        """Return whether values were overwritten."""
-        return bool(self._used)
-
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor."""
         size = -(-tensor.numel() * tensor.element_size() // 16) * 16

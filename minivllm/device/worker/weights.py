@@ -46,7 +46,8 @@ class RunningWeights:
     def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Run the operation ``args["do"]``.
 
-        Return its error or None, whether the weights are dropped, and whether keys and values were overwritten."""
+        Return its error or None, whether the weights are dropped, and whether a write that does not keep the keys and
+        values overwrites them."""
         operations: dict[str, Callable[..., None]] = {
             "check": self._check,
             "write": self._write,
@@ -63,7 +64,7 @@ class RunningWeights:
                 operations[args["do"]](**options)
         except BaseException as e:  # a loop of a worker must not end
             error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
-        return {"error": error, "dropped": self.dropped, "overwritten": self.spare.used}
+        return {"error": error, "dropped": self.dropped, "overwrites": bool(self._replaceable())}
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
