@@ -36,3 +36,20 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
         config.graph_captures,
         config.compile_ahead,
     )
+
+
+def check_captured_drafts(config: EngineConfig, drafts: int, origins: Mapping[str, str]) -> None:
+    """Raise ConfigError if other options contradict ``captured_drafts``.
+
+    ``drafts`` is the largest number of drafts of a row, 0 without a drafter."""
+    if not config.captured_drafts:
+        return
+    setting = f"{begins(source_of(origins, 'captured_drafts'))}captured_drafts=true"
+    if not drafts:
+        raise ConfigError(f"{setting} without a drafter: no step has drafts; choose a drafter, or leave it out")
+    if config.enforce_eager or config.graph == "off":
+        option = "enforce_eager=true" if config.enforce_eager else "graph=off"
+        raise ConfigError(f"{setting} with {option}, which captures no steps: set only one of them")
+    if config.tensor_parallel_size > 1:
+        size = f"tensor_parallel_size={config.tensor_parallel_size}"
+        raise ConfigError(f"{setting} with {size}: drafts are captured on one device only; leave it out")

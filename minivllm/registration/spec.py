@@ -103,12 +103,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
-                api=(1, 2),
+                api=(1, 3),
                 facts=("device",),
                 features={
                     "draft_model": "uses a second model, which its option `model` names",
                     "target_head": "has layers that read hidden states of the served model: `Drafter.head`",
                     "host_tokens": "reads tokens on the host: `Ask.history`, `Ask.owner` and `learn`",
+                    "graph_safe": "`propose` can be captured in a CUDA graph and replayed on new data",
                 },
                 traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
             ),

@@ -17,6 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
+from minivllm.device.worker.drafting import Drafting
 from minivllm.testing.tiny import read_tensors, write_tensors
 
 CLASSES = {
@@ -175,27 +176,30 @@ class Eagle3Reference(torch.nn.Module):
         return folder
 
 
-def watch_drafts(drafter, prompts, want, monkeypatch):
-    """Return a list to which each call of ``drafter.propose`` appends (known tokens, drafts) of its rows.
+def watch_drafts(monkeypatch, prompts=(), want=()):
+    """Return a list to which each proposal of a drafter appends (known tokens, drafts) of its rows.
 
     Random heads guess badly.  So in every other call the engine gets the right tokens instead, and accepts them:
-    ``want`` has the tokens of the answer to each prompt."""
+    ``want`` has the tokens of the answer to each of ``prompts``."""
     found, calls = [], itertools.count()
     texts = [prompt + answer[0] for prompt, answer in zip(prompts, want, strict=True)]
-    original = drafter.propose
 
-    def propose(self, ask):
-        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
-        drafts, count = original(self, ask)
+    def propose(self, running, ask, original=Drafting.propose):
+        count = original(self, running, ask)
+        if count is None:
+            return None
         assert count.tolist() == [ask.k * (n > 1) for n in ask.known]
-        both = zip(rows, drafts.tolist(), strict=True)
-        found.extend((row, guesses) for row, guesses in both if len(row) > 1)
-        if next(calls) % 2:
-            for i, row in enumerate(rows):
-                text = next((text for text in texts if text[: len(row)] == row), row)
-                right = text[len(row) : len(row) + ask.k]
-                drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
-        return drafts, count
+        replaces = bool(texts) and next(calls) % 2
+        for slot, n in zip(ask.slots.tolist(), ask.known.tolist(), strict=True):
+            history = self.state.tokens[slot]
+            row, drafts = history[:n].tolist(), history[n : n + ask.k].tolist()
+            if n > 1:
+                found.append((row, drafts))
+            text = next((text for text in texts if text[:n] == row), row)
+            right = text[n : n + ask.k]
+            if replaces:
+                history[n : n + len(right)] = torch.tensor(right, dtype=torch.int32)
+        return count
 
-    monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(Drafting, "propose", propose)
     return found

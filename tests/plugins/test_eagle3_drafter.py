@@ -13,7 +13,6 @@ from minivllm.device.layers.heads import EagleHead, VocabularyMap
 from minivllm.device.worker import build
 from minivllm.device.worker.target_states import Watch
 from minivllm.errors import ModelError
-from minivllm.plugins.drafter.eagle3 import Eagle3
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
@@ -65,7 +64,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture
 def seen(case, monkeypatch):
-    return watch_drafts(Eagle3, case.prompts, case.want, monkeypatch)
+    return watch_drafts(monkeypatch, case.prompts, case.want)
 
 
 WAYS = {

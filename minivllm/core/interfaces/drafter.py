@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
 # 1.2: Drafter.head, for the feature target_head
-API = (1, 2)
+# 1.3: the feature graph_safe
+API = (1, 3)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Ask:
 
     ``rows.position`` is the number of known tokens, and ``rows.history()`` returns them.  None of the rows has a step
     in flight, so the host knows their exact lengths.
+
+    In a call that is captured in a CUDA graph (feature ``graph_safe``) ``slots`` and ``known`` are empty, and rows of
+    padding lie in the spare slot, the last one.
     """
 
     rows: Rows
@@ -142,6 +146,10 @@ class Drafter(ABC):
         the vocabulary; the engine ignores the remaining columns.  Do not wait for the device and do not write to the
         arguments.  If a drafter raises or returns anything else, the rows of this step have no drafts, and the engine
         does not call that drafter again.
+
+        A drafter that claims ``graph_safe`` uses only ``ask.rows``, ``ask.k`` and ``ctx.model``, and launches the same
+        operations in each call of the same shape.  The engine then records a call in a CUDA graph and replays it.  The
+        call after an exception in a recording is an ordinary one.
         """
 
     def learn(self, owner: int, tokens: np.ndarray, prompt: int) -> None:  # noqa: B027

@@ -79,6 +79,9 @@ class SpeculationWiring:
     num_speculative_tokens: int = 0  # largest number of drafts of a row in a step
     speculate: str = "auto"  # "always" also speculates where measurements showed it to be slower
     draft_model: DraftWiring | None = None  # the model of a drafter that uses one
+    captured_drafts: bool = (
+        False  # capture steps with drafts and calls of the drafter in CUDA graphs
+    )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Drafting:
         self.host: HostTokens | None = None
         if "host_tokens" in self.part.features:
             self.host = HostTokens(len(state.known), wiring.max_model_len, self._learn)
+        self.captured: Any = None  # ``CapturedProposals``, None if calls of the drafter cannot be captured
         self._failed: StepError | None = None  # an error of ``learn``, which the next step with drafts reports
 
     def _learn(self, *args: Any) -> None:
@@ -76,20 +77,40 @@ class Drafting:
         first, heads = group_rows(plan.draft)
         wanted = np.bincount(first, minlength=len(first))[heads] - 1
         k, slots_np, known = int(wanted.max()), plan.slots[heads], plan.computed[heads] + 1
-        packed = state.to(np.stack([slots_np, known]).astype(np.int64))
-        found = None if self.broken else self._ask(running, packed, Ask(None, k, slots_np, known))  # type: ignore[arg-type]
-        if found is None:
-            count = torch.zeros(len(heads), dtype=torch.int64, device=state.device)
-        else:
-            tokens, count = found
-            slots, position = packed
-            at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
-            state.tokens[slots[:, None], at] = tokens.int()
-        running.drafted = to_host(torch.minimum(count, state.to(wanted)).int())
+        count = None
+        if not self.broken:
+            count = self.propose(running, Ask(None, k, slots_np, known))  # type: ignore[arg-type]
+        if count is None:
+            count = torch.zeros(len(heads), dtype=torch.int32, device=state.device)
+        elif (wanted < k).any():
+            count = torch.minimum(count, state.to(wanted.astype(np.int32)))
+        running.drafted = to_host(count)
         if state.device.type == "cpu":
             keep = _kept(plan, first, heads, running.drafted.numpy())
             if not keep.all():
                 running.came, (running.plan, running.back) = plan, without(plan, keep)
+
+    def propose(self, running: Running, ask: Ask) -> torch.Tensor | None:
+        """Write the drafts of the rows of ``ask``, which has no ``rows`` yet, to the history.
+
+        Return the number of usable drafts of each row, i32 [N] on the device, or None if the drafter fails."""
+        if self.captured is not None:
+            try:
+                count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k)
+            except Exception as e:  # raised by the drafter's model in an operation that is not captured
+                running.without_drafts = self._fail(e)
+                return None
+            if count is not None:
+                return count
+        state = self.state
+        packed = state.to(np.stack([ask.slots, ask.known]).astype(np.int64))
+        found = self._ask(running, packed, ask)
+        if found is None:
+            return None
+        slots, position = packed
+        at = (position[:, None] + torch.arange(ask.k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
+        state.tokens[slots[:, None], at] = found[0].int()
+        return found[1].int()
 
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the drafter's tokens i64 [N, k] and their counts i64 [N]; None if it fails."""
@@ -100,19 +121,14 @@ class Drafting:
             ask = replace(ask, history=history, owner=self.host.owner[ask.slots])
         try:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
-            return _checked(tokens, count, len(slots), ask.k, self.vocab_size)
+            return _usable(tokens, count, len(slots), ask.k, self.vocab_size)
         except Exception as e:  # after an exception of the drafter, steps run without drafts
             running.without_drafts = self._fail(e)
             return None
 
 
-def _checked(
-    tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the output of a drafter; return the drafts [n, k] and the number of usable drafts of each of n rows.
-
-    The usable drafts of a row end before the first that is not a token of the vocabulary.  Raise ValueError for wrong
-    shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
+def check_drafts(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int) -> None:
+    """Raise ValueError unless ``tokens`` and ``count`` have the shapes and dtypes of k drafts for n rows."""
     if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
         raise ValueError(
             f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; expected {(n, k)} and {(n,)}"
@@ -120,6 +136,14 @@ def _checked(
     for name, found in (("drafts", tokens), ("count", count)):
         if found.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} are {found.dtype}; expected int64")
+
+
+def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the output of a drafter; return the drafts [n, k] and the number of usable drafts of each of n rows.
+
+    The usable drafts of a row end before the first that is not a token of the vocabulary.  Raise ValueError for wrong
+    shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
+    check_drafts(tokens, count, n, k)
     there = (tokens >= 0) & (tokens < vocab)
     usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
     if tokens.device.type == "cpu":

@@ -267,7 +267,12 @@ class Graphs:
         """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
-        slots = plan.slots[plan.samples]
+        return self.operations(plan.slots[plan.samples], plan.topk, len(plan.late) > 0)
+
+    def operations(self, slots: np.ndarray, topk: int, late: bool) -> Asked | None:
+        """Return the operations for drawing a token in each of ``slots`` i32 [N], or None if they cannot be captured.
+
+        ``topk`` is that of the plan, and ``late`` says that rows have masks."""
         state = self.runner.state
         variants = []
         for i, processor in enumerate(state.processors):
@@ -277,7 +282,7 @@ class Graphs:
                 return None
             variants.append(int(np.bitwise_or.reduce(processor.variant[slots])) if active else -1)
         wants_min = bool(state.wants_min[slots].any())
-        return Asked(tuple(variants), wants_min, plan.topk, len(plan.late) > 0)
+        return Asked(tuple(variants), wants_min, topk, late)
 
     # ---- run -----------------------------------------------------------------------------------------------------
 

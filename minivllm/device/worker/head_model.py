@@ -23,6 +23,7 @@ from .own_model import OwnModel, rows_plan
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.drafter import Ask
+    from minivllm.core.interfaces.model import StepTensors
 
     from .target_states import TargetStates
 
@@ -34,12 +35,16 @@ class HeadModel(OwnModel):
     of a block depends on the first token of the next block.  If a block is shared by rows that continue differently,
     this pair is that of the last row that computed it, which may change drafts of other rows, and no token."""
 
+    ahead = 1
+
     def __init__(self, *args: Any, states: TargetStates) -> None:
         super().__init__(*args)
         self.states = states
         self.last: torch.Tensor | None = None  # [N, W] states of the head at the newest draft of each row
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
+        if self.passes is not None:
+            return self.passes.logits(j)
         if not j:
             return self.logits_behind(ask.slots, ask.known)
         # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
@@ -52,14 +57,32 @@ class HeadModel(OwnModel):
         Each slot occurs once, and the served model has computed all known tokens but the last.  The head first
         computes the pairs that are not in its KV cache, and the last pair in any case.  The logits of a row with one
         known token, which has no pair, have no meaning."""
-        pairs = np.maximum(known - 1, 1)
-        done = np.minimum(self.read[slots], pairs - 1)
+        pairs, done = self.total(known), self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(pairs - done > most)).size:
             self._run(slots[far], np.full(len(far), most, np.int32), done[far])
             done[far] += most
-        self.read[slots] = np.maximum(known - 1, 0)
+        self.keep(slots, known, extra)
         return self._run(slots, (pairs - done).astype(np.int32), done)
+
+    def total(self, known: np.ndarray) -> np.ndarray:
+        return np.maximum(known - 1, 1)
+
+    def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        return np.minimum(self.read[slots], self.total(known) - 1)
+
+    def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
+        self.read[slots] = np.maximum(known - 1, 0)
+
+    def most_pending(self, k: int) -> int:
+        """Return the number of pairs of a row that a captured call computes in its first pass.
+
+        Pairs of drafts are computed again with the states of the served model, so all tokens of a step are missing."""
+        return 1 + k
+
+    def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
+        read.drafted = last is not None
+        read.hidden = self.states.at(self.state, read.meta.slots, read.position) if last is None else last
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
         """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.

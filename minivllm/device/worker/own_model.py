@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ class OwnModel(DraftModel):
     A model with recurrent states has two for each slot.  The first one covers exactly ``read[s]`` tokens.  The newest
     token and the drafts are computed with a copy, so rejected drafts leave no trace; ``extra`` is 0 then."""
 
+    ahead = 0  # 1 if a token is the input of the position before its own, as in a head
+
     def __init__(
         self,
         wiring: Wiring,
@@ -43,6 +45,8 @@ class OwnModel(DraftModel):
         self.wiring, self.state, self.chain, self.read_plan, self.second = wiring, state, chain, read_plan, second
         size = wiring.max_num_seqs + 1
         self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        # the passes of a call that is being captured (``captured_proposals.CapturedPasses``), else None
+        self.passes: Any = None
 
     def note(self, plan: StepPlan) -> None:
         """Update the counts for a step: rows that join or fork, rows without drafts, and blocks that changed."""
@@ -68,6 +72,8 @@ class OwnModel(DraftModel):
                 self.read[self.read < before] = 0  # a state cannot go back
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
+        if self.passes is not None:
+            return self.passes.logits(j)
         if j:
             # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
             last = self.wiring.max_model_len - 1
@@ -81,10 +87,7 @@ class OwnModel(DraftModel):
 
         Each slot occurs once.  The model first computes the tokens that are not in its KV cache.  ``extra`` is the
         number of tokens that later calls of ``logits`` will add to the KV cache of each row."""
-        read = self.read[slots]
-        accepted = np.clip(known - 1 - read, 0, self.extra[slots])
-        # a row whose last draw was not accepted has the same ``known`` as before; its last token is computed again
-        done = np.minimum(read + accepted, known - 1)
+        done = self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(known - done > most)).size:
             q_len = np.full(len(far), most, np.int32)
@@ -92,8 +95,46 @@ class OwnModel(DraftModel):
             done[far] += most
         if self.second.states is not None:
             return self._run_newest(slots, known, done)
-        self.read[slots], self.extra[slots] = known, extra
+        self.keep(slots, known, extra)
         return self._run(slots, (known - done).astype(np.int32), done)
+
+    def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Return how many of the ``known`` tokens the KV cache of this model holds, fewer than ``known``."""
+        read = self.read[slots]
+        accepted = np.clip(known - 1 - read, 0, self.extra[slots])
+        # a row whose last draw was not accepted has the same ``known`` as before; its last token is computed again
+        return np.minimum(read + accepted, known - 1)
+
+    def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
+        """Note that the KV cache holds the ``known`` tokens, and then ``extra`` drafts."""
+        self.read[slots], self.extra[slots] = known, extra
+
+    # ---- captured calls ------------------------------------------------------------------------------------------
+
+    def most_pending(self, k: int) -> int:
+        """Return the number of tokens of a row that a captured call for ``k`` drafts computes in its first pass.
+
+        If all drafts are accepted, the last draft and the newest token are missing in the KV cache."""
+        return 2
+
+    def total(self, known: np.ndarray) -> np.ndarray:
+        """Return the number of inputs of this model for ``known`` i32 [N] tokens."""
+        return known
+
+    def catch_up(self, slots: np.ndarray, known: np.ndarray, k: int) -> None:
+        """Compute inputs until each row lacks at most ``most_pending`` of those of ``known`` i32 [N] tokens."""
+        done, total = self._done(slots, known), self.total(known)
+        most = max(1, self.wiring.max_num_batched_tokens // len(slots))
+        while (far := np.flatnonzero(total - done > self.most_pending(k))).size:
+            q_len = np.minimum(total - done - 1, most)[far]
+            self._run(slots[far], q_len.astype(np.int32), done[far])
+            done[far] += q_len
+        self.read[slots], self.extra[slots] = done, 0
+
+    def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
+        """Add inputs of a captured pass that only this model needs.
+
+        ``last`` are the results [N, W] of the pass before, None in the first pass."""
 
     def _run_newest(self, slots: np.ndarray, known: np.ndarray, done: np.ndarray) -> torch.Tensor:
         """Compute a model with recurrent states behind ``done``, and the newest token with copies of the states.
@@ -130,6 +171,8 @@ class OwnModel(DraftModel):
         """Draw draft number ``j`` of each row from ``logits`` as a step does, and write it to the columns.
 
         Return the tokens i64 [N].  The logits may be overwritten.  Exceptions of processors are not caught."""
+        if self.passes is not None:
+            return self.passes.draw(ask.rows, logits, j)
         state = self.state
         slots, position = ask.rows.slots, ask.rows.position + j
         rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)

@@ -104,6 +104,7 @@ class Runner:
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         self.graphs, self.native = self.captured_steps(), self.native_steps()
+        self.drafted = self.drafted_steps()  # captures of steps with drafts; None by default
         self.weights = RunningWeights(self)
 
     def native_steps(self) -> NativeSteps | None:
@@ -156,6 +157,30 @@ class Runner:
             return {"left": 0, "worked": False}
         worked = later.capture()
         return {"left": len(later.queue), "worked": worked}
+
+    def drafted_steps(self) -> Any:
+        """Return the captures of steps with drafts, or None if the option is off or other steps are not captured.
+
+        Calls of a graph-safe drafter are captured too, unless its model has recurrent states."""
+        if self.drafting is None or not self.wiring.speculation.captured_drafts:
+            return None
+        self.drafting.captured = None
+        if self.graphs is None:
+            self.worker.notes.append("drafts are not captured, because no steps are captured on this device")
+            return None
+        from .captured_proposals import CapturedProposals
+        from .drafted_steps import DraftedSteps
+
+        steps, own = DraftedSteps(self), self.own_models.get("drafter")
+        if "graph_safe" in self.drafting.part.features and (own is None or own.second.states is None):
+            self.drafting.captured = CapturedProposals(self, self.drafting, steps, own)
+        return steps
+
+    def forget_captures(self) -> None:
+        """Free all captures and their memory.  Later steps run as separate launches until captures are made again."""
+        self.graphs = self.drafted = None
+        if self.drafting is not None:
+            self.drafting.captured = None
 
     def capacity(self) -> Capacity:
         """Return the blocks, states and features of the device.
@@ -213,10 +238,9 @@ class Runner:
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native, running.draws_natively = True, running.pooled is None
                     return running
-                key = self.graphs.key(plan) if self.graphs is not None and not apart else None
-                hidden = self.graphs.forward(key, plan) if key is not None else None
+                hidden = None if apart else self._replay(running, plan)
                 if hidden is not None:
-                    running.graph, running.hidden = key, hidden
+                    running.hidden = hidden
                     if len(plan.taps):
                         rows = np.repeat(np.arange(len(plan.slots)), plan.q_len)
                         tokens = self.taps.tokens(plan)
@@ -238,6 +262,16 @@ class Runner:
             # an exception of a model or back end must fail this step only, not end the loop of the worker
             self._fail(running, what, as_exception(e))
         return running
+
+    def _replay(self, running: Running, plan: StepPlan) -> Tensor | None:
+        """Replay the layers of a step, and return the hidden states [R, H] of its rows; None if it is not captured."""
+        for captures in (self.drafted, self.graphs):
+            key = captures.key(plan) if captures is not None else None
+            hidden = captures.forward(key, plan) if captures is not None and key is not None else None
+            if hidden is not None:
+                running.captures, running.graph = captures, key
+                return hidden
+        return None
 
     def _apply(self, delta: Delta) -> None:
         """Apply the changes of a step to the columns and the KV cache.  Note the slots that fail in them."""
@@ -425,8 +459,9 @@ class Runner:
         operation that cannot be captured, or there is no capture and none can be made.
         """
         plan = running.plan
-        asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
-        done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None
+        captures = running.captures if running.graph is not None and not self._poison else None
+        asked = captures.asked(plan) if captures is not None else None
+        done = captures.sample(running.graph, asked, plan, late) if captures is not None and asked is not None else None
         if done is None:
             return False
         running.packed, running.pick = to_host(done[0]), plan.samples
@@ -498,7 +533,7 @@ class Runner:
         self.worker = self.backend = self.state = None  # type: ignore[assignment]
         self.weights = None  # type: ignore[assignment]
         self.taps = self.chain = self.processors = None  # type: ignore[assignment]
-        self.model = self.graphs = self.drafting = self.native = self.sampler = None
+        self.model = self.graphs = self.drafted = self.drafting = self.native = self.sampler = None
         self.own_models = {}
         if self.device.type == "cuda":
             release_unused()

@@ -26,6 +26,7 @@ class Running:
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
+    captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
     native: bool = False  # the native CPU code computed the layers
     draws_natively: bool = False  # it returned the hidden states of the rows that draw, so it may draw their tokens
     start: float = 0.0

@@ -152,7 +152,7 @@ class RunningWeights:
         gpu = self.runner.device.type == "cuda"
         weights = weights_of(self.parts)
         if gpu:
-            self.runner.graphs = None
+            self.runner.forget_captures()
         free(self._caches(), self._memory)
         if gpu:
             second = [tensor for own in self.runner.worker.own_models.values() for tensor in weights_of(own.parts)]
@@ -208,6 +208,7 @@ class RunningWeights:
         self.level = 0
         if gpu:
             self.runner.graphs = self.runner.captured_steps()
+            self.runner.drafted = self.runner.drafted_steps()
 
 
 def weights_of(parts: ModelParts) -> list[Tensor]:

@@ -5,8 +5,9 @@ from functools import partial
 from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.drafter"
-TARGET_HEAD = frozenset({"target_head"})
-_drafter = partial(Spec, api=(1, 2), limits={"device": ANY})
+GRAPH_SAFE = frozenset({"graph_safe"})
+TARGET_HEAD = GRAPH_SAFE | {"target_head"}
+_drafter = partial(Spec, api=(1, 3), limits={"device": ANY})
 
 NONE = _drafter(
     impl=f"{HERE}.none:NoDrafts",
@@ -18,12 +19,13 @@ NGRAM = _drafter(
     impl=f"{HERE}.ngram:NGram",
     summary="prompt lookup: propose the tokens that followed an earlier occurrence of the last tokens",
     options=f"{HERE}.options:NGramOptions",
+    features=GRAPH_SAFE,
 )
 MODEL = _drafter(
     impl=f"{HERE}.model:ModelDrafter",
     summary="a smaller model with the same tokenizer proposes tokens",
     options=f"{HERE}.options:ModelOptions",
-    features=frozenset({"draft_model"}),
+    features=GRAPH_SAFE | {"draft_model"},
 )
 MTP = _drafter(
     impl=f"{HERE}.mtp:MTP",

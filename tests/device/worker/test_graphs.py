@@ -223,10 +223,11 @@ def test_the_trial_step_has_all_tokens_of_the_largest_and_writes_to_the_null_blo
 
 
 @pytest.mark.slow
-def test_captured_steps_give_what_separate_launches_give():
-    """In a process of its own, because Triton's interpreter is chosen when Triton is imported."""
+@pytest.mark.parametrize("file", ["captured_steps.py", "captured_drafts.py"])
+def test_captured_steps_give_what_separate_launches_give(file):
+    """Run the tests in a process of its own, because Triton's interpreter is chosen when Triton is imported."""
     here = Path(__file__).parents[2] / "helpers"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "captured_steps.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / file)]
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:]

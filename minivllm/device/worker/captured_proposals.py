@@ -1,0 +1,180 @@
+"""Captured calls of ``Drafter.propose``: all passes of a drafter's model, and the draws of its drafts, are one replay.
+
+    known tokens     t0 ... t5 t6 t7          the last W tokens (or pairs of a head) of each row are computed in the
+    first pass             t5 t6 t7 ─► d0     first pass, because a step accepts at most W tokens; those that the
+    later passes                 d0 ─► d1     model has computed before get the same keys and values again
+
+Lengths are read on the device, so nothing depends on the number of tokens that the last step accepted.  Rows whose
+drafter's model lacks more than W tokens are computed first, as separate launches (``OwnModel.catch_up``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.drafter import Ask
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.plan import no_rows
+from minivllm.core.interfaces.sampling import Rows
+from minivllm.device.kernels import drafts
+
+from . import step
+from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors
+from .drafting import check_drafts
+from .graphs import CAPTURES, SHORT, Captured
+from .state import staged
+
+if TYPE_CHECKING:
+    from .drafted_steps import DraftedSteps
+    from .drafting import Drafting
+    from .own_model import OwnModel
+    from .runner import Runner
+
+
+class ProposalKey(NamedTuple):
+    """The shape of a captured call: B rows with k drafts and contexts below ``span`` tokens, drawn as ``asked``."""
+
+    rows: int
+    k: int
+    span: int
+    asked: Asked
+
+
+class CapturedPasses:
+    """The passes of a drafter's model over B rows while a call is captured.
+
+    ``slots`` i64 [B] are the slots of the rows, and ``key`` is the shape of the call."""
+
+    def __init__(self, runner: Runner, own: OwnModel, slots: Tensor, key: ProposalKey) -> None:
+        self.runner, self.own, self.slots, self.state = runner, own, slots, runner.state
+        size, self.width = len(slots), own.most_pending(key.k)
+        self.first = self._static(size * self.width, key.span)
+        self.later = self._static(size, key.span)
+        device = slots.device
+        back = torch.arange(1 - self.width, 1, device=device) - own.ahead
+        self.first_shift = back.expand(size, self.width).reshape(-1).contiguous()
+        self.shifts = [torch.full((size,), j - own.ahead, device=device) for j in range(key.k)]
+        none = torch.empty(0, device=device)
+        self.calls = CapturedCalls(runner, Buffers(slots, none, none, no_rows()), key.asked, None)
+        self.last: Tensor | None = None  # [B, W] results of the newest pass
+
+    def _static(self, size: int, span: int) -> tuple[StepTensors, GraphKey]:
+        key = GraphKey("decode", size, size, span)
+        slots = torch.zeros(size, dtype=torch.int64, device=self.slots.device)
+        return column_tensors(self.state, slots, bounds(key, len(self.state.table))), key
+
+    def logits(self, j: int) -> Tensor:
+        """Return the logits [B, V] for draft ``j`` of each row (``DraftModel.logits``)."""
+        second, state = self.own.second, self.state
+        (static, key), shift = (self.later, self.shifts[j]) if j else (self.first, self.first_shift)
+        meta = static.meta
+        meta.slots.copy_(self.slots if j else self.slots[:, None].expand(-1, self.width).reshape(-1))
+        ahead = self.own.ahead
+        drafts.begin_at(meta.slots, shift, state, static.ids, static.position, meta.kv_len, meta.slot_map, ahead)
+        if state.rope_first is not None:
+            behind = 0 if second.one_rope else state.rope_first[meta.slots]
+            torch.add(static.position, behind, out=meta.position)
+        read = StepTensors(static.ids, static.position, meta)
+        self.own.enter(read, self.last if j else None)
+        hidden = step.forward(second.model, second.backend, read, key)
+        self.last = hidden if j else hidden[self.width - 1 :: self.width].contiguous()
+        return second.model.logits(self.last)
+
+    def draw(self, rows: Rows, logits: Tensor, j: int) -> Tensor:
+        """Draw draft ``j`` of each row and append it to the history (``DraftModel.draw``)."""
+        logits = logits.float() if self.calls.float32 else logits
+        at = replace(rows, position=rows.position + j)
+        step.restrict(self.calls, self.state, logits, at)
+        tokens = self.calls.draw(logits, at).tokens.clamp_(0, logits.shape[1] - 1)
+        drafts.put(self.slots, tokens[:, None], self.state, logits.shape[1], j)
+        return tokens
+
+
+@dataclass
+class CapturedProposals:
+    """The captured calls of the drafter of one runner.
+
+    ``steps`` are the captures of the steps that verify the drafts; ``own`` is the drafter's model, None without one."""
+
+    runner: Runner
+    drafting: Drafting
+    steps: DraftedSteps
+    own: OwnModel | None
+    made: dict[ProposalKey, Captured | None] = field(default_factory=dict)
+    slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)  # by B, on the host and on the device
+
+    def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> Tensor | None:
+        """Write ``k`` drafts of each row to the history, and return the number of usable drafts i32 [N].
+
+        ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the call cannot
+        be captured.  An exception of the drafter's model, of tokens that it computes before the replay, is raised."""
+        key = self._key(slots, known, k)
+        if key is None or self.made.get(key, key) is None:
+            return None
+        if self.own is not None:
+            self.own.catch_up(slots, known, k)
+        captured = self.made[key] if key in self.made else self.made.setdefault(key, self._capture(key))
+        if captured is None:
+            return None
+        self._fill(key.rows, slots)
+        captured.graph.replay()
+        if self.own is not None:
+            self.own.keep(slots, known, k - 1)
+        return captured.result[: len(slots)]
+
+    def _key(self, slots: np.ndarray, known: np.ndarray, k: int) -> ProposalKey | None:
+        graphs = self.runner.graphs
+        asked = graphs.operations(slots, -1, False)
+        if asked is None or len(slots) > graphs.sizes[-1]:
+            return None
+        size = graphs.sizes[int(np.searchsorted(graphs.sizes, len(slots)))]
+        span = SHORT if int(known.max()) + k <= SHORT else self.runner.wiring.max_model_len
+        key = ProposalKey(size, k, span, asked)
+        return key if key in self.made or len(self.made) < CAPTURES else None
+
+    def _fill(self, size: int, slots: np.ndarray) -> Tensor:
+        """Copy the slots of a call to the device, unless they are those of the call before; return all B."""
+        spare, device = self.runner.wiring.max_num_seqs, self.runner.device
+        padded = np.full(size, spare, np.int64)
+        padded[: len(slots)] = slots
+        if size not in self.slots:
+            self.slots[size] = padded, torch.from_numpy(padded).to(device)
+        host, there = self.slots[size]
+        if not np.array_equal(host, padded):
+            there.copy_(staged(padded, device), non_blocking=True)
+            self.slots[size] = padded, there
+        return there
+
+    def _capture(self, key: ProposalKey) -> Captured | None:
+        """Record a call for spare rows.  Return None and write a note if that fails."""
+        r, vocab = self.runner, self.drafting.vocab_size
+        slots = self._fill(key.rows, np.zeros(0, np.int64))
+        given = torch.zeros(key.rows, dtype=torch.int32, device=r.device)
+        passes = None if self.own is None else CapturedPasses(r, self.own, slots, key)
+
+        def run() -> Tensor:
+            longest = min(key.span, r.state.tokens.shape[1] - 1)
+            rows = step.rows_of(r.state, slots, r.state.known[slots], longest)
+            tokens, count = self.drafting.drafter.propose(Ask(rows, key.k, no_rows(), no_rows()))
+            check_drafts(tokens, count, key.rows, key.k)
+            drafts.put(slots, tokens, r.state, vocab, 0, count, given)
+            return given
+
+        try:
+            if self.own is not None:
+                self.own.passes = passes
+            graph, result = r.graphs.recorder.capture(run)
+            return Captured(graph, result, keep=passes)
+        except BaseException as e:  # a drafter that cannot be captured, or no memory left for it
+            self.steps.note("the drafter", as_exception(e))
+            return None
+        finally:
+            if self.own is not None:
+                self.own.passes = None

@@ -1,0 +1,250 @@
+"""Captured steps of rows with drafts: FORWARD and SAMPLE are two replays of CUDA graphs, as in ``graphs``.
+
+    row of a slot     newest     draft 1    draft 2      rows of one token; padding rows have the spare slot
+    draft             0          1          2
+    position          known - 1  known      known + 1    of the input token; ``known`` is read on the device
+
+A recurrent layer reads a row and its drafts as one row of several tokens.  The host copies slots and numbers of drafts
+only if they differ from those of the step before.  Steps that also compute prompts, read or change hidden states, use
+adapters, or have masks from the host are not captured here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.sampling import Draw, Rows
+from minivllm.device.kernels import drafts
+from minivllm.device.kernels.peaks import best_of_tiles
+from minivllm.device.layers.captured_sizes import row_sizes
+from minivllm.errors import describe_error
+
+from . import step
+from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors
+from .graphs import CAPTURES, SHORT, Captured
+from .state import staged
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import LateInputs, StepPlan
+    from minivllm.core.interfaces.states import StepStates
+
+    from .runner import Runner
+
+log = logging.getLogger(__name__)
+NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class DraftedKey(GraphKey):
+    """The captured shape of a step of rows with drafts.  To an attention back end it is a decode step."""
+
+
+@dataclass
+class DraftBuffers(Buffers):
+    """The tensors that all captures of B rows with drafts use.
+
+    ``table`` i64 [6 B + 1] holds on the device: slots | number of the draft, 0 for the newest token | slots of the
+    sequences | 1 for sequences with drafts | the sequence of each row | the first row of each sequence, and B.  The
+    sequences of a step are fewer than B; the places behind them have the spare slot and no rows."""
+
+    table: Tensor
+    draft: Tensor
+    heads: Tensor
+    many: Tensor
+    row: Tensor
+    cu_q: Tensor
+    total: Tensor  # i32 [B] accepted tokens of each sequence, at its first row
+    host: np.ndarray  # copy of ``table`` on the host
+
+
+def draft_table(slots: np.ndarray, draft: np.ndarray, size: int, spare: int) -> np.ndarray:
+    """Return ``DraftBuffers.table`` for rows in ``slots`` [R] with ``StepPlan.draft`` [R], padded to ``size`` rows."""
+    padded = np.zeros((2, size), np.int64)
+    padded[0] = spare
+    padded[0, : len(slots)], padded[1, : len(slots)] = slots, draft
+    first = np.flatnonzero(padded[1] == 0)
+    heads, many, begins = np.full(size, spare), np.zeros(size, np.int64), np.full(size + 1, size)
+    heads[: len(first)], begins[: len(first)] = padded[0][first], first
+    many[: len(first)] = np.diff(np.append(first, size)) > 1
+    row = np.cumsum(padded[1] == 0) - 1
+    return np.concatenate([padded.ravel(), heads, many, row, begins])
+
+
+class DraftedCalls(CapturedCalls):
+    """The calls of the SAMPLE part of a step with drafts during its capture."""
+
+    b: DraftBuffers
+
+    def rows(self) -> Rows:
+        """Return the rows; each draws the token behind its own."""
+        rows = super().rows()
+        return replace(rows, position=rows.position + self.b.draft)
+
+    def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor | None) -> Tensor:
+        state, b = self.state, self.b
+        if peaks is None:
+            peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(logits)
+        most = self.runner.wiring.speculation.num_speculative_tokens
+        drafts.commit(b.slots, b.draft, drawn.tokens, peaks, state, b.out, b.total, logits.shape[1], most)
+        if any(self.chain.commits):
+            self._commit_sequences(drawn.tokens, rows, most)
+        return drawn.tokens
+
+    def _commit_sequences(self, tokens: Tensor, rows: Rows, most: int) -> None:
+        """Report the accepted tokens to the processors, all tokens of a sequence at its first row.
+
+        Rows of drafts become rows of the spare slot without tokens."""
+        b, size = self.b, len(tokens)
+        at = torch.arange(size, device=tokens.device)[:, None] + torch.arange(1 + most, device=tokens.device)
+        spare = self.runner.wiring.max_num_seqs
+        its = replace(rows, slots=rows.slots.masked_fill(b.draft > 0, spare))
+        self.commit(tokens[at.clamp_(max=size - 1)], b.total, its)
+
+
+@dataclass
+class DraftedSteps:
+    """The captures of steps with drafts of one runner.  They share the memory of its other captures."""
+
+    runner: Runner
+    buffers: dict[int, DraftBuffers] = field(default_factory=dict)
+    forwards: dict[GraphKey, Captured] = field(default_factory=dict)
+    samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
+    refused: set[GraphKey] = field(default_factory=set)  # shapes whose capture failed
+
+    def __post_init__(self) -> None:
+        wiring = self.runner.wiring
+        self.spare, self.most = wiring.max_num_seqs, wiring.speculation.num_speculative_tokens
+        self.sizes = row_sizes(self.spare * (1 + self.most))
+
+    def key(self, plan: StepPlan) -> DraftedKey | None:
+        """Return the shape of the capture in which a step runs, or None if this class does not capture it."""
+        rows = len(plan.slots)
+        apart = (plan.host, plan.held, plan.late, plan.guided, plan.prompt, plan.pooled, plan.observe, plan.taps)
+        if not len(plan.draft) or rows > self.sizes[-1] or any(map(len, apart)) or len(plan.samples) < rows:
+            return None
+        if (plan.q_len != 1).any() or len(plan.steered) or self.runner.adapts(plan):
+            return None
+        size = self.sizes[int(np.searchsorted(self.sizes, rows))]
+        span = SHORT if int(plan.computed.max()) < SHORT else self.runner.wiring.max_model_len
+        key = DraftedKey("decode", size, size, span)
+        known = key in self.forwards or len(self.forwards) < CAPTURES
+        return key if known and key not in self.refused else None
+
+    def forward(self, key: GraphKey, plan: StepPlan) -> Tensor | None:
+        """Replay the layers of a step, and return the hidden states [R, H] of its rows.
+
+        The capture of shape ``key`` is made first if it does not exist.  Return None if that fails."""
+        b = self._buffers(key.rows)
+        if key not in self.forwards:
+            self._fill(b, NONE, NONE)
+            try:
+                self.forwards[key] = self._capture_forward(key, b)
+            except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+                self.refused.add(key)
+                self.note("a step with drafts", as_exception(e))
+                return None
+        self._fill(b, plan.slots, plan.draft)
+        self.forwards[key].graph.replay()
+        return b.hidden[: len(plan.slots)]
+
+    def asked(self, plan: StepPlan) -> Asked | None:
+        """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
+        return self.runner.graphs.operations(plan.slots, plan.topk, False)
+
+    def sample(self, key: GraphKey, asked: Asked, plan: StepPlan, late: LateInputs | None) -> tuple[Tensor, Any] | None:
+        """Replay the SAMPLE part of a step; the result is that of ``Graphs.sample``.
+
+        No row has a mask, so ``late`` is None."""
+        at = key.rows, asked
+        if at not in self.samples:
+            if len(self.samples) >= CAPTURES:
+                return None
+            self.samples[at] = self._capture_sample(self._buffers(key.rows), asked)
+        captured = self.samples[at]
+        if captured is None:
+            return None
+        captured.graph.replay()
+        return self.buffers[key.rows].out, captured.result
+
+    def note(self, what: str, e: Exception) -> None:
+        """Add a note that a capture failed to those of the other captures and log it, once for each text."""
+        text = f"{what} is not captured, it runs as separate launches: {describe_error(e)}"
+        if text not in self.runner.graphs.notes:
+            self.runner.graphs.notes.append(text)
+            log.warning(text)
+
+    # ---- capture -------------------------------------------------------------------------------------------------
+
+    def _buffers(self, size: int) -> DraftBuffers:
+        if size not in self.buffers:
+            r = self.runner
+            host = draft_table(NONE, NONE, size, self.spare)
+            table = torch.from_numpy(host).to(r.device)
+            slots, draft, heads, many, row, cu_q = table.split([size] * 5 + [size + 1])
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
+            total = torch.zeros_like(out[0])
+            views = (table, draft, heads, many, row, cu_q, total)
+            self.buffers[size] = DraftBuffers(slots, hidden, out, host[:size], *views, host)
+        return self.buffers[size]
+
+    def _fill(self, b: DraftBuffers, slots: np.ndarray, draft: np.ndarray) -> None:
+        """Copy the rows of a step to the device, unless they are those of the step before."""
+        n = len(slots)
+        size = len(b.slots)
+        same = (b.host[:n] == slots).all() and (b.host[size : size + n] == draft).all()
+        if not same or (b.host[n:size] != self.spare).any():
+            b.host = draft_table(slots, draft, size, self.spare)
+            b.table.copy_(staged(b.host, self.runner.device), non_blocking=True)
+
+    def _capture_forward(self, key: GraphKey, b: DraftBuffers) -> Captured:
+        r = self.runner
+        static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
+        meta = static.meta
+
+        def run() -> None:
+            drafts.begin_at(b.slots, b.draft, r.state, static.ids, static.position, meta.kv_len, meta.slot_map)
+            if r.state.rope_first is not None:
+                torch.add(static.position, r.state.rope_first[b.slots], out=meta.position)
+            read = StepTensors(static.ids, static.position, meta, states=self._states(b))
+            read.watch = r.watch(read)
+            step.forward(r.model, r.backend, read, key, out=b.hidden)
+
+        return self._capture(run, static)
+
+    def _states(self, b: DraftBuffers) -> StepStates | None:
+        """Return the recurrent states of the sequences, None for a model without any."""
+        state = self.runner.state
+        if state.recurrent is None:
+            return None
+        start = (state.known[b.heads] - 1).int()
+        found = state.recurrent.of_step(b.heads, start, b.cu_q.int(), state.stopped, b.many.bool())
+        found.row, found.longest = b.row, 1 + self.most
+        return found
+
+    def _capture_sample(self, b: DraftBuffers, asked: Asked) -> Captured | None:
+        r = self.runner
+        before = b.table.clone()
+        b.table.copy_(torch.from_numpy(draft_table(NONE, NONE, len(b.slots), self.spare)))
+        try:
+            return self._capture(lambda: step.sample(DraftedCalls(r, b, asked, None), r.state, r.model, b.hidden), None)
+        except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
+            self.note("sampling of steps with drafts", as_exception(e))
+            return None
+        finally:
+            b.table.copy_(before)
+
+    def _capture(self, run: Callable[[], Any], keep: Any) -> Captured:
+        """Record the operations of ``run``.  All rows must be spare rows meanwhile."""
+        graph, result = self.runner.graphs.recorder.capture(run)
+        return Captured(graph, result, keep=keep)
