@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,3 +121,15 @@ def test_steps_without_decoding_rows_are_not_bounded_and_the_others_are():
         assert max(mixed[3:]) <= most and (target is not None or max(mixed) > 60)
     _, trail = serve(1.2, [[2] * 150, [3] * 150])
     assert max(sum(q_len) for _, q_len in trail) == 64, "a step without decodes has all tokens"
+
+
+@pytest.mark.parametrize("device_ms", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_were_not_measured_are_left_out(device_ms):
+    engine = sim_engine(budget=32, blocks=200)
+    engine.planner.budget = StepBudget(None, 32)
+    collect = engine.executor.collect
+    engine.executor.collect = lambda *args: [replace(result, device_ms=device_ms) for result in collect(*args)]
+    requests = [request(engine, str(n), [n] * 60, max_tokens=9, ignore_eos=True) for n in range(4)]
+    run(engine, check=True)
+    assert [outputs(r)[0] for r in requests] == [answer(r.prompt, r.params) for r in requests]
+    assert engine.planner.budget.most(1, 0) == 32

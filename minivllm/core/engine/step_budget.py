@@ -49,9 +49,11 @@ class StepBudget:
         return cls(None if target == "auto" else float(target), wiring.max_num_batched_tokens)
 
     def note(self, plan: StepPlan, device_ms: float) -> None:
-        """Update the times with a finished step that took ``device_ms`` on the device; 0 means unknown."""
+        """Update the times with a finished step that took ``device_ms`` on the device.
+
+        0, NaN and infinity mean that an executor did not measure it."""
         q_len = plan.q_len
-        if device_ms <= 0 or not len(q_len):
+        if not 0 < device_ms < inf or not len(q_len):
             return
         if q_len[-1] == 1:
             group = _group(len(q_len))
