@@ -82,6 +82,23 @@ class PlainView:
             sys.stdout.flush()
 
 
+def markdown(text: str) -> Any:
+    """Return a text as markdown for rich.  Tags of HTML and addresses of links are shown, not hidden.
+
+    Entities of HTML are decoded, so characters that control a terminal are replaced after that."""
+    from markdown_it import MarkdownIt
+    from rich.markdown import Markdown
+
+    shown = Markdown("", hyperlinks=False)
+    shown.parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    rest = list(shown.parsed)
+    while rest:
+        token = rest.pop()
+        token.content, token.info = printable(token.content), printable(token.info)
+        rest += token.children or ()
+    return shown
+
+
 class LastLines:
     """The last lines of a renderable that fit on the screen."""
 
@@ -165,11 +182,10 @@ class MarkdownView:
             self._console.print(self._rendered(text))
 
     def _rendered(self, text: str) -> Any:
-        """Return a text as markdown, or as plain text if it is long.  Addresses of links are shown, not hidden."""
-        from rich.markdown import Markdown
+        """Return a text as markdown, or as plain text if it is long."""
         from rich.text import Text
 
-        return Markdown(text, hyperlinks=False) if len(text) <= LONG else Text(text)
+        return markdown(text) if len(text) <= LONG else Text(text)
 
     def _draw(self) -> None:
         """Draw the unfinished end, unless it was drawn a moment ago."""

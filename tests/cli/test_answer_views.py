@@ -194,3 +194,25 @@ def test_without_a_terminal_rich_or_with_plain_answers_are_plain(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(answer_views.importlib.util, "find_spec", lambda name: None)
     assert isinstance(view_of(False), PlainView)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use <stdio.h> and vector<int>.",
+        "<div>hello</div>",
+        "<think>\na reason\n</think>\nthe answer",
+        "<!-- a note -->x",
+        "- <b>item</b>",
+    ],
+)
+def test_tags_of_html_are_shown_with_the_text_in_them(text):
+    found = re.sub(r"\s", "", "".join(lines_of(shown([text]))))
+    assert found.lstrip("•") == re.sub(r"\s", "", text).lstrip("-")
+
+
+@pytest.mark.parametrize("code", [0x1B, 0x07, 0x9B, 0x202E, 0x2066])
+@pytest.mark.parametrize("text", ["a {} b", "```{}\na\n```", "![{}](x)", "> `c` **{}**"])
+def test_entities_of_html_do_not_control_the_terminal(code, text):
+    output = shown([text.format(f"&#{code};")])
+    assert not controls(OWN.sub("", output)) and chr(code) not in OWN.sub("", output)
