@@ -28,6 +28,7 @@ from .attention_approximate import AttentionApproximate
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_lse import AttentionLse
 from .attention_math import slopes
+from .attention_shared import AttentionShared
 from .attention_sizes import AttentionSizes
 from .attention_world import LayerResult, Setting, World
 from .attention_write import Writing
@@ -41,7 +42,9 @@ ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))
 NAN = float("nan")
 
 
-class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionApproximate, Lasting, SpecConformance):
+class AttentionConformance(
+    Writing, AttentionLse, AttentionShared, AttentionSizes, AttentionApproximate, Lasting, SpecConformance
+):
     """The suite of attention back ends.
 
     Override ``load`` if the layout of the back end differs from the layout of the KV format.  Override ``formats`` to

@@ -24,6 +24,7 @@ from .attention_world import Rows, Setting, World, WorldSuite
 from .waiting import no_wait, waits
 
 TOKENS = 300  # tokens of a sequence at most
+LONG = 360  # tokens of a sequence whose blocks others share
 
 
 def check_decode(suite: WorldSuite, setting: Setting) -> None:
@@ -55,6 +56,17 @@ def check_mixed(suite: WorldSuite, setting: Setting) -> None:
     _capture_and_replay(world, [GraphKey("mixed", 4, 20), GraphKey("mixed", 6, 24)], steps)
 
 
+def check_shared(suite: WorldSuite, setting: Setting) -> None:
+    """Check captured decode steps with ``GraphKey.shared``: rows that share blocks come and leave, in any order."""
+    world = World(suite, setting, 8, LONG)
+    head, other = world.add(LONG - 12), world.add(LONG - 40)
+    seqs = [head, other, *(world.add(head.length, like=head) for _ in range(4)), world.add(7), world.add(5, like=head)]
+    pad = world.add_null()
+    chosen = [[0, 2, 3, 4, 5, 1], [1, 6, 7], [5, 1, 4, 6, 3, 0], [2, 3, 4, 5], [7, 0, 2, 3, 4, 5]]
+    steps = [[(seqs[i], 1) for i in indices] + [(pad, 1)] * (6 - len(indices)) for indices in chosen]
+    _capture_and_replay(world, [GraphKey("decode", 6, 6, shared=True)], steps)
+
+
 class _Step:
     """A captured step of a world with one layer, and the tensors that it reads and writes."""
 
@@ -63,7 +75,7 @@ class _Step:
         self.key = key
         (self.layer,) = world.layers
         self.spare = world.add_null().slot
-        self.meta = _bounded(self._meta(rows), TOKENS)
+        self.meta = _bounded(self._meta(rows), world.tokens)
         if key.kind == "mixed":
             self.meta.decode_rows = key.rows  # only the device knows which rows have one token
             self.meta.host_q_len[:] = key.tokens

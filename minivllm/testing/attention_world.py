@@ -207,6 +207,7 @@ class World:
         self.slope = slope
         self.static = static
         self.added = 0  # sequences so far
+        self.key = GraphKey()  # of the steps
         self.position_offset = 0  # added to AttnMeta.position, as for a second rotary table
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
         self.rng = np.random.default_rng(seed)
@@ -380,7 +381,7 @@ class World:
         rows = sorted(rows, key=lambda row: row[1] != 1)
         meta = self.meta(rows, ahead)
         before = {item.name: _copy(getattr(meta, item.name)) for item in fields(meta) if item.name != "work"}
-        self.backend.plan(meta, GraphKey())
+        self.backend.plan(meta, self.key)
         results = []
         for layer in self.layers:
             q, k, v = self.inputs(layer, rows, fused)

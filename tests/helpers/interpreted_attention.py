@@ -15,7 +15,7 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.device.layers.rotary import prepare_qk
-from minivllm.plugins.attention import triton_backend, triton_prefill
+from minivllm.plugins.attention import triton_backend, triton_decode, triton_prefill, triton_shared
 from minivllm.plugins.attention.triton_backend import Triton
 from minivllm.plugins.kvformat.plain import Fp16, Fp32
 from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV
@@ -27,6 +27,13 @@ class TestTriton(AttentionConformance):
     plugin, device = "triton", "cpu"
     # What is kept between calls is the same in kernels that are compiled; here a hundred calls would take half an hour.
     test_what_has_ended_leaves_nothing_behind = None
+
+    @pytest.fixture(autouse=True)
+    def few_programs(self, request, monkeypatch):
+        """Cut steps with shared blocks for a small device, because the interpreter is slow."""
+        if "share" in request.node.name:
+            monkeypatch.setattr(triton_decode, "PROGRAMS", 12)
+            monkeypatch.setattr(triton_shared, "TILE", triton_shared.Tile(programs=12))
 
     def values(self, fact, *candidates):
         return [v for v in super().values(fact, *candidates) if v not in ("bfloat16", "float16", "bf16", "fp16")]

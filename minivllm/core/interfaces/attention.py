@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3: AttnMeta.position;
 # 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
-# 1.6: AttentionBackend.notes
+# 1.6: AttentionBackend.notes, GraphKey.shared, AttentionBackend.shares_from
 API = (1, 6)
 # No sequence owns this block.  Padded, stopped and failed rows write to it, so it may hold NaN.
 # ``AttentionBackend.write`` may clear it.
@@ -55,6 +55,9 @@ class GraphKey:
     rows: int = 0
     tokens: int = 0
     span: int = 0  # upper bound of the rows' context lengths
+    # Decoding rows share full blocks at the start of their block tables: the same block numbers mean the same keys and
+    # values.  Only back ends with ``shares_from`` get such a step.  They find the rows and blocks on the device.
+    shared: bool = field(default=False, kw_only=True)
 
 
 @dataclass
@@ -147,6 +150,10 @@ class AttentionBackend(ABC):
     them from the cache after ``write``.  Blocks that the row does not own are never read.  ``write`` changes the slots
     of ``meta.slot_map`` and nothing else.
     """
+
+    # The back end can read blocks that decoding rows share once for all of them.  The number is the least number of
+    # bytes of a layer that this must save in a step.  None means that it reads each row alone.
+    shares_from: int | None = None
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         self.options, self.ctx = options, ctx

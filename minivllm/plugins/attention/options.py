@@ -22,3 +22,8 @@ class TritonOptions(BaseModel):
         "auto",
         description="the kernel for long rows on compute capability 9.0: auto uses it where it was faster, off never",
     )
+    shared_prefixes: Literal["auto", "always", "off"] = Field(
+        "auto",
+        description="read a prefix that decoding rows share once for all of them: in steps where that saves time, in "
+        "each step with a shared prefix, or never",
+    )

@@ -38,6 +38,7 @@ NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; fini
 PART: tl.constexpr = tl.constexpr(1 << 16)  # work: PART * part + parts
 AT_ONCE: tl.constexpr = tl.constexpr(16)  # partial sums that are loaded together
 PROGRAMS = 3 * 132  # that an H200 runs at once
+LEAST_VECTOR = 128  # elements of a vector over the rows of a step with shared prefixes
 LONG = 8192  # tokens; contexts that may be longer are cut, however many rows there are
 
 
@@ -137,14 +138,20 @@ def _part_of(tiles, most, at_once, capacity):
 
 @kernel("kv_len", "q_len", "slots", "rows", "capacity")
 def _deal(
-    kv_len, q_len, slots, entries, first, rows, at_once, capacity, N: tl.constexpr, WINDOW: tl.constexpr,
-    P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
+    kv_len, q_len, slots, shared, entries, first, rows, at_once, capacity, N: tl.constexpr, WINDOW: tl.constexpr,
+    P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of row ``program_id`` behind the parts of all rows whose parts are longer."""
+    """Write the parts of row ``program_id`` behind the parts of all rows whose parts are longer.
+
+    With SHARED, the parts of a row begin behind its shared prefix.
+    """
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
     length, slot = tl.load(kv_len + row), tl.load(slots + row).to(tl.int32)
     _, tiles = _tiles(tl.load(kv_len + at, mask=at < rows, other=0), WINDOW, N)
+    if SHARED:
+        tiles -= tl.load(shared + 2 * at, mask=at < rows, other=0) // N
     on = at < rows
     if MIXED:  # rows of several tokens, or none, are not the decode kernel's
         on &= tl.load(q_len + at, mask=at < rows, other=0) == 1
@@ -171,34 +178,39 @@ def _deal(
         tl.store(entries + 4 * ow, tl.full([WP], -1, tl.int32), mask=(ow >= tl.sum(parts, 0)) & (ow < capacity))
 
 
-@triton.jit
+@kernel("rows")
 def _decode(
-    q, k_cache, v_cache, k_scales, v_scales, table, entries, sums, norms, sinks, out, lse,
-    slopes, scale, softcap, q_stride, table_stride,
+    q, k_cache, v_cache, k_scales, v_scales, table, entries, shared, shared_sums, shared_norms, sums, norms, sinks,
+    out, lse, slopes, scale, softcap, q_stride, table_stride, rows,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
     IEEE: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr,
-    EARLY: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of a row's attention.
 
     WORDS means that keys and values are bytes and that ``v_cache`` has four in a word (``triton_bytes``); VS is in its
-    elements.  ROOM is not read.  It gives ``launch.keep_room`` its own variant.
+    elements.  ROOM is not read.  It gives ``launch.keep_room`` its own variant.  SHARED means that ``_shared``, which
+    runs at the same time, computes the first tokens of rows.  It settled before it released, so only its partial sums
+    are waited for.
     """
-    if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
+    if not EARLY and not SHARED:  # before it releases: the merge and later layers read the dealt work without waiting
         settle(PDL)
     release(PDL)
     head, entry = tl.program_id(0), tl.program_id(1)
     row, share = tl.load(entries + 4 * entry), tl.load(entries + 4 * entry + 1)
     slot, length = tl.load(entries + 4 * entry + 2), tl.load(entries + 4 * entry + 3)
     if row < 0:
-        if EARLY:
+        if EARLY or SHARED:
             settle(PDL)
         return
     part, parts = share // PART, share % PART
     blocks = table + slot.to(tl.int64) * table_stride
     first, tiles = _tiles(length, WINDOW, N)
+    if SHARED:
+        first = tl.load(shared + 2 * row) // N
+        tiles -= first
     each = (tiles + parts - 1) // parts
     start = first + part * each
     end = tl.minimum(first + tiles, start + each)
@@ -207,7 +219,7 @@ def _decode(
     heads = head * G + og
     last = tl.maximum(length - 1, 0)
     page = page_of(blocks, start * N, on, last, BLOCK, N)
-    if EARLY:
+    if EARLY and not SHARED:
         settle(PDL)
     q_at = q + row.to(tl.int64) * q_stride + heads[None, :] * D + od[:, None]
     queries = tl.load(q_at, mask=(og < G)[None, :] & (od < D)[:, None], other=0.0)  # [DP, GP]
@@ -275,7 +287,21 @@ def _decode(
 
     if WORDS:
         acc = together(acc, b, c, d, DVP // 4, GP)
+    if SHARED:
+        settle(PDL)
     if parts == 1:
+        if SHARED:
+            for chunk in tl.range(0, tl.load(shared + 2 * row + 1)):
+                nth = (chunk * rows + row).to(tl.int64) * (KH * G) + heads
+                ms = tl.load(shared_norms + nth * 2, mask=og < G, other=NEVER)
+                totals = tl.load(shared_norms + nth * 2 + 1, mask=og < G, other=0.0)
+                sums_at = shared_sums + nth[None, :] * DV + ov[:, None]
+                theirs = tl.load(sums_at, mask=(og < G)[None, :] & (ov < DV)[:, None], other=0.0)
+                peak = tl.maximum(m, ms)
+                fade, weight = tl.exp2(m - peak), tl.exp2(ms - peak)
+                acc = acc * fade[None, :] + theirs * weight[None, :]
+                total = total * fade + totals * weight
+                m = peak
         finish(acc, m, total, row * KH * G + heads, og < G, heads, sinks, out, lse, DV, DVP, SINKS, LSE, False)
     else:
         at = (entry * KH + head).to(tl.int64) * G + og
@@ -284,12 +310,16 @@ def _decode(
         tl.store(norms + at * 2 + 1, total, mask=og < G)
 
 
-@triton.jit
+@kernel("rows")
 def _merge(
-    first, sums, norms, sinks, out, lse, KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, PDL: tl.constexpr,
+    first, shared, shared_sums, shared_norms, sums, norms, sinks, out, lse, rows, KH: tl.constexpr, G: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row and query head in their order: weights 2 ** (m - max m)."""
+    """Join the parts of one row and query head in their order: weights 2 ** (m - max m).
+
+    With SHARED, the chunks of the row's shared prefix follow.
+    """
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     # there since the first layer's ``_decode``, which settled before it released
@@ -307,6 +337,18 @@ def _merge(
         ms = tl.load(norms + at * 2, mask=some, other=NEVER)
         totals = tl.load(norms + at * 2 + 1, mask=some, other=0.0)
         these = tl.load(sums + at[:, None] * DV + ov[None, :], mask=some[:, None] & (ov < DV)[None, :], other=0.0)
+        peak = tl.maximum(m, tl.max(ms, 0))
+        fade, weight = tl.exp2(m - peak), tl.exp2(ms - peak)
+        acc = acc * fade[:, None] + tl.sum(these * weight[:, None], 0)[None, :]
+        total = total * fade + tl.sum(totals * weight, 0)
+        m = peak
+    if SHARED:
+        at = ((oi * rows + row) * KH + head // G).to(tl.int64) * G + head % G
+        some = oi < tl.load(shared + 2 * row + 1)
+        ms = tl.load(shared_norms + at * 2, mask=some, other=NEVER)
+        totals = tl.load(shared_norms + at * 2 + 1, mask=some, other=0.0)
+        sums_at = shared_sums + at[:, None] * DV + ov[None, :]
+        these = tl.load(sums_at, mask=some[:, None] & (ov < DV)[None, :], other=0.0)
         peak = tl.maximum(m, tl.max(ms, 0))
         fade, weight = tl.exp2(m - peak), tl.exp2(ms - peak)
         acc = acc * fade[:, None] + tl.sum(these * weight[:, None], 0)[None, :]
@@ -350,6 +392,13 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def vector(n: int) -> int:
+    """Return the size of a kernel's vector over n rows or entries.
+
+    Steps of few rows get one size, so they run the same compiled kernels."""
+    return max(LEAST_VECTOR, power(n))
+
+
 def in_float32(q: Tensor) -> bool:
     """Return whether products are computed in float32: for float32 itself, and under the interpreter.
 
@@ -372,24 +421,43 @@ def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
     return 64 if spec.dim_qk <= 128 and not exact else 32
 
 
+class SharedParts(NamedTuple):
+    """The partial sums over the shared prefixes of a step's rows (``triton_shared``)."""
+
+    rows: Tensor  # i32 [rows, 2] of each row: tokens of its shared prefix, chunks
+    sums: Tensor  # float32 [chunks * rows * heads, DV]
+    norms: Tensor  # float32 [chunks * rows * heads, 2] maximum and denominator
+
+
 class DecodeWork(NamedTuple):
-    """What a step's rows are cut into; its layers, which run one after another, share it."""
+    """The parts into which the rows of a step are cut.  Its layers run one after another and share them."""
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
     first: Tensor  # i32 [rows, 2] of each row: its first entry, its parts
     cut: bool  # whether a row may have more than one part
     sums: Tensor  # float32 [E * heads, DV]
     norms: Tensor  # float32 [E * heads, 2] maximum and denominator
+    shared: SharedParts | None  # partial sums over the first tokens of rows; None if every row is read alone
 
 
 def deal(
-    spec: AttnSpec, kv_len: Tensor, q_len: Tensor, slots: Tensor, rows: int, longest: int, mixed: bool, exact: bool
+    spec: AttnSpec,
+    kv_len: Tensor,
+    q_len: Tensor,
+    slots: Tensor,
+    rows: int,
+    longest: int,
+    mixed: bool,
+    exact: bool,
+    shared: SharedParts | None = None,
 ) -> DecodeWork:
     """Split rows to parts for the decode kernel.
 
     ``kv_len`` and ``q_len`` are i32 and ``slots`` i64 [rows or more], on the device.  No context is longer than
-    ``longest``. With ``mixed``, only rows of exactly one token get parts.
+    ``longest``. With ``mixed``, only rows of exactly one token get parts.  The parts of a row begin behind its prefix
+    in ``shared``.
     """
+    size = power if shared is None else vector
     cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
     at_once = max(1, PROGRAMS // spec.kv_heads)
     capacity = rows + (min(at_once, 31 * rows) if cut else 0)
@@ -401,11 +469,13 @@ def deal(
         cut,
         make(sums, spec.dim_v),
         make(sums, 2),
+        shared,
     )
     _deal[(rows,)](
         kv_len,
         q_len,
         slots,
+        work.first if shared is None else shared.rows,
         work.entries,
         work.first,
         rows,
@@ -413,10 +483,11 @@ def deal(
         capacity,
         N=keys_a_tile(spec, exact),
         WINDOW=spec.window or 0,
-        P=power(rows),
-        WP=power(capacity),
+        P=size(rows),
+        WP=size(capacity),
         CUT=cut,
         MIXED=mixed,
+        SHARED=shared is not None,
         num_warps=1,
         **pdl(kv_len),
     )
@@ -435,9 +506,10 @@ def decode(
     exact = in_float32(q)
     tile = keys_a_tile(spec, exact)
     sizes = dict(KH=spec.kv_heads, G=spec.heads // spec.kv_heads, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)))
-    flags = dict(SINKS=spec.sinks, LSE=lse is not None)
+    flags = dict(SINKS=spec.sinks, LSE=lse is not None, SHARED=work.shared is not None)
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
-    ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
+    shared = work.shared or (work.first, work.sums, work.norms)
+    ends = (*shared, work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
     one = len(work.first) == 1  # products of quantized weights around it load to registers
     room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
     launched = _decode[(spec.kv_heads, len(work.entries))](
@@ -453,6 +525,7 @@ def decode(
         spec.softcap or 1.0,
         q.stride(0),
         meta.table.stride(1),
+        len(work.first),
         GP=power(max(sizes["G"], 8)),
         D=spec.dim_qk,
         DP=power(max(spec.dim_qk, 16)),
@@ -477,4 +550,6 @@ def decode(
     )
     keep_room(launched, room, q.device)
     if work.cut:
-        _merge[(spec.heads, len(work.first))](work.first, *ends, **sizes, **flags, num_warps=2, **pdl(q))
+        _merge[(spec.heads, len(work.first))](
+            work.first, *ends, len(work.first), **sizes, **flags, num_warps=2, **pdl(q)
+        )

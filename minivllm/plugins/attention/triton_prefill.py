@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _load(
+def load_tile(
     k_cache, v_cache, page, key, head, low, end, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -73,10 +73,10 @@ def _load(
 
 
 @triton.jit
-def _load_scales(
+def load_scales(
     k_scales, v_scales, page, key, head, low, end, KH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Load the scales of keys and values f32 [N] as ``_load`` does."""
+    """Load the scales of keys and values f32 [N] as ``load_tile`` does."""
     if SCALED:
         inside = (key >= low) & (key < end)
         at = (page.to(tl.int64) * BLOCK + key % BLOCK) * KH + head
@@ -86,7 +86,7 @@ def _load_scales(
 
 
 @triton.jit
-def _see(
+def see(
     queries, k, v, by_k, by_v, key, position, slope, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -162,10 +162,10 @@ def _prefill(
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
-            k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
-        by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
+            k, v = load_tile(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
+        by_k, by_v = load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
-        m, total, acc = _see(
+        m, total, acc = see(
             queries,
             k,
             v,
@@ -187,10 +187,10 @@ def _prefill(
             SCALED,
         )
     for j in tl.range(whole, (end + N - 1) // N, num_stages=STAGES):
-        k, v = _load(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
-        by_k, by_v = _load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
+        k, v = load_tile(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
+        by_k, by_v = load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
         page = page_of(blocks, j * N + N, on, last, BLOCK, N)
-        m, total, acc = _see(
+        m, total, acc = see(
             queries,
             k,
             v,
