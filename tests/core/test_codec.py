@@ -141,6 +141,7 @@ def results(draw):
         seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
         lost=draw(st.dictionaries(st.integers(0, 9), NAMES, max_size=2)),
         form=StepForm(draw(st.sampled_from(FORMS)), draw(st.integers(0, 4096)), draw(st.integers(0, 1 << 30))),
+        shared=draw(st.integers(0, 1 << 20)),
     )
 
 
@@ -295,6 +296,7 @@ def test_plain_results_equal_what_was_encoded_and_damaged_ones_are_refused():
             seams={"model": 0.5 * step},
             device_ms=3.5,
             form=StepForm("mixed", 8 * step, 512),
+            shared=step,
         )
         found, parts = answered.encode(result, ids)
         data = bytearray(b"".join(parts))

@@ -66,10 +66,17 @@ class Publisher:
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
+        # steps that read shared prefixes of decoding rows once, and such rows in all of them
+        self.shared_steps = self.shared_rows = 0
 
     def stats(self) -> dict[str, int]:
         """Return the entries of ``Engine.stats`` that count results."""
-        return {"generated_tokens": self.tokens, "overshoot_tokens": self.overshoot}
+        return {
+            "generated_tokens": self.tokens,
+            "overshoot_tokens": self.overshoot,
+            "prefix_shared_steps": self.shared_steps,
+            "prefix_shared_rows": self.shared_rows,
+        }
 
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
         """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
@@ -81,6 +88,8 @@ class Publisher:
             self._fail_step(flight, live, result.failure)
             return []
         self.planner.note(plan, result.device_ms)
+        self.shared_steps += result.shared > 0
+        self.shared_rows += result.shared
         if result.lost:
             live = self._end_without_features(flight, live, result.lost)
         pick, slots, at = plan.samples, flight.drawn, flight.position
@@ -92,9 +101,7 @@ class Publisher:
         now = self.now()
         if s.timed:
             s.tpot_due[mine] = now + s.tpot[mine]
-        for slot in mine[pos == s.prompt[mine]].tolist():
-            r = s.seq[slot].request
-            r.first_token = r.first_token or now
+        self._note_first_tokens(mine[pos == s.prompt[mine]], now)
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += len(mine)
@@ -131,6 +138,12 @@ class Publisher:
             if seq.status != FINISHED:
                 self.finish(seq, "error", error=self.taps.limits.too_many)
         return self._hold(flight, result)
+
+    def _note_first_tokens(self, slots: np.ndarray, now: float) -> None:
+        """Store the time of the first token of the requests in these slots."""
+        for slot in slots.tolist():
+            r = self.slots.at(slot).request
+            r.first_token = r.first_token or now
 
     def _end_without_features(
         self, flight: Flight, live: np.ndarray, lost: Mapping[int, str]

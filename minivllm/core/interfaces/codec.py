@@ -348,7 +348,7 @@ NO_SUMS = no_rows(0, 0, dtype=np.float64)
 _TABLES = [("chosen", F4), ("rank", I4), ("top_ids", I4), ("top", F4)]
 _RESULT = Layout(
     RESULT,
-    "qdiiqqiiq",
+    "qdiiqqiiqi",
     [
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
@@ -392,13 +392,14 @@ def encode_result(result: StepResult) -> list[bytes]:
         vocab,
         result.pooled.shape[1],
         *form_numbers(result.form),
+        result.shared,
     )
     return _RESULT.encode(owners, scalars, rest, [])
 
 
 def decode_result(data: bytearray | bytes) -> StepResult:
     """Decode the bytes of ``encode_result``.  CodecError if they are malformed."""
-    (step, ms, k, prompt_k, vocab, hidden, *form), found, rest, at = _RESULT.decode(data)
+    (step, ms, k, prompt_k, vocab, hidden, *form, shared), found, rest, at = _RESULT.decode(data)
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
@@ -419,6 +420,7 @@ def decode_result(data: bytearray | bytes) -> StepResult:
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
             pooled=found["sums"]["sums"].reshape(-1, hidden) if hidden else NO_SUMS,
             form=form_of(*form),
+            shared=shared,
         )
     except (TypeError, ValueError) as e:
         raise CodecError(f"the parts of the result do not match: {e}") from e

@@ -19,7 +19,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
-# no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead
+# no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
+# StepResult.shared
 API = (2, 9)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 

@@ -279,6 +279,7 @@ class StepResult:
     # rows is wrong, so their sequences end, also those that draw nothing in the step.
     lost: Mapping[int, str] = field(default_factory=dict)
     form: StepForm = NO_FORM
+    shared: int = 0  # decoding rows that share prefixes, if the attention back end read these once
 
     @property
     def failure(self) -> StepError | None:

@@ -1,6 +1,6 @@
 """Sizes of captured steps (CUDA graphs).  A step is padded to the next larger number of rows and tokens.
 
-decode   one token for each row.
+decode   one token for each row.  Steps with shared prefixes have few sizes, those in which they can save enough.
 mixed    some rows have several tokens.  A few sizes are captured without having been seen, and smaller steps are padded
          to them.  Other sizes are captured when they have become frequent.
 
@@ -41,6 +41,13 @@ def coarse_sizes(most: int) -> list[int]:
 
     They are few, because a padded row costs little in a mixed step."""
     return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+
+
+def shared_sizes(most: int) -> list[int]:
+    """Return the numbers of rows of captured decode steps that read shared prefixes once, ascending.
+
+    They are few, because such steps are rarer."""
+    return sorted({n for n in (16, 32, 64, 128, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
 
 
 def token_size(tokens: int) -> int:

@@ -41,6 +41,7 @@ from minivllm.device.layers.captured_sizes import (
     coarse_sizes,
     first_mixed,
     row_sizes,
+    shared_sizes,
     token_size,
     useful_sizes,
 )
@@ -156,6 +157,7 @@ class Graphs:
         self.later = LaterCaptures(self, self.runner.worker.rehearsals, gradual)
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
+        self.shared_sizes = [] if self.runner.shared is None else shared_sizes(self.spare)
         self.recorder = GraphRecorder()
         # operations of a token are estimated as two for each weight of two bytes; all experts are counted
         self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
@@ -180,6 +182,8 @@ class Graphs:
         kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
+            if not steered and not read and not adapts and (shared := self._shared(plan, span)) is not None:
+                return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = kind("decode", size, size, span)
         elif not self.mixed or tokens > MOST_TOKENS or read:
@@ -225,6 +229,16 @@ class Graphs:
         due = self._has_paid(key, 1.0 / DECODE_SIGHTS) and self.later.compiled(key)
         return (self._unless_refused(key) if due else None) or larger
 
+    def _shared(self, plan: StepPlan, span: int) -> GraphKey | None:
+        """Return the shape of a decode step whose rows share prefixes; None if the step reads each row alone."""
+        if not self.runner.shared_rows(plan):
+            return None
+        at = int(np.searchsorted(self.shared_sizes, len(plan.slots)))
+        if at == len(self.shared_sizes):
+            return None
+        size = self.shared_sizes[at]
+        return self._unless_refused(GraphKey("decode", size, size, span, shared=True))
+
     def _larger(self, key: GraphKey) -> GraphKey | None:
         """Return the smallest existing capture of the same kind that can run a step of shape ``key``.
 
@@ -235,7 +249,7 @@ class Graphs:
             found = [
                 one
                 for one in self.forwards
-                if type(one) is type(key) and one.kind == key.kind and one.span == key.span
+                if type(one) is type(key) and (one.kind, one.span, one.shared) == (key.kind, key.span, key.shared)
                 if one.rows >= key.rows and one.tokens >= key.tokens
             ]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
@@ -354,6 +368,9 @@ class Graphs:
         others = (-1,) * (len(self.runner.processors) - 1)
         kinds = (GraphKey,) if self.runner.adapters is None else (GraphKey, AdaptedKey)
         decodes = [kind("decode", n, n, SHORT) for n in reversed(self.sizes) for kind in kinds]
+        if (pages := self.runner.shared) is not None:
+            sizes = [n for n in reversed(self.shared_sizes) if pages.can_save(n, SHORT)]
+            decodes += [GraphKey("decode", n, n, SHORT, shared=True) for n in sizes]
         rows = sorted({*self.sizes, *self.coarse}, reverse=True)
         draws = [Drawn(n, Asked((*others, variant), False, -1, False)) for n in rows for variant in variants]
         now, later = self.later.divide(decodes, draws)
@@ -378,6 +395,8 @@ class Graphs:
         At the start an error of a decode step is raised.  All other errors become notes."""
         if isinstance(shape, Drawn):
             self._sample_of(*shape)
+        elif shape.shared:
+            self._try_forward(shape)
         elif shape.kind == "decode" and shape.rows not in self.sizes:
             return
         elif shape.kind == "decode" and not self.later.begun:
@@ -390,7 +409,7 @@ class Graphs:
         """Time a capture of a decode step, and remove the sizes that take longer than a larger size.
 
         The captured rows must be spare rows."""
-        if type(key) is not GraphKey or key.kind != "decode" or key.rows < self.measured_from or key.span != SHORT:
+        if key != GraphKey("decode", key.rows, key.rows, SHORT) or key.rows < self.measured_from:
             return
         self.times[key.rows] = replay_ms(self.forwards[key].graph)
         for size in set(self.times) - set(useful_sizes(self.times)):

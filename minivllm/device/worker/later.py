@@ -121,5 +121,5 @@ class LaterCaptures:
         graphs = self.graphs
         if isinstance(shape, Drawn):
             return shape in graphs.samples or shape.rows not in {*graphs.sizes, *graphs.coarse}
-        removed = shape.kind == "decode" and shape.rows not in graphs.sizes
+        removed = shape.kind == "decode" and not shape.shared and shape.rows not in graphs.sizes
         return shape in graphs.forwards or shape in graphs.refused or removed

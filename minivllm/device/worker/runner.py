@@ -43,6 +43,7 @@ from .own_model import OwnModel
 from .pages import page_mover
 from .running import Running
 from .scoring import score_prompt
+from .shared_pages import shared_pages
 from .start import ALL
 from .state import DeviceState, to_host
 from .taps import TapState
@@ -101,6 +102,7 @@ class Runner:
         if wiring.speculation.num_speculative_tokens:
             own = self.own_models.get("drafter")
             self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, own)
+        self.shared = shared_pages(w, self.state)  # None if each row is read alone
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         self.graphs, self.native = self.captured_steps(), self.native_steps()
@@ -270,6 +272,8 @@ class Runner:
             hidden = captures.forward(key, plan) if captures is not None and key is not None else None
             if hidden is not None:
                 running.captures, running.graph = captures, key
+                if key is not None and key.shared:
+                    running.shared = self.shared_rows(plan)
                 return hidden
         return None
 
@@ -278,6 +282,8 @@ class Runner:
         if self.mover is not None and len(delta.store):
             self.mover.store(delta.store)
         self.state.apply(delta, self.worker.caches)
+        if self.shared is not None:
+            self.shared.apply(delta)
         if self.mover is not None and len(delta.fill):
             self.mover.fill(delta.fill)
         if self.adapters is not None:
@@ -317,8 +323,10 @@ class Runner:
             used = needed
             # keep one token if none is used, because kernels cannot be launched for an empty tensor
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
+        running.shared = self.shared_rows(plan)
+        key = GraphKey(shared=running.shared > 0)
         with applied(self.adapters, read.meta, adapts):
-            hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
+            hidden = step.forward(self.model, self.backend, read, key, indices, selects, run=run)
         if len(plan.taps):
             place = rows_of(np.arange(len(read.ids)), used)
             self._keep_taps(running, tapped, found, hidden, place)
@@ -332,6 +340,12 @@ class Runner:
     def adapts(self, plan: StepPlan) -> bool:
         """Return whether a row of a step has an adapter."""
         return self.adapters is not None and self.adapters.serves(plan)
+
+    def shared_rows(self, plan: StepPlan) -> int:
+        """Return the number of decoding rows that share prefixes; 0 if the step reads each row alone."""
+        if self.shared is None or len(plan.draft):
+            return 0  # a row with drafts is several rows of one slot
+        return self.shared.sharing(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:
         """Return the object that stores the hidden states of a step for a drafter, None if none reads them."""

@@ -27,6 +27,7 @@ class Running:
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
     captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
+    shared: int = 0  # decoding rows that share prefixes, which are read once
     native: bool = False  # the native CPU code computed the layers
     draws_natively: bool = False  # it returned the hidden states of the rows that draw, so it may draw their tokens
     start: float = 0.0
@@ -102,6 +103,7 @@ class Running:
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
             lost=self.lost,
             form=self.form,
+            shared=self.shared,
         )
         if self.came is not None and self.back is not None:
             result = spread(result, self.back, self.came, self.widths)

@@ -237,9 +237,8 @@ class RankDrafting(Drafting):
 def rank_graphs(ranks: ProcessGroup) -> type:
     """Return a class of ``Graphs`` for ranks, which all capture FORWARD for the same sizes.
 
-    Ranks do not choose sizes by measurement, because the others would not know the choice.  SAMPLE is captured on rank
-    0 if logits are in memory that all GPUs can reach.  The capture then waits for the other ranks' parts of the logits.
-    The other ranks draw nothing and capture no SAMPLE.
+    Sizes are not chosen by measurement, which would differ between ranks.  Rank 0 captures SAMPLE if logits are in
+    memory that all GPUs can reach, and the capture waits for the other ranks' parts.  Other ranks draw nothing.
     """
     from minivllm.device.worker.graphs import Graphs
     from minivllm.device.worker.step_costs import StepCosts
@@ -253,11 +252,12 @@ def rank_graphs(ranks: ProcessGroup) -> type:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.costs = self._agreed(self.costs)
+            if (shared := self.runner.shared) is not None:  # all choose the same capture
+                shared.least_tokens = ranks.least([shared.least_tokens])[0]
 
         def _agreed(self, costs: StepCosts) -> StepCosts:
             """Return the least of each cost of all ranks, because all capture the same step at the same time."""
-            mine = [int(cost * parts) for cost in astuple(costs)]
-            least = ranks.least(mine)
+            least = ranks.least([int(cost * parts) for cost in astuple(costs)])
             return StepCosts(*(n / parts for n in least))
 
         def _measure(self, key: Any) -> StepCosts:

@@ -22,7 +22,9 @@ from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, StepResult
 
 PLAN, NEXT = 2, 11  # kinds of messages
 RESULT, PLAIN = 8, 12
-HEAD = struct.Struct("<4sIqdIII")  # of both: magic, version, step, device_ms, rows; entries of two further columns
+# of both: magic, version, step, device_ms, rows; the numbers of entries of two further columns, for a result the number
+# of seams and ``StepResult.shared``
+HEAD = struct.Struct("<4sIqdIII")
 FORM = struct.Struct("<iiii")  # form of a result (``codec.form_numbers``), and a 0 that aligns the seconds
 MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
 NAMES = tuple(StepPlan.__dataclass_fields__)
@@ -116,7 +118,7 @@ class StepResults:
         fits = r.tokens.shape == r.count.shape == r.flags.shape == (n,)
         if not fits or r.tokens.dtype != I4 or r.count.dtype != I4 or r.flags.dtype != U1:
             return self._encode(r)
-        head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, len(r.seams), 0)
+        head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, len(r.seams), r.shared)
         form = FORM.pack(*codec.form_numbers(r.form), 0)
         seams = struct.pack(f"<{len(r.seams)}d", *r.seams.values())
         return PLAIN, [head, form, seams, r.tokens.tobytes(), r.count.tobytes(), r.flags.tobytes()]
@@ -142,8 +144,8 @@ class StepResults:
         return result
 
     def _plain(self, data: bytearray | bytes, slots: np.ndarray | None) -> StepResult:
-        step, device_ms, n, n_seams, none = _head(PLAIN, data)
-        if slots is None or n != len(slots) or n_seams not in (0, len(self._names)) or none:
+        step, device_ms, n, n_seams, shared = _head(PLAIN, data)
+        if slots is None or n != len(slots) or n_seams not in (0, len(self._names)):
             rows = "no plan" if slots is None else f"a plan of {len(slots)} rows"
             raise CodecError(f"a result of {n} rows and {n_seams} seams for {rows} and {len(self._names)} seams")
         first = HEAD.size + FORM.size
@@ -162,4 +164,5 @@ class StepResults:
             taps=NO_TAPS,
             seams=dict(zip(self._names, struct.unpack_from(f"<{n_seams}d", data, first), strict=False)),
             form=codec.form_of(*form),
+            shared=shared,
         )

@@ -27,8 +27,10 @@ def captures(most: int = 64) -> Graphs:
     made = Graphs.__new__(Graphs)
     wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
     taps = SimpleNamespace(of_step=of_step)
-    made.runner = SimpleNamespace(wiring=wiring, taps=taps, adapts=lambda plan: False)
-    made.mixed, made.sizes, made.coarse = True, row_sizes(most), coarse_sizes(most)
+    made.runner = SimpleNamespace(
+        wiring=wiring, taps=taps, adapts=lambda plan: False, shared_rows=lambda plan: plan.shared
+    )
+    made.mixed, made.sizes, made.coarse, made.shared_sizes = True, row_sizes(most), coarse_sizes(most), [16, 32]
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
     made.costs = StepCosts(launch_ms=30.0, token_ms=0.003)  # of a model of 0.6B
     made.refused, made.notes, made.masks, made.times = set(), [], None, {}
@@ -36,7 +38,7 @@ def captures(most: int = 64) -> Graphs:
     return made
 
 
-def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ()) -> SimpleNamespace:
+def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = (), shared: int = 0) -> SimpleNamespace:
     rows, none = np.arange(len(q_len)), np.zeros(0, np.int64)
     return SimpleNamespace(
         slots=rows,
@@ -50,13 +52,41 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ())
         observe=none,
         steered=steered,
         read=read,
+        shared=shared,
     )
+
+
+def test_a_gradual_step_runs_in_a_larger_capture_that_reads_prefixes_as_it_does():
+    some = captures()
+    some.later.gradual = True
+    alone, shared = (GraphKey("decode", 64, 64, graphs.SHORT, shared=shares) for shares in (False, True))
+    some.shared_sizes = [16, 64]
+    some.forwards = {shared: None}
+    assert some.key(plan(*[1] * 9)) == GraphKey("decode", 16, 16, graphs.SHORT), "no capture reads each row alone"
+    some.serving.clear()
+    some.forwards[alone] = None
+    assert some.key(plan(*[1] * 9)) == alone and some.key(plan(*[1] * 9, shared=5)) == shared
+
+
+def test_sizes_of_shared_prefixes_stay_when_a_decode_size_is_removed(monkeypatch):
+    some, made = captures(), []
+    monkeypatch.setattr(some, "_try_forward", made.append)
+    shared = GraphKey("decode", 16, 16, graphs.SHORT, shared=True)
+    some.sizes.remove(16)
+    some.measured_from = 1
+    some.capture_shape(GraphKey("decode", 16, 16, graphs.SHORT))
+    some.capture_shape(shared)
+    some._time_decode(shared)  # it has no capture, so measuring it would be an error
+    assert made == [shared] and not some.times
 
 
 def test_a_decode_step_runs_in_the_next_size_and_a_mixed_one_once_it_was_seen_often():
     some = captures()
     assert some.key(plan(*[1] * 9)) == GraphKey("decode", 16, 16, graphs.SHORT)
     assert some.key(plan(*[1] * 9, computed=graphs.SHORT)).span == 1 << 15
+    shares = GraphKey("decode", 16, 16, graphs.SHORT, shared=True)
+    assert some.key(plan(*[1] * 9, shared=5)) == shares != some.key(plan(*[1] * 9))
+    assert not some.key(plan(*[1] * 40, shared=40)).shared, "no capture of shared prefixes is that large"
     seen = [some.key(plan(1, 1, 70)) for _ in range(SIGHTS)]
     assert seen[:-1] == [None] * (SIGHTS - 1) and seen[-1] == GraphKey("mixed", 16, 128, graphs.SHORT)
     assert [some.key(plan(1, graphs.MOST_TOKENS)) for _ in range(SIGHTS + 1)] == [None] * (SIGHTS + 1)
@@ -223,7 +253,7 @@ def test_the_trial_step_has_all_tokens_of_the_largest_and_writes_to_the_null_blo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["captured_steps.py", "captured_drafts.py"])
+@pytest.mark.parametrize("file", ["captured_steps.py", "captured_drafts.py", "captured_shared.py"])
 def test_captured_steps_give_what_separate_launches_give(file):
     """Run the tests in a process of its own, because Triton's interpreter is chosen when Triton is imported."""
     here = Path(__file__).parents[2] / "helpers"

@@ -1,0 +1,112 @@
+"""The blocks that decoding rows share, estimated on the host from the block tables.
+
+An attention back end with ``shares_from`` reads a prefix that several rows share once.  Its kernels cost time in every
+layer, so only steps run them in which they save enough (``GraphKey.shared``).  The host decides this from a copy of the
+block tables; the rows and blocks are found on the device.
+
+    plan.delta ──► pages [S, M] ──► rows with the same block at the ends of a few depths ──► bytes saved
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan
+
+if TYPE_CHECKING:
+    from .build import Worker
+    from .state import DeviceState
+
+LEAST_TOKENS = 256  # of a prefix
+FEWEST_ROWS = 4  # that share it
+
+
+class SharedPages:
+    """A copy of the block tables of one KV group, and the estimate of what sharing saves.
+
+    ``least`` is the least number of bytes of a layer that a step must save.  ``token_bytes`` are those of a token in a
+    layer."""
+
+    def __init__(self, group: int, slots: int, columns: int, block: int, token_bytes: float, least: int) -> None:
+        self.group, self.block = group, block
+        self.pages = np.zeros((slots, columns), np.int32)
+        self.least_tokens = max(1, int(least / token_bytes))
+        first = max(1, -(-LEAST_TOKENS // block))
+        self.depths = [first << i for i in range(columns.bit_length()) if first << i <= columns]
+        # slots of the last estimate, decoding rows first, and their number; None if tables have changed since
+        self.slots: np.ndarray | None = None
+        self.decoding = 0
+        self.rows = 0  # the last estimate
+
+    def apply(self, delta: Delta) -> None:
+        """Apply the changes of a plan to the copy of the block tables."""
+        if delta is NO_CHANGE:
+            return
+        if delta.join is not None:
+            self.pages[delta.join.slot] = 0
+            self.slots = None
+        if len(delta.fork):
+            self.pages[delta.fork[:, 1]] = 0
+            self.slots = None
+        if not len(delta.table):
+            return
+        changed = delta.table[delta.table[:, 0] == self.group]
+        slots, index = changed[:, 1], changed[:, 2]
+        if np.count_nonzero(self.pages[slots, index]):  # a block was replaced, as by an equal cached one
+            self.slots = None
+        self.pages[slots, index] = changed[:, 3]
+
+    def sharing(self, plan: StepPlan) -> int:
+        """Return the number of decoding rows that share prefixes; 0 if that saves less than ``least``."""
+        decoding = int(np.count_nonzero(plan.q_len == 1))
+        if self.slots is None or decoding != self.decoding or not np.array_equal(self.slots, plan.slots):
+            self.slots, self.decoding = plan.slots.copy(), decoding  # a plan may lie in memory that is written again
+            self.rows = self._estimate(plan)
+        return self.rows
+
+    def can_save(self, rows: int, tokens: int) -> bool:
+        """Return whether a step of ``rows`` rows, with contexts of at most ``tokens`` tokens, can save ``least``."""
+        deepest = max((depth * self.block for depth in self.depths if depth * self.block <= tokens), default=0)
+        return rows >= FEWEST_ROWS and (rows - 1) * deepest >= self.least_tokens
+
+    def _estimate(self, plan: StepPlan) -> int:
+        decode = plan.q_len == 1
+        slots, whole = plan.slots[decode], plan.computed[decode] // self.block
+        most = shared = 0
+        for depth in self.depths:
+            deep = slots[whole >= depth]
+            if len(deep) < FEWEST_ROWS:
+                break
+            page = self.pages[deep, depth - 1]
+            counts = np.unique(page[page > 0], return_counts=True)[1]
+            counts = counts[counts >= FEWEST_ROWS]
+            saved = int((counts - 1).sum()) * depth * self.block
+            if saved > most:
+                most, shared = saved, int(counts.sum())
+        return shared if most >= self.least_tokens else 0
+
+
+def shared_pages(worker: Worker, state: DeviceState) -> SharedPages | None:
+    """Return the copy of the block tables from which sharing is estimated.
+
+    None if the attention back end reads each row alone, or if all layers have sliding windows."""
+    least = worker.backend.shares_from
+    group = _group_without_window(worker)
+    if least is None or group is None:
+        return None
+    cache = worker.caches[group][0]
+    blocks = worker.num_blocks[group]
+    token_bytes = sum(t.nbytes for t in cache.values()) / (blocks * state.block)
+    _, slots, columns = state.table.shape
+    return SharedPages(group, slots, columns, state.block, token_bytes, least)
+
+
+def _group_without_window(worker: Worker) -> int | None:
+    """Return the first KV group whose layers have no sliding window, None without one."""
+    layers = worker.parts.layers
+    for number, group in enumerate(worker.groups):
+        if layers[group[0]].spec.window is None:
+            return number
+    return None
