@@ -6,7 +6,6 @@ few milliseconds of a start.  A kernel that gives other outputs, or fails, is no
 
 from __future__ import annotations
 
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +26,16 @@ FAR = 0.05  # largest accepted distance of a token's output, relative to its nor
 SPARE_TILES = 7  # at the end of the tables, as in a captured step
 
 
-@lru_cache(maxsize=32)
+AGREED: set[tuple[AttnSpec, torch.dtype, int, torch.device]] = set()  # shapes that were compared in this process
+
+
 def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.device) -> str:
     """Return why the Hopper kernel must not be used for layers of this shape, "" if it agrees with ``triton_prefill``.
 
-    ``dtype`` is that of queries, keys and values.  The call waits for the device."""
+    ``dtype`` is that of queries, keys and values.  The call waits for the device.  Only agreement is remembered,
+    because a failure may be a lack of memory that passes."""
+    if (spec, dtype, block, device) in AGREED:
+        return ""
     try:
         with torch.inference_mode():
             far = _distance(spec, dtype, block, device)
@@ -39,6 +43,7 @@ def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.d
         return f"it fails on this device: {describe_error(as_exception(e))}"
     if not far <= FAR:
         return f"it disagrees with the other kernel on this device: distance {far:.3g}, expected at most {FAR}"
+    AGREED.add((spec, dtype, block, device))
     return ""
 
 

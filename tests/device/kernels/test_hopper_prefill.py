@@ -183,11 +183,11 @@ def broken(*_):
 def test_a_kernel_that_is_wrong_on_this_device_is_not_used(kernel, words, monkeypatch):
     monkeypatch.setattr(hopper_check, "kernel_module", lambda: SimpleNamespace(attend=kernel))
     monkeypatch.setattr(hopper_check.triton_prefill, "prefill", attended)
-    hopper_check.disagreement.cache_clear()
+    monkeypatch.setattr(hopper_check, "AGREED", set())
     for spec in (AttnSpec(8, 2, 64, 64, sinks=True), AttnSpec(4, 2, 128, 128, window=1024)):
         found = hopper_check.disagreement(spec, torch.float16, 32, torch.device("cpu"))
         assert words in found if words else found == ""
-    hopper_check.disagreement.cache_clear()
+    assert len(hopper_check.AGREED) == (0 if words else 2)
     monkeypatch.setattr(triton_backend, "disagreement", lambda *_: words)
     step = steps_with(monkeypatch, "auto", layout=True)
     assert step([(4000, 4000)]) == ["prefill" if words else "hopper"]
