@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import AdapterWiring
 
-    from .request import Seq
+    from .request import Request, Seq
     from .slots import Slots
 
 VERB = "adapters"  # of ``Executor.call``
@@ -236,8 +236,12 @@ class EngineAdapters:
     def _unused(self) -> Adapter | None:
         """Return the adapter that leaves host memory, None while requests use it.
 
-        It is the one with the fewest requests besides those that wait."""
-        waiting = Counter(self.waits.values())
+        It is the one with the fewest requests besides those that wait.  A request may have several sequences, and waits
+        if none of them can run."""
+        resting = {
+            seq.request: adapter for seq, adapter in self.waits.items() if _rests(seq.request)
+        }
+        waiting = Counter(resting.values())
 
         def uses(adapter: Adapter) -> int:
             return adapter.users - waiting[adapter]
@@ -343,3 +347,11 @@ class EngineAdapters:
             "replaced_on_device": self.swaps,
         }
         return {"adapters": figures}
+
+
+def _rests(request: Request) -> bool:
+    """Return whether no sequence of a request is in a slot, in the queue or in a step in flight.
+
+    Others come to ``begin`` before they enter the queue."""
+    pairs = [one for seq in request.sequences for one in seq.pair]
+    return not any(one.slot >= 0 or one.queued or one.in_flight for one in pairs)

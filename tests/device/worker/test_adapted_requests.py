@@ -169,6 +169,35 @@ def test_more_adapters_than_places_take_turns(made, tmp_path):
     assert kinds[0] != kinds[1]
 
 
+@pytest.mark.parametrize("params", [{"n": 2, "seed": 1}, {"n": 3, "seed": 2}], ids=str)
+def test_several_sequences_of_a_request_leave_host_memory_to_another_adapter(made, params):
+    """All rows of a request are preempted while another adapter needs the only place in host memory."""
+    asked = [lora(made["one"], 1), lora(made["two"], 2)]
+    several = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, **params)
+    prompt = {"prompt_token_ids": PROMPT}
+    with engine(made["base"], max_loras=1, max_cpu_loras=1, max_num_seqs=4) as llm:
+        want = llm.generate([prompt], several, False, lora_request=asked[0])
+    with engine(made["base"], max_loras=1, max_cpu_loras=1, max_num_seqs=4) as llm:
+        first = llm.stream(prompt, several, lora_request=asked[0])
+        next(first)
+        second = llm.stream(prompt, greedy(6), lora_request=asked[1])
+        for _ in range(3):
+            llm.engine.step()
+        assert llm.engine.adapters.leaving is not None
+        llm.engine.settle()
+        while len(running := llm.engine.slots.running):
+            llm.engine.planner.preempt(int(running[0]))
+        for _ in range(3000):
+            if not llm.engine.requests:
+                break
+            llm.engine.step()
+        assert not llm.engine.requests, llm.stats()["adapters"]
+        assert [list(second)[-1].finish_reason, list(first)[-1].finish_reason] == ["length"] * 2
+        llm.engine.check()
+        again = llm.generate([prompt], several, False, lora_request=asked[0])[0]
+    assert tokens_of([again]) == tokens_of(want)
+
+
 def test_an_adapter_gets_its_turn_beside_adapters_that_always_have_requests(made, tmp_path):
     """Host memory has room for two adapters, and each of them always has a running request."""
     folders = [shutil.copytree(made["one"], tmp_path / f"copy {n}") for n in range(3)]
