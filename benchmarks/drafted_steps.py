@@ -2,14 +2,17 @@
 
     python benchmarks/drafted_steps.py --model DIR --eagle --batches 1 8 64 256 --k 4 --tokens 3.0 --captured
     python benchmarks/drafted_steps.py --model DIR --drafter mtp --batches 1 --k 1 2 3 4 --accept 0.65
-    python benchmarks/drafted_steps.py --model pocket --drafter mtp --head pocket-mtp --device cpu --real --batches 1
+    python benchmarks/drafted_steps.py --model pocket --head pocket-mtp --device cpu --real --stories 4 --cpu-time
 
 Acceptance is emulated, because random weights guess nothing.  A table of random bits, one for each position of a
 sequence, says whether the draft at this position is right; a bit is 1 with probability ``--accept``.  Behind the
 sampler the token drawn at the position is replaced by the draft if the bit is 1, else by another token.  All other work
 of a step is unchanged, and the replacement adds a few small kernels to steps with drafts.  ``--tokens`` gives the
 probability for which a step with the largest k has this mean number of tokens, the target's own included.  With
-``--real`` nothing is replaced: the heads of trained checkpoints guess themselves.
+``--real`` nothing is replaced: the heads of trained checkpoints guess themselves, and the tokens of all answers are
+compared with those of the engine without drafts.  ``--cpu-time`` measures the CPU time of the process.  Time
+without a core does not count, but other work on the same cores and caches still slows the process, so the machine must
+be quiet.
 
 Each batch is generated once to warm up and then ``--turns`` times; the best time counts, prompts included.  Steps
 without drafts come from an engine of their own, which stores no hidden states.
@@ -32,6 +35,7 @@ import torch
 from minivllm import LLM, SamplingParams
 
 STORIES = ("a fox", "a red ball", "a boat", "the rain", "a lost key", "a dog", "a cake", "the forest")
+ANSWERS: dict[int, list[list[int]]] = {}  # batch -> tokens of its answers; the first engine has no drafts
 # the tensors of an EAGLE-3 head, whose names decide its form
 PRODUCTS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
@@ -169,17 +173,26 @@ def make(args: argparse.Namespace, drafter: Any, k: int) -> LLM:
 
 
 def timed(args: argparse.Namespace, llm: LLM, batch: int) -> tuple[float, int]:
-    """Return the seconds and the tokens of a batch."""
+    """Return the seconds and the tokens of a turn.
+
+    A turn is one batch, or with ``--real`` as many batches as ``--stories`` needs."""
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=not args.real)
-    begun = time.perf_counter()
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    begun = clock()
     if args.real:
-        chats = [[{"role": "user", "content": f"Tell me a story about {STORIES[i % 8]}."}] for i in range(batch)]
-        outs = llm.chat(chats, params, use_tqdm=False)
+        outs = []
+        for first in range(0, max(batch, args.stories), batch):
+            stories = [STORIES[i % len(STORIES)] for i in range(first, first + batch)]
+            chats = [[{"role": "user", "content": f"Tell me a story about {story}."}] for story in stories]
+            outs += llm.chat(chats, params, use_tqdm=False)
     else:
         prompts = [[(7 * i + 13 * j) % 1000 + 10 for i in range(args.prompt)] for j in range(batch)]
         outs = llm.generate(prompts, params, use_tqdm=False)
-    spent = time.perf_counter() - begun
+    spent = clock() - begun
     assert not any(out.error for out in outs), [out.error for out in outs if out.error][:1]
+    if args.real:
+        tokens = [list(out.tokens) for out in outs]
+        assert ANSWERS.setdefault(batch, tokens) == tokens, "drafts changed the tokens of an answer"
     return spent, sum(len(out.tokens) for out in outs)
 
 
@@ -250,6 +263,8 @@ def main() -> None:
     parser.add_argument("--graph", help="option graph of the engines")
     parser.add_argument("--captured", action="store_true", help="option captured_drafts of the engine with drafts")
     parser.add_argument("--real", action="store_true", help="emulate nothing")
+    parser.add_argument("--stories", type=int, default=1, help="least stories of a turn with --real")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of the process")
     args = parser.parse_args()
     if args.tokens:
         args.accept = chance_of(args.tokens, max(args.k))

@@ -12,6 +12,7 @@ from prediction_heads import MTPReference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams, explain
 from minivllm.device.layers.heads import PredictionHead
+from minivllm.device.native import library
 from minivllm.device.worker import build
 from minivllm.device.worker.head_model import HeadModel
 from minivllm.device.worker.target_states import TargetStates
@@ -82,6 +83,8 @@ def test_drafts_are_those_of_the_reference_and_change_no_token(case, way, seen):
         for _ in range(2):  # the second time with prefix hits
             assert tokens(llm, case.prompts) == case.want
         stats = llm.stats()
+        if way == "native steps" and DEVICE == "cpu" and library.why_not() is None:
+            assert llm.engine.executor.runner.own_models["drafter"].native is not None
     assert stats["speculation"]["failed"] is None
     assert len(seen) > 60
     wrong = [(row, drafts) for row, drafts in seen if drafts != case.expected(row, len(drafts))]

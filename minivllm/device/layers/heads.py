@@ -30,6 +30,7 @@ class PredictionHead:
 
     def __init__(self, spec: DecoderSpec, parts: ModuleParts) -> None:
         hidden = spec.hidden
+        self.spec = spec
         self.embedding_norm = parts.norm("embedding_norm", hidden, spec.norm)
         self.hidden_norm = parts.norm("hidden_norm", hidden, spec.norm)
         self.fc = parts.linear("fc", 2 * hidden, [("", hidden)])

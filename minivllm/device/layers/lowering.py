@@ -18,12 +18,24 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, MLP, WIDTH, Experts, GatedDelta, LayerSpec
+from minivllm.core.interfaces.decoder import (
+    AFTER,
+    AROUND,
+    BEFORE,
+    HEADS,
+    MLP,
+    WIDTH,
+    DecoderSpec,
+    Experts,
+    GatedDelta,
+    LayerSpec,
+)
 from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
 from minivllm.device.native.recurrent import newest_first
 
 from .decoder import Decoder, DecoderBlock
 from .embedding import LMHead, TiedLMHead
+from .heads import PredictionHead
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
 from .short_conv import ShortConvolution
@@ -51,6 +63,7 @@ class Lowering:
     It raises NotLowered for a model with a part that no operation computes.  FORWARD writes the final normed hidden
     states of the tokens that sample to ``hidden`` f32 [most_tokens, H].  SAMPLE writes their logits to ``logits`` f32
     [rows, V].  ``block`` is the tokens of a KV block, and ``room`` the most bytes that copies of weights may take.
+    ``narrowed`` (address of a weight -> weight, tensor to read) are the copies of another program, which are used too.
     """
 
     def __init__(
@@ -62,14 +75,17 @@ class Lowering:
         rows: int,
         block: int,
         room: int,
+        narrowed: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
+        self.spec: DecoderSpec = model.spec
+        self.model, self.blocks = self._served(model)
+        if type(self.model) is not Decoder or any(type(block) is not DecoderBlock for block in self.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
-        self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
+        self.modules, self.program = modules, program
         self.block = block  # tokens of a KV block
         self._room = room
         self.copied = 0  # bytes of the copies of weights that the program reads
-        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # weight's address -> weight, tensor to read
+        self.narrowed = narrowed if narrowed is not None else {}
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
@@ -93,6 +109,10 @@ class Lowering:
             self._layer(i, layer)
         program.add("norm", in_=self.x, out=self.out, **self._norm("norm"))
         self._head(program.register(self.logits))
+
+    def _served(self, model: Any) -> tuple[Any, Sequence[Any]]:
+        """Return the model that has the embedding and the output layer, and the layers of ``model``."""
+        return model, getattr(model, "blocks", ())
 
     def _wide(self, i: int) -> int:
         """Return the outputs of the first product of layer i."""
@@ -185,14 +205,14 @@ class Lowering:
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self._narrowed:  # storing the weight keeps its address from being reused
+        if key not in self.narrowed:  # storing the weight keeps its address from being reused
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()
             same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
-            self._narrowed[key] = weight, copy if same else weight
+            self.narrowed[key] = weight, copy if same else weight
             self.copied += copy.nbytes if same else 0
-        return self._narrowed[key][1]
+        return self.narrowed[key][1]
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
@@ -293,7 +313,7 @@ class Lowering:
 
     def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
         """Add the projection and attention of layer i, and return the register of the heads' outputs."""
-        a, block = attention.spec, self.model.blocks[i]
+        a, block = attention.spec, self.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
         qkv, attn = self._view("qkv", 0, self._wide(i)), self._view("attn", 0, a.heads * a.dim_v)
         self.program.add("product", in_=self.x, out=qkv, **self._weight(self._qkv(i)), **self._norm(norm))
@@ -366,6 +386,33 @@ class Lowering:
             self.program.add("cap", sampling=True, in_=logits, out=logits, cap=spec.logit_cap)
 
 
+class HeadLowering(Lowering):
+    """The translation of a ``PredictionHead``, with the embedding and the output layer of the served model.
+
+    FORWARD reads the hidden states of the served model from ``states`` f32 [most_tokens, H], and the columns have
+    ``ahead`` = 1."""
+
+    states: Tensor
+
+    def _served(self, model: Any) -> tuple[Any, Sequence[Any]]:
+        if type(model) is not PredictionHead:
+            raise NotLowered(f"the drafter's head {type(model).__name__} is not a product and a layer")
+        return model.target, [model.block]
+
+    def _embed(self) -> None:
+        """Add the product of the embedding and the hidden states, each of them normed."""
+        tokens, hidden = self.program.most_tokens, self.spec.hidden
+        both, self.states = torch.zeros(tokens, 2 * hidden), torch.zeros(tokens, hidden)
+        left, right = self.program.register(both[:, :hidden]), self.program.register(both[:, hidden:])
+        stream, self.x = self.x, left
+        super()._embed()
+        self.x = stream
+        self.program.add("norm", in_=left, out=left, **self._norm("embedding_norm"))
+        self.program.add("norm", in_=self.program.register(self.states), out=right, **self._norm("hidden_norm"))
+        weight = self._weight(self.modules["fc"])
+        self.program.add("product", in_=self.program.register(both), out=self.x, **weight)
+
+
 def lower(
     model: Any,
     modules: Mapping[str, Module],
@@ -375,9 +422,13 @@ def lower(
     most_tokens: int,
     rows: int,
     room: int,
+    narrowed: dict[int, tuple[Tensor, Tensor]] | None = None,
 ) -> Lowering:
     """Translate a model into a native program for steps of up to ``most_tokens`` tokens, ``rows`` of which sample.
 
     The program runs on ``threads`` threads and reads the worker's ``columns`` of row state.  Copies of weights take up
-    to ``room`` bytes.  NotLowered, with the reason, for a model that cannot be translated."""
-    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"], room)
+    to ``room`` bytes; ``narrowed`` as in ``Lowering``.  NotLowered, with the reason, for a model that cannot be
+    translated."""
+    kind = HeadLowering if columns["ahead"] else Lowering
+    program = Program(threads, most_tokens, columns)
+    return kind(model, modules, layers, program, rows, columns["block"], room, narrowed)

@@ -16,11 +16,11 @@ import torch
 
 from minivllm.core.interfaces.plan import StepPlan, merged, rows_with_drafts
 from minivllm.device.native import library
-from minivllm.device.native.program import address
+from minivllm.device.native.program import DRAW, LOGITS, address
 from minivllm.device.native.recurrent import rows_of as state_rows
 from minivllm.errors import PluginError
 
-from .lowering import NotLowered, lower
+from .lowering import HeadLowering, NotLowered, lower
 from .pooling import pool, rows_of, used_tokens
 from .stored_product import widened
 
@@ -48,9 +48,9 @@ class NativeSteps:
     ) -> None:
         self.state, self.watched = state, watched
         self._check(wiring, parts)
-        rows = min(len(state.stopped), MOST_TOKENS)
+        rows = min(len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens), MOST_TOKENS)
         self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
-        columns = {
+        self.columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
             "table": state.table,
@@ -62,15 +62,17 @@ class NativeSteps:
             "rope_first": state.rope_first,
             "dropped": state.dropped,
             "temperature": self._temperature(wiring) if self.plain else None,
+            "ahead": 0,
         }
         names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
-        columns |= {name: getattr(state, name) for name in names}
+        self.columns |= {name: getattr(state, name) for name in names}
         threads = torch.get_num_threads()
         self._dtype = getattr(torch, wiring.dtype)
         self.most_tokens = MANY_TOKENS if widened(self._dtype) else MOST_TOKENS
-        made = lower(model, parts.modules, parts.layers, columns, threads, self.most_tokens, rows, room)
+        made = lower(model, parts.modules, parts.layers, self.columns, threads, self.most_tokens, rows, room)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
-        self.copied = made.copied  # bytes of the copies of weights
+        self.copied, self.narrowed = made.copied, made.narrowed  # bytes of the copies of weights, the copies
+        self.head: NativeHead | None = None  # the layers of a drafter's head
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
         self._at = address(self._box)
@@ -199,13 +201,16 @@ class NativeSteps:
     def draws(self, plan: StepPlan) -> bool:
         """Return whether the program can run SAMPLE of a step whose FORWARD it ran.
 
-        It can if every row only draws a token in a variant that the program has.  Logprobs, drafts, guided decoding,
-        active logits processors and data for the host need ``step.sample``."""
-        if not self.plain or plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
+        It can if every row only draws a token in a variant that the program has.  Logprobs, guided decoding, active
+        logits processors and data for the host need ``step.sample``."""
+        if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held) or len(plan.guided):
             return False
-        if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
+        return 0 < len(plan.samples) <= len(self.logits) and self.draws_rows(plan.slots[plan.samples])
+
+    def draws_rows(self, slots: np.ndarray) -> bool:
+        """Return whether rows of ``slots`` i32 [N] only draw a token, each in a variant that the program has."""
+        if not self.plain:
             return False
-        slots = plan.slots[plan.samples]
         *processors, sampler = self.state.processors
         if any(p.active[slots].any() for p in processors):
             return False
@@ -215,12 +220,87 @@ class NativeSteps:
     def sample(self, plan: StepPlan) -> torch.Tensor:
         """Draw the tokens of N rows, write them to the columns, and return i32 [3, N]: tokens, counts and flags."""
         box, n = self._box, len(plan.samples)
-        box[0], box[1] = n, 1
+        box[0], box[1] = n, LOGITS | DRAW
         box[2 : 2 + n] = plan.slots[plan.samples]
         box[2 + n : 2 + 2 * n] = (plan.computed + plan.q_len)[plan.samples]
+        box[2 + 2 * n : 2 + 3 * n] = plan.draft[plan.samples] if len(plan.draft) else 0
         packed = np.empty((3, n), np.int32)
         self.program.sample(self._at, address(packed))
         return torch.from_numpy(packed)
+
+    def close(self) -> None:
+        self.program.close()
+        if self.head is not None:
+            self.head.close()
+
+
+class NativeHead:
+    """The native program of a drafter's head, and the calls that compute pairs and draw drafts with it.
+
+    ``steps`` are the native steps of the served model, ``model`` is the ``PredictionHead`` and ``parts`` the factory
+    that made its modules.  With ``one_rope`` the head has one rotary table.  Copies of weights take up to ``room``
+    bytes.  NotLowered, with the reason, if the head cannot run natively."""
+
+    def __init__(self, steps: NativeSteps, model: Any, parts: ModelParts, one_rope: bool, room: int) -> None:
+        state = steps.state
+        self.steps, self.state = steps, state
+        for plugin in (parts.backend, parts.backend.ctx.kv_format):
+            if not replaceable(plugin):
+                raise NotLowered(f"{type(plugin).__name__} of the drafter's head runs itself")
+        # a draft is no accepted token: lengths and ends of the sequences stay as they are
+        self.known, self.stopped = torch.zeros_like(state.known), torch.zeros_like(state.stopped)
+        own = {"known": self.known, "stopped": self.stopped, "end": torch.full_like(state.end, 1 << 40), "ahead": 1}
+        columns = {**steps.columns, **own, "rope_first": None if one_rope else state.rope_first}
+        threads, rows = torch.get_num_threads(), min(len(state.stopped), MOST_TOKENS)
+        made = lower(
+            model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room, narrowed=steps.narrowed
+        )
+        assert isinstance(made, HeadLowering)
+        self.program, self.hidden, self.states, self.logits = made.program, made.hidden, made.states, made.logits
+        self.copied = made.copied
+        self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
+        self._out = np.zeros((3, rows), np.int32)
+        self._at, self._out_at = address(self._box), address(self._out)
+
+    def takes(self, q_len: np.ndarray) -> bool:
+        """Return whether the program can compute rows of ``q_len`` i32 [N] pairs."""
+        return len(q_len) <= len(self.logits) and int(q_len.sum()) <= MOST_TOKENS
+
+    def forward(
+        self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.
+
+        ``states`` [T, H] are the hidden states of the pairs.  Return (the results f32 [N, H] and the logits f32 [N, V]
+        of the last pair of each row), which the next call overwrites."""
+        box, r = self._box, len(slots)
+        self.states[: len(states)] = states
+        self.stopped.copy_(self.state.stopped)
+        box[0] = box[1] = r
+        box[2 : 2 + r] = slots
+        box[2 + r : 2 + 2 * r] = q_len
+        box[2 + 2 * r : 2 + 3 * r] = computed
+        box[2 + 3 * r : 2 + 4 * r] = q_len.cumsum() - 1
+        self.program.forward(self._at)
+        box[1] = LOGITS
+        self.program.sample(self._at, self._out_at)
+        return self.hidden[:r], self.logits[:r]
+
+    def draws(self, slots: np.ndarray, logits: torch.Tensor) -> bool:
+        """Return whether ``draw`` can draw drafts of rows in ``slots`` i32 [N] from ``logits``."""
+        return logits.data_ptr() == self.logits.data_ptr() and self.steps.draws_rows(slots)
+
+    def draw(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
+        """Draw a token of each row from the logits of the last call, and write it to the history.
+
+        ``position`` i32 [N] are the places of the tokens.  Return the tokens i64 [N]."""
+        box, r = self._box, len(slots)
+        box[0], box[1] = r, DRAW
+        box[2 : 2 + r] = slots
+        box[2 + r : 2 + 2 * r] = np.minimum(position, self.state.tokens.shape[1] - 1)
+        box[2 + 2 * r : 2 + 3 * r] = 0
+        self.program.sample(self._at, self._out_at)
+        return torch.from_numpy(self._out.ravel()[:r].astype(np.int64))
 
     def close(self) -> None:
         self.program.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError, brief, shown
 
-ABI = 5  # what ``minivllm_abi`` in program.cpp returns: both change when a call or a struct does
+ABI = 6  # what ``minivllm_abi`` in program.cpp returns: both change when a call or a struct does
 ISAS = ("none", "avx2", "avx512")  # the narrower first; the index is what ``minivllm_isa`` returns
 SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
 FOLDER = Path(__file__).parent

@@ -77,12 +77,14 @@ struct Columns {
   int64_t per_row;
   const float* temperature;  // [S], of the sampler
   const int64_t* dropped;    // [groups, S] or null: tokens that the KV cache does not hold any more
+  int64_t ahead;             // the input at a position is the token so many positions later; 1 for the pairs of a head
 };
 
 constexpr int64_t MANY = 64;             // tokens of a step from which its products are cut by tokens too
 constexpr int64_t INPUTS = 1 << 16;      // of the tokens that meet the weights of a task at a time: 256 KiB
 constexpr int64_t TOKENS_AT_ONCE = 32;   // of a row, from which its queries share the keys and values that they read
 
+constexpr int64_t LOGITS = 1, DRAW = 2;  // parts of SAMPLE
 constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
 
 struct Token {
@@ -118,7 +120,7 @@ class Program {
         Token& token = tokens_[t];
         token.position = computed[r] + i;
         token.rope = token.position + (c_.rope_first ? c_.rope_first[slots[r]] : 0);
-        token.id = c_.tokens[slots[r] * c_.longest + token.position];
+        token.id = c_.tokens[slots[r] * c_.longest + token.position + c_.ahead];
         token.nobody = c_.stopped[slots[r]];
       }
     }
@@ -133,11 +135,13 @@ class Program {
     run(ops_);
   }
 
-  // tokens, counts and flags i32 [3, rows] of rows of ``slots`` whose hidden states are in the head's register
-  void sample(int64_t rows, const int64_t* slots, const int64_t* position, int64_t draws, int32_t* out) {
+  // tokens, counts and flags i32 [3, rows] of rows of ``slots`` whose hidden states are in the head's register.
+  // ``draft``: as StepPlan.draft, 0 for the newest token of a sequence
+  void sample(int64_t rows, const int64_t* slots, const int64_t* position, const int64_t* draft, int64_t parts,
+              int32_t* out) {
     op_tokens_.assign(head_.size(), rows);
-    run(head_);
-    if (!draws) return;
+    if (parts & LOGITS) run(head_);
+    if (!(parts & DRAW)) return;
     const Op& last = head_.back();
     const Register& logits = registers_[last.out];
     drawn_.resize(rows);
@@ -158,7 +162,23 @@ class Program {
         drawn_[r] = k_.draw(x, logits.width, largest_[r], temperature, a, b);
       }
     });
-    for (int64_t r = 0; r < rows; r++) accept(r, rows, slots[r], position[r], out);
+    bool ended = false;  // before the first row of the sequence
+    bool holds = true;   // the drafts so far were drawn, and no token was an end
+    for (int64_t r = 0; r < rows; r++) {
+      if (draft[r] == 0) {
+        ended = c_.stopped[slots[r]];
+        holds = true;
+      }
+      if (!holds) {
+        out[r] = int32_t(drawn_[r]);
+        out[rows + r] = 0;
+        out[2 * rows + r] = ended ? OVERSHOOT : 0;
+        continue;
+      }
+      const int32_t guess = c_.tokens[slots[r] * c_.longest + position[r]];  // the draft of the next row
+      accept(r, rows, slots[r], position[r], out);
+      holds = out[rows + r] && !out[2 * rows + r] && guess == out[r];
+    }
   }
 
  private:
@@ -175,7 +195,7 @@ class Program {
     *b_out = b ^ (b >> 15);
   }
 
-  // as core/worker/step.py:accept, of rows without drafts and without a token of the host
+  // as device/worker/step.py:accept, of rows without a token of the host
   void accept(int64_t r, int64_t rows, int64_t slot, int64_t position, int32_t* out) {
     const bool bad = !std::isfinite(largest_[r]), stopped = c_.stopped[slot];
     const int32_t token = int32_t(drawn_[r]);
@@ -480,7 +500,7 @@ int32_t best_isa() {
 
 using minivllm::Program;
 
-EXPORT int32_t minivllm_abi(void) { return 5; }
+EXPORT int32_t minivllm_abi(void) { return 6; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -516,10 +536,10 @@ EXPORT void minivllm_states(void* program, const void* rows) {
   ((Program*)program)->set_states(*(const minivllm::StateRows*)rows);
 }
 
-// box: rows N, whether they draw, then slots N, positions N; out i32 [3, N]
+// box: rows N, parts (LOGITS, DRAW), then slots N, positions N, numbers of drafts N; out i32 [3, N]
 EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
-  const int64_t n = box[0];
-  ((Program*)program)->sample(n, box + 2, box + 2 + n, box[1], out);
+  const int64_t n = box[0], *at = box + 2;
+  ((Program*)program)->sample(n, at, at + n, at + 2 * n, box[1], out);
 }
 
 EXPORT void minivllm_free(void* program) { delete (Program*)program; }

@@ -26,6 +26,8 @@ KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "de
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5, "sigmoid": 6}
 
+LOGITS, DRAW = 1, 2  # parts of SAMPLE
+
 _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -83,6 +85,7 @@ class ColumnAddresses(ctypes.Structure):
         ("per_row", _INT),
         ("temperature", _ADDRESS),
         ("dropped", _ADDRESS),
+        ("ahead", _INT),
     ]
 
 
@@ -167,8 +170,8 @@ class Program:
         self._forward(self._made, box)
 
     def sample(self, box: int, out: int) -> None:
-        """Run the head and draw tokens.  ``box`` is as in ``forward``; ``out`` is the address of the result i32 [3,
-        rows] (see ``program.cpp:minivllm_sample``)."""
+        """Compute logits, draw tokens, or both.  ``box`` is as in ``forward``; ``out`` is the address of the result
+        i32 [3, rows] (see ``program.cpp:minivllm_sample``)."""
         self._sample(self._made, box, out)
 
     def close(self) -> None:

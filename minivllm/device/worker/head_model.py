@@ -24,6 +24,7 @@ from .own_model import OwnModel, rows_plan
 if TYPE_CHECKING:
     from minivllm.core.interfaces.drafter import Ask
     from minivllm.core.interfaces.model import StepTensors
+    from minivllm.device.layers.native_steps import NativeHead
 
     from .target_states import TargetStates
 
@@ -40,6 +41,7 @@ class HeadModel(OwnModel):
     def __init__(self, *args: Any, states: TargetStates) -> None:
         super().__init__(*args)
         self.states = states
+        self.native: NativeHead | None = None  # the native program of a CPU
         self.last: torch.Tensor | None = None  # [N, W] states of the head at the newest draft of each row
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
@@ -65,6 +67,17 @@ class HeadModel(OwnModel):
         self.keep(slots, known, extra)
         return self._run(slots, (pairs - done).astype(np.int32), done)
 
+    def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
+        if self.passes is None and self.native is not None and self.native.draws(ask.slots, logits):
+            return self.native.draw(ask.slots, ask.known + j)
+        return super().draw(ask, logits, j)
+
+    def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
+        """Return the hidden states [T, W] of the ``q_len`` pairs of each row behind its first ``computed`` pairs."""
+        row, first = np.repeat(np.arange(len(slots)), q_len), q_len.cumsum() - q_len
+        position = (computed - first)[row] + np.arange(len(row))
+        return self.states.at(self.state, *self.state.to(np.stack([slots[row], position]).astype(np.int64)))
+
     def total(self, known: np.ndarray) -> np.ndarray:
         return np.maximum(known - 1, 1)
 
@@ -89,6 +102,11 @@ class HeadModel(OwnModel):
 
         ``copied`` means that each row has one pair, which begins with the states of the draft before.  Return the
         logits f32 [N, V] of the last pair of each row."""
+        if self.native is not None and self.native.takes(q_len):
+            states = self.last if copied else self._states(slots, q_len, computed)
+            assert states is not None
+            self.last, logits = self.native.forward(slots, q_len, computed, states)
+            return logits
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         read.states = None  # those of the served model

@@ -26,7 +26,8 @@ from minivllm.core.interfaces.plan import Delta, LateInputs, StepError, StepPlan
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
-from minivllm.device.layers.native_steps import NativeSteps, native_steps
+from minivllm.device.layers.lowering import NotLowered
+from minivllm.device.layers.native_steps import NativeHead, NativeSteps, native_steps
 from minivllm.device.layers.pooling import pool, pool_captured, rows_of, used_tokens
 from minivllm.errors import RequestError, describe_error, describe_step_error, external_part
 
@@ -121,11 +122,34 @@ class Runner:
             made, why_not = native_steps(
                 self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4, states
             )
+            if made is not None:
+                self._add_native_head(made)
         if made is not None:
             self.worker.weight_bytes += made.copied
         else:
             self.worker.notes.append(f"steps are not captured, they run as separate operations: {why_not}")
         return made
+
+    def _add_native_head(self, steps: NativeSteps) -> None:
+        """Run the layers of a drafter's head natively, if they can; otherwise note the reason."""
+        own = self.own_models.get("drafter")
+        if not isinstance(own, HeadModel):
+            return
+        own.native = None
+        try:
+            second = own.second
+            made = NativeHead(steps, second.model, second.parts, second.one_rope, free_ram() // 4)
+        except NotLowered as e:
+            self.worker.notes.append(f"the layers of the drafter run as separate operations: {e}")
+            return
+        steps.head = own.native = made
+        steps.copied += made.copied
+
+    def forget_native_head(self) -> None:
+        """Run the layers of a drafter's head as separate operations from here on."""
+        own = self.own_models.get("drafter")
+        if isinstance(own, HeadModel):
+            own.native = None
 
     def captured_steps(self) -> Any:
         """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails."""

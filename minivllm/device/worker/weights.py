@@ -132,6 +132,7 @@ class RunningWeights:
         native = self.runner.native
         if native is not None:
             native.close()
+            self.runner.forget_native_head()
             self.runner.worker.weight_bytes -= native.copied
             self.runner.native = None
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from native_runs import ask, checkpoint, each_isa, engine, needs_library, prompt, watched
 
-from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
+from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS, with_drafts
 from minivllm.core.interfaces.sampling import Column, Draw, Row, SamplingContext
-from minivllm.device.native.program import Program, address
+from minivllm.device.native.program import DRAW, LOGITS, Program, address
 from minivllm.device.worker import sampling, step
 from minivllm.device.worker.state import DeviceState, ProcessorState
 from minivllm.errors import PluginError
@@ -48,8 +48,10 @@ def columns(width: int, seed: int) -> tuple[DeviceState, DefaultSampler]:
     return state, sampler
 
 
-def native(state: DeviceState, logits: torch.Tensor, slots: np.ndarray, threads: int = 1) -> np.ndarray:
-    """i32 [3, N]; the rows are those of ``logits``."""
+def native(
+    state: DeviceState, logits: torch.Tensor, slots: np.ndarray, threads: int = 1, draft: np.ndarray | None = None
+) -> np.ndarray:
+    """Return i32 [3, N] of the rows of ``logits``; ``draft`` are their numbers of drafts, None means 0."""
     made = Program(
         threads,
         64,
@@ -70,19 +72,25 @@ def native(state: DeviceState, logits: torch.Tensor, slots: np.ndarray, threads:
     )
     x, out = logits.clone(), torch.zeros_like(logits)
     made.add("add", sampling=True, in_=made.register(x), out=made.register(out))
-    n = len(slots)
-    box, packed = np.array([n, 1, *slots, *state.known[slots].tolist()], np.int64), np.empty((3, n), np.int32)
+    n, known = len(slots), state.known[slots].numpy()
+    draft = np.zeros(n, np.int64) if draft is None else draft
+    box, packed = np.array([n, LOGITS | DRAW, *slots, *(known + draft), *draft], np.int64), np.empty((3, n), np.int32)
     made.sample(address(box), address(packed))
     made.close()
     return packed
 
 
 def reference(
-    state: DeviceState, sampler: DefaultSampler, logits: torch.Tensor, slots: np.ndarray
+    state: DeviceState,
+    sampler: DefaultSampler,
+    logits: torch.Tensor,
+    slots: np.ndarray,
+    draft: np.ndarray | None = None,
 ) -> tuple[np.ndarray, torch.Tensor]:
-    """The same by the sampler, and the scores that it compared."""
+    """Return the same by the sampler, and the scores that it compared."""
     logits, at = logits.clone(), torch.from_numpy(slots)
-    rows = step.rows_of(state, at, state.known[at], LONGEST)
+    position = state.known[at] + (0 if draft is None else torch.from_numpy(draft))
+    rows = step.rows_of(state, at, position, LONGEST)
     sampling.suppress_stops(logits, rows.position, state.min_end[at], state.stop_ids[at])
     temperature = state.processors[0].columns["temperature"]
     rows.variant, out = GREEDY | DRAWN, Draw(torch.full((len(at),), -1))
@@ -90,7 +98,8 @@ def reference(
     scores = sampler.drawn_from(logits, rows, {"temperature": temperature})
     noise = sampling.gumbel(rows.seed, rows.position, rows.sample, logits.shape[1])
     scores = torch.where(temperature[at][:, None] > 0, scores + noise, logits)
-    tokens, count, flags = step.accept(state, rows, out.tokens, sampling.bad_rows(logits), logits.shape[1])
+    bad = sampling.bad_rows(logits)
+    tokens, count, flags = step.accept(state, rows, out.tokens, bad, logits.shape[1], draft=draft)
     return torch.stack([tokens.int(), count, flags]).numpy(), scores
 
 
@@ -122,6 +131,35 @@ def test_a_draw_is_that_of_the_default_sampler_and_so_is_what_is_accepted(each_i
     assert ties <= 1
     met = EOS | STOP_ID | LENGTH | OVERSHOOT if width < 1000 else LENGTH | OVERSHOOT  # of so many few are stop ids
     assert flags & met == met, "the test has no power"
+
+
+@pytest.mark.parametrize("width", [7, 61])
+def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn(each_isa, width):
+    """Two drafts in three are right; some sequences end before or behind a draft, or have ended."""
+    accepted, flags = [], 0
+    for seed in range(60):
+        g, (state, sampler) = np.random.default_rng(seed), columns(width, seed)
+        torch.manual_seed(seed)
+        state.known.clamp_(max=LONGEST - 6)
+        state.end.copy_(state.known + torch.randint(1, 7, state.end.shape))
+        slots, _, draft = with_drafts(g.permutation(SLOTS)[:6], g.integers(0, 5, 6).astype(np.int32))
+        slots, draft = slots.astype(np.int64), draft.astype(np.int64)
+        logits = torch.randn(len(slots), width)
+        logits[seed % len(slots), 0] = math.nan if seed % 5 == 0 else 0.0
+        drawn = torch.from_numpy(native(copy.deepcopy(state), logits, slots, draft=draft)[0])
+        right = torch.rand(len(slots)) < 0.67
+        place = torch.from_numpy(slots)[right], (state.known[slots] + torch.from_numpy(draft))[right]
+        state.tokens[place] = drawn[right]
+        other = copy.deepcopy(state)
+        got, (want, _) = native(state, logits, slots, draft=draft), reference(other, sampler, logits, slots, draft)
+        if not np.array_equal(got[0], want[0]):  # a tie
+            continue
+        assert np.array_equal(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(written(state), written(other), strict=True))
+        accepted += [int(got[1][i]) for i in np.flatnonzero(draft > 0)]
+        flags |= int(np.bitwise_or.reduce(got[2]))
+    met = EOS | STOP_ID | LENGTH | OVERSHOOT
+    assert len(accepted) > 400 and 0.1 < np.mean(accepted) < 0.9 and flags & met == met, "the test has no power"
 
 
 def test_thousands_of_draws_are_those_of_the_default_sampler(each_isa):

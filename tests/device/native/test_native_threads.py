@@ -16,7 +16,7 @@ import torch
 from native_runs import ask, checkpoint, engine, needs_library, prompt, watched
 
 from minivllm.device.layers.native_steps import NativeSteps
-from minivllm.device.native.program import Program, address
+from minivllm.device.native.program import LOGITS, Program, address
 
 pytestmark = needs_library
 torch.set_num_threads(1)  # of torch: on tiny tensors threads only wait for each other
@@ -71,7 +71,8 @@ def test_no_task_is_lost_or_done_twice_in_thousands_of_steps():
     registers = [made.register(s) for s in sums]
     for before, after in itertools.pairwise(registers):
         made.add("add", sampling=True, in_=before, out=after)
-    box = np.zeros(2 + 2 * rows, np.int64)
+    box = np.zeros(2 + 3 * rows, np.int64)
+    box[1] = LOGITS
     for _ in range(3000):
         box[0] = n = wait.choice([1, 2, 3, 17, rows])
         for s in sums[1:]:
@@ -139,9 +140,9 @@ def test_threads_that_the_system_does_not_give_are_done_without():
     """In a process whose memory for their stacks ends soon."""
     done = python("""
         import resource
-        from minivllm.device.native.program import Program, address
+        from minivllm.device.native.program import LOGITS, Program, address
         x, out = torch.ones(64, 5), torch.zeros(64, 5)
-        box, before = np.array([64, 0] + [0] * 128), len(os.listdir("/proc/self/task"))
+        box, before = np.array([64, LOGITS] + [0] * 192), len(os.listdir("/proc/self/task"))
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (96 << 20),) * 2)
         made = Program(64, 64, {"stop_ids": torch.zeros(1, 1, dtype=torch.int32), "per_row": 1})
