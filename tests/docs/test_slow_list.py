@@ -1,4 +1,4 @@
-"""The list of slow tests, ``tests/slow.txt``: each names a test that is there, and every function has a quick case."""
+"""The list of slow tests, ``tests/slow.txt``: each line names a test that exists, and a function keeps a quick case."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def functions(path: Path) -> set[str]:
-    """ "test_it", "TestClass::", of which tests may be inherited."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return {f"{n.name}::" if isinstance(n, ast.ClassDef) else n.name for n in nodes if isinstance(n, kinds)}
+    """Return the names of a file's functions, and of its classes with "::", whose tests may be inherited.
+
+    A state machine is assigned to a name, as in ``TestBooks = Books.TestCase``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found.add(f"{node.name}::")
+        elif isinstance(node, ast.Assign):
+            found |= {f"{target.id}::" for target in node.targets if isinstance(target, ast.Name)}
+    return found
 
 
 def test_each_line_names_a_test_that_is_there():
