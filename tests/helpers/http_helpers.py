@@ -44,6 +44,7 @@ class Running:
 
         options = {
             "batch_invariant": True,
+            "dtype": "float32",  # the default depends on the CPU
             "max_num_seqs": 64,
             "num_kvcache_blocks": 512,
             "max_model_len": 1024,

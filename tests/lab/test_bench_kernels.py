@@ -14,7 +14,13 @@ from minivllm.lab.bench.floors import MachinePeaks, OperationClock, machine_peak
 from minivllm.lab.bench.kernels import KernelBench, LoadOperations
 from minivllm.lab.bench.textbook import copies
 
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 64, "max_model_len": 128}
+SMALL = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_kvcache_blocks": 64,
+    "max_model_len": 128,
+}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,16 @@ from minivllm.lab.bench.answers import TimedAnswer, figures
 from minivllm.lab.bench.repeats import dumps, merged
 from minivllm.lab.bench.workload import BenchAsk, Generated
 
-SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
+SMALL = [
+    "--set",
+    "dtype=float32",
+    "--set",
+    "max_num_seqs=4",
+    "--set",
+    "max_num_batched_tokens=64",
+    "--set",
+    "num_kvcache_blocks=64",
+]
 LITTLE = ["--num-prompts", "4", "--input-len", "8", "--output-len", "4"]
 
 
