@@ -57,7 +57,7 @@ def test_guidance_over_http_is_that_of_the_engine_with_a_text_or_with_token_ids(
     away = " there was a king"
     ask = {"temperature": 0, "guidance_scale": 2.5}
     got = ids(server, **ask, negative_prompt=away)
-    with LLM("pocket", strategies=["guidance"], batch_invariant=True) as llm:
+    with LLM("pocket", dtype="float32", strategies=["guidance"], batch_invariant=True) as llm:
         params = SamplingParams.make(max_tokens=5, ignore_eos=True, **ask, negative_prompt=away)
         assert got == [llm.generate(TALE["prompt"], params, use_tqdm=False)[0].tokens]
         tokens = llm.tokenizer.encode(away)

@@ -30,7 +30,7 @@ def vectors(tmp_path_factory):
     """A folder of vectors, right and wrong."""
     folder = tmp_path_factory.mktemp("vectors")
     rng = np.random.default_rng(0)
-    with LLM("pocket", num_kvcache_blocks=64, max_num_seqs=2) as llm:
+    with LLM("pocket", dtype="float32", num_kvcache_blocks=64, max_num_seqs=2) as llm:
         width = llm.tap_points()[POINT]
     np.save(folder / "calm.npy", rng.normal(size=width).astype(np.float32))
     np.save(folder / "narrow.npy", np.ones(3))
@@ -74,7 +74,9 @@ def operator(running):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("pocket", batch_invariant=True, max_num_seqs=64, num_kvcache_blocks=512, max_model_len=1024) as made:
+    with LLM(
+        "pocket", dtype="float32", batch_invariant=True, max_num_seqs=64, num_kvcache_blocks=512, max_model_len=1024
+    ) as made:
         yield made
 
 
