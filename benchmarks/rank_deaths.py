@@ -265,12 +265,12 @@ class Try:
                 row.wrong.append(f"{fault} {self.rank}: said after {took:.1f} s")
 
     def _kill_a_starting_rank(self) -> float:
-        """Some time after there are so many."""
+        """Kill one rank at a random moment after all have started: while it loads, compiles or captures."""
         found: list[int] = []
         while len(found) < self.args.ranks and self.process.poll() is None:
             found = [pid for pid, words in of_try(self.mark).items() if re.search(RANK[self.args.executor], words)]
             time.sleep(0.02)
-        time.sleep(self.rng.uniform(0.0, 1.5))
+        time.sleep(self.rng.uniform(0.0, self.args.start))
         begun = time.monotonic()
         os.kill(sorted(found)[self.rank], signal.SIGKILL)
         return begun
@@ -341,6 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--executor", default="multiprocess", choices=list(RANK))
+    parser.add_argument("--start", type=float, default=1.5, help="seconds within which a starting rank is killed")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

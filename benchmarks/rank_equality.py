@@ -3,6 +3,7 @@
     python benchmarks/rank_equality.py                              every family, 1, 2, 4 and 8 ranks, 200 prompts
     python benchmarks/rank_equality.py --only qwen3 gptq --ranks 1 2
     python benchmarks/rank_equality.py --executor ray --ranks 1 2
+    python benchmarks/rank_equality.py --model DIR --load-format dummy --ranks 1 2 4 --set quantizer=int4 --prompts 64
 
 The families are all built-in plug-ins of the seam ``model`` that name an architecture, each as a tiny model with random
 weights in float32; then, for a llama, each quantizer that reads checkpoints.  The first size is computed by one process
@@ -11,7 +12,12 @@ them.  Where one is not, transformers' logits decide: *tie*, if the two best log
 than ``TIE`` (a sum of parts is rounded otherwise than a whole one, and so is a router's choice), else *WRONG*.
 
 Weights that are quantized while they are loaded are left out: where a matrix is cut they have other scales.
-Exit status 1 if an answer is wrong, or an engine did not start.
+
+With ``--model`` one model of any size and dtype is compared.  Sums of several ranks are rounded differently, so the
+answers are compared up to the first token that differs.  The table shows the answers that are equal, the largest
+difference of log-probabilities before that token, and the largest difference between the two best log-probabilities of
+one rank at that token.  Both are to be of the size of the dtype's rounding errors.
+Exit status 1 if an answer is wrong, an engine did not start, or with ``--model`` a difference is above ``--most``.
 """
 
 from __future__ import annotations
@@ -24,13 +30,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
 from minivllm import LLM, SamplingParams
+from minivllm.config import load_config
 from minivllm.errors import MinivllmError
 from minivllm.registration.spec import ANY
 from minivllm.registry import Catalog
@@ -144,6 +151,55 @@ def cells(name: str, folder: Path, model: Any, args: argparse.Namespace) -> Iter
             yield f"{type(e).__name__}: {e}", False
 
 
+class Answer(NamedTuple):
+    """The tokens of an answer, the log-probability of each, and its distance to the second best one."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
+def model_answers(ranks: int, args: argparse.Namespace) -> list[Answer]:
+    """Return the greedy answers of ``--model`` shared by some ranks."""
+    keywords: dict[str, Any] = dict(model=args.model, load_format=args.load_format, skip_tokenizer_init=True)
+    keywords |= dict(max_model_len=2048, max_num_seqs=args.prompts)
+    if ranks > 1:
+        keywords |= dict(tensor_parallel_size=ranks, executor={"name": args.executor, "options": {"timeout": 300}})
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, logprobs=2, detokenize=False)
+    rng = np.random.default_rng(1)
+    found = []
+    with LLM(config=load_config(sets=args.set, keywords=keywords)) as llm:
+        top = min(10_000, llm.engine.capacity.vocab_size)
+        asked = [rng.integers(0, top, rng.integers(1, 400)).tolist() for _ in range(args.prompts)]
+        for out in llm.generate(asked, params, use_tqdm=False):
+            answer = out.outputs[0]
+            best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in answer.logprobs]
+            found.append(Answer(list(answer.token_ids), [b[0] for b in best], [b[0] - b[1] for b in best]))
+    return found
+
+
+def compare_model(args: argparse.Namespace) -> int:
+    """Print a row for each number of ranks but the first, and return the exit status."""
+    one, status = model_answers(args.ranks[0], args), 0
+    print(
+        f"{'ranks':>6} {'equal answers':>14} {'logprobs differ by':>19} {'gap at other tokens':>20} {'seconds':>8}",
+        flush=True,
+    )
+    for ranks in args.ranks[1:]:
+        begun, equal, apart, gap_there = time.monotonic(), 0, 0.0, 0.0
+        for want, got in zip(one, model_answers(ranks, args), strict=True):
+            same = [a == b for a, b in zip(want.tokens, got.tokens, strict=True)]
+            first = same.index(False) if False in same else len(same)
+            equal += first == len(same)
+            differences = [abs(a - b) for a, b in zip(want.logprobs[:first], got.logprobs[:first], strict=True)]
+            apart = max([apart, *differences])
+            gap_there = max([gap_there, *want.gaps[first : first + 1]])
+        seconds = time.monotonic() - begun
+        print(f"{ranks:6} {equal:7} of {len(one):3} {apart:19.4f} {gap_there:20.4f} {seconds:8.0f}", flush=True)
+        status |= max(apart, gap_there) > args.most
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -151,8 +207,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--executor", default="multiprocess", choices=["multiprocess", "ray"])
     parser.add_argument("--only", nargs="+", default=[], help="names of families or methods")
+    parser.add_argument("--model", help="compare this model only, on the device that auto chooses")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the engines")
+    parser.add_argument("--most", type=float, default=0.2, help="largest difference of log-probabilities")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.model:
+        return compare_model(args)
     made = {name: (family_model, model_type) for name, model_type in families().items()}
     made |= {method: (packed_model, method) for method in WRITTEN}
     if unknown := set(args.only) - set(made):

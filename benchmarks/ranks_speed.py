@@ -36,7 +36,9 @@ LLAMA = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
     "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
-SHAPES = {  # Llama 3.1 8B and 3.2 1B, and one for a CPU
+SHAPES = {  # Llama 3.1 70B and 8B, Llama 3.2 1B, and one for a CPU
+    "70b": {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
     "8b": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
     "1b": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
