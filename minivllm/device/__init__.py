@@ -1,1 +1,1 @@
-"""Everything that computes on tensors: the worker, layers, kernels, the native library, the reading of checkpoints."""
+"""Computations on tensors, which are the worker, layers, kernels, the native library and the reading of checkpoints."""

@@ -1,17 +1,18 @@
-"""What the machine can do: device, memory, and which dtypes a CPU multiplies safely and fast.
+"""Find the device, the memory of the machine and the dtypes in which a CPU multiplies safely and fast.
 
-On some virtual machines the CPU offers AMX without the CPUID leaf that describes its tiles.  oneDNN then builds AMX
-kernels that die of SIGILL, and the process with them.  Two guards: ``prepare_environment`` caps oneDNN below AMX where
-the operating system does not offer it, and ``cpu_matmul`` multiplies in a child process before anybody multiplies here.
+Some virtual machines offer AMX without the CPUID leaf that describes its tiles.  oneDNN then builds AMX kernels, which
+end the process with SIGILL.  ``prepare_environment`` therefore limits oneDNN to instruction sets below AMX if the
+operating system does not offer AMX, and ``cpu_matmul`` tries a product in a child process before this process computes
+one.
 
-oneDNN compiles a kernel for every number of rows of every weight's shape, and an engine sees nearly all of them in its
-life.  A kernel is 0.3 to 0.5 MiB; oneDNN keeps 1,024 of them and torch's bridge to it 1,024 more, for each thread, so
-that a process grows by half a GiB in its first hour.  ``prepare_environment`` bounds both.
+oneDNN compiles a kernel for each number of rows of each weight's shape, and an engine uses nearly all of these shapes
+over time.  A kernel takes 0.3 to 0.5 MiB.  By default oneDNN keeps 1,024 kernels and torch another 1,024, in each
+thread, so that the process grows by half a GiB in its first hour.  ``prepare_environment`` limits both caches.
 
-OpenMP's threads wait for the next operation in a loop, by GNU's default for some milliseconds.  Where another process
-wants their cores, the server's HTTP or a second engine, each takes from the other what neither works with, and both
-slow down far more than twofold.  ``prepare_environment`` bounds the loop to less than a tenth of a millisecond: longer
-than from one operation of a layer to the next, shorter than what others notice.
+OpenMP's idle threads spin until the next operation, with GNU's default for some milliseconds.  If another process needs
+the same cores, such as the HTTP server or a second engine, spinning slows down both far more than twofold.
+``prepare_environment`` limits spinning to less than a tenth of a millisecond.  This is longer than the gap between two
+operations of a layer, and short enough for other processes.
 """
 
 from __future__ import annotations
@@ -35,48 +36,53 @@ from typing import Any
 from minivllm.errors import ConfigError, ResourceError
 
 CAP = "ONEDNN_MAX_CPU_ISA"
-# kernels that are kept: those of the last fifty sizes of a step.  The bridge's are the same ones once more, and finding
-# one in oneDNN costs no time that could be measured; of 0 it dies.
+# Kernels that oneDNN keeps, enough for the last fifty batch sizes. torch's own cache holds the same kernels again and
+# saves no measurable time, but a size of 0 crashes it.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
-WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the loop; GNU's OpenMP reads it when torch is imported
+WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the spin loop; GNU's OpenMP reads it when torch is imported
 WAIT_POLICY = "OMP_WAIT_POLICY"
-ISAS = (  # oneDNN's names of instruction sets in their order, up to the first that has all that is asked for here
+ISAS = (  # oneDNN's names of instruction sets in ascending order
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
     "AVX512_CORE_FP16",
 )  # fmt: skip
-# dtype -> the first of ISAS with products of it, and the flag of a CPU for its vectors and for its tiles
+# dtype -> the first of ISAS with products in it, and the CPU flags of its vector and of its tile instructions
 PRODUCTS = {
     "bfloat16": ("AVX512_CORE_BF16", "avx512_bf16", "amx_bf16"),
     "float16": ("AVX512_CORE_FP16", "avx512_fp16", "amx_fp16"),
 }
-PROBED = ("float32", "bfloat16")  # what dtype=auto chooses from
+PROBED = ("float32", "bfloat16")  # the dtypes between which dtype=auto chooses
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # a decode step of one sequence, a small prefill
-_REPEATS = (20, 5)  # about 2 ms each: longer than what another process takes away at a time
-FASTER = 1.25  # bfloat16 is taken if it is that many times faster than float32 for both, so that noise does not decide
-DOUBT = (1.0, 2.5)  # a gain between these is measured again, AGAIN times at most
+_REPEATS = (20, 5)  # about 2 ms each, which is longer than usual interruptions by other processes
+FASTER = 1.25  # bfloat16 is chosen only if it is this many times faster for both sizes, so that noise does not decide
+DOUBT = (1.0, 2.5)  # a speedup between these limits is measured again, up to AGAIN times
 AGAIN = 3
-_DIM = 1024  # float32 weights of 4 MiB: more than a core's own cache
-_FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0  # 0.1 and 2 when all is well; importing torch can be slow on a cold disk
+_DIM = 1024  # float32 weights of 4 MiB, more than the cache of a core
+_FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0  # usually 0.1 and 2; importing torch from a cold disk takes longer
 
 
 @dataclass(frozen=True)
 class Device:
-    """``sm`` is 10 * major + minor of the compute capability, 0 on a CPU; ``memory`` is all there is, in bytes."""
+    """The device of an engine.
+
+    ``sm`` is 10 * major + minor of the compute capability, 0 on a CPU.  ``memory`` is its total memory in bytes.
+    """
 
     kind: str  # cpu | cuda
     name: str
     sm: int
     memory: int
     why: str
-    devices: int = 1  # of this kind
+    devices: int = 1  # number of devices of this kind
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
-    """Bound how many kernels are kept and how long idle threads loop, and cap oneDNN's instruction set where the
-    operating system offers AVX512-BF16 but no AMX.  Returns the cap if it was set now.  The variables are read when
-    torch is imported and with the first matrix product, so this comes before both; a value that the user has set
-    stays."""
+    """Set variables that limit kernel caches, spinning threads and oneDNN's instruction set, and return the set limit.
+
+    The instruction set is limited only if the operating system offers AVX512-BF16 but not AMX.  The result is None if
+    it is not limited here.  torch reads the variables when it is imported and at its first matrix product, so this
+    function must run before.  Variables that the user has set keep their values.
+    """
     environ = os.environ if environ is None else environ
     if WAIT_POLICY not in environ:
         for name, most in WAITING.items():
@@ -129,7 +135,7 @@ def _host_memory() -> int:
     """Return the bytes of memory that this process may use: those of the machine, or the limit of its control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-        return min(total, int(file.read()))  # "max" is no number: no limit
+        return min(total, int(file.read()))  # "max" is not a number and means no limit
     return total
 
 
@@ -147,7 +153,10 @@ def free_ram() -> int:
 
 @dataclass(frozen=True)
 class Matmul:
-    """Milliseconds of a matrix product by dtype, one entry per ``ROWS``; a dtype that is missing killed its process."""
+    """Milliseconds of a matrix product by dtype, one value per entry of ``ROWS``.
+
+    A dtype is missing if its product ended the process.
+    """
 
     times: Mapping[str, tuple[float, ...]]
 
@@ -166,19 +175,21 @@ class Matmul:
 
 @functools.cache
 def cpu_matmul() -> Matmul:
-    """Multiply in each of ``PROBED``, in a child process (about 0.05 s; the answer is kept)."""
+    """Measure products in each dtype of ``PROBED`` in a child process, which takes about 0.05 s, once per process."""
     return settled(functools.partial(probe, _measure))
 
 
 @functools.cache
 def _other_matmul(dtype: str) -> Matmul:
-    """Return the measurement of a dtype that runs only if the user asks for it."""
+    """Measure a dtype that is not in ``PROBED``, and runs only if the user sets it."""
     return probe(_measure, names=(dtype,))
 
 
 def settled(measured: Callable[[], Matmul]) -> Matmul:
-    """Return a measurement, repeated if other work on the machine may have decided between two dtypes.  Other work
-    only adds time, so the smallest of several times counts."""
+    """Return a measurement, repeated if the speedup is close to the limit between two dtypes.
+
+    Other work on the machine only adds time, so the smallest time of each product counts.
+    """
     found = measured()
     for _ in range(AGAIN):
         if not (found.safe("float32") and found.safe("bfloat16")):
@@ -192,17 +203,18 @@ def settled(measured: Callable[[], Matmul]) -> Matmul:
 def probe(
     measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux", names: Sequence[str] = PROBED
 ) -> Matmul:
-    """Measure each dtype in child processes.  If a child dies, the next one continues after the dtype that killed it.
+    """Measure each dtype in child processes.  If a child dies, the next child continues behind the dtype that killed
+    it.
 
-    A forked child is fast and has exactly this process's oneDNN settings.  If it gives no answer in time (a lock that
-    another thread held at the fork), a fresh process is asked instead.
+    A forked child is fast and has exactly this process's oneDNN settings.  It may hang on a lock that another thread
+    held at the fork.  After a time limit, a new process measures instead.
     """
     times: dict[str, tuple[float, ...]] = {}
     left = list(names)
     while left:
         text = _in_fork(measure, left) if fork else None
         if text is None and (text := _in_process(left)) is None:
-            break  # what could not be tried does not count as safe
+            break  # a dtype that could not be tried does not count as safe
         for line in text.splitlines():
             name, *values = line.split()
             times[name] = tuple(float(v) for v in values)
@@ -215,7 +227,7 @@ def _measure(name: str) -> tuple[float, ...]:
     """Return the shortest times in milliseconds of some products [rows, DIM] x [DIM, DIM] on one thread."""
     import torch
 
-    torch.set_num_threads(1)  # a forked child must not wait for threads that only its parent has
+    torch.set_num_threads(1)  # a forked child must not wait for threads that exist only in its parent
     dtype = getattr(torch, name)
     weight = torch.ones(_DIM, _DIM, dtype=dtype)
     results = []
@@ -261,7 +273,7 @@ def _child(measure: Callable[[str], tuple[float, ...]], names: list[str], write:
         import faulthandler
         import resource
 
-        faulthandler.disable()  # its traceback of the expected death would frighten and means nothing
+        faulthandler.disable()  # its traceback of an expected crash would mislead the user
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
@@ -269,7 +281,7 @@ def _child(measure: Callable[[str], tuple[float, ...]], names: list[str], write:
         for name in names:
             os.write(write, _line(name, measure(name)))
     finally:
-        os._exit(0)  # no exit handlers of the parent
+        os._exit(0)  # skip the exit handlers of the parent
 
 
 def _line(name: str, times: tuple[float, ...]) -> bytes:
@@ -287,15 +299,18 @@ def _in_process(names: list[str]) -> str | None:
 
 
 def multiplies(dtype: str) -> bool:
-    """Return whether oneDNN, torch's library for 16-bit products, has instructions of this CPU for "bfloat16" or
-    "float16", and may use them (``ONEDNN_MAX_CPU_ISA``)."""
+    """Return whether oneDNN has instructions of this CPU for products in "bfloat16" or "float16".
+
+    oneDNN is torch's library for 16-bit products.  ``ONEDNN_MAX_CPU_ISA`` may forbid the instructions.
+    """
     return has_products(dtype, _cpu_flags(), os.environ.get(CAP, ""))
 
 
 def has_products(dtype: str, flags: Collection[str], cap: str) -> bool:
-    """Return whether the flags of a CPU have instructions for products of a dtype, which ``cap`` does not forbid.
+    """Return whether a CPU with these flags has instructions for products in a dtype, and ``cap`` allows them.
 
-    Without flags, as on other machines than x86-64 with Linux, torch is trusted to have fast products."""
+    No flags are known outside of Linux on x86-64.  The result is then True.
+    """
     least, flag, tiles = PRODUCTS[dtype]
     name = cap.upper()
     allowed = name not in ISAS or ISAS.index(name) >= ISAS.index(least)
@@ -304,7 +319,7 @@ def has_products(dtype: str, flags: Collection[str], cap: str) -> bool:
 
 @functools.cache
 def _cpu_flags() -> frozenset[str]:
-    """Return the features of the CPU as Linux names them; none elsewhere."""
+    """Return Linux's flags of the CPU, an empty set on other systems."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         return frozenset(next((line for line in file if line.startswith("flags")), "").split())
     return frozenset()
@@ -314,11 +329,11 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def choose_dtype(asked: str, checkpoint: str, device: Device, native: bool = False) -> tuple[str, str]:
-    """Return the dtype of a run and the sentence that says why.
+    """Return the dtype of a run, and the reason as text.
 
-    ``asked`` is "auto" or a dtype, ``checkpoint`` the dtype that config.json names ("float32" if none).  ``native``
-    tells whether a CPU's native library can be used.  ConfigError for a dtype that the engine does not know,
-    ResourceError for one that would kill the process.
+    ``asked`` is "auto" or a dtype.  ``checkpoint`` is the dtype in config.json, "float32" if it has none.  ``native``
+    tells whether the native CPU library can be used.  ConfigError for an unknown dtype, ResourceError for a dtype whose
+    products would end the process.
     """
     if asked not in ("auto", *DTYPES):
         raise ConfigError(f"dtype={asked!r}: expected auto, {', '.join(DTYPES)}")
@@ -341,7 +356,7 @@ def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
         matmul = cpu_matmul() if dtype in PROBED else _other_matmul(dtype)
     if not matmul.safe(dtype):
         raise ResourceError(
-            f"dtype={dtype!r}: a matrix product in it kills the process on this CPU (oneDNN takes instructions that "
+            f"dtype={dtype!r}: a matrix product in it kills the process on this CPU (oneDNN uses instructions that "
             f"the machine does not have); use dtype='float32', or set {CAP}=AVX512_CORE_BF16 before Python starts"
         )
 
@@ -365,9 +380,10 @@ if __name__ == "__main__":
 
 
 def discard_pages(address: int, size: int) -> None:
-    """Return the whole pages of private memory of ``size`` bytes to the system; they then hold zeros.
+    """Return whole pages of private memory to the system; they then hold zeros.
 
-    OSError if the system refuses, or has no such call."""
+    ``address`` and ``size`` are in bytes.  OSError if the system refuses, or has no such call.
+    """
     madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux"):
         raise OSError("this system cannot return the pages of memory in use; sleep needs Linux or a GPU")

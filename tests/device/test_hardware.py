@@ -265,7 +265,7 @@ def test_what_would_kill_the_process_is_refused(monkeypatch):
     with pytest.raises(ResourceError) as info:
         choose_dtype("bfloat16", "float32", CPU)
     assert str(info.value) == (
-        "dtype='bfloat16': a matrix product in it kills the process on this CPU (oneDNN takes instructions that the "
+        "dtype='bfloat16': a matrix product in it kills the process on this CPU (oneDNN uses instructions that the "
         "machine does not have); use dtype='float32', or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before Python starts"
     )
     require_safe("float16", DEADLY)

@@ -1,1 +1,1 @@
-"""A request's own Python functions on logits: they run on the host, on tensors that came from the device."""
+"""A request's own Python functions on logits, which run on the host."""

@@ -1,9 +1,9 @@
-"""A row whose logits a request's own Python functions change: they run on the host, and so does the draw.
+"""Sampling on the host for a row whose request has its own Python functions on logits.
 
-The device sends the row's logits after its own processors (see ``plan.StepPlan.host``); the functions get them
-one after another, then the sampler of the config draws, on the CPU and with the noise of this position, so that
-functions that change nothing change no token.  What the sampler remembers of the row is here, with the sequence:
-preemption and forks do not touch it.
+The device sends the row's logits after its own processors (``plan.StepPlan.host``).  The request's functions run in
+order, and then the sampler of the config draws a token on the CPU.  It uses the noise of this position, so that
+functions without effect leave the tokens unchanged.  The sampler's state of the row is kept here with the sequence, so
+that preemption and forks do not change it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ FIELD = "logits_processors"
 
 
 class HostDraw:
-    """``draw(logits f32 [V], ids so far) -> token`` for one sequence.
+    """Callable ``draw(logits f32 [V], ids so far) -> token`` for one sequence.
 
-    Functions take (output ids, logits) or (prompt ids, output ids, logits), logits a float32 tensor [V] of their own,
-    and return the logits, a tensor or an array.  What they raise goes to the caller; so does what cannot be drawn from.
+    Functions take (output ids, logits) or (prompt ids, output ids, logits), and return the logits as a tensor or an
+    array.  The logits are a float32 tensor [V], which a function may change.  The errors of functions are raised to the
+    caller, as is ValueError for logits without a token to draw.
     """
 
     def __init__(self, seq: Seq, functions: Sequence[Callable[..., Any]], sampler: Sampler, row: Row | None) -> None:
@@ -51,7 +52,7 @@ class HostDraw:
                 arguments.insert(0, list(ids[: self.prompt]))
             x = _logits(function(*arguments), function, len(logits))
         if not x.amax().isfinite():
-            raise ValueError("they left no token to draw: all logits are -inf, or one is NaN or +inf")
+            raise ValueError("the functions left no token to draw: all logits are -inf, or one is NaN or +inf")
         try:
             return call_foreign(self._draw, x, ids)
         except Exception as e:
@@ -82,7 +83,7 @@ def _takes_prompt(function: Callable[..., Any]) -> bool:
     """Return whether a function takes three arguments and not two.  RequestError if it takes neither number."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin that does not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     for count in (3, 2):
         try:

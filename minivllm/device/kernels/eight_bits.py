@@ -1,7 +1,8 @@
-"""A row of numbers in 8 bits: codes, int8 or float8_e4m3fn, times the largest element of the row / 127 or 448.
+"""Rounding of a row of numbers to 8-bit codes, int8 or float8_e4m3fn, with one scale per row.
 
-What a row becomes does not depend on the others.  A row of zeros, or of less than 1e-30, has scale 1.  The scale of a
-row with a NaN is NaN, and so is all that is multiplied by it; an infinite element makes all products of its row NaN.
+The scale is the largest absolute element of the row, divided by 127 or 448.  The codes of a row do not depend on other
+rows.  A row with no element of at least 1e-30 has the scale 1.  A row with a NaN has the scale NaN, so all its products
+are NaN.  An infinite element makes all products of its row NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def size_of(v):
     """Return |v| of float32 as the int32 with the same bits.
 
-    They have the order of the numbers, with NaN above all numbers, which a maximum of floats would ignore.
+    These integers have the order of the numbers, with NaN above all numbers.  A maximum of floats would ignore NaN.
     """
     return tl.abs(v).to(tl.int32, bitcast=True)
 
@@ -36,8 +37,9 @@ def step_of(most, TOP: tl.constexpr):
 
 @triton.jit
 def divided(v, step, inverse):
-    """Return v / step, rounded once as by a division (Markstein 1990; the inverse is rounded too), in a third of
-    its time.
+    """Return v / step with the rounding of a division, in a third of its time.
+
+    The method is Markstein's of 1990.  ``inverse`` is 1 / step, rounded.
     """
     r = v * inverse
     return tl.fma(tl.fma(-r, step, v), inverse, r)
@@ -45,10 +47,10 @@ def divided(v, step, inverse):
 
 @triton.jit
 def codes_of(v, step, inverse, TOP: tl.constexpr, WHOLE: tl.constexpr):
-    """Return float32 v in steps, as float8 numbers or with WHOLE as int8 numbers in float32."""
+    """Return float32 v in units of step, as float8 numbers, or with WHOLE as whole numbers of int8 in float32."""
     v = divided(v, step, inverse)
     if WHOLE:
-        v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
+        v = (v + 12582912.0) - 12582912.0  # round to the nearest whole number, ties to even
     v = tl.minimum(tl.maximum(v, -TOP), TOP)
     if not WHOLE:
         v = v.to(tl.float8e4nv)

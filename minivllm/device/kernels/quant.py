@@ -1,20 +1,20 @@
-"""x W^T for weights of 8 or 4 bits: they are read as they lie and made numbers of in registers.
+"""Products x W^T with weights of 8 or 4 bits, which are converted to numbers in registers.
 
-    few     1 to 8 rows     no matrix units: a program sums BN outputs over all inputs, its weights stream past;
-                            of whole numbers, for x of 16 bits, by words of 32 bits (``quant_words``)
+    few     1 to 8 rows     without tensor cores, a program sums BN outputs over all inputs; integer weights are read
+                            as 32-bit words for x of 16 bits (``quant_words``)
     dots    any rows        grid (M / BM, N / BN, SK)   y^T [BN, BM] = numbers(W) [BN, K / SK] x^T on the tensor cores
-    dense   many rows       a part of the weight is made numbers of in memory, for the library's product
+    dense   many rows       a part of the weight is converted to numbers in memory, for the library's product
 
 Forms of a weight [N, K], as in ``StoredWeight``::
 
     int8, float8_e4m3fn [N, K]   w = weight * scale[n]
     uint8 [N, K / 2]             w = (q - zero[n, group]) * scale[n, group]; byte j of the 16 of block b has input
                                  32 b + j in its low half, 32 b + 16 + j in its high half;  with a table f32 [16]
-                                w = table[q] * scale[n, group]
+                                 w = table[q] * scale[n, group]
 
-Bytes: the weight and its scales once, x and y a few times.  Sums are float32, in an order that goes by the shapes
-alone; where a sum is split (SK) the program that arrives last adds the parts in their order.  What a step of captured
-steps needs beside y is scratch of a size that goes by the shapes.
+The kernels read the weight and its scales once, x and y a few times.  Sums are float32, in an order that depends only
+on the shapes.  If a sum is split (SK), the program that arrives last adds the parts in their order.  Captured steps
+need scratch memory beside y, whose size depends only on the shapes.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ from .quant_numbers import (
 from .quant_words import WIDE
 
 SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities whose programs have 99 KiB of shared memory
-FEW = 8  # rows up to which ``few`` is there
-DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
-# up to which ``quant_fixed`` and ``quant_tiles`` serve, on a Hopper: as far as an H100 has measured them
+FEW = 8  # rows up to which ``few`` can run
+DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
+# rows up to which ``quant_fixed`` and ``quant_tiles`` are used on Hopper, as far as measured on an H100
 FIXED_ROWS, TILE_ROWS = 256, 256
-# (rows up to which ``few`` serves, rows up to which ``dots`` does), by dtype of the weight, as
-# benchmarks/quant_kernels.py has measured them on an H200
+# dtype of the weight -> (rows up to which ``few`` is used, rows up to which ``dots`` is used), as measured on an H200
+# by benchmarks/quant_kernels.py
 SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
 
 
 @triton.jit
 def _products(acc, x, at, on, low, high, s, z, FORM: tl.constexpr):
-    """Return acc [BN, B] + the products of a row of x with ``low`` [BN, B], and with ``high`` for inputs 16
-    further on.
-    """
+    """Return acc [BN, B] + the products of a row of x with ``low`` [BN, B], and of the next 16 inputs with ``high``."""
     v = tl.load(x + at, mask=on, other=0.0).to(tl.float32)[None, :]
     if FORM == 4:
         u = tl.load(x + at + 16, mask=on, other=0.0).to(tl.float32)[None, :]
@@ -146,8 +144,7 @@ def _dots(
 ):  # fmt: skip
     """Multiply rows by the weight with tensor cores.
 
-    ASM converts weights to bfloat16 by instructions for two numbers at a time; 1 in 1,000 of int4 differs by a
-    rounding.
+    ASM converts weights to bfloat16 two at a time; 1 in 1,000 int4 numbers then differs by a rounding.
     """
     wait(PDL)
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -202,7 +199,7 @@ def _dots(
 
 
 def few_tile(form: int, group: int, rows: int, n: int = 0) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200 for 8 bits and up to 2 rows."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200 (8 bits, up to 2 rows), else a default."""
     if form == 8 and rows <= 2:
         bn, bk, stages, warps = (16, 256, 4, 4) if n >= WIDE else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
         return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
@@ -211,7 +208,7 @@ def few_tile(form: int, group: int, rows: int, n: int = 0) -> dict[str, int]:
 
 
 def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs.
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
 
     For fewer outputs, sums are split among as many programs as the device can run at once.
     """
@@ -232,7 +229,7 @@ def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
 
 
 def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
-    """Describe for ``minivllm explain`` which kernel serves how many rows of a weight of this dtype.
+    """Return for ``minivllm explain`` which kernel serves which numbers of rows of a weight of this dtype.
 
     ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
     """
@@ -266,10 +263,11 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
 
 
 class Quantized:
-    """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
+    """The kernels of one weight in a form of ``StoredWeight``, and their counters of split sums, 0 between launches.
 
-    The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits, and a
-    group 32, 64 or 128 of them, else ValueError: what no tile divides would give wrong products.
+    The scales of groups are [N, groups] with any strides.  With 4 bits the number of inputs must be a multiple of 32,
+    and a group must have 32, 64 or 128 inputs.  ValueError for other groups, for which the tiles would give wrong
+    products.
     """
 
     def __init__(
@@ -296,7 +294,7 @@ class Quantized:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
 
-        M alone decides the kernel.
+        Only M and the dtype of x decide the kernel.
         """
         x, m = x.contiguous(), len(x)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
@@ -317,7 +315,7 @@ class Quantized:
             quant_fixed.fixed(x, self.weight, self.scale, y)
             return True
         if not aligned or m > TILE_ROWS or x.dtype != torch.bfloat16 or self._sizes["ZERO"] == 1:
-            return False  # fractions as zero points were not measured
+            return False  # zero points that are fractions were not measured
         if m <= (16 if self.form == 4 else 64):
             return False
         quant_tiles.tiles(self, x, None, y)
@@ -354,7 +352,9 @@ class Quantized:
     def words(
         self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
     ) -> Tensor:
-        """Compute y [M, N] of x [1 to 8, K] that ``quant_words.takes``, times ``by_row`` f32 [M] if it is not None."""
+        """Compute y [M, N] of x [1 to 8, K] for which ``quant_words.takes`` is true, times ``by_row`` f32 [M] if not
+        None.
+        """
         y = x.new_empty(len(x), self.n) if y is None else y
         return quant_words.words(x, self.weight, self.scale, self.zero, y, self._sizes, tile, by_row)
 
@@ -378,7 +378,9 @@ class Quantized:
         return y
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
-        """Compute y [M, N] of x [M, K] with torch's product, of parts of the weight that are dequantized to memory."""
+        """Compute y [M, N] of x [M, K] with torch's product and parts of the weight that are converted to numbers in
+        memory.
+        """
         y = x.new_empty(len(x), self.n) if y is None else y
         step = max(1, at_once // self.k)
         for first in range(0, self.n, step):
@@ -387,7 +389,7 @@ class Quantized:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight as numbers [rows, K]."""
+        """Return some rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes, self.table)
         return out

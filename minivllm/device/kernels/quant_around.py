@@ -1,4 +1,4 @@
-"""What kernels of quantized weights have in common that take along what surrounds a product (``products.Product``)."""
+"""The shared part of kernels that multiply by a quantized weight and apply an epilogue (``products.Product``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .quant import Quantized
 
 
 class Surrounded:
-    """A product with a bias, a gate, or a residual and the next norm.  ``rounded``: rows of x are rounded to that dtype
-    before, each by its largest element."""
+    """A product with an epilogue, which is a bias, a gate, or a residual addition with the next norm.
+
+    ``rounded`` is an 8-bit dtype to which each row of x is rounded before the product, by its largest element.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Surrounded:
         norm: Tensor | None,
         parts: int,
     ) -> tuple[Tensor, Tensor | None, tuple[Any, ...], dict[str, Any]]:
-        """Return y [M, N], the second result for so many parts, the kernel's arguments behind the weight, and its
+        """Return y [M, N], the second result for ``parts`` parts, the kernel's arguments behind the weight, and its
         constants.
         """
         y, unused = x.new_empty(len(x), self.n), self.of.scale
@@ -67,5 +69,7 @@ class Surrounded:
         return y, told, around, constants
 
     def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
-        """Allocate the sums of squares of a row's parts, which the next norm reads."""
+        """Allocate f32 [rows, parts] for the sums of squares of each row, which the next norm reads; None without a
+        norm.
+        """
         return torch.empty((rows, parts), dtype=torch.float32, device=device) if self.mode == ADDED else None

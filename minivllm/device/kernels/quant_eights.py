@@ -1,9 +1,10 @@
-"""Eight products of float8 at a time, as float16.
+"""Sums of eight products of float8 numbers, computed as float16.
 
-The product of two numbers of float8 has 8 bits of significand, where float16 has 11, and two products of float16 are
-one instruction.  Of the 8 products four and four are added up in float16, the two sums in float32; what that rounds is
-2e-4 of such a sum.  One side is divided by 16 before, as 4 * 448 * 448 is too large for float16; products that become
-less than 2 ** -14 by that lose bits, which are worth 2 ** -38 of the largest.  NaN stays NaN (``ASM``).
+The product of two float8 numbers has 8 bits of significand, so float16, which has 11, holds it exactly.  One
+instruction computes two products of float16.  Four products each are summed in float16, and the two sums in float32;
+the rounding error is 2e-4 of such a sum.  One factor is divided by 16 before, because 4 * 448 * 448 exceeds float16.
+Products below 2 ** -14 lose bits by that division, at most 2 ** -38 of the largest product.  With ``ASM`` NaN stays
+NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import triton.language as tl
 
 @triton.jit
 def pair_of(v0, v1, ASM: tl.constexpr):
-    """Round v0 and v1 float32 to float8, and return an int32 of two float16 with a 16th of each, v0 low."""
+    """Round v0 and v1 float32 to float8, and return an int32 of two float16, each divided by 16, with v0 in the low
+    half.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -39,9 +42,7 @@ def pair_of(v0, v1, ASM: tl.constexpr):
 
 @triton.jit
 def _two(raw, pair, at: tl.constexpr):
-    """Return the products, float32, of the two float8 codes at bits ``at`` to at + 15 with the pair; NaN counts as
-    480.
-    """
+    """Return two products, float32, of the float8 codes in bits ``at`` to at + 15 with the pair.  NaN counts as 480."""
     low, high = (raw >> at).to(tl.int16), (raw >> (at + 8)).to(tl.int16)
     v0 = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256
     v1 = (((high & 0x80) << 8) | ((high & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -51,7 +52,7 @@ def _two(raw, pair, at: tl.constexpr):
 
 @triton.jit
 def eight_products(raw, p0, p1, p2, p3, ASM: tl.constexpr):
-    """Return the sum, float32, of the products of eight float8 in an int64 with four results of ``pair_of``."""
+    """Return the sum, float32, of the products of eight float8 numbers in an int64 with four results of ``pair_of``."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{

@@ -1,12 +1,12 @@
-"""33 to 1,024 rows times an int8 weight on the int8 tensor cores: x as whole numbers of 15 bits, in two products.
+"""Products of 33 to 1,024 rows with an int8 weight on the int8 tensor cores.
 
     parts     x [M, K] -> q int8 [2, M, K], scale [M]:  x = (128 q[0] + q[1]) * scale, scale = a row's largest / 16256
     product   y [M, N] = (128 q[0] W^T + q[1] W^T) * scale[m] * (scale of the weight)[n], grid (N / BN, M / BM)
 
-Nothing is made of the weight's bytes, and two such products take the time of one of bfloat16.  Sums are int32, which is
-exact.  An element of x is off by at most 1 / 32512 of its row's largest: an output moves by less than a fourth of what
-rounding the weight to int8 moved it by, whatever the row is, since that goes by the row's norm, which is no smaller
-than its largest.
+A row of x becomes whole numbers of 15 bits, which two int8 products multiply.  The weight is not converted, and the two
+products take the time of one bfloat16 product.  Sums are int32 and exact.  An element of x changes by at most 1 / 32512
+of its row's largest element.  The error of an output is below a fourth of the error that rounding the weight to int8
+made, for every row, because that error is proportional to the row's norm, which is at least its largest element.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOP = 16256.0  # 127 times 128
 
 @kernel("M")
 def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
-    """Split a row of x to high and low parts of int8."""
+    """Split a row of x into high and low parts of int8."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
@@ -34,11 +34,11 @@ def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr,
         most, odd = tl.maximum(most, tl.abs(v)), odd + (v - v)
     top = tl.max(most, 0)
     step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
-    tl.store(scale + row, step + tl.sum(odd, 0))  # what is no finite number spoils its row
+    tl.store(scale + row, step + tl.sum(odd, 0))  # a number that is not finite makes the scale NaN
     inverse = tl.div_rn(1.0, step)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) * inverse
-        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # the nearest multiple of 128
+        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # round to the nearest multiple of 128
         low = (v - high * 128.0 + 12582912.0) - 12582912.0
         low = tl.minimum(tl.maximum(low, -127.0), 127.0)
         tl.store(q + row * K + k + ok, high.to(tl.int8), mask=k + ok < K)
@@ -46,7 +46,7 @@ def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr,
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split contiguous x [M, K] to q int8 [2 M, K], the high parts of all rows first, and scale f32 [M]."""
+    """Split contiguous x [M, K] into q int8 [2 M, K], with the high parts of all rows first, and scale f32 [M]."""
     m, k = x.shape
     q = torch.empty((2 * m, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
@@ -81,15 +81,16 @@ def _fixed(
 
 
 def fixed_tile(n: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H100, of 64 to 256 rows."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H100, for 64 to 256 rows."""
     return dict(BM=64, BN=128 if n > 4096 else 64, BK=128, STAGES=3 if n > 4096 else 4, num_warps=4)
 
 
 def fixed(
     x: Tensor, weight: Tensor, scale: Tensor, y: Tensor | None = None, tile: dict[str, int] | None = None
 ) -> Tensor:
-    """Compute y [M, N] of contiguous x [M, K] and an int8 weight [N, K] with scale f32 [N]; K must be a multiple
-    of 16.
+    """Compute y [M, N] of contiguous x [M, K] and an int8 weight [N, K] with scale f32 [N].
+
+    K must be a multiple of 16.
     """
     (m, k), n = x.shape, len(weight)
     y = x.new_empty(m, n) if y is None else y

@@ -1,21 +1,22 @@
-"""Eight products of codes of 4 bits at a time, as float16.
+"""Sums of eight products of 4-bit codes, computed as float16.
 
-Two products of float16 are one instruction, and a code needs no other than a mask to be a number: at the lowest bits of
-a float16 q is 2 ** -24 q, four bits further up 2 ** -20 q, both subnormal and both exact::
+One instruction computes two products of float16.  A mask turns a code into a number, because q in the lowest bits of a
+float16 is 2 ** -24 q, and four bits further up 2 ** -20 q.  Both are subnormal and exact::
 
-    word & 0x000f000f         inputs j and j + 2     2 ** -24 q
-    word & 0x00f000f0         j + 16 and j + 18      2 ** -20 q, times a 16th of x
-    word >> 8, likewise       j + 1 and j + 3, j + 17 and j + 19
+    word & 0x000f000f              inputs j and j + 2         2 ** -24 q
+    word & 0x00f000f0              j + 16 and j + 18          2 ** -20 q, times a 16th of x
+    (word >> 8) & 0x000f000f       j + 1 and j + 3            2 ** -24 q
+    (word >> 8) & 0x00f000f0       j + 17 and j + 19          2 ** -20 q, times a 16th of x
 
-So that nothing is too large or too small, x is multiplied by the power of two that brings the largest element of its
-row to 2 ** 15 or more, and less than 2 ** 16.  bfloat16 has fewer bits than float16 has: x is still exact, but for what
-is 2 ** -29 of the largest.  A product is a multiple of 2 ** -24, so what it is off by is that of x by 2 ** -16 of the
-largest element, divided by the code.  Of the 8 products four and four are added up in float16, the two sums in float32.
-What a zero point brings goes by the sum of x, in float32.
+A row of x is multiplied by a power of two such that its largest element is at least 2 ** 15 and below 2 ** 16.  This
+avoids overflow and underflow.  The conversion of bfloat16 to float16 is exact except for elements below 2 ** -29 of the
+largest.  A product is a multiple of 2 ** -24.  Four products each are summed in float16, and the two sums in float32.
+The part of the zero point is the zero point times the sum of x, in float32.
 
-What this rounds is a part of the sums of q x, which are larger than those of (q - zero) x: of normal x 1.1e-3 of the
-outputs' root mean square, where rounding them to bfloat16 makes 1.8e-3, and 1.1e-2 of x that are all the same number of
-8 bits.  An element that is 10,000 times the others leaves of these 3e-2 to outputs whose code of it is the zero point.
+The error is relative to the sums of q x, which are larger than the sums of (q - zero) x.  For normally distributed x it
+is 1.1e-3 of the outputs' root mean square; rounding outputs to bfloat16 makes 1.8e-3.  For x whose elements are all
+equal to a number of 8 bits it is 1.1e-2.  If one element is 10,000 times the others, outputs whose code of it is the
+zero point have an error of up to 3e-2.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNITS = tl.constexpr(512.0)  # what sums are smaller, beside the step of their row: 2 ** (24 - 15)
+UNITS = tl.constexpr(512.0)  # the unit of sums besides the power of two of their row, 2 ** (24 - 15)
 
 
 @triton.jit
 def power_of(most):
-    """Return the largest power of two in a number with ``eight_bits.size_of`` ``most``, and the factor for x.
+    """Return the largest power of two that is at most the number whose ``eight_bits.size_of`` is ``most``, and the
+    factor for x.
 
     The power is at least 2 ** -100, so rows of smaller elements stay small.
     """
@@ -39,7 +41,7 @@ def power_of(most):
 
 @triton.jit
 def two_of(v0, v1, ASM: tl.constexpr):
-    """Return an int32 of two float16 of v0 and v1 float32, v0 low."""
+    """Round v0 and v1 float32 to float16, and return them in an int32 with v0 in the low half."""
     if ASM:
         return tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [v0, v1], dtype=tl.int32, is_pure=True, pack=1
@@ -51,9 +53,7 @@ def two_of(v0, v1, ASM: tl.constexpr):
 
 @triton.jit
 def _both(word, AT: tl.constexpr, pair):
-    """Return the sum of the products, float32, of the codes at bits AT and AT + 16 with the pair, in units of 2 **
-    -24.
-    """
+    """Return the sum, float32, of the products of the codes at bits AT and AT + 16 with the pair."""
     low, high = ((word >> AT) & 15).to(tl.float32), ((word >> (AT + 16)) & 15).to(tl.float32)
     x0, x1 = pair.to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     unit: tl.constexpr = 1.0 / (1 << 20) if AT % 8 else 1.0 / (1 << 24)

@@ -1,13 +1,14 @@
-"""Numbers of weights of 8 and 4 bits: in registers, two at a time, and of a whole part of a weight in memory; and what
-kernels of several forms share.
+"""Conversion of weights of 8 and 4 bits to numbers, in registers or in memory, and code that several kernels share.
 
-bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are 0x4300 | q::
+Registers are converted two numbers at a time.  bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127,
+and its bits are 0x4300 | q::
 
-    int8      0x4300 | q & 127 is 128 + the lower bits, 0x4300 | q & 128 is 128, or 256 of a negative one: the
-              difference of the two is q
-    float8    e4m3's exponent and significand, moved to those of bfloat16, are 2 ** -120 of the number, subnormal or not
-    int4      0x4300 | q less 128 + z is q - z, of whole zero points z as of 8, times a scale that is the sum of two
-              bfloat16: a product and a multiply-add, of which only the second rounds what is seen
+    int8      0x4300 | q & 127 is 128 + the lower bits; 0x4300 | q & 128 is 128, or 256 for a negative q; the
+              difference is q
+    float8    exponent and significand of e4m3, shifted to those of bfloat16, are 2 ** -120 of the number, also for
+              subnormal numbers
+    int4      (0x4300 | q) - (128 + z) is q - z for whole zero points z, 8 by default; the scale is a sum of two
+              bfloat16, so the number is a product and a multiply-add, and only the second rounds the result
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .launch import kernel, pdl, wait
 
 @triton.jit
 def twice(s):
-    """Return an int32 with the nearest bfloat16 of float32 s in both halves."""
+    """Return an int32 with the bfloat16 nearest to float32 s in both halves."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def halves(s):
-    """Return ``twice`` of the nearest bfloat16 of float32 s, and ``twice`` of the remainder."""
+    """Return ``twice`` of the bfloat16 nearest to float32 s, and ``twice`` of the remainder."""
     near = twice(s)
     return near, twice(s - (near & -65536).to(tl.float32, bitcast=True))
 
@@ -82,8 +83,8 @@ def fp8_pairs(q):
 def int4_pairs(q, near, rest, middle):
     """Return (low half - zero) * scale and (high half - zero) * scale of bytes with two codes, in bfloat16.
 
-    ``near`` and ``rest`` are the ``halves`` of the scales, ``middle`` is ``twice`` 128 + zero.  Neighbouring bytes
-    share scale and zero point, which is a whole number from 0 to 127.
+    ``near`` and ``rest`` are the ``halves`` of the scales, and ``middle`` is ``twice`` 128 + zero.  Neighbouring bytes
+    share scale and zero point.  The zero point is a whole number from 0 to 127.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -111,7 +112,7 @@ def int4_pairs(q, near, rest, middle):
 
 @triton.jit
 def middles(z, s, ZERO: tl.constexpr):
-    """Return ``twice`` 128 + the zero points z, or without zero points of 8 in the shape of the scales s."""
+    """Return ``twice`` 128 + the zero points z.  Without ZERO all zero points are 8, in the shape of the scales s."""
     if ZERO:
         return twice(z + 128.0)
     else:
@@ -129,13 +130,13 @@ def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def drained(acc, PDL: tl.constexpr):
-    """Return acc after all products in its sum have ended, at the end of a loop whose dots have an operand in
+    """Return acc after all products in its sum have ended.  Call it at the end of a loop whose dots have an operand in
     registers.
 
-    On a Hopper such a product continues after its instruction.  Triton lets the product of one iteration run into the
-    next, which overwrites its registers before they are read (triton-lang/triton#9433; PTX of ``wgmma.mma_async``). The
-    statement generates no instruction except the wait before acc is used.  PDL means a Hopper or a later device; later
-    devices have other products.
+    On Hopper such a product continues after its instruction.  Triton lets the product of one iteration overlap the next
+    iteration, which overwrites its registers before they are read (triton-lang/triton#9433; PTX of
+    ``wgmma.mma_async``).  The statement generates no instruction except the wait before acc is used.  PDL is set on
+    Hopper and later devices; later devices have other product instructions.
     """
     if PDL and not target_info.cuda_capability_geq(10, 0):
         acc = tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
@@ -144,8 +145,10 @@ def drained(acc, PDL: tl.constexpr):
 
 @triton.jit
 def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
-    """Return the sums [BN, BM] of all parts, in order, to the program that arrives last, and whether this program
-    is the last.
+    """Store the sums of this program's part, and return the sums [BN, BM] of all parts and whether this program is the
+    last.
+
+    Only the program that arrives last adds the parts, in their order; for other programs the sums are their own part.
     """
     last = True
     if SK > 1:
@@ -165,7 +168,7 @@ def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK
 
 
 def zeros_of(zero: Tensor | None) -> int:
-    """Return the kernels' ZERO.
+    """Return the constant ZERO of the kernels.
 
     0 means no zero points, 2 means whole numbers from 0 to 127, which ``int4_pairs`` requires, and 1 means other
     numbers.
@@ -181,7 +184,10 @@ def _numbers(
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of rows from ``first`` on to out [rows, K].  A program handles BB bytes of a row."""
+    """Write the numbers of the weight's rows from ``first`` on to out [rows, K].
+
+    A program handles BB bytes of a row.
+    """
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ob = tl.program_id(1) * BB + tl.arange(0, BB)

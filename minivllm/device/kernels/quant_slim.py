@@ -1,14 +1,14 @@
-"""2 to 8 rows times a weight of 8 bits, and what follows it, in one kernel: ``products`` of quantized weights.
+"""Products of 2 to 8 rows with an 8-bit weight and their epilogue, in one kernel on tensor cores (``products``).
 
-    grid (N / BN)     y^T [BN, 8] = W [BN, K] x^T, P times BK inputs at a time, each BK by a warp, on the tensor cores
+    grid (N / BN)     y^T [BN, 8] = W [BN, K] x^T, P times BK inputs at a time, with one warp per BK inputs
 
-The weight comes as elements of 16 bits, which lie in shared memory as the tensor cores want their operand: a register
-has two of them, and becomes a register of numbers for each byte of the elements (its *planes*): input 2 i is the low
-byte of element i, 2 i + 1 the high one.  x is read two inputs at a time, so that what a plane is multiplied by is one
-half of what was read.  bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are
-0x4300 | q.  Sums are float32.
+The weight is read as elements of 16 bits, which is the layout that the tensor cores' operand has in shared memory.  A
+register holds two elements and is converted to one register per byte of the elements.  The low bytes are *plane* 0,
+with input 2 i of element i, the high bytes are plane 1, with input 2 i + 1.  x is read two inputs at a time, so each
+half of an element of x is the factor of one plane.  bfloat16 has 8 bits of significand, so 128 + q is exact for q in
+0..127, and its bits are 0x4300 | q.  Sums are float32.
 
-One row is faster by ``quant_vector``, which takes no padding along; 4 bits have ``quant_slim_four``.
+For one row ``quant_vector`` is faster, because it has no padding.  ``quant_slim_four`` handles 4 bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
             low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
         a, b = low.to(dtype), high.to(dtype)
     elif FLOAT8:
-        # exponent and significand, moved to those of bfloat16, are 2 ** -120 of the number, subnormal or not
+        # exponent and significand, shifted to those of bfloat16, are 2 ** -120 of the number, subnormal numbers
+        # included
         a, b = tl.inline_asm_elementwise(
             """{
             .reg .b32 p, sign, many;
@@ -79,7 +80,7 @@ def _planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
             pack=2,
         )
     else:
-        # 128 + the lower bits, less 128, or 256 of a negative one
+        # subtract 128, or 256 for a negative number, from 128 + the lower bits
         a, b = tl.inline_asm_elementwise(
             """{
             .reg .b32 w, lo, hi, one;
@@ -153,7 +154,7 @@ def _slim(
 
 
 def slim_tile(n: int, gated: bool) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs.
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
 
     Gated products have half as many outputs, each with a second sum.
     """
@@ -162,7 +163,7 @@ def slim_tile(n: int, gated: bool) -> dict[str, int]:
 
 
 class SlimProduct(Surrounded):
-    """Of a weight of 8 bits."""
+    """A product with a weight of 8 bits for 2 to 8 rows."""
 
     def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
         super().__init__(of, *around, **more)

@@ -1,27 +1,27 @@
-"""2 to 8 rows times a weight of 4 bits, and what surrounds it, in one kernel whose rows stay in registers.
+"""Products of 2 to 8 rows with a 4-bit weight and their epilogue, in one kernel whose rows stay in registers.
 
     grid (P, SK)    y^T [BN, BM] = W [BN, K / SK] x^T on the tensor cores, for T tiles of BN outputs one after another
 
-About as many programs as there is room for stay: each makes its part of x the operand of the tensor cores once, and
-then reads nothing but weights, which come by the copy engine, and scales.  A register has two elements of 16 bits of a
-weight, eight codes, and becomes four registers of two numbers by masks and one shift, subnormal float16 as in
+The grid has about as many programs as the device can run at once.  Each program converts its part of x to an operand of
+the tensor cores once, and then reads only weights, by the copy engine, and scales.  A register holds two elements of 16
+bits, which are eight codes.  Masks and one shift convert it to four registers (*planes*) of two subnormal float16 as in
 ``quant_fours``::
 
     element e = 2 i, of word i          inputs j, j + 1, j + 16, j + 17          j = i // 4 * 32 + i % 4 * 4
             e = 2 i + 1                 inputs j + 2, j + 3, j + 18, j + 19
-    plane 0   word & 0x000f000f         the first of them, as 2 ** -24 q
-          1   word >> 8, likewise       the second
-          2   word & 0x00f000f0         the third, as 2 ** -20 q, times a 16th of x
-          3   word >> 8, likewise       the fourth
+    plane 0   word & 0x000f000f           the first input, as 2 ** -24 q
+          1   (word >> 8) & 0x000f000f    the second
+          2   word & 0x00f000f0           the third, as 2 ** -20 q, times a 16th of x
+          3   (word >> 8) & 0x00f000f0    the fourth
 
-x is read two inputs at a time, so that each plane's are halves of what was read, and multiplied by the power of two
-that ``quant_fours.power_of`` gives of the largest of a row's inputs of a batch: as float16 they are then exact but for
-what is 2 ** -29 of the largest.  Products are exact and sums are float32: those of a group, less the zero point times
-the sum of x, are multiplied by its scale.
+x is read two inputs at a time, so the factors of each plane are halves of elements of x.  They are multiplied by the
+power of two that ``quant_fours.power_of`` returns for the largest input of a row in a batch.  As float16 they are then
+exact, except for inputs below 2 ** -29 of the largest.  Products are exact and sums are float32.  The sums of a group,
+minus the zero point times the sum of x, are multiplied by its scale.
 
-A group is a batch of the tensor cores' product.  One of 32 inputs has too few elements for that, and two make a batch:
-x stands twice, in columns [0, BM) without the second group, behind them without the first.  SK > 1: the program that
-arrives last at ``arrived`` adds up the parts of its tiles, in their order.
+A group of 64 or 128 inputs is a *batch* of the tensor cores' product.  A group of 32 inputs is too small, so two groups
+form a batch.  x is then stored twice, without the second group in columns [0, BM), and without the first behind them.  If SK
+> 1, the program that arrives last at ``arrived`` adds the parts of its tiles in their order.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from .quant_fours import UNITS, power_of
 from .quant_slim import ROWS, SlimProduct, _halves
 from .quant_vector import _both_added
 
-ROWS_OF_32 = 4  # rows of groups of 32 inputs at most, as these stand twice
-MOST_INPUTS = 16384  # of more a program would add up more tiles than it has registers for
+ROWS_OF_32 = 4  # rows at most for groups of 32 inputs, because each row takes two columns
+MOST_INPUTS = 16384  # with more inputs a program's parts of sums would not fit in its registers
 
 
 @triton.jit
 def _planes(w, ASM: tl.constexpr):
-    """Return the codes of an int16 in four planes of float16, times 2 ** -24 in planes 0 and 1, and 2 ** -20 in 2
-    and 3.
+    """Return the codes of an int16 as four planes of float16, times 2 ** -24 in planes 0 and 1, and 2 ** -20 in 2 and
+    3.
     """
     if ASM:
         return tl.inline_asm_elementwise(
@@ -76,8 +76,9 @@ def _planes(w, ASM: tl.constexpr):
 
 @triton.jit
 def _prefetch(at, ok, base):
-    """Prefetch 128 bytes at each pointer of ``at`` that is ``ok`` to the second-level cache, at ``base`` for other
-    pointers.
+    """Prefetch 128 bytes at each pointer of ``at`` to the second-level cache.
+
+    Where ``ok`` is false, ``base`` is used.
     """
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;",
@@ -91,11 +92,11 @@ def _prefetch(at, ok, base):
 
 @triton.jit
 def _prefetch_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexpr, WIDE: tl.constexpr):
-    """Prefetch the weights of outputs ``on`` < N and ``inputs`` inputs from ``first`` on.
+    """Prefetch the weights of outputs ``on`` < N, for ``inputs`` inputs from ``first`` on.
 
     WIDE is a power of two of at least ``inputs``.
     """
-    ol = tl.arange(0, WIDE // 256 if WIDE > 256 else 1) * 64  # elements of a line
+    ol = tl.arange(0, WIDE // 256 if WIDE > 256 else 1) * 64  # index of the first element of each line of 128 bytes
     ok = (ol + 64 <= inputs // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
     _prefetch(weight + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :], ok, weight)
 
@@ -106,7 +107,7 @@ def _scales(scale, zero, on, k, there, N, K: tl.constexpr, SN: tl.constexpr, SG:
     """Return scales and zero points [G, BN] of outputs ``on`` < N for batches at inputs k, and those of their second
     groups.
 
-    EVEN means that no batch or output is outside.
+    EVEN means that no batch and no output is outside of the weight.
     """
     at = on[None, :] * SN + (k // GROUP)[:, None] * SG
     if EVEN:
@@ -143,10 +144,10 @@ def _sums(a, b, c, d, x0, x1, x2, x3, acc):
 @triton.jit
 def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
               SIDES: tl.constexpr):  # fmt: skip
-    """Return the operands of each plane float16 [G, E, C], the sums of x [G, BN, C] in the products' unit, and the
-    factors of both [G, 1, C].
+    """Return the operands of each plane float16 [G, E, C], the sums of x [G, BN, C] in the unit of the products, and
+    the power of two [G, 1, C] of each column.
 
-    They are for batches at inputs k [G] and columns of rows ``om`` [C].
+    The batches begin at inputs k [G], and the columns hold the rows ``om`` [C].
     """
     oe = tl.arange(0, E)
     pairs = (k // 2)[:, None] + (oe // 8 * 16 + oe % 8)[None, :]
@@ -163,7 +164,7 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
     by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
     x0, x1 = (v0 * by_near).to(tl.float16), (v1 * by_near).to(tl.float16)
     x2, x3 = (v2 * by_far).to(tl.float16), (v3 * by_far).to(tl.float16)
-    # the sums of x are its products with code 1, of planes in the lower and in the upper half of bytes
+    # The sums of x are its products with code 1, in planes of the lower and of the upper half of bytes.
     low = tl.full([G, BN, E], 1.0 / (1 << 24), tl.float16)
     high = tl.full([G, BN, E], 1.0 / (1 << 20), tl.float16)
     of_x = _sums(low, low, high, high, x0, x1, x2, x3, tl.zeros([G, BN, om.shape[0]], tl.float32))
@@ -182,7 +183,7 @@ def _of_side(v, v1, side, SIDES: tl.constexpr):
 @triton.jit
 def _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr,
               ASM: tl.constexpr):  # fmt: skip
-    """Return the sums of each group, [G, BN, C]."""
+    """Return the sums of each group [G, BN, C], multiplied by the scales."""
     a, b, c, d = _planes(w, ASM)
     if ZERO:
         acc = _sums(a, b, c, d, x0, x1, x2, x3, tl.zeros(of_x.shape, tl.float32))
@@ -203,7 +204,7 @@ def _rows(total, by, SIDES: tl.constexpr):
 
 @triton.jit
 def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
-    """Add the parts of the sums [outputs, BM], and of the adjacent sums of a gate."""
+    """Add the SK parts of the sums [outputs, BM], and with a gate of the sums that lie beside them."""
     inside = (outputs < N)[:, None]
     at = parts + outputs[:, None] * (2 * BM if MODE == 1 else BM)
     sums = tl.zeros([outputs.shape[0], BM], tl.float32)
@@ -229,8 +230,8 @@ def _slim_four(
 ):  # fmt: skip
     """Multiply x int32 [M, K / 2] by 4-bit ``codes`` int16 [N, K / 4], with GATED [2 N, ...].
 
-    ``weight`` is a descriptor of the codes with blocks [G, BN, E] of batches, outputs and elements, which returns 0
-    outside.  A part has at most G batches and a program T tiles.  T_P is a power of two of at least T.
+    ``weight`` is a descriptor of the codes with blocks [G, BN, E] of batches, outputs and elements, and returns 0
+    outside.  A part has at most G batches, and a program at most T tiles.  T_P is a power of two of at least T.
     """
     SIDES: tl.constexpr = 2 if GROUP == 32 else 1
     BATCH: tl.constexpr = GROUP * SIDES  # inputs
@@ -270,7 +271,8 @@ def _slim_four(
         each = _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES, ZERO, ASM)
         if MODE == 1:
             gated = _products(u, us, uz, us1, uz1, x0, x1, x2, x3, of_x, step, side, SIDES, ZERO, ASM)
-            total, up = tl.reduce((each, gated), 0, _both_added)  # the program waits for its warps once
+            # one reduction for both sums, so that the program waits for its warps once
+            total, up = tl.reduce((each, gated), 0, _both_added)
             total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
         else:
             total = _rows(tl.sum(each, 0), by, SIDES)
@@ -295,7 +297,7 @@ def _slim_four(
 
 
 def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
-    """Return the fastest tile on an H100, of 4,096 and 14,336 inputs.
+    """Return the fastest tile on an H100, for 4,096 and 14,336 inputs.
 
     EACH is the number of programs per multiprocessor.
     """
@@ -311,14 +313,14 @@ def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
 
 
 class SlimFourProduct(SlimProduct):
-    """Of a weight of 4 bits, of rows that are not rounded."""
+    """A product with a weight of 4 bits for 2 to 8 rows that are not rounded."""
 
     def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
         super().__init__(of, *around, **more)
-        self.batch = max(of.group, 64)  # inputs
+        self.batch = max(of.group, 64)  # inputs of a batch
         whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.k <= MOST_INPUTS and of.table is None
         most = ROWS_OF_32 if of.group == 32 else ROWS
-        served = whole and self.rounded is None and capability(of.weight.device) == 9  # no other GPU was measured
+        served = whole and self.rounded is None and capability(of.weight.device) == 9  # other GPUs were not measured
         self.rows = most if served else 0
         self.arrived = torch.zeros(triton.cdiv(self.n, 16), dtype=torch.int32, device=of.weight.device)
 
@@ -331,7 +333,7 @@ class SlimFourProduct(SlimProduct):
         norm: Tensor | None = None,
         tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the product as ``products.Product``, of x [1 to 8, K]."""
+        """Compute the product as ``products.Product``, for x [1 to 8, K]."""
         of, m = self.of, len(x)
         if m > ROWS:
             raise ValueError(f"{m} rows: expected 1 to {ROWS}")
@@ -340,7 +342,8 @@ class SlimFourProduct(SlimProduct):
         tiles, room = triton.cdiv(self.n, bn), tile.pop("EACH") * multiprocessors(x.device)
         turns = triton.cdiv(tiles, max(1, room // split))
         if split > 1 and self.mode == ADDED:
-            turns = triton.next_power_of_2(turns)  # as the sums of squares are told
+            # a power of two, because a program returns one sum of squares for its tiles
+            turns = triton.next_power_of_2(turns)
         programs, batches = triton.cdiv(tiles, turns), triton.next_power_of_2(triton.cdiv(self.k, self.batch * split))
         y, sums, around, constants = self.given(x, None, squares, eps, residual, norm, programs if split > 1 else tiles)
         columns = 4 if of.group == 32 and m <= 4 else 8

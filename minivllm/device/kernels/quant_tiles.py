@@ -1,13 +1,13 @@
-"""17 to 256 rows times a weight of 4 bits, 65 to 256 times one of 8, on the tensor cores, whose tiles come by the copy
-engine of a Hopper.
+"""Products of many rows with weights of 4 or 8 bits on tensor cores, in tiles that Hopper's copy engine loads.
 
-    halves    x [M, K] -> [M, K], of each 32 inputs the first 16 in the left half of the row, the others in the right
+    halves    x [M, K] -> [M, K], the first 16 of each 32 inputs in the left half of the row, the others in the right
     tiles     grid (M / BM, N / BN, SK)   y^T [BN, BM] = numbers(W) [BN, K / SK] x^T, as ``quant``'s dots
 
-The numbers of a tile of the weight are made in registers, which is the side of the product that may lie there; what no
-instruction is spent on is to fetch tiles.  4 bits come two in a byte, 16 inputs apart (``StoredWeight``): x in halves
-has the inputs of each side of the bytes one beside another.  The same with numbers that go through shared memory takes
-1.1 to 1.4 times as long (an H100, 256 rows).
+They serve 17 to 256 rows with 4 bits and 65 to 256 rows with 8 bits.  The numbers of a tile of the weight are made in
+registers, because that operand of the product may be there.  The copy engine loads tiles without instructions of the
+program.  A byte holds two codes of 4 bits, 16 inputs apart (``StoredWeight``).  In ``halves`` the inputs of the low
+codes are adjacent, and so are those of the high codes.  The same product with numbers in shared memory takes 1.1 to 1.4
+times as long (H100, 256 rows).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .quant_words import WIDE
 
 @kernel()
 def _halves(x, y, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """Reorder BK inputs of a row to halves."""
+    """Reorder BK inputs of a row into halves, which are the inputs of the low and of the high codes."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -108,8 +108,8 @@ def _tiles(
 def tile_of(form: int, rows: int, n: int) -> dict[str, int]:
     """Return the fastest tile of benchmarks/quant_kernels.py for the shapes of Llama-3.1-8B.
 
-    Tiles of up to 64 rows of 4 bits are from an H200, others from an H100. Sums are split among as many programs as the
-    device can run at once.
+    Tiles for up to 64 rows with 4 bits were measured on an H200, others on an H100.  Sums are split among as many
+    programs as the device can run at once.
     """
     if rows > 128 and form == 8 and n >= WIDE:
         return dict(BM=256, BN=64, BK=64, SK=1, STAGES=3, num_warps=4)

@@ -1,19 +1,20 @@
-"""One row times a weight of 8 or 4 bits, and what surrounds it, in one kernel: ``products`` without matrix units.
+"""Products of one row with a weight of 8 or 4 bits and their epilogue, in one kernel without tensor cores
+(``products``).
 
     short rows   grid (P)        program p sums outputs [BN t, BN t + BN) over all inputs, for t = p, p + P, ...
     long rows    grid (N / BN)   a program sums BN outputs, BK inputs at a time
 
-P goes by the outputs and the multiprocessors: programs of short rows stay, as many as there is room for.  Each reads
-the row once and keeps it in registers, as what weights are multiplied by.  The weights that come next are asked for
-while others are multiplied, and the first (STAGES 0) before the kernel in front has ended, so that the memory is never
-without work between two.
+The programs of short rows are at most as many as the multiprocessors run at once (P).  Each reads the row once and
+keeps it in registers.  Weights are prefetched while earlier ones are multiplied.  With STAGES 0 the first weights are
+loaded before the preceding kernel has ended, so that the memory is busy between two kernels.
 
-Weights of 8 bits that are whole numbers are read by words (``quant_words``), float8 an element at a time, or by eights
-where x is rounded to float8 too (``quant_eights``), and 4 bits by words (``quant_fours``).  ``TOP``: x is rounded to 8
-bits by its largest element, as ``scaled.rows`` does it, by every program for itself.  Of a long row that element has to
-be known before, and with 4 bits had better be: a gate tells the largest of what each program stored.  Sums are float32,
-but of four and four products of ``quant_eights`` and ``quant_fours``, in an order that goes by the shapes and the
-number of multiprocessors.
+Integer weights of 8 bits are read as words (``quant_words``).  float8 weights are read one element at a time, or eight
+if x is rounded to float8 too (``quant_eights``).  Weights of 4 bits are read as words (``quant_fours``).
+
+TOP > 0 means that every program rounds x to 8 bits by its largest element, as ``scaled.rows`` does.  A long row needs
+the largest element before the kernel begins, and 4 bits are faster with it.  A gated product therefore returns the
+largest output of each program.  Sums are float32, except for sums of four products in ``quant_eights`` and
+``quant_fours``.  Their order depends only on the shapes and the number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .quant_fours import UNITS, code_products, power_of, two_of
 from .quant_words import _number, _spread, _values, takes
 from .scaled import rows
 
-SHORT = 4096  # inputs up to which a row is short: a program has all of them in registers
+SHORT = 4096  # inputs up to which a row is short, because a program has all of them in registers
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
 
 @triton.jit
 def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
-    """Return the place in x of the inputs of an element of the weight, in elements or groups of four."""
+    """Return the index in x of the first input of an element of the weight, in elements or groups of four."""
     if FORM == 4:
         return word // 4 * 8 + word % 4
     else:
@@ -59,7 +60,10 @@ def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr,
             TOP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Return the factors of the weights and the sum to subtract.  Each form uses some of them."""
+    """Return the factors of the weights, and the value to subtract for zero points.
+
+    Each form uses some of the results.
+    """
     if FLOAT8 and UNIT == 8:
         v0, v1, v2, v3 = _values(tl.load(wide + at, mask=on, other=0), like)
         u0, u1, u2, u3 = _values(tl.load(wide + at + 1, mask=on, other=0), like)
@@ -160,9 +164,9 @@ def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
 @triton.jit
 def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.constexpr, MODE: tl.constexpr,
             BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr):  # fmt: skip
-    """Apply the epilogue to the sums [BN] of outputs ``on`` and store it, as ``products._finish``.
+    """Apply the epilogue to the sums [BN] of outputs ``on`` and store the result, as ``products._finish``.
 
-    Return the squares of the stream, or with a gate ``size_of`` its output, [BN].
+    Return the squares of the residual stream, or with a gate ``size_of`` the output, [BN].
     """
     ok = on < N
     acc, up = acc * factor, up * factor
@@ -180,7 +184,7 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.const
         acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
         told = tl.where(ok, size_of(acc.to(y.dtype.element_ty).to(tl.float32)), 0)
     if MODE == 2:
-        # rounded as two kernels would: the product, then the sum, whose squares are those of what the stream holds
+        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
         stream = (acc.to(y.dtype.element_ty) + beside[0]).to(y.dtype.element_ty)
         tl.store(residual + on, stream, mask=ok)
         acc = stream.to(tl.float32)
@@ -195,7 +199,7 @@ def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PAR
              PARTS_P: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Return the factor of all sums of the row.
 
-    It combines the row's scale, the division by the last norm, and the units of words of bytes and of
+    It combines the row's scale, the division by the last norm, and the units of the products of integer words and of
     ``quant_eights.pair_of``.
     """
     factor = 1.0
@@ -211,9 +215,7 @@ def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PAR
 
 @triton.jit
 def _largest(x, tops, K: tl.constexpr, STEP: tl.constexpr, TOPS: tl.constexpr, TOPS_P: tl.constexpr):
-    """Return the largest ``size_of`` the elements of x [K], which is the largest of ``tops`` [TOPS] if there are
-    any.
-    """
+    """Return the largest ``size_of`` of the elements of x [K].  It is the largest of ``tops`` [TOPS] if TOPS > 0."""
     if TOPS > 0:
         at = tl.arange(0, TOPS_P)
         most = tl.load(tops + at, mask=at < TOPS, other=0)
@@ -237,9 +239,9 @@ def _short(
     """Multiply x [K] by the weight, for few inputs.
 
     ``wide_x`` is x as int64 [K / 4], with four inputs per element.  The weight, with GATED [2 N, ...], has elements of
-    UNIT inputs: int32 words, float8, or int64 of eight float8. ``out`` [P] gets the result of ``_stored`` of each
-    program.  KP is a power of two of at least K. With STAGES 0 the weights of the next tile are loaded to registers,
-    otherwise STAGES tiles at a time to shared memory.
+    UNIT inputs, which are int32 words, float8, or int64 of eight float8.  ``out`` [P] receives the combined result of
+    ``_stored`` of each program.  KP is a power of two of at least K.  With STAGES 0 the weights of the next tile are
+    loaded to registers, otherwise STAGES tiles at a time to shared memory.
     """
     program = tl.program_id(0)
     wide: tl.constexpr = K // UNIT
@@ -280,7 +282,8 @@ def _short(
         each = _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
         if MODE == 1:
             other = _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
-            acc, gated = tl.reduce((each, other), 1, _both_added)  # the program waits for its warps once
+            # one reduction for both sums, so that the program waits for its warps once
+            acc, gated = tl.reduce((each, other), 1, _both_added)
         else:
             acc = tl.sum(each, 1)
             gated = acc
@@ -361,12 +364,12 @@ def _long(
 
 
 def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_layer.py, of 4,096 inputs.  For fewer inputs, programs have more
+    """Return the fastest tile of benchmarks/quant_layer.py for 4,096 inputs.  For fewer inputs, programs have more
     outputs.
 
-    Tiles of 8 bits by words and eights are from an H100, others from an H200, and tiles of 4 bits from steps of an
-    engine (docs/performance.md). EACH is the number of programs per multiprocessor.  With a gate it is as many as fit,
-    since otherwise some multiprocessors would run more programs than others.
+    Tiles of 8 bits read as words or eights were measured on an H100, others on an H200, and tiles of 4 bits in steps of
+    an engine (docs/performance.md).  EACH is the number of programs per multiprocessor.  With a gate it is as many as
+    fit, since otherwise some multiprocessors would run more programs than others.
     """
     warps = 4
     if of.form == 4:
@@ -383,7 +386,7 @@ def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
 
 
 def long_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_layer.py, of 14,336 inputs."""
+    """Return the fastest tile of benchmarks/quant_layer.py for 14,336 inputs."""
     if of.form == 4:
         bn, bk, stages, warps = 16, 2048, 3, 8
     else:
@@ -392,7 +395,7 @@ def long_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
 
 
 class VectorProduct(Surrounded):
-    """Of a weight of 8 or 4 bits."""
+    """A product with a weight of 8 or 4 bits for one row."""
 
     @property
     def by_largest(self) -> bool:
@@ -402,7 +405,7 @@ class VectorProduct(Surrounded):
     def fits(self, x: Tensor) -> bool:
         """Return whether the kernel supports x.
 
-        float16 is excluded: the stream times the norm's weight, before the division, may overflow it.
+        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
         """
         taken = self.float8 or takes(x, self.of.weight, self.k)
         fast = self.of.table is None and capability(x.device) >= 9
@@ -418,7 +421,7 @@ class VectorProduct(Surrounded):
         tile: dict[str, int] | None = None,
         tops: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the product as ``products.Product``, of x [1, K].
+        """Compute the product as ``products.Product``, for x [1, K].
 
         With a gate, the second result is int32 [1, P], the bits of the largest elements of the output's parts.  A
         caller may pass them as ``tops`` of x.
@@ -457,7 +460,7 @@ class VectorProduct(Surrounded):
         return y, told
 
     def elements(self, x: Tensor) -> tuple[int, Tensor]:
-        """Return the inputs of an element of the weight, and the weight in such elements."""
+        """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
         weight = self.of.weight
         if not self.float8:
             return 32 // self.of.form, weight.view(torch.int32)
@@ -465,7 +468,7 @@ class VectorProduct(Surrounded):
         return (8, weight.view(torch.int64)) if self.rounded is not None and lies else (1, weight)
 
     def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
-        """Allocate the sums of squares of a row's parts, or with a gate the bits of their largest elements."""
+        """Allocate the second result [rows, parts], for sums of squares or with a gate for bits of largest elements."""
         if self.mode == PLAIN:
             return None
         return torch.empty((rows, parts), dtype=torch.int32 if self.mode == GATED else torch.float32, device=device)

@@ -1,15 +1,16 @@
-"""A few rows times a weight of 8 or 4 bits that is read by words of 32 bits, without matrix units.
+"""Products of a few rows with a weight of 8 or 4 bits that is read as 32-bit words, without tensor cores.
 
-A number in 0..15 or 0..255 becomes a float32 by two instructions on its word, a shift and one that masks and sets the
-exponent of 128, where it stands for 128 + q::
+Two instructions convert a code in 0..15 or 0..255 to a float32.  The first shifts its word.  The second masks the code
+and sets the exponent of 128, so that the result is 128 plus a multiple of q::
 
     q at bits 16 to 19      128 + q
     q at bits 12 to 15      128 + q / 16
     q at bits 15 to 22      128 + q / 2
 
-The third is the multiply-add with x.  What the 128 and the zero bring into a sum goes by the sum of x alone, and is
-taken off once for each word of 4 or 8 weights.  The sums lose 1 bit in 8 bits' weights, 8 in 4 bits' (of float32's 24):
-x is bfloat16 or float16, which have fewer than the 16 that are left.
+The third instruction is the multiply-add with x.  The part of a sum that comes from the 128 and the zero point is
+proportional to the sum of x.  It is subtracted once for each word of 4 or 8 weights.  Sums lose 1 bit with weights of 8
+bits and 8 bits with weights of 4 bits, of float32's 24.  x is bfloat16 or float16, which have fewer bits than the 16
+that remain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from .launch import capability, kernel, pdl, wait
 
-WIDE = 16384  # outputs from which programs are many enough to be large
+WIDE = 16384  # outputs from which on there are enough programs for large tiles
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _number(moved, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _add(acc, x, at, on, n0, n1, n2, n3, h0, h1, h2, h3, s, z, like, FORM: tl.constexpr):
-    """Return acc [BN, W] + the products of a row of x with the numbers of W words, of 8 bits with half of them."""
+    """Return acc [BN, W] + the products of a row of x with the numbers of W words.  8 bits use half of the numbers."""
     v0, v1, v2, v3 = _values(tl.load(x + at, mask=on, other=0), like)
     both = (v0 + v1) + (v2 + v3)
     if FORM == 4:
@@ -92,8 +93,8 @@ def _words(
 ):  # fmt: skip
     """Multiply up to ROWS (1, 2, 4, 8) rows by the weight.
 
-    BY_ROW multiplies each row by ``by_row`` [M] at the end.  x [M, K / 4] int64 has four inputs per element, the weight
-    [N, K / 4 or 8] int32 four or eight weights.
+    BY_ROW multiplies each row by ``by_row`` [M] at the end.  x is int64 [M, K / 4] with four inputs per element.  The
+    weight is int32 [N, K / 4] with four codes per word, or [N, K / 8] with eight.
     """
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -154,17 +155,17 @@ def _words(
 
 
 def takes(x: Tensor, weight: Tensor, k: int) -> bool:
-    """Return whether ``words`` supports x and the weight: 16-bit floats and whole numbers, aligned to words and
-    fours.
+    """Return whether ``words`` supports x and the weight.
+
+    x must have 16 bits per element and be aligned to 8 bytes, and the weight must hold whole numbers and be aligned to
+    words.
     """
     whole = weight.dtype in (torch.int8, torch.uint8) and x.element_size() == 2
     return whole and k % 4 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 4 == 0
 
 
 def words_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs of 4,096
-    inputs.
-    """
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200 (4,096 inputs, 4,096 or 28,672 outputs)."""
     if form == 8:
         bn, bk, warps = (16, 512, 4) if n >= WIDE else (8, 1024, 4)
         return dict(BN=bn, BK=bk, STAGES=3, num_warps=warps)
@@ -183,10 +184,10 @@ def words(
     tile: dict[str, int] | None = None,
     by_row: Tensor | None = None,
 ) -> Tensor:
-    """Compute y [M, N] of x's dtype, of contiguous x [1 to 8, K] and the weight [N, K], of 4 bits [N, K / 2].
+    """Compute y [M, N] in x's dtype, of contiguous x [1 to 8, K] and the weight [N, K], with 4 bits [N, K / 2].
 
-    ``sizes`` has N, K, SN and SG (strides of the scales), FORM (bits), GROUP and ZERO. ``by_row`` f32 [M] are factors
-    of the rows of y.
+    ``sizes`` has N, K, SN and SG (strides of the scales), FORM (bits), GROUP and ZERO.  ``by_row`` f32 [M] multiplies
+    the rows of y.
     """
     m = len(x)
     tile = tile or words_tile(sizes["FORM"], sizes["GROUP"], m, sizes["N"])

@@ -1,11 +1,11 @@
-"""Finds the shared library of the native part, and says why where it cannot be used.
+"""Load the shared library of the native part, or return the reason why it cannot be used.
 
-    load()     the library, or None        isa()    which of its kernels this process runs
-    why_not()  None, or why, in a line     told()   both, as ``minivllm explain`` says it
+    load()     the library, or None        isa()    the instruction set of the kernels that run
+    why_not()  None, or the reason         told()   both as one line for ``minivllm explain``
 
-The library is a gain in speed, never a need: it is missing where the package was installed without a C++ compiler.
-Two environment variables are read, once: ``MINIVLLM_NATIVE=0`` is as if there were none, and ``MINIVLLM_ISA`` limits
-the instruction set, so that the narrower kernels can be tried on a CPU that has the wider.
+The library only makes the engine faster.  It is missing if the package was installed without a C++ compiler.  Two
+environment variables are read once.  ``MINIVLLM_NATIVE=0`` disables the library.  ``MINIVLLM_ISA`` limits the
+instruction set, so that kernels of a lower set can be tested on a CPU with a higher one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError, brief, shown
 
-ABI = 6  # what ``minivllm_abi`` in program.cpp returns: both change when a call or a struct does
-ISAS = ("none", "avx2", "avx512")  # the narrower first; the index is what ``minivllm_isa`` returns
+ABI = 6  # result of ``minivllm_abi`` in program.cpp; increment both when a call or a struct changes
+ISAS = ("none", "avx2", "avx512")  # in ascending order; ``minivllm_isa`` returns an index of this tuple
 SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
 FOLDER = Path(__file__).parent
 LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # hatch_build.py writes one of them
@@ -29,7 +29,7 @@ NOT_BUILT = "the package was not built with it: reinstall with a C++ compiler"
 
 @dataclass(frozen=True)
 class NativePart:
-    """Either the library and an instruction set, or no library, "none", and the reason."""
+    """The library and its instruction set.  If there is no library, ``isa`` is "none" and ``why_not`` the reason."""
 
     library: ctypes.CDLL | None
     isa: str = "none"
@@ -37,8 +37,10 @@ class NativePart:
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the native library, or None if it cannot be used; ``why_not`` then returns the reason.  ConfigError
-    for an unknown value of its environment variables."""
+    """Return the native library, or None if it cannot be used; ``why_not`` then returns the reason.
+
+    ConfigError for an unknown value of its environment variables.
+    """
     return _found().library
 
 
@@ -64,8 +66,7 @@ def _found() -> NativePart:
 
 
 def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
-    """Load the library in a folder and choose its instruction set, and return both, or the reason why it cannot be
-    used."""
+    """Load the library of a folder and choose its instruction set.  The result has the reason if it cannot be used."""
     limit = _choice(environ, LIMIT, ISAS) or ISAS[-1]
     if _choice(environ, SWITCH, ("0", "1")) == "0":
         return NativePart(None, why_not=f"switched off by {SWITCH}=0")
@@ -76,8 +77,8 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
         return NativePart(None, why_not=_why_not_built(folder))
     try:
         library = ctypes.CDLL(str(path))
-        abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())  # both int32_t (void)
-    except (OSError, AttributeError) as exc:  # it cannot be loaded; it lacks a function
+        abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())  # both are int32_t (void)
+    except (OSError, AttributeError) as exc:  # the file is no library, or lacks a function
         return NativePart(None, why_not=f"{brief(str(exc), 240)}: reinstall")
     if abi != ABI:
         return NativePart(None, why_not=f"{path} has ABI {abi}, this package needs {ABI}: reinstall")

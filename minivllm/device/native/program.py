@@ -1,7 +1,7 @@
-"""A model as a list of operations that the native part runs, a step in one call (``program.cpp``).
+"""A model as a list of operations, which the native part (``program.cpp``) runs in one call per step.
 
-An operation reads and writes *registers*, float32 [tokens, width].  Weights are read where their modules have them; who
-makes a program hands over tensors, which it keeps alive.
+An operation reads and writes *registers*, float32 [tokens, width].  Weights are read from the memory of their modules.
+The program keeps the tensors alive that it receives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-# what the functions of program.cpp take; those that give nothing
+# types of the arguments of functions of program.cpp that return nothing
 _TAKES: Mapping[str, list[Any]] = {
     "register": [_ADDRESS, _ADDRESS, _INT, _INT],
     "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],
@@ -53,7 +53,7 @@ _DECLARING = threading.Lock()
 
 
 class Op(ctypes.Structure):
-    """``program.cpp:Op``, which says what the fields mean."""
+    """The fields of ``program.cpp:Op``, which documents them."""
 
     _fields_ = [
         *each(_INT, "kind in_ out format n k group"),
@@ -73,7 +73,7 @@ class Op(ctypes.Structure):
 
 
 class ColumnAddresses(ctypes.Structure):
-    """``program.cpp:Columns``: the columns of ``device/worker/state.py:DeviceState``."""
+    """The fields of ``program.cpp:Columns``, addresses of the columns of ``device/worker/state.py:DeviceState``."""
 
     _fields_ = [
         ("tokens", _ADDRESS),
@@ -93,7 +93,7 @@ class ColumnAddresses(ctypes.Structure):
 def _declare(library: ctypes.CDLL) -> None:
     library.minivllm_op_size.restype = _INT
     if library.minivllm_op_size() != ctypes.sizeof(Op):
-        raise ResourceError("the native part has another form of operations than this package: reinstall")
+        raise ResourceError("the native part was compiled for another version of this package: reinstall")
     library.minivllm_program.argtypes = [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
     library.minivllm_program.restype = _ADDRESS
     library.minivllm_team.argtypes = [ctypes.c_int32]
@@ -107,17 +107,19 @@ def declared() -> ctypes.CDLL:
     """Return the library with the argument types of its functions set.  ResourceError if it cannot be used."""
     library = load()
     if library is None:
-        raise ResourceError("the native part is not there; minivllm.device.native.library.why_not() says why")
-    with _DECLARING:  # a thread that came second would call a function that takes an address for an int
+        raise ResourceError(
+            "the native part cannot be used; minivllm.device.native.library.why_not() returns the reason"
+        )
+    with _DECLARING:  # without the lock, another thread could call a function before its pointer arguments are declared
         _declare(library)
     return library
 
 
 class Program:
-    """``threads`` compute a step of up to ``most_tokens`` tokens.
+    """A program of a model, which ``threads`` run for steps of up to ``most_tokens`` tokens.
 
-    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They
-    and the tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
+    ``columns`` maps a field of ``ColumnAddresses`` to a tensor, whose address is stored, to a number or to None.  These
+    tensors and the tensors of operations must keep their addresses.  ResourceError if the native part cannot be used.
     """
 
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
@@ -147,8 +149,10 @@ class Program:
         return self._registers - 1
 
     def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
-        """Append an operation to the layers, or with ``sampling`` to the head.  A field that is a tensor is passed
-        as its address."""
+        """Append an operation to the layers, or with ``sampling`` to the head.
+
+        Fields that are tensors become addresses.
+        """
         self._keep += [value for value in fields.values() if isinstance(value, Tensor)]
         defaults = {"alpha": 1.0, "activation": ACTIVATIONS[None], "group": 1}
         fields = defaults | fields
@@ -175,9 +179,9 @@ class Program:
         self._sample(self._made, box, out)
 
     def close(self) -> None:
-        """End the threads.  Nothing may run any more."""
+        """End the threads.  No call may be running."""
         made, self._made = self._made, None
-        if made and self._process == os.getpid():  # a fork of the process has no threads to wait for
+        if made and self._process == os.getpid():  # a forked process has no threads to wait for
             self._library.minivllm_free(made)
 
     def __del__(self) -> None:
@@ -193,7 +197,7 @@ def _field(value: Any) -> Any:
 
 
 class MatrixAddresses(ctypes.Structure):
-    """``kernels.h:Matrix``."""
+    """The fields of ``kernels.h:Matrix``."""
 
     _fields_ = [
         *each(_ADDRESS, "data scale zero bias"),

@@ -1,7 +1,7 @@
 """Layers with a recurrent state, computed by the native library in one call for each layer of a step.
 
-``device.layers.delta_net.scan`` is the reference.  The bits of a token do not depend
-on the other tokens of its step.
+``device.layers.delta_net.scan`` is the reference.  The bits of a token's result do not depend on the other tokens of
+its step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
 class StateRows(ctypes.Structure):
-    """``recurrent.h:StateRows``."""
+    """The fields of ``recurrent.h:StateRows``."""
 
     _fields_ = [
         ("count", _INT),
@@ -28,7 +28,7 @@ class StateRows(ctypes.Structure):
 
 
 class DeltaLayer(ctypes.Structure):
-    """``recurrent.h:DeltaLayer``.  ``held`` has the tensors whose addresses the fields are."""
+    """The fields of ``recurrent.h:DeltaLayer``.  ``held`` keeps the tensors alive whose addresses the fields hold."""
 
     held: tuple[Tensor, ...]
 
@@ -39,7 +39,7 @@ class DeltaLayer(ctypes.Structure):
 
 
 class StepInputs(ctypes.Structure):
-    """``recurrent.h:StepInputs``."""
+    """The fields of ``recurrent.h:StepInputs``."""
 
     _fields_ = [
         *each(_ADDRESS, "x ab out"),
@@ -76,10 +76,11 @@ def delta_layer(
 
 
 def scan(layer: DeltaLayer, x: Tensor, ab: Tensor, step: Any) -> Tensor:
-    """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
+    """Return the outputs of the delta rule [T, value heads, value dim], and update states and rings.
 
-    ``x`` [T, channels] and ``ab`` [T, 2 * heads] are those of ``device.layers.delta_net.scan``, in the dtype of the
-    rings.  ``step`` is a ``core.interfaces.states.StepStates``."""
+    ``x`` [T, channels] and ``ab`` [T, 2 * heads] are the arguments of ``device.layers.delta_net.scan``, in the dtype of
+    the rings.  ``step`` is a ``core.interfaces.states.StepStates``.
+    """
     heads, value_dim = layer.heads, layer.value_dim
     x, ab = _rows(x), _rows(ab)
     out = x.new_zeros(len(x), heads, value_dim)

@@ -15,12 +15,15 @@ from .library import ISAS
 
 
 class Team:
-    """The threads of this process, as many as torch uses.  ResourceError if the native library cannot be used."""
+    """The threads of this process for native products, as many as torch uses.
+
+    ResourceError if the native library cannot be used.
+    """
 
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
         self.process = os.getpid()
-        self.busy = threading.Lock()  # a second engine of the process waits for a layer
+        self.busy = threading.Lock()  # only one engine of the process uses the threads at a time
         self._library = program.declared()
         self.address = self._library.minivllm_team(self.threads)
         if not self.address:
@@ -28,7 +31,7 @@ class Team:
 
     def __del__(self) -> None:
         address = getattr(self, "address", None)
-        if address and self.process == os.getpid():  # a fork of the process has no threads to wait for
+        if address and self.process == os.getpid():  # a forked process has no threads to wait for
             self._library.minivllm_free_team(address)
 
     def run(self, function: str, *arguments: Any) -> None:
@@ -37,7 +40,7 @@ class Team:
             getattr(self._library, f"minivllm_{function}")(self.address, ISAS.index(program.isa()), *arguments)
 
 
-_teams: dict[int, Team] = {}  # by process: a fork needs threads of its own
+_teams: dict[int, Team] = {}  # by process id, because a forked process needs threads of its own
 _MAKING = threading.Lock()
 
 
