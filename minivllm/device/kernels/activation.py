@@ -1,7 +1,8 @@
-"""activation(gate) * up in one kernel over the joined projection [T, 2 * inner], and sigmoid(gate) * x.
+"""Kernels for activation(gate) * up of the joined projection [T, 2 * inner], and for sigmoid(gate) * x.
 
-grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  References: ``gate_mul`` and ``gate_out`` of
-``device.layers.activation``.
+    grid (T, inner / BLOCK)      3 * inner * 2 bytes per token
+
+The references are ``gate_mul`` and ``gate_out`` of ``device.layers.activation``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
 from .launch import pdl, wait
 
 BLOCK = 2048
-LONGEST = 65536  # elements of a row that ``gate_mul_rounded`` has in registers
-NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # of an activation, in a kernel
+LONGEST = 65536  # largest inner size, because ``gate_mul_rounded`` has a row in registers
+NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # the number of an activation in kernels
 
 
 @triton.jit
@@ -58,10 +59,10 @@ def _gate_mul(
 def gate_mul(
     x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0, activation: str = "silu"
 ) -> Tensor:
-    """Compute activation(gate) * up [T, inner] of x [T, 2 * inner], which is contiguous, the gate first.
+    """Compute activation(gate) * up [T, inner] of a contiguous x [T, 2 * inner], in which the gate is first.
 
-    With ``squares`` float32 [T, P], x is first divided by sqrt(sum of the token's squares / dim + eps), as a norm
-    before the product would have done.
+    With ``squares`` float32 [T, P], x is first divided by sqrt(sum of the token's squares / dim + eps), which is the
+    division of the norm before the product.
     """
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
@@ -117,14 +118,14 @@ def _gate_rounded(
     on = at < INNER
     gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
-    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # as ``_gate_mul`` gives it
+    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # rounded as ``_gate_mul`` stores it
     step, inverse = step_of(tl.max(size_of(v), 0), TOP)
     tl.store(scale + row, step)
     tl.store(y + row * INNER + at, codes_of(v, step, inverse, TOP, WHOLE).to(y.dtype.element_ty), mask=on)
 
 
 def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:
-    """Compute ``gate_mul`` and round each row to an 8-bit dtype: codes [T, inner] and scale f32 [T, 1], as
+    """Compute ``gate_mul`` and round each row to an 8-bit dtype, to codes [T, inner] and scale f32 [T, 1] as
     ``scaled.rows``.
 
     A program computes a row.  inner is at most LONGEST.

@@ -1,4 +1,4 @@
-"""Compile the kernels of a step before it runs, several at the same time.
+"""Compile the kernels of a step in threads, before the step runs.
 
     rehearse   run() ──► shapes and dtypes only; a kernel that is not compiled is queued, and none is launched
     compile    queue ──► threads: Triton releases Python's lock in its passes and in ptxas
@@ -56,15 +56,17 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Give operations of torch results of the right shape, dtype, strides and device, without computing them.
+    """Mode in which operations of torch return results of the right shape, dtype, strides and device without computing
+    them.
 
-    Operations that read no content run: views, allocations and constants.  So do operations on tensors that were made
-    from constants alone, such as a table of angles, because a module may keep them.  All other results are zeros, and
-    operations in place change nothing."""
+    Views, allocations and constants still run, because they read no content.  Operations on tensors that were made from
+    constants alone, such as a table of angles, run too, because a module may keep the results.  All other results are
+    zeros, and operations in place change nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # storages whose content is as in a real run, by their addresses; they are kept, so no address is used again
+        # storages whose content is as in a real run, by address; they are kept alive, so that no address is used again
         self._certain: dict[int, Any] = {}
 
     def forget(self, values: Any) -> None:
@@ -90,14 +92,18 @@ class ShapesOnly(TorchDispatchMode):
         return self._skip(func, args, kwargs, inputs)
 
     def _keep(self, x: torch.Tensor, partly: bool) -> None:
-        """Note a tensor that was computed.  ``partly``: other elements of its storage may hold other content."""
+        """Note a tensor that was computed.
+
+        ``partly`` means that other elements of its storage may hold other content.
+        """
         storage = x.untyped_storage()
         if not partly:
             self._certain[storage.data_ptr()] = storage
 
     def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         """Return the results of an operation that does not run."""
-        written = {}  # arguments that the operation would write to, by the names that its results have for them
+        # arguments to which the operation would write, by the names that its results have for their memory
+        written = {}
         for at, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -126,7 +132,9 @@ def _names(described: Any) -> frozenset[str]:
 
 
 def _device(inputs: list[torch.Tensor]) -> torch.device:
-    """Return the device of an operation's result: that of its arguments, of which numbers may be on the CPU."""
+    """Return the device of an operation's result, which is the device of its arguments except single numbers on the
+    CPU.
+    """
     return next((x.device for x in inputs if x.dim()), inputs[0].device)
 
 
@@ -166,7 +174,10 @@ class CompileAhead:
         return list(self._found.values())
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Wait for compilations.  An error is left to the launch of that kernel, which compiles it again."""
+        """Wait for compilations.
+
+        Errors are ignored here, because the launch of the kernel compiles it again and reports them.
+        """
         for job in jobs:
             job.exception()
 
@@ -216,10 +227,11 @@ class CompileAhead:
 
 
 class CompiledMarks:
-    """Files beside Triton's compiled kernels: one says that the kernels of a configuration's captures are all compiled.
+    """Files beside Triton's compiled kernels that mark which kernels of a configuration's captures are compiled.
 
     They are in the same folder, so they are deleted with the kernels.  A file is valid for one card and configuration,
-    and for one version of Triton and minivllm."""
+    and for one version of Triton and minivllm.
+    """
 
     def __init__(self, device: torch.device, facts: Sequence[str]) -> None:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -235,7 +247,10 @@ class CompiledMarks:
         return self._path(stage).exists()
 
     def set(self, stage: str) -> None:
-        """Note that the kernels of a stage are compiled.  Without write access the next start rehearses again."""
+        """Note that the kernels of a stage are compiled.
+
+        Without write access nothing is noted, and the next start rehearses again.
+        """
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._path(stage).touch()

@@ -13,8 +13,8 @@ queries Q that begins at the state S has::
 
 A row is cut into three parts, at the positions whose state is copied, and each part into chunks.
 
-Products have operands of 16 bits and sums of 32.  A row is long if it has at least ``LONG`` tokens, no drafts and a
-state that lacks no token or is not usable; ``delta_rule`` computes the other rows.
+Products have operands of 16 bits and sums of 32 bits.  A row is long if it has at least ``LONG`` tokens, no drafts and
+a state that lacks no token or is not usable; ``delta_rule`` computes the other rows.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
 
 CHUNK, LONG = 64, 32  # tokens
-DIMS = (64, 128)  # of a head; products of fewer columns were wrong with Triton 3.6 for some choices of stages
-TOKENS = 32  # of a program that mixes
-# chosen by times on an H200: warps, stages of loads, elements of a value for many and for few programs
+DIMS = (64, 128)  # sizes of a head; with fewer columns some numbers of stages gave wrong products in Triton 3.6
+TOKENS = 32  # tokens of a program of ``mix``
+# measured choices on an H200: warps, stages of loads, elements of a value for many and for few programs
 WARPS, STAGES, PART, SMALL_PART, MANY = 4, 3, 64, 32, 128
-EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
+EPS = tl.constexpr(1e-6)  # eps of the norm of queries and keys
 
 
 class Chunks(NamedTuple):
     """The chunks of the long rows of a step."""
 
-    long: Tensor  # u8 [R] the row is long
-    cuts: Tensor  # i32 [R, 4] tokens of the row before the end of each part; 0 first
-    row: Tensor  # i32 [chunks] row of each chunk, R for the spare ones at the end
+    long: Tensor  # u8 [R], 1 for long rows
+    cuts: Tensor  # i32 [R, 4] tokens of the row before the end of each part, beginning with 0
+    row: Tensor  # i32 [chunks] row of each chunk, R for unused chunks at the end
     first: Tensor  # i32 [R] number of the row's first chunk
 
     @classmethod
@@ -98,7 +98,7 @@ def _mix(
         new = (there & (offset >= lag))[:, None] & on[None, :]
         value = tl.load(x + (t - lag).to(tl.int64)[:, None] * x_stride + c[None, :], mask=new, other=0.0)
         total += value.to(tl.float32) * w[None, :]
-    if tl.min(tl.where(there, offset, W), 0) < W - 1:  # the first tokens of a row read the ring too
+    if tl.min(tl.where(there, offset, W), 0) < W - 1:  # the first tokens of a row also read the ring
         for lag in tl.static_range(1, W):
             w = tl.load(weight + c * W + W - 1 - lag, mask=on, other=0.0).to(tl.float32)
             position = begin + offset - lag
@@ -116,7 +116,10 @@ def _mix(
 
 @triton.jit
 def _inverse(A, C: tl.constexpr, B: tl.constexpr):
-    """Return (I + A)^-1 for a strictly lower triangular A [C, C]: blocks of B by substitution, then by products."""
+    """Return (I + A)^-1 for a strictly lower triangular A [C, C].
+
+    Blocks of B are inverted by substitution, and combined by products.
+    """
     N: tl.constexpr = C // B
     i = tl.arange(0, C)
     same = (i // B)[:, None] == (i // B)[None, :]
@@ -247,10 +250,10 @@ def scan_long(
     chunks: Chunks,
     out: Tensor,
 ) -> None:
-    """Write the outputs of the delta rule of long rows to ``out`` [T, value heads, value dim], and bring their states
-    up to date.
+    """Write the outputs of the delta rule of long rows to ``out`` [T, value heads, value dim], and update their states.
 
-    The arguments are those of ``delta_rule.scan``.  Rings are read, and are not written."""
+    The arguments are those of ``delta_rule.scan``.  Rings are read, and are not written.
+    """
     key_heads, heads, key_dim, value_dim = sizes
     tokens = len(x)
     rows = len(step.rows)

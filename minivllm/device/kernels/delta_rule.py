@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
 
 OF_ROWS = ("rows", "start", "behind", "cu_q", "save_at", "save_to")  # arguments of kernels that change in each step
-MOST_TAPS = 3  # inputs before a token that the convolution reads
-EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
-# chosen by times on an H200 (value dim 128): elements of a state in the registers of a warp, rows that are few
+MOST_TAPS = 3  # number of earlier inputs that the convolution reads for a token, at most
+EPS = tl.constexpr(1e-6)  # eps of the norm of queries and keys
+# measured choices on an H200 with value dim 128: elements of a state per warp, number of rows that counts as few
 WARP, FEW_ROWS, PART = 4096, 4, 32
-HEADS = 8  # of tokens that a program of the gated norm computes
+HEADS = 8  # heads of tokens in a program of the gated norm
 
 
 @triton.jit
 def _conv(x0, x1, x2, x3, w0, w1, w2, w3):
-    """Return silu of the convolution, of the newest input x0 and those before it."""
+    """Return silu of the convolution of the newest input x0 and the inputs x1 to x3 before it."""
     y = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
     return y * tl.sigmoid(y)
 
@@ -66,7 +66,7 @@ def _load(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr):
 
 @triton.jit
 def _window(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr, W: tl.constexpr):
-    """Return the inputs of the W - 1 positions before ``position``, the newest first, and zeros for the others of 3."""
+    """Return the inputs of the W - 1 positions before ``position``, newest first, filled up to 3 with zeros."""
     x1 = _load(ring, at, position - 1, c, on & (W > 1), C, RING)
     x2 = _load(ring, at, position - 2, c, on & (W > 2), C, RING)
     x3 = _load(ring, at, position - 3, c, on & (W > 3), C, RING)
@@ -112,7 +112,7 @@ def _scan(
     tile = (head * DK + ok)[:, None] * DV + ov[None, :]
     on = on_k[:, None] & on_v[None, :]
     size: tl.constexpr = HV * DK * DV
-    mine = tl.load(long + row) == 0  # other rows are computed in chunks
+    mine = tl.load(long + row) == 0  # long rows are computed in chunks
     on, n = on & mine, tl.where(mine, n, 0)
     usable, fold = gap >= 0, tl.maximum(gap, 0)
     begin = first - fold
@@ -179,14 +179,16 @@ def _scan(
 
 @triton.jit
 def _keep_input(ring, to, p, value, c, on, C: tl.constexpr, RING: tl.constexpr):
-    """Store the input ``value`` of position ``p`` in the ring of the state ``to``, if it is one of the sequence."""
+    """Store the input ``value`` of position ``p`` in the ring of the state ``to``, if ``p`` is not before the
+    sequence.
+    """
     place = to * RING + (p + RING) % RING
     tl.store(ring + place * C + c, value.to(ring.dtype.element_ty), mask=on & (p >= 0))
 
 
 @triton.jit
 def _copy_inputs(ring, to, p, x0, x1, x2, c, on, C: tl.constexpr, RING: tl.constexpr, W: tl.constexpr):
-    """Store the W - 1 inputs up to position ``p`` in the ring of a copied state, x0 the newest."""
+    """Store the W - 1 inputs up to position ``p`` in the ring of a copied state; x0 is the newest."""
     if W > 1:
         _keep_input(ring, to, p, x0, c, on, C, RING)
     if W > 2:
@@ -209,8 +211,8 @@ def _one(
     ok, ov = tl.arange(0, PK), part * BV + tl.arange(0, BV)
     on_k, on_v = ok < DK, ov < DV
     cq, ck, cv = key * DK + ok, (HK + key) * DK + ok, 2 * HK * DK + head * DV + ov
-    # The state and the window are read before ``settle``, while the product before still runs.  That is safe because
-    # only an earlier step wrote them: each step begins with torch's launches, which wait for all work before them.
+    # The state and the window are read before ``settle``, while the preceding product still runs. That is safe because
+    # only an earlier step wrote them, and each step begins with launches of torch, which wait for all earlier work.
     at, first, gap = tl.load(rows + row), tl.load(start + row), tl.load(behind + row)
     token = tl.load(cu_q + row)
     mine = tl.load(cu_q + row + 1) > token
@@ -246,11 +248,11 @@ def _one(
         o = (o * tl.load(norm + ov, mask=on_v, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         o = o * gate * tl.sigmoid(gate)
     tl.store(out + (t * HV + head) * DV + ov, o.to(out.dtype.element_ty), mask=on_v & mine)
-    spare = row >= tl.load(cu_q + R)  # a token of no row
+    spare = row >= tl.load(cu_q + R)  # a token that belongs to no row
     tl.store(
         out + (row.to(tl.int64) * HV + head) * DV + ov, tl.zeros_like(o).to(out.dtype.element_ty), mask=on_v & spare
     )
-    # one program of each channel keeps its inputs
+    # only one program of each channel stores its inputs
     lead = (head % (HV // HK) == 0) & (part == 0)
     keeps_k, keeps_v, keeps_gate = on_k & mine & lead, on_v & mine, mine & (part == 0)
     _keep_input(ring, at, first, xq, cq, keeps_k, C, RING)
@@ -328,12 +330,12 @@ def _norm(
 ):  # fmt: skip
     wait(PDL)
     at = tl.arange(0, PV)
-    which = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)  # a head of a token
+    which = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)  # index of a head of a token
     token = which // HV
     dtype = y.dtype.element_ty
     place = which[:, None] * DV + at[None, :]
     on = (which < N)[:, None] & (at < DV)[None, :]
-    there = on & (token < tl.load(cu_q + R))[:, None]  # tokens of no row become zeros
+    there = on & (token < tl.load(cu_q + R))[:, None]  # tokens that belong to no row become zeros
     x = tl.load(o + place, mask=there, other=0.0).to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]).to(dtype).to(tl.float32)
     x = (x * tl.load(weight + at, mask=at < DV, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
@@ -343,10 +345,12 @@ def _norm(
 
 
 def part_of(rows: int, tokens: int) -> int:
-    """Return the elements of a value that a program computes, for a step of ``rows`` rows.
+    """Return the number of elements of a value that a program computes, for a step of ``rows`` rows and ``tokens``
+    tokens.
 
-    Rows of several tokens need short sums, which one warp adds without the others.  Rows of one token read their state
-    once, and its loads are widest in one program."""
+    Rows of several tokens need short sums, which one warp can add alone.  Rows of one token read their state once, and
+    one program with wide loads does so fastest.
+    """
     return PART if tokens > rows or rows <= FEW_ROWS else 128
 
 
@@ -365,7 +369,8 @@ def mix(
     """Return gated_norm(scan(x, ab, *weights, ...), z, norm, eps) [T, value heads * value dim].
 
     A step whose rows have at most one token each, and whose states never lack tokens, is one launch."""
-    lacks_none = memory["ring"].shape[1] == weights[0].shape[1]  # the ring has no places for drafts
+    # the ring has no space for drafts, so states lack no tokens
+    lacks_none = memory["ring"].shape[1] == weights[0].shape[1]
     if invariant or step.longest != 1 or len(x) != len(step.rows) or not lacks_none:
         o = x.new_empty(len(x), sizes[1], sizes[3])
         scan(x, ab, *weights, memory, sizes, step, invariant, o)
@@ -423,11 +428,12 @@ def scan(
     invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
+    """Return the outputs of the delta rule [T, value heads, value dim], and update states and rings.
 
-    As ``device.layers.delta_net.scan``.  ``invariant`` means that the bits of a row do not depend on the other rows of
-    the step.  The outputs are written to ``out``, in which tokens of no row keep their values; None means new memory,
-    in which they are zeros."""
+    The arguments are those of ``device.layers.delta_net.scan``.  ``invariant`` means that the bits of a row do not
+    depend on the other rows of the step.  The outputs are written to ``out``, in which tokens of no row keep their
+    values.  None means new memory, in which they are zeros.
+    """
     key_heads, heads, key_dim, value_dim = sizes
     ring = memory["ring"]
     gates = memory["gates"]
@@ -463,9 +469,10 @@ def scan(
 def chunks_of(
     step: StepStates, x: Tensor, sizes: tuple[int, int, int, int], invariant: bool
 ) -> tuple[bool, delta_chunks.Chunks]:
-    """Return (whether rows may be computed in chunks, the chunks of the long rows of a step).
+    """Return whether rows may be computed in chunks, and the chunks of the long rows of a step.
 
-    They are computed once for all layers."""
+    The chunks are the same for all layers and are computed once per step.
+    """
     known = step.row is not None and (step.longest or 0) >= delta_chunks.LONG
     wanted = known and not invariant and delta_chunks.takes(x.dtype, sizes)
     if step.chunks is None:
@@ -492,7 +499,8 @@ def keep(
     """Store the newest inputs ``new`` [T, channels] of each row in its ring [states, places, channels], and the
     ``taps`` inputs before a copied state in the ring of the copy.
 
-    ``more`` [T, m] and ``more_ring`` [states, places, m] are a second pair, for which the same is done."""
+    ``more`` [T, m] and ``more_ring`` [states, places, m] are an optional second pair of inputs and ring.
+    """
     drafts = step.drafts.view(torch.uint8)
     of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
     width = ring.shape[2]
@@ -510,7 +518,7 @@ def keep(
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, cu_q: Tensor) -> Tensor:
     """Return RMSNorm(o) * weight * silu(z) [T, heads * dim], of o [T, heads, dim] and z [T, heads * dim].
 
-    The rows of z may lie apart.  The statistics are float32.  Tokens from cu_q[-1] on, which are of no row, get zeros.
+    The rows of z may lie apart.  The statistics are float32.  Tokens from cu_q[-1] on belong to no row and get zeros.
     """
     tokens, heads, dim = o.shape
     y = torch.empty(tokens, heads * dim, dtype=o.dtype, device=o.device)

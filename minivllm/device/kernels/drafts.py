@@ -1,10 +1,10 @@
-"""The ends of a captured step with drafts, one kernel each, so that the host need not know the newest lengths.
+"""The ends of a captured step with drafts, one kernel each, which need no lengths from the host.
 
     begin_at   slot, shift ──► token id, position, KV length, cache slot of each row     grid (rows,)
     commit     drawn tokens of a row and its drafts ──► history, length, end, result     grid (rows,)
     put        proposed tokens ──► history behind the known tokens                       grid (rows,)
 
-Reference: ``device.worker.step.read_rows`` and ``accept``, ``device.worker.drafting``.
+The references are ``read_rows`` and ``accept`` of ``device.worker.step``, and ``device.worker.drafting``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _begin_at(
     nowhere = (tl.load(stopped + slot) != 0) | (wanted < 0)
     length = tl.where(wanted < 0, 0, at + 1)
     for g in tl.static_range(GROUPS):
-        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that the cache does not hold any more
+        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that compression has removed from the cache
         place = tl.maximum(at - gone, 0)
         block = tl.load(table + (g * SLOTS + slot) * table_stride + place // BLOCK).to(tl.int64)
         tl.store(kv_len + g * rows + row, tl.maximum(length - gone, 0).to(tl.int32))
@@ -56,12 +56,12 @@ def begin_at(
     slot_map: Tensor,
     ahead: int = 0,
 ) -> None:
-    """Write the inputs of a step whose row r has the token ``shift[r]`` behind the newest of its slot.
+    """Write the inputs of a step whose row r has the token ``shift[r]`` positions behind the newest token of its slot.
 
-    ``slots`` and ``shift`` are i64 [R]; a shift of 0 is the newest known token, and a negative one an earlier token.
+    ``slots`` and ``shift`` are i64 [R].  A shift of 0 is the newest known token, and a negative shift an earlier token.
     The results are ids and position i64 [R], kv_len i32 [G, R] and slot_map i64 [G, R].  ``ids`` are the tokens
-    ``ahead`` positions later (1 for the pairs of a head).  Ended rows write to the null block, and so do rows before
-    the first token, whose length is 0.
+    ``ahead`` positions later; 1 is for a head that reads pairs of a state and the next token.  Rows that have ended,
+    and rows before the first token, whose length is 0, write to the null block.
     """
     groups, size, _ = state.table.shape
     _begin_at[(len(slots),)](
@@ -102,7 +102,7 @@ def _commit(
     ended = tl.load(stopped + slot) != 0
     begins = tl.load(draft + head) == 0
     on = begins  # the next row belongs to this sequence
-    alive = ended == 0  # the drafts so far were drawn, and no token was an end
+    alive = ended == 0  # all drafts so far were drawn, and no token ended the sequence
     finished = ended & (ended == 0)
     got = first * 0
     ot, oi = tl.arange(0, P), tl.arange(0, IDS)
@@ -113,7 +113,7 @@ def _commit(
         position = first + j
         raw = tl.load(drawn + row, mask=on, other=0)
         token = tl.minimum(tl.maximum(raw, 0), width - 1)
-        tl.store(drawn + row, token, mask=on)  # later kernels use it as an index
+        tl.store(drawn + row, token, mask=on)  # clamped, because later kernels use it as an index
         tile = tl.load(best + row * TILES + ot, mask=(ot < TILES) & on, other=float("-inf"))
         peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
         bad = (peak == float("inf")) | (peak == float("-inf"))
@@ -125,7 +125,7 @@ def _commit(
         flags = tl.where(raw != token, _FAILED, flags)
         flags = tl.where(bad, _NAN, flags)
         at = tokens + slot * tokens_stride + position
-        guess = tl.load(at, mask=on, other=-1)  # the draft of the next row; read before the drawn token replaces it
+        guess = tl.load(at, mask=on, other=-1)  # the draft of the next row, read before the drawn token replaces it
         accept = on & alive & (bad == 0) & (raw == token)
         tl.store(at, token.to(tl.int32), mask=accept)
         tl.store(out + row, token.to(tl.int32), mask=on)
@@ -211,8 +211,8 @@ def put(
 ) -> None:
     """Write ``drafts`` [N, K] (i32 or i64) to the history, from position ``known + first`` of ``slots`` i64 [N] on.
 
-    With ``count`` [N], ``given`` i32 [N] gets the number of usable drafts of each row: at most ``count``, and none from
-    the first on that is no token of the ``width`` tokens of the vocabulary.
+    With ``count`` [N], ``given`` i32 [N] receives the number of usable drafts of each row.  It is at most ``count``,
+    and ends before the first draft that is not one of the ``width`` tokens of the vocabulary.
     """
     k = drafts.shape[1]
     drafts = drafts.contiguous()

@@ -1,17 +1,18 @@
-"""Products of the experts: each token with the k that its router chose, whose results it sums by its weights.
+"""Products of the experts for each token and its k chosen experts, and the weighted sums of their results.
 
-    x [T, H] ──up──► activation(gate) * up [pairs, I] ──down──► weight * that [pairs, H] ──combine──► [T, H]
+    x [T, H] ──up──► activation(gate) * up [pairs, I] ──down──► weight * output [pairs, H] ──combine──► [T, H]
 
-Up to ``FEW`` tokens are *matvecs* on the CUDA cores, a program for each tile and pair: every weight that is needed is
-read once, unless two tokens share an expert.  More are *grouped GEMMs*: ``router.assign`` sorts the pairs by expert
-into blocks, whose weights come by TMA, with their rows on the long side of the tile (``products``)::
+Up to ``FEW`` tokens are computed as *matvecs* on the CUDA cores, with a program for each tile and pair.  Each weight of
+a chosen expert is read once for each of its pairs.  More tokens are computed as *grouped GEMMs*.  ``router.assign``
+sorts the pairs by expert into blocks.  TMA loads the tiles of the weights, whose rows are on the long side of the tile
+(``products``)::
 
     up     grid (I / BN, blocks)   y^T [BN, BM] = W [e, BN, H] x[tokens of the block]^T
-    down   grid (H / BN, blocks)   likewise, from the blocks' own order to that of the pairs
-    combine grid (T)               k rows, one after another
+    down   grid (H / BN, blocks)   the same from the order of the blocks to the order of the pairs
+    combine grid (T)               sum of k rows, one after another
 
-Bytes: the weights of the experts that are hit, once; sums are float32 in an order that depends on the shapes alone.
-Reference: ``device.layers.experts``.
+The weights of the chosen experts are read once.  Sums are float32 in an order that depends on the shapes alone.  The
+reference is ``device.layers.experts``.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from .activation import NUMBER, activate
 from .launch import kernel, pdl, wait
 from .router import assign
 
-FEW = 4  # tokens up to which each pair reads its expert by itself
-MOST_PAIRS = 128  # up to which the blocks of a grouped product find their pairs by themselves, without ``assign``
-OAI = 5  # the activation "swiglu_oai", which is one of gate and up together
-# pairs of an expert up to which; BM, BN, BK of 2 bytes, stages and warps of ``up`` and of ``down``
+FEW = 4  # tokens up to which each pair reads the weights of its expert separately
+MOST_PAIRS = 128  # pairs up to which the blocks of a grouped product find their pairs themselves, without ``assign``
+OAI = 5  # number of the activation "swiglu_oai", which is a function of both gate and up
+# Most pairs of an expert; then BM, BN, BK for elements of 2 bytes, stages and warps of ``up`` and of ``down``.
 TILES = (
     (12, (16, 64, 128, 2, 4), (16, 64, 128, 3, 4)),
     (32, (32, 128, 128, 3, 8), (32, 64, 128, 3, 4)),
@@ -99,8 +100,8 @@ def _down_few(
 ):  # fmt: skip
     """Compute the output of a token with all its experts, y [T, H].
 
-    With ADD it is added to the residual.  y is then the product of the sum and the norm's weight, and ``squares`` the
-    sum of the tile's squares.
+    With ADD the output is added to the residual.  y is then the sum times the norm's weight, and ``squares`` receives
+    the sum of squares of the tile.
     """
     wait(PDL)
     row = tl.program_id(1)
@@ -136,8 +137,9 @@ def _down_few(
 def _block(order, expert, pairs, block, BM: tl.constexpr, FROM: tl.constexpr):
     """Return the expert of a block, or -1, and its pairs [BM].
 
-    FROM > 0 means that ``assign`` did not run and both arguments are the ids of at most FROM pairs.  A block then
-    belongs to a pair, and every BM-th pair of an expert handles the pairs up to the next such pair.
+    FROM > 0 means that ``assign`` did not run, and that ``order`` and ``expert`` are both the expert ids of at most
+    FROM pairs.  A block then belongs to a pair, and every BM-th pair of an expert handles the pairs up to the next such
+    pair.
     """
     e = tl.load(expert + block)
     if FROM == 0:
@@ -252,12 +254,12 @@ def _combine(
 
 
 class ResidualNorm(NamedTuple):
-    """What the experts' output is added to, in place, and the RMSNorm that follows."""
+    """The residual to which the experts' output is added in place, and the RMSNorm that follows."""
 
     residual: Tensor  # [T, H]
     norm: Tensor  # [H]
     eps: float
-    whole: bool  # the norm is computed to its end
+    whole: bool  # whether the kernel also divides by the root mean square
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
@@ -279,7 +281,9 @@ def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dic
 
 
 def _filled_up(x: Any, missing: int) -> Any:
-    """Return [E, 2 I, ...] = gate | up with rows of zeros behind each of both, [E, 2 (I + missing), ...]."""
+    """Return [E, 2 I, ...] = gate | up with ``missing`` rows of zeros behind gate and behind up, [E, 2 (I + missing),
+    ...].
+    """
     if x is None:
         return None
     after = (0, 0) * (x.dim() - 2)
@@ -287,10 +291,11 @@ def _filled_up(x: Any, missing: int) -> Any:
 
 
 class ExpertProducts:
-    """Kernels for the experts of one layer: ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I], contiguous.
+    """Kernels for the experts of one layer with weights ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I].
 
-    ``fixed``: a token's bits do not depend on what is beside it.  An inner width I that is no multiple of 16 bytes gets
-    zeros behind it, in copies of the weights.  ModelError for such a hidden width H.
+    The weights are contiguous.  ``fixed`` means that the bits of a token do not depend on the other tokens.  If the
+    inner width I is no multiple of 16 bytes, copies of the weights are filled up with zeros.  ModelError if the hidden
+    width H is no multiple of 16 bytes.
     """
 
     few = FEW
@@ -341,9 +346,9 @@ class ExpertProducts:
         """Compute the sum of the experts' outputs y [T, H] for x [T, H], ids i32 [T, k] below E, and weights f32 [T,
         k].
 
-        ``squares`` f32 [T, P] means that x must still be divided by sqrt(sum of them / H + eps); see
-        ``device.layers.fused.Normed``. With a ``stream`` the result follows its norm.  If it must still be divided too,
-        the second result is the squares of the stream f32 [T, tiles], otherwise None.
+        ``squares`` f32 [T, P] means that x must still be divided by sqrt(sum of squares / H + eps)
+        (``device.layers.fused.Normed``).  With a ``stream`` the output is added to it, and the result is its norm.  If
+        that norm lacks its division, the second result is the squares of the stream f32 [T, tiles], otherwise None.
         """
         t, k = ids.shape
         if not t:
@@ -353,7 +358,7 @@ class ExpertProducts:
         norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
         given = x if squares is None else squares
         if t <= self.few and not self.fixed:
-            # in float16 what is not yet divided may be too large
+            # in float16 the values before the division may overflow
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
             y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)
             return (self._sum(y, 1, stream), None) if apart else (y, found)

@@ -1,10 +1,11 @@
-"""x W^T for weights of 8 bits in groups of inputs that share a scale: float8 in blocks, int8 and uint8 in groups.
+"""Products x W^T for weights of 8 bits whose groups of inputs share a scale.
 
     dots     up to 256 rows   grid (M / BM, N / BN, SK)   y^T [BN, BM] = W [BN, K / SK] x^T  (``packed_tiles``)
-    dense    more             a part of the weight is made numbers of in memory, for the library's product
+    dense    more             a part of the weight is converted to numbers in memory, for the library's product
 
-Bytes: the weight and its scales once, x and y a few times.  Sums are float32, in an order that goes by the shapes
-alone.  Reference: ``GroupedBytes`` in ``plugins/quantizer/forms.py``, which makes numbers of all of the weight.
+Weights are float8 in blocks, or int8 and uint8 in groups.  The kernels read the weight and its scales once, x and y a
+few times.  Sums are float32, in an order that depends only on the shapes.  The reference is ``GroupedBytes`` in
+``plugins/quantizer/forms.py``, which converts the whole weight to numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .packed_tiles import add_tile, inputs_of, load_x
 from .quant import together
 from .quant_numbers import drained
 
-DOTS = 256  # rows up to which ``dots`` serves
-DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
-PROGRAMS = (128, 256)  # at least, by splitting sums: of up to 16 rows, and of more
+DOTS = 256  # rows up to which ``dots`` is used
+DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
+PROGRAMS = (128, 256)  # least number of programs after splitting sums, for up to 16 rows and for more
 MOST_SPLIT = 8
 
 
@@ -79,8 +80,11 @@ def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
 
 
 class GroupedProduct:
-    """For weight int8, float8_e4m3fn or uint8 [N, K], scale f32 [N, K / group] and zero (None: 0) likewise, contiguous;
-    keeps the counters of split sums, 0 between launches."""
+    """The product with one weight int8, float8_e4m3fn or uint8 [N, K].
+
+    ``scale`` is f32 [N, K / group], and so is ``zero``, for which None means 0.  All are contiguous.  The object keeps
+    the counters of split sums, which are 0 between launches.
+    """
 
     def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
         self.weight, self.scale, self.zero = weight, scale, zero
@@ -92,7 +96,7 @@ class GroupedProduct:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
 
-        M alone decides the kernel.
+        Only M decides the kernel.
         """
         x, m = x.contiguous(), len(x)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
@@ -134,7 +138,9 @@ class GroupedProduct:
         return y
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
-        """Compute y [M, N] for x [M, K] with torch's product, of parts of the weight that are dequantized to memory."""
+        """Compute y [M, N] for x [M, K] with torch's product and parts of the weight that are converted to numbers in
+        memory.
+        """
         y = x.new_empty(len(x), self.n) if y is None else y
         step = max(1, at_once // self.k)
         for first in range(0, self.n, step):
@@ -143,7 +149,7 @@ class GroupedProduct:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight as numbers [rows, K]."""
+        """Return some rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
         _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))

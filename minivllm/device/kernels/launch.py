@@ -1,13 +1,13 @@
-"""Programmatic dependent launch (sm_90 and later): a kernel is set up while the one before it still runs.
+"""Programmatic dependent launch (sm_90 and later), in which a kernel is set up while the preceding one still runs.
 
-A kernel that takes part calls ``wait(PDL)`` before it touches what an earlier kernel wrote, or wrote over what an
-earlier one reads; it may load constants (weights) before that.  Every kernel in a chain must wait, or the wait of the
-next one would not reach back to the one before::
+A kernel in such a chain calls ``wait(PDL)`` before it reads results of an earlier kernel, or overwrites memory that an
+earlier kernel reads.  It may load constants, such as weights, before.  Every kernel in a chain must wait, because each
+wait only covers the preceding kernel.  ``wait`` can be split::
 
-    settle, then release     what comes after starts when all that came before has ended: from here on, too, it may
-                             read what was written before this kernel without waiting
-    release, then settle     what comes after is set up as early as can be; its programs may then find some of the
-                             multiprocessors taken and crowd on the others, and the fewer they are the more it costs
+    settle, then release     the next kernel starts after all earlier kernels have ended, so it may read their results
+                             without waiting
+    release, then settle     the next kernel is set up as early as possible; its programs may then find some of the
+                             multiprocessors in use and crowd on the others, which costs most with few programs
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
-    """Return the most bytes of shared memory of all programs on a multiprocessor together."""
+    """Return the shared memory of a multiprocessor in bytes, which all its programs share."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
@@ -111,7 +111,7 @@ def _prefer(function: int, percent: int) -> None:
     carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     try:
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, percent)
-    except (OSError, AttributeError):  # a preference: without it kernels are slower and no other
+    except (OSError, AttributeError):  # only a preference, without which kernels are slower
         return
 
 

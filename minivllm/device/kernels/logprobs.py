@@ -1,16 +1,16 @@
-"""Log-probabilities of the chosen token and of the k best, without a float32 copy of the logits or a sort.
+"""Log-probabilities of the chosen token and of the k best tokens, without a float32 copy of the logits or a sort.
 
-    _parts   grid (N, tiles)   of each tile: largest logit, sum of exp, how many exceed the chosen one's; the largest of
-                               each group of lanes
-    _total   grid (N,)         joins the tiles
-    _best    grid (N,)         the k best are in the k groups whose largest logits are the best (of equal ones the
-                               first), because each of these holds a logit that ranks before all others'
+    _parts   grid (N, tiles)   the largest logit of each tile, the sum of exp, the number of logits above the chosen
+                               one; for each group of lanes the largest logit
+    _total   grid (N,)         combines the tiles
+    _best    grid (N,)         finds the k best in the k groups with the largest maxima, the first among equal ones
 
-k is the largest that some row of the step asks for.  So that a row's bits do not depend on it, what they are made of
-comes from kernels of which there is one variant for all k.
+The k best logits are in these groups, because each of the groups holds a logit that ranks before all logits of the
+other groups.  k is the largest that a row of the step needs.  The bits of a row must not depend on it, so all values
+are computed by kernels with one variant for all k.
 
-Bytes: the logits once, k groups of a few hundred bytes.  At 256 x 151,936 in bfloat16: 78 MB, 18 us.
-Reference: ``device.worker.sampling.logprobs_of``.
+The logits are read once, and k groups of a few hundred bytes again.  256 x 151,936 logits in bfloat16 are 78 MB and
+take 18 us.  The reference is ``device.worker.sampling.logprobs_of``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from .launch import kernel, pdl, wait
 from .peaks import TILE
 
-MOST = 32  # of the best that the kernels find
-GROUPS = 2048  # of lanes in a row, at most
+MOST = 32  # largest k of the kernels
+GROUPS = 2048  # largest number of groups of lanes in a row
 
 
 @kernel("chosen", "k")
@@ -45,7 +45,7 @@ def _parts(
     out = part + (row * TILES + tile) * 3
     tl.store(out, best)
     tl.store(out + 1, tl.sum(e, 0))
-    tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))  # at most TILE: exact
+    tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))  # exact, because it is at most TILE
     if k > 0:
         groups: tl.constexpr = TILE // GROUP
         highest = tl.max(tl.reshape(x, (groups, GROUP)), 1)

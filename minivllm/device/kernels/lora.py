@@ -1,4 +1,5 @@
-"""Adapters (LoRA) of a linear layer: y [T, out] += (x A^T) B^T, with the A and B of each token's adapter.
+"""Adapters (LoRA) of a linear layer: y [T, out] += (x A^T) B^T, where each token uses the matrices A and B of its
+adapter.
 
     places    2 0 2 -1 0 2          adapter of each token of the step
     groups    [0: 1 4] [2: 0 2 5]   tiles of tokens with one adapter, made once for all layers of the step
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from .launch import kernel, pdl, wait
 
-# (most tokens of a step, tokens of a tile); batch-invariant steps use the first tile for any number of tokens
+# (most tokens of a step, tokens of a tile); batch-invariant steps always use the first tile
 TILES = ((256, 16), (1024, 32), (1 << 62, 64))
-SPLITS = 16  # most programs that share the inputs of a tile
+SPLITS = 16  # largest number of programs that share the inputs of a tile
 SPLIT_TO = 1024  # tokens of a step up to which the inputs are split
-SCANNED = 8192  # comparisons of a token with an adapter that a program of ``group`` does at a time
+SCANNED = 8192  # comparisons of a token with an adapter that a program of ``group`` makes at a time
 
 
 class TokenGroups(NamedTuple):
@@ -45,7 +46,7 @@ class TokenGroups(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Return whether the inputs of a tile are split over programs; always so for batch-invariant steps."""
+        """Return whether the inputs of a tile are split over programs.  Batch-invariant steps always split them."""
         return self.tokens <= SPLIT_TO or self.rows.shape[1] == TILES[0][1]
 
 
@@ -87,10 +88,11 @@ def _group(
 
 
 def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
-    """Return the tokens of a step by adapter: tokens i32 [T] are places, -1 for no adapter, and ranks i32
-    [places, layers] the ranks of the adapters.
+    """Group the tokens of a step by adapter.
 
-    With ``invariant`` the tiles have the same size for every number of tokens."""
+    ``tokens`` i32 [T] are places of adapters, -1 for none.  ``ranks`` i32 [places, layers] are the ranks of the
+    adapters.  With ``invariant`` the tiles have the same size for every number of tokens.
+    """
     count = tokens.shape[0]
     places, layers = ranks.shape
     tile = next(tile for most, tile in TILES if count <= most or invariant)
@@ -142,7 +144,7 @@ def _expand(
 ):  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
     part = tl.load(blocks + 3 * block)
-    # the factor shows the compiler that outputs can be read and written 16 bytes at a time
+    # the factor proves to the compiler that outputs can be read and written 16 bytes at a time
     begin = tl.load(blocks + 3 * block + 1) * UNIT
     stop = tl.load(blocks + 3 * block + 2) * UNIT
     wait(PDL)
@@ -173,10 +175,11 @@ def _expand(
 
 
 class LoraProduct:
-    """The product of one layer's adapters.
+    """The product of the adapters of one layer.
 
-    a [places, parts, rank, in] and b [places, out, rank] are views of the arena, ``number`` is that of the layer among
-    all with adapters, and ``starts`` are the first outputs of the parts."""
+    a [places, parts, rank, in] and b [places, out, rank] are views of the arena.  ``number`` counts the layers with
+    adapters.  ``starts`` are the first outputs of the parts.
+    """
 
     def __init__(self, a: Tensor, b: Tensor, number: int, starts: Sequence[int]) -> None:
         self.a, self.b, self.number = a, b, number
@@ -189,8 +192,10 @@ class LoraProduct:
         self.blocks = {size: self._blocks(size, bounds) for size in (self.block, self.large)}
 
     def _blocks(self, size: int, bounds: Sequence[int]) -> Tensor:
-        """Return the blocks of at most ``size`` outputs, i32 [blocks, 3]: the number of the part, and the first output
-        and the end of the block's part in units."""
+        """Return blocks of at most ``size`` outputs, i32 [blocks, 3].
+
+        A row has the number of the part, the first output of the block, and the end of its part, in units.
+        """
         blocks = []
         for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
             first_outputs = range(start, stop, size)

@@ -1,7 +1,8 @@
-"""Masks of late rows on logits [rows, V], in place: tokens whose bit is 0 become -inf.
+"""In-place masks of late rows on logits [rows, V], in which tokens whose bit is 0 become -inf.
 
-grid (rows, V / BLOCK);  bytes: V / 8 read and 2 to 4 for each token that is forbidden, a row.  Reference:
-``device.worker.sampling.apply_mask``.
+    grid (rows, V / BLOCK)      V / 8 bytes read per row, and 2 to 4 bytes written per forbidden token
+
+The reference is ``device.worker.sampling.apply_mask``.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
 
 
 class DeviceMasks:
-    """Those of one step on the device, where captures find them: memory for ``rows`` late rows.
+    """The masks of one step in device memory that captures use, for ``rows`` late rows.
 
-    ``host`` i32 [rows, words] is pinned: masks that were written to its leading rows need no copy on the host.  It may
-    be written again once the step whose masks it holds has been collected.
+    ``host`` i32 [rows, words] is pinned memory.  Masks that were written to its leading rows need no further copy on
+    the host.  It may be written again once the step that uses the masks has been collected.
 
-    Copies run on a stream of their own, so the memory is not theirs before the stream that made it has come to it:
-    until then kernels in flight may still use what was there before, and the fill would run over the first masks.  The
-    stream has a priority of its own because torch hands out streams from a small pool for each priority: captures take
-    theirs from the other one, and a copy on a stream that is being captured would become part of somebody's graph.
+    Copies run on their own stream.  The stream first waits for the stream that allocated the memory, because kernels in
+    flight may still use that memory, and the initial fill must not overwrite the first masks.  The stream has its own
+    priority, because torch hands out streams from a small pool for each priority.  Captures use the other pool.  A copy
+    on a stream that is being captured would become part of the graph.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class DeviceMasks:
         """
         n, used = len(rows), self.rows + len(rows) * self.words
         if self._copied is not None:
-            self._copied.synchronize()  # the host's memory is free again: it has been for long
+            self._copied.synchronize()  # the host's memory may be written again; the copy ended long ago
         self._numpy[: self.rows] = -1
         self._numpy[rows] = np.arange(n)
         if mask.ctypes.data != self.host.ctypes.data:
@@ -82,7 +83,7 @@ class DeviceMasks:
         if self._stream is None:
             self._held[:used].copy_(self._host[:used])
             return
-        self._stream.wait_event(self._read)  # events that were never recorded have passed
+        self._stream.wait_event(self._read)  # does not wait for an event that was never recorded
         with torch.cuda.stream(self._stream):
             self._held[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()

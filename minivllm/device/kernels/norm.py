@@ -1,9 +1,11 @@
-"""Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
+"""Residual addition and norm in one kernel, which reads x and the residual once and writes sum and norm once.
 
-What is added may be normalised first: two norms, with the addition between them, are one kernel too.  LayerNorm
-(``CENTERED``) is the same with the mean subtracted, and perhaps a bias.
+x may be normalized before the addition, so that two norms with the addition between them are one kernel too.  LayerNorm
+(``CENTERED``) subtracts the mean and may add a bias.
 
-grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``device.layers.norm.rms_norm``.
+    grid (T,), one token per program      4 * dim * 2 bytes per token
+
+The reference is ``device.layers.norm.rms_norm``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, e
         w = tl.load(first + at, mask=on, other=0.0).to(tl.float32)
         value = (wide * inverse * w).to(x.dtype.element_ty)
     if ADD:
-        # rounded to the dtype of the stream before it is squared, as the sum that the next layer reads
+        # rounded to the dtype of the stream before it is squared, because the next layer reads the rounded sum
         value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
         tl.store(residual + row * DIM + at, value, mask=on)
     wide = value.to(tl.float32)
@@ -48,7 +50,7 @@ def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, e
     if BIAS:
         normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
     if TOP > 0:
-        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # as the norm by itself gives it
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # rounded as the separate norm does
         step, inverse = step_of(tl.max(size_of(tl.where(on, normed, 0.0)), 0), TOP)
         tl.store(scale + row, step)
         normed = codes_of(normed, step, inverse, TOP, WHOLE)
@@ -125,8 +127,8 @@ def _launch(
             TOP=TOP.get(y.dtype, 0.0),
             WHOLE=y.dtype == torch.int8,
             num_warps=4 if dim <= 2048 else 16,
-            # the norm that is added would be a multiply-add with the stream, and have other bits than the norm alone,
-            # which a step takes whose taps read it; of 16 bits it is rounded before
+            # Multiplying and adding in one instruction would give other bits than the separate norm, which steps with
+            # taps use. With 16 bits the product is rounded before.
             enable_fp_fusion=x.dtype != torch.float32,
             **pdl(x),
         )

@@ -1,10 +1,10 @@
-"""Products of the experts, as in ``experts``, of weights that are quantized: they are read as they lie.
+"""Products of the experts, as in ``experts``, with quantized weights that are read in their packed form.
 
     up     grid (I / BN, blocks)   y^T [BN, BM] = W [e, BN, H] x[tokens of the block]^T, gate and up at once
-    down   grid (H / BN, blocks)   likewise, from the blocks' own order to that of the pairs
+    down   grid (H / BN, blocks)   the same from the order of the blocks to the order of the pairs
 
-Blocks, their pairs and the sum over a token's k experts are those of ``experts``, tiles of weights those of
-``packed_tiles``.  Bytes: the packed weights of the experts that are hit, once for each block of an expert.
+Blocks, their pairs and the sum over a token's k experts are those of ``experts``, and tiles of weights those of
+``packed_tiles``.  The packed weights of the chosen experts are read once for each block of an expert.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .quant_numbers import drained, zeros_of
 
-# by bits: pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``.  Of 4 bits what was
-# the fastest of benchmarks/packed_products.py on an H200; of 8, for few pairs, what was it for one weight, and for many
-# the largest of which no register is spilled
+# By bits: most pairs of an expert; then BM, BN, BK, stages and warps of ``up`` and of ``down``. For 4 bits these are
+# the fastest of benchmarks/packed_products.py on an H200. For 8 bits and few pairs they are the fastest of one weight,
+# for many pairs the largest tiles that spill no register.
 TILES = {
     4: (
         (12, (16, 64, 128, 3, 4), (16, 64, 128, 3, 4)),
@@ -111,7 +111,7 @@ def _down(
 
 
 class _Packed:
-    """One of the two weights of all experts, as the kernels take it."""
+    """One of the two weights of all experts, in the form that the kernels read."""
 
     def __init__(self, stored: StoredWeight) -> None:
         self.weight, self.scale = stored.weight, stored.scale
@@ -128,14 +128,14 @@ def takes(stored: StoredWeight | None) -> int:
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
     if group & (group - 1) and (group <= 64 or stored.scale.numel() != rows):
-        return 0  # a tile of up to 128 inputs lies in one group, which may be the row, or has whole ones
+        return 0  # a tile of up to 128 inputs lies within one group, or has whole groups
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:
         return 0
     each = stored.scale.numel() // rows * stored.group  # inputs of a row
     if each == 2 * inputs:
-        return 0 if stored.group % 32 else 4  # that share bytes
+        return 0 if stored.group % 32 else 4  # inputs of a row
     return 8 if each == inputs and stored.zero is not None else 0
 
 
@@ -148,10 +148,13 @@ def runs(weight: Tensor) -> bool:
 
 
 class PackedExperts(ExpertProducts):
-    """For ``gate_up`` [E * 2 I, H], gate of an expert first, and ``down`` [E * H, I] in forms that ``takes`` knows, of
-    ``count`` experts; biases [E, 2 I] and [E, H]."""
+    """Kernels for quantized experts of one layer, with ``gate_up`` [E * 2 I, H] and ``down`` [E * H, I].
 
-    few = 0  # a block of one pair is read as fast
+    The gate of each expert comes first.  ``takes`` accepts both weights.  ``count`` is the number of experts E.  Biases
+    are [E, 2 I] and [E, H].
+    """
+
+    few = 0  # blocks of one pair are as fast as matvecs
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class PackedExperts(ExpertProducts):
         self.fixed = False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
-        table = TILES[max(one.form for one in self.packed)]  # blocks of both have as many pairs
+        table = TILES[max(one.form for one in self.packed)]  # both products use the same blocks
         up, down = next(both for most, *both in table if pairs / self.count <= most)
         return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
 

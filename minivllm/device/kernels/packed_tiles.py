@@ -1,12 +1,12 @@
-"""A tile of a quantized weight times a tile of x on the tensor cores, for kernels that go over one weight or many.
+"""Product of a tile of a quantized weight with a tile of x on tensor cores, for kernels over one weight or many.
 
-The forms are those of ``StoredWeight`` that have scales of groups of inputs, [rows, K / GROUP] beside [rows, K]::
+The forms are those of ``StoredWeight`` with scales of groups of inputs, [rows, K / GROUP] for [rows, K]::
 
     FORM 4   uint8 [rows, K / 2]                        w = (q - zero) * scale
-    FORM 8   int8, float8_e4m3fn, uint8 [rows, K]       w = (q - zero) * scale; without zero points 0
+    FORM 8   int8, float8_e4m3fn, uint8 [rows, K]       w = (q - zero) * scale; zero is 0 without zero points
 
-Numbers of 8 bits are exact in bfloat16.  Where a tile's inputs share a scale, and there are no zero points, they are
-multiplied as they are, and their sums by the scale; else each is multiplied by its scale and rounded to x's dtype.
+Numbers of 8 bits are exact in bfloat16.  If a tile's inputs share a scale and there are no zero points, the codes are
+multiplied and their sums are scaled.  Otherwise each number is scaled and rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _whole(raw, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def inputs_of(FORM: tl.constexpr, BK: tl.constexpr):
-    """Return which of BK inputs each byte of a tile has.  Bytes of FORM 4 also have the input 16 further on."""
+    """Return the index among BK inputs of each byte of a tile.  Bytes of FORM 4 also hold the input 16 further on."""
     at = tl.arange(0, BK * FORM // 8)
     if FORM == 4:
         at = at // 16 * 32 + at % 16
@@ -67,7 +67,7 @@ def add_tile(
 ):  # fmt: skip
     """Return acc [BN, BM] + W[row, k to k + BK] x.
 
-    ``row`` is i64 [BN], ``there`` marks rows that exist, ``a`` and ``b`` are those of ``load_x``. ASM converts to
+    ``row`` is i64 [BN], ``there`` marks rows that exist.  ``a`` and ``b`` are results of ``load_x``.  ASM converts to
     bfloat16 by instructions for two numbers at a time.
     """
     precision: tl.constexpr = "ieee" if IEEE else "tf32"

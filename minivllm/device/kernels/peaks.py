@@ -1,8 +1,8 @@
-"""The largest logit of each tile of the vocabulary, where a sampler does not bring it: rows that hold a NaN show there.
+"""The largest logit of each tile of the vocabulary, for samplers that do not return it.  A NaN gives NaN.
 
     _best   grid (N, tiles)   reads the logits once, writes 4 bytes a tile
 
-Reference: ``Tensor.amax``.
+The reference is ``Tensor.amax``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What goes from one GPU to another of a host in a step, beside sums: logits to rank 0, drawn tokens from it.
+"""Transfers between the GPUs of a host in a step: logits to rank 0, and drawn tokens from rank 0.
 
-Regions, meetings and numbers are those of ``peer_sums``.  Here who writes does not wait for who reads, up to two
-meetings ahead: two places take turns, and who reads says so (``acks``) before the first is written again::
+Regions, meetings and their numbers are those of ``peer_sums``.  Here the sender does not wait for the receiver, up to
+two meetings ahead.  It alternates between two places, and the receiver acknowledges a place (``acks``) before it is
+written again::
 
     gather   rank r: tile ──► place[number % 2] of rank 0, flag number      rank 0: flag? ─► columns of out, ack number
-    drawn    rank 0: {token, n}, {length and end, n} ──► places of each     rank r: look until they have come ─► columns
+    drawn    rank 0: {token, n}, {length and end, n} ──► places of each     rank r: poll until they arrive ─► columns
 
-So rank 0 may be late, as when a grammar is compiled before it draws: the others go on until they need what it drew, or,
-where there are more tiles than programs have places for, until it takes them.
+So rank 0 may be late, as when a grammar is compiled before the draw.  The other ranks continue until they need the
+drawn tokens, or until more tiles wait than there are places.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from .peer_sums import _at
 
 @triton.jit
 def _await(at, number):
-    """Wait for an i32 that another GPU writes to be at least ``number``; what was written before it is visible then."""
+    """Wait until an i32 that another GPU writes is at least ``number``.
+
+    Earlier writes of that GPU are then visible.
+    """
     seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
-    while seen - number < 0:  # a difference: the number may wrap
+    while seen - number < 0:  # compare the difference, because the number may wrap
         seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
 
 
@@ -52,7 +56,7 @@ def gather(
         number += 1
         row, at = tl.cast(tile // tiles, tl.int64), (tile % tiles) * TILE + within
         on = at < COLUMNS
-        # the same for every TILE and dtype: no program's place lies in another's of an earlier call
+        # the same for every TILE and dtype, so that places of programs never overlap between calls
         place = PLACES + ((number & 1) * BLOCKS + block).to(tl.int64) * (SIZE * PLACE)
         mine = tl.load(x + row * COLUMNS + at, mask=on, other=0.0)
         if rank == 0:
@@ -73,11 +77,11 @@ def gather(
             tl.debug_barrier()
             there = _at(peers, 0, place + rank * PLACE, element)
             tl.store(there + within, mine, mask=on)
-            tl.debug_barrier()  # the writes of all threads come before the flag of one
+            tl.debug_barrier()  # the writes of all threads come before the flag of one thread
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
     tl.store(count + block, number)
-    if block == 0:  # where there were several meetings, both
+    if block == 0:  # report both numbers if there were several meetings
         tl.store(progress, number)
         tl.store(progress + 1, number)
 
@@ -87,12 +91,12 @@ def drawn(
     slots, position, tokens, known, stopped, peers, count, progress, rows, tokens_stride, rank, SIZE: tl.constexpr,
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Send the columns of rows that drew from rank 0 to all ranks.
+    """Send the columns of rows for which rank 0 has drawn a token to all ranks.
 
     For ``slots`` i64 [rows] these are the token at ``position`` i64 [rows], the length, and whether the row has ended.
     The grid is (cdiv(rows, TILE),), and a program handles TILE rows.  A region has acks i32 [BLOCKS, SIZE] and places
-    i64 [2, BLOCKS, 2, TILE]: a word for the token and a word for length and end, with the number of the call in their
-    upper halves.
+    i64 [2, BLOCKS, 2, TILE].  A place has a word for the token and a word for length and end, with the number of the
+    call in their upper halves.
     """
     wait(PDL)
     block = tl.program_id(0)

@@ -1,27 +1,27 @@
-"""Sums over the GPUs of one host through memory that they all see, with what follows them: residual and norm.
+"""Sums over the GPUs of one host through memory that all of them can read and write, with residual and norm.
 
-Each rank has a region of the same layout, and every kernel knows the addresses of all regions (``peers``).  Program b
-of one rank waits for the programs b of the others and for nobody else, and counts its meetings (``count[b]``): the
-number of a meeting is the value of its flags, so nothing is ever reset, and a captured kernel finds the present number
-when it is replayed.  The parity of the number says which of two places is written, so that one meeting a sum is
-enough: whoever is at number n + 1 has read all of number n.
+Each rank has a region of the same layout, and every kernel has the addresses of all regions (``peers``).  Program b of
+a rank waits only for the programs b of the other ranks.  It counts its meetings in ``count[b]``, and the number of a
+meeting is the value of its flags.  So nothing is ever reset, and a replayed captured kernel continues with the right
+number.  The parity of the number selects one of two places, so one meeting per sum is enough: a program at number n + 1
+has read all data of number n.
 
-    words   a few rows.  A word of 64 bits is 32 bits of data and the number of the meeting, so it says by itself
-            whether it has come; each rank writes its rows into the regions of the others and reads its own:
+    words   a few rows.  A word of 64 bits has 32 bits of data and the number of the meeting, so the reader sees whether
+            it has arrived.  Each rank writes its rows into the regions of the others and polls its own region:
 
-              rank r:  x ──► {data, n} ──► words[parity][b][r] of each peer;   its own: look until all have come ─► sum
+              rank r:  x ──► {data, n} ──► words[parity][b][r] of each peer;   poll its own until all arrive ─► sum
 
-    flags   more rows.  Each rank writes its rows into the regions of the others, and then a flag; it reads its own once
-            all flags are there.  With ``SPLIT`` it gives each rank a share of the columns to sum, and a second meeting
-            gives all of them the sums: fewer bytes between many GPUs, one meeting more.
+    flags   more rows.  Each rank writes its rows into the regions of the others, and then a flag.  It reads its own
+            region once all flags are set.  With ``SPLIT`` each rank sums a share of the columns, and a second meeting
+            distributes the sums.  This sends fewer bytes between many GPUs, and needs one meeting more.
 
               rank r:  x ──► rows[parity][b][r], then flag n, of each peer;   all flags n?  ─► rows of all ─► sum
 
-Sums are float32 in the order of the ranks, so that they have the same bits on each rank and in each run.
+Sums are float32 in the order of the ranks, so they have the same bits on each rank and in each run.
 
-Bytes that a rank sends, of T rows of B bytes: T * B * 2 (size - 1) by words, T * B * (size - 1) by flags, and
-T * B * 2 (size - 1) / size by split ones.  Reference: a float64 sum,
-``device.layers.norm.rms_norm`` (``tests/device/kernels/test_peer_kernels.py``).
+A rank sends, for T rows of B bytes, T * B * 2 (size - 1) bytes by words, T * B * (size - 1) by flags, and T * B * 2
+(size - 1) / size by split flags.  The references are a float64 sum and ``device.layers.norm.rms_norm``
+(``tests/device/kernels/test_peer_kernels.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import triton.language as tl
 
 from .launch import kernel, wait
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # how numbers lie in words of 32 bits: one, or a pair
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # layout of numbers in 32-bit words: one float32, or a pair of 16-bit numbers
 _BFLOAT16, _FLOAT16 = tl.constexpr(BFLOAT16), tl.constexpr(FLOAT16)
 
 
@@ -153,7 +153,7 @@ def sum_by_words(
         odd += o
     _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, on, eps, DIM, KIND, WIDE, BIAS, ADD,
                   NORM)  # fmt: skip
-    tl.debug_barrier()  # no thread has still to load the count
+    tl.debug_barrier()  # every thread must have loaded the count before it changes
     tl.store(count + row, number)
     if row == 0:
         tl.store(progress + 1, number)
@@ -161,9 +161,12 @@ def sum_by_words(
 
 @triton.jit
 def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
-    """Tell all others that this program has come to ``number``, and wait until theirs have.  ``flags``: where in a
-    region i32 [blocks, SIZE] lie.  All that the programs had written before is visible behind it."""
-    tl.debug_barrier()  # the writes of all threads come before the flag of one
+    """Announce ``number`` to the same program of all other ranks, and wait until they have announced it too.
+
+    ``flags`` is the offset of i32 [blocks, SIZE] in a region.  All earlier writes of these programs are visible
+    afterwards.
+    """
+    tl.debug_barrier()  # the writes of all threads come before the flag of one thread
     for r in tl.static_range(SIZE):
         if r != rank:
             there = (tl.load(peers + r) + flags).to(tl.pointer_type(tl.int32))
@@ -172,7 +175,7 @@ def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
     for r in tl.static_range(SIZE):
         if r != rank:
             seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
-            while seen - number < 0:  # a difference: the number may wrap
+            while seen - number < 0:  # compare the difference, because the number may wrap
                 seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
@@ -252,6 +255,6 @@ def sum_by_flags(
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
-    if block == 0:  # where there were several meetings, both
+    if block == 0:  # report both numbers if there were several meetings
         tl.store(progress, number)
         tl.store(progress + 1, number)

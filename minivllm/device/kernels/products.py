@@ -1,16 +1,17 @@
-"""x W^T for up to 256 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
+"""Product x W^T for up to 256 rows with its epilogue in one kernel, which is a gate, or residual addition and norm.
 
     o, down:       s = residual + x W^T, kept as the residual;  y = s * norm;  squares = sums of s^2 per tile
     qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: activation(gate) * up
 
-So a norm is no kernel: its weight is applied where the stream is written, its factor, one number a row, where the
-next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 256 rows are a
-*GEMM* on the tensor cores, whose tiles come by TMA, with the weight's rows on the long side of the tile::
+So a norm is no separate kernel.  Its weight is applied when the stream is written, and its factor, one number per row,
+at the end of the next product.  One row is a *matvec* on the CUDA cores, which reads little more than the weight.  Up
+to 256 rows are a *GEMM* on the tensor cores.  TMA loads its tiles, and the weight's rows are on the long side of the
+tile::
 
-    grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   SK > 1: the program that arrives last adds up
+    grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   with SK > 1 the last program adds the parts
 
-Bytes: the weight once, x and y a few times.  Sums are float32 in an order that depends on the shapes alone.
-Reference: ``device.layers.fused``, which says what each of the three is in torch.
+The weight is read once, x and y a few times.  Sums are float32 in an order that depends on the shapes alone.  The
+reference is ``device.layers.fused``, which states each of the three operations in torch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from minivllm.errors import ModelError
 from .activation import NUMBER, activate
 from .launch import kernel, pdl, roomy, wait
 
-MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
-SMALL = 1 << 23  # elements of a weight for which that holds up to ...
+MOST_ROWS = 64  # rows up to which this product is faster than the library's and two kernels (measured on an H200)
+SMALL = 1 << 23  # elements of a weight up to which more rows are faster here, which are ...
 SLOTS = 132  # multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
@@ -58,7 +59,7 @@ def _finish(
         gate = acc.to(y.dtype.element_ty).to(tl.float32)
         acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
     if MODE == 2:
-        # rounded as two kernels would: the product, then the sum, whose squares are those of what the stream holds
+        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
         stream = (acc.to(y.dtype.element_ty) + tl.load(residual + at, mask=ok, other=0.0)).to(y.dtype.element_ty)
         tl.store(residual + at, stream, mask=ok)
         wide = stream.to(tl.float32)
@@ -167,8 +168,10 @@ def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
 
 
 def _cost(rows: int, n: int, bm: int, bn: int) -> int:
-    """Time of the tiles of a product, in elements that a multiprocessor computes one after another; what a tile loads
-    counts a little."""
+    """Return the time of the tiles of a product, in elements that a multiprocessor computes one after another.
+
+    The elements that a tile loads count with a small weight.
+    """
     waves = triton.cdiv(triton.cdiv(rows, bm) * triton.cdiv(n, bn), 132)
     return waves * (bm * bn + 24 * (bm + bn))
 
@@ -196,24 +199,25 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
 
 
 class Product:
-    """The kernels for one weight [N, K]; ``mode`` PLAIN, GATED (N = gate | up) or ADDED.  Keeps the counters of split
-    sums, which are 0 between launches.
+    """The kernels for one weight [N, K], with ``mode`` PLAIN, GATED (N = gate | up) or ADDED.
 
-    What stands in its place (``WeightScheme.joined``) may also have ``rounds`` and ``of_rows``, by which it is given
-    many rows in 8 bits, and ``takes_tops`` (``quant_joined.JoinedProduct``)."""
+    The object keeps the counters of split sums, which are 0 between launches.  A replacement (``WeightScheme.joined``)
+    may also have ``rounds`` and ``of_rows``, which handle many rows in 8 bits, and ``takes_tops``
+    (``quant_joined.JoinedProduct``).
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
         self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
         self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
-        self.rows = 1  # the most for which a product here is faster than the library's with norm or gate beside it
+        self.rows = 1  # most rows for which this is faster than the library's product with a separate norm or gate
         if roomy(weight.device) and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 
     def fits(self, x: Tensor) -> bool:
         """Return whether the kernel supports x.
 
-        float16 is excluded: the stream times the norm's weight, before the division, may overflow it.
+        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
         """
         alike = x.dtype == self.weight.dtype != torch.float16
         return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
@@ -229,7 +233,8 @@ class Product:
         """Compute y [M, N] of x [M, K], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M,
         N].
 
-        The residual is changed in place.  ``squares`` [M, P] are those of the stream x, with ``eps`` of its norm.
+        The residual is changed in place.  ``squares`` [M, P] are the sums of squares of x, and ``eps`` is that of its
+        norm.
         """
         m, n, k = x.shape[0], self.n, self.k
         gated, y = self.mode == GATED, torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -279,8 +284,10 @@ class Product:
 
 
 class FixedProduct:
-    """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M: one tile, and no split of the sum, for every M
-    (``batch_invariant``).  On the tensor cores a row's place in its tile does not matter."""
+    """The product x W^T [M, N] of x [M, K], in which the bits of a row do not depend on M (``batch_invariant``).
+
+    All M use one tile and do not split the sum.  On the tensor cores a row's position in its tile does not matter.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight

@@ -1,16 +1,17 @@
-"""Which experts a token goes to, and the order in which their products take the tokens.
+"""Choice of the experts of each token, and the order in which grouped products process the tokens.
 
     logits [T, E] ──route──► weights, ids [T, k] ──assign──► order [blocks * BM], expert of each block
 
-A *pair* is a token and one of its k experts, numbered token * k + slot.  ``assign`` gives each expert whole blocks of
-``BM`` pairs, in order of the experts; what fills an expert's last block is the number of pairs, and blocks that nobody
-needs have the expert -1.  There are as many as can ever be needed, so that the host need not know::
+A *pair* is a token and one of its k experts, with the number token * k + slot.  ``assign`` gives each expert whole
+blocks of ``BM`` pairs, in order of the experts.  The last block of an expert is filled up with the number of pairs.
+Unused blocks have the expert -1.  The number of blocks is the largest that can be needed, so that the host needs no
+result::
 
     ids of 3 tokens, k = 2:  (0 2) (2 3) (2 0),  BM = 2
     order                    0 5 | 1 2 | 4 6 | 3 6 | . .
     expert                   0     2     2     3    -1
 
-Reference: ``device.layers.experts``.
+The reference is ``device.layers.experts``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .launch import kernel, pdl, wait
 
-CHUNK = 2048  # pairs that a program looks at at a time
+CHUNK = 2048  # pairs that a program reads at a time
 SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
 
 
@@ -159,7 +160,7 @@ def _assign(
 
 
 def most_blocks(pairs: int, experts: int, bm: int) -> int:
-    """Return the most blocks of ``bm`` pairs that any distribution of the pairs over the experts needs."""
+    """Return the largest number of blocks of ``bm`` pairs that any choice of experts can need."""
     return pairs // bm + min(pairs, experts)
 
 

@@ -1,15 +1,16 @@
-"""Products of which both sides have 8 bits: rows of x are quantized as they come, and the sums are scaled at the end.
+"""Products with 8 bits on both sides: rows of x are quantized by a kernel, and the sums are scaled at the end.
 
     rows      x [M, K] -> q [M, K] int8 or float8_e4m3fn, scale [M] = the largest of a row / 127 or 448
     product   y [M, N] = (q W^T) * scale[m] * (scale of the weight)[n], grid (N / BN * M / BM, SK)
 
-SK: in how many parts a sum is split; the program that arrives last adds them, in their order.  Sums are int32, which is
-exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of significand): 128 inputs are
-summed there and then added in float32, but of more than 64 rows into bfloat16, which has fewer bits yet (FAST).
+A sum may be split into SK parts; the program that arrives last adds them in their order.  int8 has exact int32 sums,
+float8 has float32 sums.  The tensor cores keep only 14 bits of significand in a float8 sum.  So they sum 128 inputs at
+a time, which are then added in float32.  With more than 64 rows and bfloat16 results, which have fewer bits anyway, all
+inputs are summed in the tensor cores (FAST).
 
-Up to 64 rows the memory is what a product waits for.  The tensor cores take 64 lines of one side, and 8 or more columns
-of the other, so the weight stands where the lines are (TURNED) and no row is padded to 64; and each program asks for
-its first weights before the kernel in front has ended (AHEAD).
+Up to 64 rows a product waits for memory.  The tensor cores compute 64 lines of one side and at least 8 columns of the
+other.  With TURNED the weight is on the side of the lines, so no row is padded to 64.  With AHEAD each program
+prefetches its first weights before the preceding kernel has ended.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from .launch import capability, kernel, pdl, wait
 from .quant import Quantized
 from .quant_words import WIDE
 
-MULTIPROCESSORS = 132  # of the GPU that was measured
-FEW_ROWS = 2  # up to which no matrix units serve
+MULTIPROCESSORS = 132  # number of the GPU that was measured
+FEW_ROWS = 2  # rows up to which tensor cores are not used
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 
 
@@ -50,9 +51,9 @@ def _rows(
 
 
 def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Round contiguous x [M, K] to ``dtype``, and return q [M, K] in the dtype ``kept`` and scale f32 [M, 1].
+    """Round contiguous x [M, K] to ``dtype``, and return q [M, K] and scale f32 [M, 1].
 
-    ``kept`` None means ``dtype``.
+    ``kept`` is the dtype of q.  None means ``dtype``.
     """
     m, k = x.shape
     q, scale = empty_rows(m, k, kept or dtype, x.device)
@@ -84,7 +85,7 @@ def _rounded(x, y, threshold, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constex
     step, inverse = step_of(tl.max(most, 0), 127.0)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        q = (divided(v, step, inverse) + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
+        q = (divided(v, step, inverse) + 12582912.0) - 12582912.0  # round to the nearest whole number, ties to even
         v = tl.where(tl.abs(v) >= threshold, v, q * step)
         tl.store(y + row * K + k + ok, v.to(y.dtype.element_ty), mask=k + ok < K)
 
@@ -142,7 +143,7 @@ def _product(
     tensors.  ``codes`` points to the weight.  TURNED means that sums are [BN, BM]. AHEAD is the number of inputs of the
     weight to prefetch, a multiple of 256 and at most K. FAST keeps the sums of float8 in the tensor cores.
     """
-    # tiles of eight rows of tiles one after another share what they read
+    # the tiles of eight rows of tiles run one after another, because they share their inputs
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     at, wide = tl.program_id(0), 8 * tiles_n
     first = at // wide * 8
@@ -188,8 +189,8 @@ def _product(
 def product_tile(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
     """Return the fastest tile of benchmarks/quant_kernels.py on an H100.
 
-    It was measured for 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and 4,096 of 14,336. For up to 64 rows a
-    multiprocessor has one program with many loads in flight, or several programs.
+    The shapes were 4,096 inputs with 4,096, 6,144 and 28,672 outputs, and 14,336 inputs with 4,096 outputs.  For up to
+    64 rows a multiprocessor runs one program with many loads in flight, or several programs.
     """
     if m <= 64:
         bm, sk = max(16, triton.next_power_of_2(m)), 1
@@ -230,7 +231,7 @@ def product(
     """
     (m, k), n = x.shape, len(weight)
     tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
-    tile["FAST"] &= int(y.dtype == torch.bfloat16)  # others have digits for the sums' own
+    tile["FAST"] &= int(y.dtype == torch.bfloat16)  # other dtypes have more digits than the sums of the tensor cores
     if tile["AHEAD"] > k or capability(x.device) < 9:
         tile["AHEAD"] = 0
     tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
@@ -274,14 +275,16 @@ def by_library(m: int, n: int) -> bool:
 
 
 class ScaledProduct:
-    """x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N], of x whose rows are quantized, each by
-    itself: what a row becomes does not depend on the others."""
+    """Product x W^T for a weight [N, K] of int8 or float8_e4m3fn with ``scale`` f32 [N].
+
+    Each row of x is quantized separately, so its codes do not depend on the other rows.
+    """
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
         n, k = weight.shape
         self.wide = Quantized(weight, scale)  # for x of 16 bits or more
-        self.even = k % 16 == 0  # the copy engine takes no other rows
+        self.even = k % 16 == 0  # the copy engine supports no other rows
         self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -291,7 +294,7 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype)
             return self.wide((q.float() * scale).to(x.dtype), out)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
-        if 0 < m <= FEW_ROWS:  # memory is what these wait for: the weights' kernel reads it faster
+        if 0 < m <= FEW_ROWS:  # these wait for memory, and the kernel with unrounded rows reads it faster
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
             self.wide.few(q, None, y, scale)
         elif m:

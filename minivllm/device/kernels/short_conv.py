@@ -1,7 +1,7 @@
 """The gated short convolution of the tokens of each row.
 
     conv   grid (T, parts of the channels)   inputs b * x, convolution over the step and the ring, times c
-    keep   grid (R, parts of the channels)   the newest inputs go to the ring, behind ``conv``
+    keep   grid (R, parts of the channels)   after ``conv``, the newest inputs are stored in the ring
 
 Reference: ``device.layers.short_conv.convolve``.
 """
@@ -34,7 +34,7 @@ def _conv(
     token, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
     on = c < C
     dtype = out.dtype.element_ty
-    # the row is the last one whose first token is not behind this token; rows without tokens are passed over
+    # the last row that begins at or before this token; rows without tokens are skipped
     low, high = 0, count
     for _ in range(steps):
         middle = (low + high) // 2
@@ -81,7 +81,7 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
     shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns}
     given = weight if bias is None else bias
-    numbers = (mixed.stride(0), rows, rows.bit_length())  # of rows: as many halvings of a range find a row
+    numbers = (mixed.stride(0), rows, rows.bit_length())  # a row is found by halving a range ``bit_length`` times
     launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
     _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)
     keep(u, ring, step, width - 1)

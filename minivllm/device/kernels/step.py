@@ -1,9 +1,9 @@
-"""The two ends of a decode step on the device, one kernel each, so that a captured step needs nothing from the host.
+"""The first and the last part of a captured decode step, one kernel each, which need nothing from the host.
 
     begin:  slot ──► token id, position, KV length, cache slot of each row       grid (rows,)
     commit: token ──► history, length, stop flags, result of each row            grid (rows,)
 
-Reference: ``device.worker.step.read_rows`` and ``accept``.
+The references are ``read_rows`` and ``accept`` of ``device.worker.step``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _begin(
     tl.store(position + row, at)
     ended = tl.load(stopped + slot) != 0
     for g in tl.static_range(GROUPS):
-        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that the cache does not hold any more
+        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that compression has removed from the cache
         place = at - gone
         block = tl.load(table + (g * SLOTS + slot) * table_stride + place // BLOCK).to(tl.int64)
         tl.store(kv_len + g * rows + row, (length - gone).to(tl.int32))
@@ -45,7 +45,8 @@ def _begin(
 def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
     """Read the columns of ``slots`` i64 [R] from ``state``, and write the inputs of the step.
 
-    They are ids and position i64 [R], kv_len i32 [G, R] and slot_map i64 [G, R]. Ended rows write to the null block.
+    The inputs are ids and position i64 [R], kv_len i32 [G, R] and slot_map i64 [G, R].  Ended rows write to the null
+    block.
     """
     groups, size, _ = state.table.shape
     _begin[(len(slots),)](
@@ -100,7 +101,7 @@ def _commit(
     position = tl.load(known + slot)
     raw = tl.load(drawn + row)
     token = tl.minimum(tl.maximum(raw, 0), width - 1)
-    tl.store(drawn + row, token)  # what reads it next indexes by it
+    tl.store(drawn + row, token)  # clamped, because later kernels use it as an index
     ot = tl.arange(0, P)
     tile = tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf"))
     peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
@@ -124,11 +125,11 @@ def _commit(
 
 
 def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width: int) -> None:
-    """Accept ``drawn`` i64 [R] in the columns; ``out`` i32 [3, R] gets tokens, counts and flags.  A token outside of
-    the vocabulary ends its row with FAILED, and is clamped in ``drawn``, so that who reads it later stays inside.
+    """Accept ``drawn`` i64 [R] in the columns, and write tokens, counts and flags to ``out`` i32 [3, R].
 
-    ``best``: of ``best_of_tiles``, or a sampler's peaks; rows whose largest logit is not finite end with NAN.
-    ``width`` is V.
+    A token outside of the ``width`` tokens of the vocabulary ends its row with FAILED, and is clamped in ``drawn`` for
+    later readers.  ``best`` is the result of ``best_of_tiles`` or of a sampler.  Rows whose largest logit is not finite
+    end with NAN.
     """
     best, tiles = best.float().contiguous(), best.shape[1]
     _commit[(len(slots),)](
