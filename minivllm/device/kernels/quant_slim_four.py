@@ -20,8 +20,8 @@ exact, except for inputs below 2 ** -29 of the largest.  Products are exact and 
 minus the zero point times the sum of x, are multiplied by its scale.
 
 A group of 64 or 128 inputs is a *batch* of the tensor cores' product.  A group of 32 inputs is too small, so two groups
-form a batch.  x is then stored twice, without the second group in columns [0, BM), and without the first behind them.  If SK
-> 1, the program that arrives last at ``arrived`` adds the parts of its tiles in their order.
+form a batch.  x is then stored twice, without the second group in columns [0, BM), and without the first behind them.
+With several parts (SK) the program that arrives last at ``arrived`` adds the parts of its tiles in their order.
 """
 
 from __future__ import annotations

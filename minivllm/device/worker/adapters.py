@@ -1,7 +1,8 @@
-"""The adapters (LoRA) of one process: loaded by a thread next to the steps, and copied to the device by deltas.
+"""The adapters (LoRA) of one process.  A thread loads them during steps, and deltas copy them to the device.
 
 verb "adapters" ──► thread reads the folder ──► host memory, by number
-Delta.adapter (place, number) ──► place on the device        Join.adapter ──► column of the slots
+Delta.adapter (place, number) ──► place on the device
+Join.adapter ──► column of the slots
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Adapters:
         self.memory = AdapterMemory(
             parts.modules, limits.max_loras, limits.max_lora_rank, parts.dtype, device, wiring.batch_invariant
         )
-        # with its number, because other threads have another current device
+        # the device with its number, because other threads may have another current device
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.of_slot = np.full(slots, -1, np.int32)
         self.loaded: dict[int, HostAdapter] = {}
-        # on a GPU: copies to the device that may not have ended, with an event behind each
+        # on a GPU, copies to the device that may not have ended, with the event after each
         self._copied: deque[tuple[Any, HostAdapter]] = deque()
         self._reader = AdapterReader(wiring, cfg, parts, self.memory, self._zeros)
         self._orders: deque[tuple[int, str]] = deque()
@@ -137,7 +138,7 @@ class Adapters:
         return self.memory.step(self.column[meta.slots[meta.row]])
 
     def close(self) -> None:
-        """End the thread after the load that runs."""
+        """End the thread after the load that it is running."""
         with self._wake:
             self._closed = True
             self._wake.notify()

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_SHARE = 0.25  # share of the free memory; the system allocates a page when it is first written
 CPU_CACHE_LIMIT = 8 << 30
-# share of the memory left after weights and states of slots that checkpoints of states may take, and the largest number
-# of checkpoints for each slot
+# Largest share of the memory after weights and slots' states for checkpoints of states, and largest number of
+# checkpoints per slot.
 CHECKPOINT_SHARE, CHECKPOINTS_EACH = 0.2, 4
 
 
@@ -274,7 +274,7 @@ def _allocate_states(worker: Worker, parts: ModelParts, slots: int, copies: int,
 
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
-    """Return the context with which the attention back end of a wiring is built."""
+    """Return the arguments of the constructor of a wiring's attention back end."""
     rows = min(
         wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens),
         max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
@@ -374,7 +374,7 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
 
 
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
-    """Return the number of blocks of each group of layers, for ``budget`` bytes in total.
+    """Return the number of KV blocks of each group of layers, for ``budget`` bytes in total.
 
     ``windows[g]`` is the attention window of group g in tokens; None means no window.  A group gets at most the blocks
     that all rows can use: those of ``max_model_len`` tokens, or with a window those of the window and of one step.  If

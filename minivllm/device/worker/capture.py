@@ -39,7 +39,7 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.launch_ms = 0.0  # time in which the host launched the kernels of the last capture one by one
+        self.launch_ms = 0.0  # time that the host needed to launch the kernels of the last capture separately
         # graphs whose capture failed; they are kept because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
@@ -61,7 +61,7 @@ class GraphRecorder:
                 return self._record(run)
 
     def rehearse(self, run: Callable[[], Any]) -> None:
-        """Call ``run`` where ``capture`` calls it, without recording it."""
+        """Call ``run`` on the stream and thread state of ``capture``, without recording it."""
         with self._on_stream():
             run()
 

@@ -57,7 +57,7 @@ class Buffers:
     slots: Tensor  # i64 [B] slots of the rows that draw; other rows have the spare slot
     hidden: Tensor  # [B, H] result of FORWARD
     out: Tensor  # i32 [3, B] result of SAMPLE: tokens, counts, flags
-    host_slots: np.ndarray  # copy of ``slots`` on the host
+    host_slots: np.ndarray  # host copy of ``slots``
 
 
 def bounds(key: GraphKey, groups: int) -> step.HostLengths:

@@ -172,7 +172,7 @@ class CapturedProposals:
                 self.own.passes = passes
             graph, result = r.graphs.recorder.capture(run)
             return Captured(graph, result, keep=passes)
-        except BaseException as e:  # a drafter that cannot be captured, or no memory left for it
+        except BaseException as e:  # the drafter cannot be captured, or memory is exhausted
             self.steps.note("the drafter", as_exception(e))
             return None
         finally:

@@ -183,7 +183,7 @@ class QueryStore:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Tensor] = {}
-        # (slot, first token, end, whether they follow earlier ones) of the running step
+        # (slot, first token, end, whether the tokens follow stored ones) of the running step
         self._wanted: list[tuple[int, int, int, int]] = []
 
     def of_step(self, plan: StepPlan) -> QueryStore:

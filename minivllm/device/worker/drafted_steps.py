@@ -1,12 +1,12 @@
-"""Captured steps of rows with drafts: FORWARD and SAMPLE are two replays of CUDA graphs, as in ``graphs``.
+"""Captured steps of rows with drafts, whose FORWARD and SAMPLE are replays of two CUDA graphs, as in ``graphs``.
 
     row of a slot     newest     draft 1    draft 2      rows of one token; padding rows have the spare slot
     draft             0          1          2
     position          known - 1  known      known + 1    of the input token; ``known`` is read on the device
 
 A recurrent layer reads a row and its drafts as one row of several tokens.  The host copies slots and numbers of drafts
-only if they differ from those of the step before.  Steps that also compute prompts, read or change hidden states, use
-adapters, or have masks from the host are not captured here.
+only if they differ from the preceding step.  Steps are not captured here if they also compute prompts, read or change
+hidden states, use adapters, or have masks from the host.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DraftBuffers(Buffers):
     row: Tensor
     cu_q: Tensor
     total: Tensor  # i32 [B] accepted tokens of each sequence, at its first row
-    host: np.ndarray  # copy of ``table`` on the host
+    host: np.ndarray  # host copy of ``table``
 
 
 def draft_table(slots: np.ndarray, draft: np.ndarray, size: int, spare: int) -> np.ndarray:
@@ -86,7 +86,7 @@ class DraftedCalls(CapturedCalls):
     b: DraftBuffers
 
     def rows(self) -> Rows:
-        """Return the rows; each draws the token behind its own."""
+        """Return the rows; each draws the token behind its input token."""
         rows = super().rows()
         return replace(rows, position=rows.position + self.b.draft)
 
@@ -149,7 +149,7 @@ class DraftedSteps:
             self._fill(b, NONE, NONE)
             try:
                 self.forwards[key] = self._capture_forward(key, b)
-            except BaseException as e:  # a model or back end that cannot be captured, or no memory left for it
+            except BaseException as e:  # the model or back end cannot be captured, or memory is exhausted
                 self.refused.add(key)
                 self.note("a step with drafts", as_exception(e))
                 return None
@@ -177,7 +177,7 @@ class DraftedSteps:
         return self.buffers[key.rows].out, captured.result
 
     def note(self, what: str, e: Exception) -> None:
-        """Add a note that a capture failed to those of the other captures and log it, once for each text."""
+        """Add a note that a capture failed to the notes of the other captures, and log each text once."""
         text = f"{what} is not captured, it runs as separate launches: {describe_error(e)}"
         if text not in self.runner.graphs.notes:
             self.runner.graphs.notes.append(text)
@@ -238,7 +238,7 @@ class DraftedSteps:
         b.table.copy_(torch.from_numpy(draft_table(NONE, NONE, len(b.slots), self.spare)))
         try:
             return self._capture(lambda: step.sample(DraftedCalls(r, b, asked, None), r.state, r.model, b.hidden), None)
-        except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
+        except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self.note("sampling of steps with drafts", as_exception(e))
             return None
         finally:

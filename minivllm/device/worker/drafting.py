@@ -97,7 +97,7 @@ class Drafting:
         if self.captured is not None:
             try:
                 count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k)
-            except Exception as e:  # raised by the drafter's model in an operation that is not captured
+            except Exception as e:  # the drafter's model raised in an operation that is not captured
                 running.without_drafts = self._fail(e)
                 return None
             if count is not None:
@@ -122,7 +122,7 @@ class Drafting:
         try:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
             return _usable(tokens, count, len(slots), ask.k, self.vocab_size)
-        except Exception as e:  # after an exception of the drafter, steps run without drafts
+        except Exception as e:  # steps run without drafts after an exception of the drafter
             running.without_drafts = self._fail(e)
             return None
 

@@ -81,7 +81,7 @@ def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: S
     if not len(plan.taps):
         return values
     removed = np.zeros(len(plan.slots), bool)
-    removed[np.delete(plan.samples, back)] = True  # each removed row was to draw
+    removed[np.delete(plan.samples, back)] = True  # each removed row would have drawn a token
     point, row, first = plan.taps.T
     sizes = np.asarray(widths)[point] * (plan.q_len[row] - first)
     there = np.repeat(~removed[row], sizes)

@@ -134,8 +134,8 @@ class Graphs:
     # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
     # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
-    gradual = True  # sizes that first requests do not need may be captured while the engine serves
-    draws_apart = True  # ``_launch_once`` draws a token too
+    gradual = True  # captures of sizes that first requests do not need may be made while the engine serves
+    draws_apart = True  # ``_launch_once`` also draws a token
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
@@ -170,11 +170,11 @@ class Graphs:
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
         if len(plan.observe):
-            return None  # the queries are copied by the host's numbers of tokens
+            return None  # copies of queries use the host's numbers of tokens, which a replay does not have
         if len(plan.pooled) and not reads_last_tokens(plan):
             return None  # a capture returns the hidden state of one token for each row only
         if len(plan.draft) and self.runner.state.recurrent is not None:
-            return None  # a row and its drafts are one row to a recurrent state
+            return None  # a recurrent state reads a row and its drafts as one row
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         steered, read = self.runner.taps.of_step(plan)
@@ -208,7 +208,7 @@ class Graphs:
         saved = self.costs.saved_ms(tokens, pairs_of(plan))
         own = self.costs.padding_ms(tokens, key.tokens)
         if key in self.forwards:
-            return key if own <= saved else None  # the launches of a long step are hidden behind its work
+            return key if own <= saved else None  # the device is busy with a long step while the host launches it
         larger, lost = self._larger(key), saved - own
         if larger is not None and self.costs.padding_ms(tokens, larger.tokens) > saved:
             larger = None
@@ -309,7 +309,7 @@ class Graphs:
         captured = self.forwards[key]
         if key.kind == "mixed":
             table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
-            # captures of mixed steps have the table
+            # only captures of mixed steps have a row table
             captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)  # type: ignore[union-attr]
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
@@ -422,8 +422,9 @@ class Graphs:
     def _warm_mixed(self) -> list[GraphKey]:
         """Capture some mixed steps, so that neither kernels nor long steps are captured during the first burst.
 
-        The smallest comes first: if its capture fails, the others are not tried.  Then the costs are measured, and
-        steps that would hide their launches are left out.  Return the shapes that are captured later."""
+        The smallest is first.  If its capture fails, the others are not tried.  Then the costs are measured, and steps
+        whose launches are hidden by the device's work are left out.  Return the shapes that are captured later.
+        """
         budget = self.runner.wiring.max_num_batched_tokens
         rows, tokens = first_mixed(self.coarse, 1)[-1]
         least = GraphKey("mixed", rows, tokens, SHORT)
@@ -449,8 +450,9 @@ class Graphs:
     def _launch_once(self, tokens: int) -> None:
         """Run a step of one prompt of ``tokens`` tokens as separate launches, up to the drawn token.
 
-        So the kernels of such steps are compiled and loaded before the first request.  The prompt is that of the spare
-        slot, which counts as ended.  So no token is accepted, and keys and values go to the null block."""
+        This compiles and loads the kernels of such steps before the first request.  The prompt is in the spare slot,
+        which counts as ended.  So no token is accepted, and keys and values are written to the null block.
+        """
         r = self.runner
         if r.state.recurrent is not None:
             return  # a step changes the states of its rows
@@ -462,7 +464,7 @@ class Graphs:
             hidden = step.forward(r.model, r.backend, read, GraphKey(), last, r.selects_tokens(read))
             if self.draws_apart:
                 self._draw_apart(plan, hidden)
-        except BaseException as e:  # raised by a plug-in; requests will report it
+        except BaseException as e:  # a plug-in raised; requests will report its error
             self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _draw_apart(self, plan: StepPlan, hidden: torch.Tensor) -> None:
@@ -473,7 +475,7 @@ class Graphs:
         step.sample(SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {}), r.state, r.model, hidden)
         for error in running.errors:
             self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
-        r.seams.take()  # the times of this step are those of the compiler
+        r.seams.take()  # discard the times of this step, which include the compiler
 
     def _measure(self, key: GraphKey) -> StepCosts:
         """Return the costs of mixed steps, from the capture of shape ``key`` that was made last.
@@ -481,7 +483,7 @@ class Graphs:
         Its replay computes all products, and no attention, because its table has no rows."""
         worker = self.runner.worker
         token_ms = replay_ms(self.forwards[key].graph) / key.tokens
-        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # in the time of a token
+        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # relative to the time of a token
         narrow = any(x.element_size() == 1 for cache in worker.caches for layer in cache for x in layer.values())
         return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, NARROW if narrow else 1.0)
 
@@ -496,7 +498,7 @@ class Graphs:
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except BaseException as e:  # raised by a plug-in; requests will report it
+        except BaseException as e:  # a plug-in raised; requests will report its error
             self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
@@ -528,7 +530,7 @@ class Graphs:
         try:
             self._capture_forward(key)
         except BaseException as e:
-            # a model or back end that cannot be captured, or no memory left for it
+            # the model or back end cannot be captured, or memory is exhausted
             self.refused.add(key)
             how = "it runs as separate launches, or in a larger capture"
             self._note(f"a step is not captured, {how}: {describe_error(as_exception(e))}")
@@ -597,7 +599,7 @@ class Graphs:
         b.slots.fill_(self.spare)
         try:
             return Captured(*self.recorder.capture(self._draw(b, asked)))
-        except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
+        except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
             return None
         finally:
@@ -609,7 +611,7 @@ class Graphs:
         return lambda: step.sample(CapturedCalls(r, b, asked, self.masks), r.state, r.model, b.hidden)
 
     def _note(self, text: str) -> None:
-        """Add a text to the notes and log it as a warning, unless it is there already."""
+        """Add a text to the notes and log it as a warning, unless it has been added before."""
         if text not in self.notes:
             self.notes.append(text)
             log.warning(text)

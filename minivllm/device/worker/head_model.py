@@ -109,7 +109,7 @@ class HeadModel(OwnModel):
             return logits
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
-        read.states = None  # those of the served model
+        read.states = None  # these would be the states of the served model
         if self.second.one_rope:
             read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]

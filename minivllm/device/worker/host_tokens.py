@@ -39,7 +39,7 @@ class HostTokens:
             self._join(delta.join, plan.id)
         for source, to, _ in delta.fork.tolist():
             self.tokens[to] = self.tokens[source]
-            # a source that leaves in this step is empty by now, and its tokens are still there
+            # a source that leaves in this step was emptied before, but its tokens are still stored
             self.length[to] = self.length[source] or before[source]
             for column in (self.prompt, self.owner):
                 column[to] = column[source]
@@ -49,7 +49,7 @@ class HostTokens:
             self.length[slot] += 1
 
     def _leave(self, slot: int) -> None:
-        """Pass the tokens of a slot on, and empty the slot."""
+        """Report the tokens of a slot to ``ended``, and empty the slot."""
         n = int(self.length[slot])
         self.length[slot] = 0
         if n:

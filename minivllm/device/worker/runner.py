@@ -170,7 +170,7 @@ class Runner:
             with torch.inference_mode():
                 graphs.warm()
         except BaseException as e:
-            # a model or back end that cannot be captured, or no memory left for it
+            # the model or back end cannot be captured, or memory is exhausted
             said = describe_error(as_exception(e))
             self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
             return None
@@ -302,7 +302,7 @@ class Runner:
         return None
 
     def _apply(self, delta: Delta) -> None:
-        """Apply the changes of a step to the columns and the KV cache.  Note the slots that fail in them."""
+        """Apply the changes of a step to the columns and the KV cache, and note the slots that fail."""
         if self.mover is not None and len(delta.store):
             self.mover.store(delta.store)
         self.state.apply(delta, self.worker.caches)
@@ -368,7 +368,7 @@ class Runner:
     def shared_rows(self, plan: StepPlan) -> int:
         """Return the number of decoding rows that share prefixes; 0 if the step reads each row alone."""
         if self.shared is None or len(plan.draft):
-            return 0  # a row with drafts is several rows of one slot
+            return 0  # a row with drafts occupies several rows of one slot
         return self.shared.sharing(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:
@@ -410,7 +410,7 @@ class Runner:
         whole = merged(plan) if self.merges or recurrent else plan
         read = self._read(whole if self.merges else plan)
         if recurrent and whole is not plan:
-            # a row and its drafts are one row to a recurrent state
+            # a recurrent state reads a row and its drafts as one row
             meta = read.meta if self.merges else self._read(whole).meta
             read.states = step.states_of(self.state, meta, self.state.to(rows_with_drafts(plan)))
         return read

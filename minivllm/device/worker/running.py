@@ -27,9 +27,10 @@ class Running:
     hidden: torch.Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
     captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
-    shared: int = 0  # decoding rows that share prefixes, which are read once
+    shared: int = 0  # decoding rows that share prefixes, which the attention reads once
     native: bool = False  # the native CPU code computed the layers
-    draws_natively: bool = False  # it returned the hidden states of the rows that draw, so it may draw their tokens
+    # the native code returned the hidden states of the rows that draw, so it may draw their tokens
+    draws_natively: bool = False
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
@@ -42,22 +43,24 @@ class Running:
     taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
     pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
     errors: list[StepError] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # images without features, see ``StepResult``
+    lost: dict[int, str] = field(default_factory=dict)  # images whose features are missing, see ``StepResult``
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
-    widths: tuple[int, ...] = ()  # of the points of the model
-    came: StepPlan | None = None  # the submitted plan, if rows were removed from it
+    widths: tuple[int, ...] = ()  # widths of the points of the model
+    came: StepPlan | None = None  # the submitted plan if rows were removed from it, else None
     back: np.ndarray | None = None  # for each remaining row that draws, its index in ``came.samples``
-    host_tokens: HostTokens | None = None  # gets the tokens of the step; None if no drafter reads them
+    # receives the tokens of the step; None if no drafter reads tokens on the host
+    host_tokens: HostTokens | None = None
     seams: dict[str, float] = field(default_factory=dict)
-    pick: np.ndarray | None = None  # rows that draw, because a captured SAMPLE returns all rows
+    # indices of the rows that draw, because a captured SAMPLE returns all rows; None without a capture
+    pick: np.ndarray | None = None
     event: Any = None
     begun: Any = None
 
     def finished(self) -> bool:
         try:
             return self.sampled and (self.event is None or self.event.query())
-        except RuntimeError:  # a device fault: ``result`` reports it
+        except RuntimeError:  # ``result`` reports the device fault
             return True
 
     def result(self) -> StepResult:
@@ -68,7 +71,7 @@ class Running:
             try:
                 self.event.synchronize()
                 self.device_ms = self.begun.elapsed_time(self.event)
-            except RuntimeError as e:  # an asynchronous device fault shows here
+            except RuntimeError as e:  # an asynchronous fault of the device is raised here
                 self.packed = None
                 self.errors = [StepError("device", "device", str(e).splitlines()[0])]
         plan = self.plan

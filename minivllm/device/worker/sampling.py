@@ -23,8 +23,8 @@ def _signed(word: int) -> int:
     return word - _WORD if word >= _WORD // 2 else word
 
 
-# "lowbias32" by Chris Wellons (nullprogram.com/blog/2018/07/31, public domain) mixes lanes and rows; the others are odd
-# constants with well spread bits.
+# The first two constants are from "lowbias32" by Chris Wellons (nullprogram.com/blog/2018/07/31, public domain) and mix
+# lanes and rows. The others are odd constants with well spread bits.
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
 INIT, FOLD_A, FOLD_B = 0x9E3779B9, 0xCC9E2D51, 0x1B873593
 
@@ -146,8 +146,8 @@ def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
     """Return the positions i64 [N, k] of the k best values of ``x`` f32 [N, M], as given by ``ids`` i64 [N, M].
 
     A value and its id form one integer key, so that no two keys are equal."""
-    bits = (x + 0.0).view(torch.int32)  # -0 becomes the 0 that it is equal to
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the floats, as integers
+    bits = (x + 0.0).view(torch.int32)  # replace -0 by the equal 0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     keys = (bits.long() << 32) | (_WORD - 1 - ids)
     return _WORD - 1 - (keys.topk(k, dim=1).values & (_WORD - 1))
 

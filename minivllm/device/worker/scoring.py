@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-TILE = 1 << 24  # logits at a time: 64 MB in float32, however long the prompt
+TILE = 1 << 24  # logits computed at a time, 64 MB in float32 for any length of prompt
 
 
 def score_prompt(

@@ -24,10 +24,11 @@ FEWEST_ROWS = 4  # that share it
 
 
 class SharedPages:
-    """A copy of the block tables of one KV group, and the estimate of what sharing saves.
+    """A copy of the block tables of one KV group, and the estimate of the bytes that sharing saves.
 
-    ``least`` is the least number of bytes of a layer that a step must save.  ``token_bytes`` are those of a token in a
-    layer."""
+    ``least`` is the smallest saving of a step, in bytes of a layer, for which prefixes are shared.  ``token_bytes`` are
+    the bytes of a token in a layer.
+    """
 
     def __init__(self, group: int, slots: int, columns: int, block: int, token_bytes: float, least: int) -> None:
         self.group, self.block = group, block
@@ -35,7 +36,8 @@ class SharedPages:
         self.least_tokens = max(1, int(least / token_bytes))
         first = max(1, -(-LEAST_TOKENS // block))
         self.depths = [first << i for i in range(columns.bit_length()) if first << i <= columns]
-        # slots of the last estimate, decoding rows first, and their number; None if tables have changed since
+        # slots of the last estimate, decoding rows first, and the number of decoding rows; None after changes of the
+        # tables
         self.slots: np.ndarray | None = None
         self.decoding = 0
         self.rows = 0  # the last estimate
@@ -54,7 +56,7 @@ class SharedPages:
             return
         changed = delta.table[delta.table[:, 0] == self.group]
         slots, index = changed[:, 1], changed[:, 2]
-        if np.count_nonzero(self.pages[slots, index]):  # a block was replaced, as by an equal cached one
+        if np.count_nonzero(self.pages[slots, index]):  # a block was replaced, for instance by an equal cached one
             self.slots = None
         self.pages[slots, index] = changed[:, 3]
 
@@ -62,7 +64,8 @@ class SharedPages:
         """Return the number of decoding rows that share prefixes; 0 if that saves less than ``least``."""
         decoding = int(np.count_nonzero(plan.q_len == 1))
         if self.slots is None or decoding != self.decoding or not np.array_equal(self.slots, plan.slots):
-            self.slots, self.decoding = plan.slots.copy(), decoding  # a plan may lie in memory that is written again
+            # a copy, because the plan's memory may be written again
+            self.slots, self.decoding = plan.slots.copy(), decoding
             self.rows = self._estimate(plan)
         return self.rows
 

@@ -73,7 +73,7 @@ class Rehearsals:
 
     @property
     def active(self) -> bool:
-        """Return whether kernels may lack that a rehearsal would find."""
+        """Return whether a rehearsal may still find kernels that are not compiled."""
         return self.ahead is not None
 
     def compile(self, *runs: Callable[[], Any]) -> None:
@@ -123,7 +123,7 @@ def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
     if wiring.parallel.tensor_parallel_size > 1:
         return "several processes share the model"
     others = [part.name for part in (*wiring.parts.values(), *wiring.processors) if not part.name.startswith(OWN)]
-    if others:  # they may read the results of kernels on the host
+    if others:  # other plug-ins may read results of kernels on the host
         return f"parts of other packages run on the device ({', '.join(others)})"
     return None
 

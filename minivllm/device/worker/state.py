@@ -143,7 +143,7 @@ class DeviceState:
         self.wants_min = np.zeros(slots, bool)  # on the host: slots with ``min_tokens``
         self.processors: list[ProcessorState] = []
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
-        # sequence -> the kept columns of each processor at its last preemption; removed when the sequence ends
+        # sequence -> the kept columns of each processor at its last preemption, until the sequence ends
         self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
     def to(self, array: np.ndarray) -> torch.Tensor:
@@ -212,7 +212,7 @@ class DeviceState:
         self.tokens[rows, columns] = tokens.int()
         self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
         if self.rope_first is not None and self.rope_switch is None:
-            self.rope_first.index_fill_(0, at, 0)  # rows with images get theirs from ``ImageState``
+            self.rope_first.index_fill_(0, at, 0)  # ``ImageState`` sets the values of rows with images
         elif self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()

@@ -164,11 +164,12 @@ def rows_of(state: DeviceState, slots: Tensor, position: Tensor, longest: int) -
 
 
 class DrawCalls(Protocol):
-    """The calls of processors and the sampler for logits [N, V]: N rows, V tokens of the vocabulary.
+    """Calls of processors and the sampler for logits [N, V] with N rows and V tokens of the vocabulary.
 
-    ``calls`` and ``captured`` implement them."""
+    ``calls`` and ``captured`` implement them.
+    """
 
-    wants_min: bool  # at least one row has ``min_tokens``
+    wants_min: bool  # whether at least one row has ``min_tokens``
 
     # call the processors in order; they change ``logits`` in place
     def apply(self, logits: Tensor, rows: Rows) -> None: ...
@@ -177,7 +178,7 @@ class DrawCalls(Protocol):
 
 
 class StepCalls(DrawCalls, Protocol):
-    """The calls of the SAMPLE part of a step: also accept the drawn tokens and compute log-probabilities."""
+    """Calls of the SAMPLE part of a step, which also accept the drawn tokens and compute log-probabilities."""
 
     float32: bool  # convert the logits to float32 before the processors run
     changes: bool  # processors, masks or the sampler may write to the logits
@@ -261,7 +262,7 @@ def accept(
     taken = ~stopped
     if failed is not None:
         flags = flags.masked_fill(failed, FAILED)
-    if waits is not None:  # only a fault ends a row that waits for the host
+    if waits is not None:  # only a fault ends a row that waits for the host's token
         host = torch.zeros_like(stopped)
         host[waits] = True
         flags = torch.where(host, flags & (FAILED | NAN), flags)

@@ -26,8 +26,8 @@ HIDDEN = 1.25
 # Keys and values of one byte are copied as numbers of 16 bits in separate launches of long rows, but not in captures.
 # Attention then takes this many times as long (``plugins/attention/triton_widen.py``).
 NARROW = 2.2
-GUESSED_LAUNCH_MS = 30.0  # before anything was measured: a model of 28 layers on the host of an H200
-GUESSED_FLOPS_MS = 375e9  # operations in a millisecond, half of the peak of an H100 in bfloat16
+GUESSED_LAUNCH_MS = 30.0  # before any measurement, as of a model of 28 layers on the host of an H200
+GUESSED_FLOPS_MS = 375e9  # operations in a millisecond; half of the bfloat16 peak of an H100
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StepCosts:
 
 
 def pairs_of(plan: StepPlan) -> float:
-    """Return the number of pairs of a step's tokens and the keys that they attend to."""
+    """Return the number of pairs of a query token and a key that it attends to, in all rows of a step."""
     q_len = plan.q_len.astype(np.float64)
     return float(q_len @ (plan.computed + (q_len + 1.0) / 2.0))
 

@@ -24,10 +24,12 @@ def make_mover(
     empty: Callable[[int], np.ndarray] | None = None,
     threaded: bool = True,
 ) -> Mover:
-    """Build the stores of a wiring, and the mover between them and the ``pages`` of the device.
+    """Build the stores of a wiring, and the mover between the stores and the ``pages`` of the device.
 
     ``identity`` is the digest (hex) of all that determines a page besides its tokens.  ``empty`` returns memory from
-    which the device copies without a stop; None means ordinary memory.  Not ``threaded``: the caller runs the work."""
+    which the device can copy asynchronously; None means ordinary memory.  Without ``threaded`` the caller runs the
+    work.
+    """
     place = wiring.parallel
     label = f"{wiring.model_dir}, {wiring.dtype} on {wiring.device}"
     ctx = StoreContext(identity, place.rank, place.tensor_parallel_size, label)

@@ -109,9 +109,10 @@ class TapState:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (numbers of the points at which rows of a step add a vector, numbers of the points that they read).
+        """Return the numbers of the points at which rows of a step add a vector, and of the points that they read.
 
-        The point "logits" is not among them."""
+        The point "logits" is left out of both.
+        """
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
         read = set(plan.taps[:, 0].tolist()) - {len(self.names) - 1}

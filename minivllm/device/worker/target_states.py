@@ -3,8 +3,8 @@
     states of a step  [T, W]  ──► place of each token in group 0 ──► memory [blocks, block, W]
     layers of the drafter  ◄── states of the tokens that they have not read ◄──┘
 
-A token's states lie where its keys and values lie, so prefix hits, copies, forks and preemption need no further books.
-The states of a rejected draft are overwritten by the next step, before anything reads them.
+A token's states have the same index as its keys and values, so prefix hits, copies, forks and preemption need no
+further tables.  The states of a rejected draft are overwritten by the next step before anything reads them.
 """
 
 from __future__ import annotations

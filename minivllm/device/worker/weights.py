@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class RunningWeights:
     """The weights of a runner.  ``level`` 0 means that it is awake."""
 
-    def __init__(self, runner: Any) -> None:  # a Runner, which makes this object
+    def __init__(self, runner: Any) -> None:  # ``runner`` is the Runner that creates this object
         self.runner, self.level = runner, 0
         self.dropped = False  # the weights of the model are dropped, and not written since then
         self.update: WeightUpdate | None = None
         self.spare = SpareMemory()  # memory of the old weights while an update is written
-        # of a GPU: storages of freed weights and of freed caches with their bytes, and storages with their host copies
+        # on a GPU, storages of freed weights and caches with their bytes, and storages with their host copies
         self._weights: list[tuple[torch.UntypedStorage, int]] = []
         self._memory: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
@@ -62,7 +62,7 @@ class RunningWeights:
         try:
             with torch.inference_mode():
                 operations[args["do"]](**options)
-        except BaseException as e:  # a loop of a worker must not end
+        except BaseException as e:  # an exception must not end the loop of a worker
             error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
         return {"error": error, "dropped": self.dropped, "overwrites": bool(self._replaceable())}
 
@@ -81,10 +81,11 @@ class RunningWeights:
         self.update = WeightUpdate.of_folder(self.parts, path, pickled, partial, finite)
 
     def _write(self, keep: bool) -> None:
-        """Write the checked tensors.  A model that has dropped its weights gets memory for them first.
+        """Write the checked tensors.  If the model's weights were dropped, their memory is allocated first.
 
-        ``keep`` keeps keys and values.  Otherwise their memory on a GPU gets the old weights meanwhile, which takes a
-        fiftieth of the time of a copy to host memory."""
+        ``keep`` keeps keys and values.  Otherwise the memory of a GPU's KV cache holds the old weights during the
+        update, which takes a fiftieth of the time of a copy to host memory.
+        """
         assert self.update is not None
         if self.level == 2:
             allocate(self._weights)
@@ -94,37 +95,41 @@ class RunningWeights:
         self.update.write(self.spare)
 
     def _replaceable(self) -> list[Tensor]:
-        """Return the KV cache of a GPU.  A CPU has no memory of its own, and keeps cached prefixes."""
+        """Return the KV cache of a GPU.
+
+        The result is empty on a CPU, which has no separate memory and keeps cached prefixes.
+        """
         if self.runner.device.type == "cpu":
             return []
         return [tensor for group in self.runner.worker.caches for layer in group for tensor in layer.values()]
 
     def _restore(self) -> None:
-        """Take the update back."""
+        """Restore the weights from before the update."""
         update, self.update = self.update, None
         if update is None:
             return
-        if self.level == 2:  # the weights stay undefined, until another update or a wake
+        if self.level == 2:  # the weights stay undefined until another update or a wake
             return
         update.restore()
         self.spare.clear()
         self._renew_native()
 
     def _commit(self) -> None:
-        """End the update.  The new weights serve from here on, so an error may not follow."""
+        """End the update.  The engine uses the new weights from here on, so this must not fail."""
         self.update, self.dropped = None, False
         self.spare.clear()
         if not self.level:
             self._renew_native()
 
     def _renew_native(self) -> None:
-        """Make the native steps of a CPU again, because they hold copies of weights.
+        """Build the native steps of a CPU again, because they hold copies of weights.
 
-        If that fails, steps run as separate operations, and the next change of the weights tries again."""
+        If that fails, steps run as separate operations, and the next change of the weights tries again.
+        """
         self._close_native()
         try:
             self.runner.native = self.runner.native_steps()
-        except Exception as e:  # such as a lack of memory
+        except Exception as e:  # for example a lack of memory
             why = describe_error(as_exception(e))
             self.runner.worker.notes.append(f"steps are not captured, they run as separate operations: {why}")
 
@@ -163,7 +168,7 @@ class RunningWeights:
         if gpu or level == 2:
             for module in self.parts.modules.values():
                 module.release()
-        if level == 2:  # last, because an error before it leaves the weights in place
+        if level == 2:  # last, so that an earlier error leaves the weights in place
             self.dropped = True
             free(weights, self._weights)
         self.level = level
@@ -187,7 +192,7 @@ class RunningWeights:
         free(tensors, self._weights)
 
     def _wake(self, reload: bool) -> None:
-        """Allocate the memory again.  ``reload`` reads dropped weights from the files of the model."""
+        """Allocate the memory again.  With ``reload`` dropped weights are read from the files of the model."""
         gpu = self.runner.device.type == "cuda"
         if gpu:
             allocate(self._weights)
