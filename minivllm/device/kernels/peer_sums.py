@@ -161,7 +161,7 @@ def sum_by_words(
 
 @triton.jit
 def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
-    """Announce ``number`` to the same program of all other ranks, and wait until they have announced it too.
+    """Send ``number`` to the same program of all other ranks, and wait until they have sent it too.
 
     ``flags`` is the offset of i32 [blocks, SIZE] in a region.  All earlier writes of these programs are visible
     afterwards.

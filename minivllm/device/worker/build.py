@@ -336,7 +336,7 @@ def _load(
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
-    worker.notes += getattr(worker.backend, "notes", ())  # a back end of an earlier contract may lack it
+    worker.notes += getattr(worker.backend, "notes", ())  # back ends of an earlier contract have no notes
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     for own in worker.own_models.values():
         its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)
@@ -411,7 +411,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
     worker.rehearsals.compile(lambda: _trial_step(worker, wiring))
-    with ALONE:  # memory that a capture of another engine takes at the same time would be counted here
+    with ALONE:  # a concurrent capture of another engine would be counted here
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

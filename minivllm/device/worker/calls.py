@@ -83,7 +83,7 @@ class SampleCalls(ABC):
         return call(*args)
 
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
-        """back ends of an earlier contract have no notes"""
+        """Handle the exception ``e`` of plug-in ``p`` for ``rows`` i64 [n] (None means all).  It is raised here."""
         raise e
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -168,7 +168,7 @@ class BoundCalls(SampleCalls):
         return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
 
     def blank(self, logits: Tensor) -> Tensor:
-        """a capture of another engine would allocate memory at the same time, which would be counted here"""
+        """Return a tensor of -1, which is no token, so that a row without a written token is detected."""
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
 
 
