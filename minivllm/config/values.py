@@ -31,7 +31,10 @@ DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16":
 
 # devices of vLLM and of torch for which nothing is built in
 OTHER_DEVICES = ("neuron", "tpu", "xla", "xpu", "hpu", "npu", "mps", "rocm", "hip")
-OTHER_DEVICE_PARTS = "docs/accelerators.md lists the parts (executor, attention) that a package must supply"
+OTHER_DEVICE_PARTS = (
+    "a package must supply its parts (device, attention, executor). Start from "
+    "contrib/minivllm-accelerator-template, see docs/accelerators.md"
+)
 
 
 class PluginChoice(BaseModel):
