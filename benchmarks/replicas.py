@@ -1,11 +1,11 @@
 """Measure replicas: their throughput against the same engines driven directly, and answers while engines are killed.
 
     python benchmarks/replicas.py speed [--replicas 4] [--rounds 8]
-    python benchmarks/replicas.py deaths [--kills 50]
+    python benchmarks/replicas.py deaths [--kills 1000] [--minutes 120]
 
 ``speed`` alternates batches through the router with batches that are dealt to the engines by hand.  ``deaths`` kills
-engines without a model at random moments.  Every answer is compared: exit status 1 for one that is wrong, repeated or
-lost.  A request that has a token may end with an error behind a correct beginning.
+simulated engines at random moments.  Every answer is compared.  The exit status is 1 if an answer was wrong, repeated
+or lost.  A request that has a token may end with an error behind a correct beginning.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from minivllm.errors import EngineDeadError
 from minivllm.server.replicas.client import ReplicaClient
 
 SIM = {"executor": {"name": "sim", "options": {"step_ms": 5}}, "max_num_seqs": 16, "max_model_len": 512}
+TWENTY = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+PATIENCE = 120.0  # seconds in which a request must end
 
 
 async def opened(replicas: int, server: dict[str, Any], engine: dict[str, Any]) -> ReplicaClient:
@@ -69,52 +71,87 @@ async def speed(args: argparse.Namespace) -> int:
     return 0
 
 
-async def deaths(args: argparse.Namespace) -> int:
-    """Kill engines while users ask, and print what became of the answers."""
-    client = await opened(args.replicas, {"router": args.router, "replica_retries": 20}, SIM)
-    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
-    rng = random.Random(0)
-    names = iter(range(10**9))
-    results: Counter[str] = Counter()
-    ended = False
+class Soak:
+    """Users who ask replicas of a simulated model, and check each answer, while engines are killed.
 
-    async def ask(number: int, pieces: bool = True) -> tuple[list[int], Exception | None]:
+    Each request ends in one way: an answer, an error behind the correct beginning of an answer, a wrong answer (also a
+    repeated or a missing token), or a loss (an error without a token, or no end within ``PATIENCE`` seconds).
+    """
+
+    def __init__(self, client: ReplicaClient) -> None:
+        self.client = client
+        self.rng = random.Random(0)
+        self.asked = 0
+        self.results: Counter[str] = Counter()
+        self.expected: list[list[int]] = []
+        self.ended = False
+
+    async def ask(self, number: int, pieces: bool = True) -> tuple[list[int], Exception | None]:
+        """Return the tokens of an answer to prompt ``number``, and the error that ended it."""
         tokens: list[int] = []
+        self.asked += 1
         try:
-            stream = await client.stream([1, 2, 3 + number] * 8, params, f"r{next(names)}", pieces=pieces)
+            stream = await self.client.stream([1, 2, 3 + number] * 8, TWENTY, f"r{self.asked}", pieces=pieces)
             async for piece in stream:
                 tokens += piece.token_ids
         except EngineDeadError as error:
             return tokens, error
         return tokens, None
 
-    expected = [(await ask(number))[0] for number in range(20)]
+    async def learn(self) -> None:
+        """Store the right answers, before an engine is killed."""
+        self.expected = [(await self.ask(number))[0] for number in range(20)]
 
-    async def user() -> None:
-        while not ended:
-            number = rng.randrange(20)
-            tokens, error = await ask(number, rng.random() < 0.5)
-            right = tokens == expected[number][: len(tokens)]
+    async def user(self) -> None:
+        """Ask until the soak ends."""
+        while not self.ended:
+            number = self.rng.randrange(20)
+            try:
+                tokens, error = await asyncio.wait_for(self.ask(number, self.rng.random() < 0.5), PATIENCE)
+            except asyncio.TimeoutError:
+                self.results["lost"] += 1
+                continue
+            right = tokens == self.expected[number][: len(tokens)]
             if error is not None:
-                results["ended with an error behind tokens" if right and tokens else "lost"] += 1
+                self.results["ended with an error behind tokens" if right and tokens else "lost"] += 1
             else:
-                results["answered" if right and len(tokens) == 20 else "wrong"] += 1
+                self.results["answered" if right and len(tokens) == 20 else "wrong"] += 1
 
-    users = [asyncio.create_task(user()) for _ in range(16)]
-    for _ in range(args.kills):
-        while sum(one.accepts for one in client.replicas) < 2:
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(rng.uniform(0.05, 0.4))
-        victim = rng.choice([one for one in client.replicas if one.accepts])
+    async def kill_one(self) -> None:
+        """Kill a random engine while another one serves, and wait until the client has noticed."""
+        while sum(one.accepts for one in self.client.replicas) < 2:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(self.rng.uniform(0.02, 0.2))
+        victim = self.rng.choice([one for one in self.client.replicas if one.accepts])
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         while victim.accepts:
             await asyncio.sleep(0.01)
-    ended = True
+
+
+async def deaths(args: argparse.Namespace) -> int:
+    """Kill engines while users ask, and print the ends of their requests."""
+    client = await opened(args.replicas, {"router": args.router, "replica_retries": 20}, SIM)
+    soak = Soak(client)
+    await soak.learn()
+    start, kills = time.monotonic(), 0
+    users = [asyncio.create_task(soak.user()) for _ in range(args.users)]
+    while kills < args.kills and time.monotonic() - start < 60 * args.minutes:
+        await soak.kill_one()
+        kills += 1
+        if kills % 50 == 0:
+            report(soak, kills, start)
+    soak.ended = True
     await asyncio.gather(*users)
-    print(json.dumps({"kills": args.kills, "moved": client.moved, **results}))
+    report(soak, kills, start)
     await client.close()
-    return int(bool(results["lost"] or results["wrong"]))
+    return int(bool(soak.results["lost"] or soak.results["wrong"]))
+
+
+def report(soak: Soak, kills: int, start: float) -> None:
+    """Print the counts of a soak so far."""
+    seconds = round(time.monotonic() - start)
+    print(json.dumps({"kills": kills, "seconds": seconds, "moved": soak.client.moved, **soak.results}), flush=True)
 
 
 def main() -> None:
@@ -123,7 +160,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--router", default="least-tokens")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=120, help="end the kills after this time")
+    parser.add_argument("--users", type=int, default=16)
     args = parser.parse_args()
     sys.exit(asyncio.run(speed(args) if args.what == "speed" else deaths(args)))
 
