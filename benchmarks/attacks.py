@@ -1,10 +1,10 @@
-"""What one client's worst requests cost the others: /health and a short request of another key under each of them.
+"""Measure how much one client's worst requests slow down /health and a short request of another key.
 
     python benchmarks/attacks.py [--seconds 10] [--connections 4] [--only 'unknown fields']
 
-Each attack runs in a process of its own, on as many connections, against a server in another; a third process looks at
-/health 20 times a second.  The line of an attack says how long /health and the golden request took, and how the server
-answered the attack.
+Each attack runs in its own process, on several connections, against a server in another process.  A third process
+requests /health 20 times a second.  The line of an attack shows the times of /health and of the golden request, and the
+server's answers to the attack.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BODY = 8 * MIB - 64
 GOLDEN = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/detokenize", "/tokenize"
 HI = [{"role": "user", "content": "Hi"}]
-# the template of the server of "chat template": what a stranger's model may bring
+# the chat template of the server for "chat template", as a hostile model may have it
 SLOW = (
     "{% for m in messages %}{% if m.content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% endfor %}{% endfor %}{% elif m.content == 'large' %}{{ 'x' * 10 ** 10 }}{% endif %}{{ m.content }}{% endfor %}"
@@ -41,7 +41,7 @@ SLOW = (
 
 
 def fill(one: str, before: str, after: str, size: int = BODY) -> bytes:
-    """``before``, ``one`` as often as fits, ``after``."""
+    """Return ``before``, then ``one`` as often as ``size`` allows, then ``after``."""
     times = (size - len(before) - len(after)) // (len(one) + 1)
     return (before + ",".join([one] * times) + after).encode()
 
@@ -69,7 +69,7 @@ def many(one: str, count: int, before: str, after: str) -> bytes:
 
 
 def protocols() -> dict[str, tuple[str, bytes]]:
-    """Return the attacks on the routes of other protocols than chat and completions: name -> route and body."""
+    """Return the attacks on routes of other protocols than chat and completions, as name -> (route, body)."""
     user, lists = '{"role":"user","content":"a"}', "[" + ",".join(["5"] * 1700) + "]"
     items, chat, end = '{"input":[', '{"max_tokens":5,"messages":[', "]}"
     tags = "<tool_call></tool_call><think></think><|im_start|>" * 100_000
@@ -114,7 +114,7 @@ def protocols() -> dict[str, tuple[str, bytes]]:
 
 
 def attacks() -> dict[str, tuple[str, bytes]]:
-    """Name -> route and body."""
+    """Return all attacks as name -> (route, body)."""
     message = '{"role":"user","content":"a"}'
     words = '"' + "the quick brown fox " * 400 + '"'
     schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(8000)}, "$defs": {"a": {}}}
@@ -227,7 +227,7 @@ def ask(address: tuple[str, int], request: bytes) -> float:
 
 
 def probe(address: tuple[str, int], seconds: float, pipe: Any) -> None:
-    """/health 20 times a second, and the golden request of another key twice a second."""
+    """Request /health 20 times a second, and the golden request of another key twice a second."""
     body = json.dumps(GOLDEN).encode()
     golden = head(COMPLETIONS, "other", f"Content-Length: {len(body)}", "Connection: close") + body
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -291,7 +291,7 @@ def serving(model: str, *words: str) -> Any:
 
 @contextlib.contextmanager
 def slow_model() -> Any:
-    """pocket with a template that does what its messages say."""
+    """Return pocket with a template that runs the commands in its messages."""
     from minivllm.pocket import checkpoint
 
     source = Path(checkpoint.__file__).parent / "model"

@@ -1,11 +1,11 @@
-"""The block manager alone: blocks taken and given back a second, in calls of 64, by one thread.
+"""Measure the block manager alone, in blocks taken and released per second, by calls of 64 on one thread.
 
     python benchmarks/blocks.py
 
-``private``: blocks that were never published go straight back to the free list.  ``cached``: blocks of the prefix cache
-are shared and released, so the evictor hears of each.  ``evicted``: every block that is taken is evicted first, and
-published again.  Each case runs twice: once with the clock off and the full walk over all tables after every call
-(``--walk`` calls of it), once with the clock on and the counters that are always on (``audit``) after every call.
+In ``private`` blocks are never published, and return to the free list.  In ``cached`` blocks of the prefix cache are
+shared and released, which calls the evictor.  In ``evicted`` every block that is taken is evicted first, and published
+again.  Each case runs twice: once without the clock and with the full check of all tables after every call (``--walk``
+calls), once with the clock and the counters that are always on (``audit``) after every call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pool(total: int) -> BlockPool:
 
 
 class Case:
-    """``call`` takes and gives back ``n`` blocks; ``tables``: what is held between calls."""
+    """A case.  ``call`` takes and releases ``n`` blocks, and ``tables`` are the blocks that are held between calls."""
 
     def __init__(self, total: int, n: int) -> None:
         self.pool, self.n = pool(total), n
@@ -43,7 +43,7 @@ class Case:
 
 
 class Private(Case):
-    """Sixteen sequences hold blocks; the oldest gives its own back as a new one comes."""
+    """Sixteen sequences hold private blocks; the oldest is released when a new one arrives."""
 
     def __init__(self, total: int, n: int) -> None:
         super().__init__(total, n)
@@ -55,7 +55,7 @@ class Private(Case):
 
 
 class Cached(Case):
-    """The same prefix of n cached blocks comes and goes."""
+    """One prefix of n cached blocks, which is taken and released again."""
 
     def __init__(self, total: int, n: int) -> None:
         super().__init__(total, n)
@@ -69,7 +69,7 @@ class Cached(Case):
 
 
 class Evicted(Case):
-    """Every prefix is new, and the pool is full of cached ones."""
+    """New prefixes only, in a pool full of cached blocks."""
 
     def __init__(self, total: int, n: int) -> None:
         super().__init__(total, n)
@@ -83,7 +83,7 @@ class Evicted(Case):
 
 
 def publish(p: BlockPool, n: int, seed: int) -> np.ndarray:
-    """Take n blocks and make a chain of them."""
+    """Take n blocks and publish them as a chain."""
     blocks = p.take(n)
     tokens = np.full((n, BLOCK), seed, np.int32)
     keys = p.keys_of(tokens.reshape(-1), ("", ""), [])
@@ -95,7 +95,7 @@ def publish(p: BlockPool, n: int, seed: int) -> np.ndarray:
 
 
 def timed(call: Callable[[], None], audit: Callable[[bool], None], seconds: float) -> float:
-    """Calls a second of CPU time, the best of five rounds."""
+    """Return the calls per second of CPU time, the best of five rounds."""
     best = 0.0
     for _ in range(5):
         n, start = 0, time.thread_time()

@@ -1,17 +1,17 @@
-"""Tokens per second on a CPU by way to run, in turns; with --gguf also of llama.cpp on the same work.
+"""Measure tokens per second on a CPU for several configurations in turns, with --gguf also for llama.cpp.
 
     python benchmarks/cpu_steps.py [--model pocket] [--prompt 64] [--out 128] [--batch 1 8 32] [--repeat 5]
         [--ways float32 float32:off float32:int8 ...]  [--gguf FILE ... --python PYTHON] [--load-format dummy]
 
-A way is dtype[:quantizer][:kv=FORMAT][:off]; "off" is graph=off, each operation of torch by itself.  Greedy, no prefix
-cache, the default number of threads; prompts are random ids.  A figure is output tokens over the time of the whole
-call, prompts included: the best and the median of ``--repeat`` calls, in which the ways take turns.  Beside it stands
-the CPU time of a call, which other work on the machine disturbs least.  For ways with captured steps the time of a step
-is printed too.  PYTHON is an interpreter that has llama-cpp-python; its process takes its turns with as many threads as
-torch has.
+A way is dtype[:quantizer][:kv=FORMAT][:off], where "off" means graph=off, so that torch runs each operation separately.
+Requests are greedy with random prompts, no prefix cache and the default number of threads.  A figure is output tokens
+over the time of the whole call, including prompts, as the best and the median of ``--repeat`` calls in turns.  The CPU
+time of a call is printed too, because other work on the machine disturbs it least.  For ways with captured steps the
+time of a step is printed.  PYTHON is an interpreter with llama-cpp-python.  Its process takes turns with the others and
+has as many threads as torch.
 
 A CPU without AVX-512 is emulated by MINIVLLM_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-MKL_ENABLE_INSTRUCTIONS=AVX2, beside a llama.cpp that was built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON
+MKL_ENABLE_INSTRUCTIONS=AVX2, and a llama.cpp that was built with CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON
 -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF".
 """
 
@@ -34,7 +34,7 @@ def prompts(rows: int, length: int, vocab: int, seed: int) -> list[list[int]]:
 
 
 class Measured(NamedTuple):
-    """Seconds of a call, its seconds of CPU time, and the time of a captured step in words."""
+    """Seconds of a call, its seconds of CPU time, and the time of a captured step as text."""
 
     seconds: float
     cpu: float
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
 
 class Way:
-    """An engine of ours, and what it has measured."""
+    """An engine of minivllm and its measurements."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         from minivllm import LLM
@@ -102,7 +102,7 @@ class Way:
 
 
 class Peer:
-    """llama.cpp in a process of its own, which does the same work in turn with the engines of ours."""
+    """llama.cpp in its own process, which does the same work in turns with the engines of minivllm."""
 
     def __init__(self, path: str, threads: int, args: argparse.Namespace) -> None:
         self.name = "llama.cpp " + path.split("/")[-1]
@@ -122,8 +122,10 @@ class Peer:
 
 
 def serve_llama(path: str, args: argparse.Namespace) -> None:
-    """Answer lines of rows and seed with seconds and seconds of CPU time.  Runs in the interpreter that has
-    llama.cpp."""
+    """Read lines with rows and a seed, and write seconds and seconds of CPU time.
+
+    It runs in the interpreter that has llama.cpp.
+    """
     import llama_cpp as lib
 
     lib.llama_backend_init()
@@ -195,7 +197,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["float32", "float32:off", "float32:int8", "float32:int4"])
     parser.add_argument("--gguf", nargs="+", default=[])
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)  # of the peer's own process
+    parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)  # threads of llama.cpp's process
     args = parser.parse_args()
     if args.threads:
         serve_llama(args.gguf[0], args)
@@ -209,7 +211,7 @@ def main() -> None:
     ways += [Peer(path, torch.get_num_threads(), args) for path in args.gguf]
     found: dict[tuple[str, int], list[Measured]] = {}
     for rows in args.batch:
-        for seed in range(-1, args.repeat):  # the first call of each is not counted
+        for seed in range(-1, args.repeat):  # the first call of each way is not counted
             for way in ways:
                 one = way.measure(rows, seed + 1)
                 if seed >= 0:

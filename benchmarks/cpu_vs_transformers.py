@@ -1,10 +1,10 @@
-"""Tokens per second of the engine and of transformers on the same model and prompts, in one run.
+"""Measure tokens per second of the engine and of transformers with the same model and prompts, in one run.
 
     python benchmarks/cpu_vs_transformers.py [--model pocket] [--requests 32] [--prompt 64] [--out 64] [--repeat 5]
 
-transformers runs twice: request by request, and all requests as one batch of equal length (no padding is wasted, its
-best case).  Greedy, float32, the machine's default number of threads for all three; the runs are interleaved and
-medians are compared.  Every engine must give every token asked for.
+transformers runs twice, request by request, and with all requests as one batch of equal length, which needs no padding
+and is its best case.  Decoding is greedy in float32 with the machine's default number of threads.  Runs alternate, and
+medians are compared.  Every engine must return every requested token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Decode attention of the Triton back end by KV format: microseconds of a layer, and what it reads a second.
+"""Time decode attention of the Triton back end by KV format, in microseconds of a layer and bytes read per second.
 
     python benchmarks/decode_attention.py --rows 256 --context 545
     python benchmarks/decode_attention.py --rows 8 --context 32000
 
-A layer of Llama-3.1-8B's shape (32 query heads of 128 on 8), random keys and values; medians of replays of a graph of
-eight launches.  "off" is the relative error of three rows to float64 attention over the keys and values that are held.
+A layer has Llama-3.1-8B's shape (32 query heads of 128 on 8 KV heads) and random keys and values.  Times are medians of
+replays of a graph of eight launches.  "off" is the relative error of three rows to float64 attention over the stored
+keys and values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Cache = dict[str, torch.Tensor]
 
 
 def make_cache(name: str, blocks: int) -> tuple[Cache, torch.Tensor, torch.Tensor]:
-    """A cache in the format, and the keys and values that it holds, in float32."""
+    """Return a cache in the format, and the keys and values that it holds, in float32."""
     shape = (blocks, BLOCK, SPEC.kv_heads, SPEC.dim_qk)
     drawn = {part: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for part in "kv"}
     if name == "bf16":
@@ -43,7 +44,7 @@ def make_cache(name: str, blocks: int) -> tuple[Cache, torch.Tensor, torch.Tenso
 
 
 def error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> float:
-    """Of one row: q and out [heads, D], k and v [tokens, kv_heads, D]."""
+    """Return the relative error of one row, with q and out [heads, D], k and v [tokens, kv_heads, D]."""
     queries = q.double().view(SPEC.kv_heads, -1, SPEC.dim_qk)
     weights = torch.einsum("hgd,nhd->hgn", queries, k.double()).mul_(SPEC.softmax_scale).softmax(-1)
     want = torch.einsum("hgn,nhd->hgd", weights, v.double()).reshape(out.shape)
@@ -51,7 +52,7 @@ def error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) 
 
 
 def measure(name: str, rows: int, context: int, repeat: int) -> tuple[float, float, float]:
-    """(microseconds, bytes read, relative error)."""
+    """Return (microseconds, bytes read, relative error)."""
     pages = -(-context // BLOCK)
     cache, k, v = make_cache(name, rows * pages + 1)
     lengths = [context - i * 7 % min(60, context) for i in range(rows)]

@@ -1,7 +1,9 @@
-"""Processors and samplers against references in float64, as tables: the largest error of a logit over random rows, and
-chi-square of draws with the difference that so many of them find.  Runs on a CPU in about a minute.
+"""Compare processors and samplers with references in float64, in about a minute on a CPU.
 
-python benchmarks/decoders.py [--rows 400] [--draws 262144] [--device cpu]
+    python benchmarks/decoders.py [--rows 400] [--draws 262144] [--device cpu]
+
+The tables show the largest error of a logit over random rows, and chi-square of draws with the smallest difference that
+this number of draws detects.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from minivllm.testing.sampler import SamplerConformance
 from minivllm.testing.sampling_reference import standard_reference
 from minivllm.testing.sampling_rows import SCHEDULES, SampledSeq, Stage
 
-LEVEL = 1e-3  # of the test whose power is stated
+LEVEL = 1e-3  # level of the test whose power is stated
 VOCAB, HISTORY = 503, 40
 
 
 def choices(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
-    """Random parameters of one row, by what is compared."""
+    """Return random parameters of one row, by the compared function."""
     ids = lambda k: rng.integers(0, 40, k).tolist()  # noqa: E731
     number = lambda low, high: float(rng.uniform(low, high))  # noqa: E731
     return {
@@ -44,7 +46,10 @@ def choices(rng: np.random.Generator) -> dict[str, dict[str, Any]]:
 
 
 def errors(count: int, device: str) -> None:
-    """|logit - float64 reference|: as it is, and as a share of the row's largest number; bans must agree exactly."""
+    """Print |logit - float64 reference|, absolute and relative to the row's largest number.
+
+    Bans must agree exactly.
+    """
     print(f"{'processor':40}{'rows':>6}{'changed':>9}{'max abs error':>15}{'of the row':>12}{'bans differ':>13}")
     for name in choices(np.random.default_rng(0)):
         rng, suite = np.random.default_rng(1), ProcessorConformance()
@@ -81,7 +86,10 @@ DRAWS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def frequencies(n: int, device: str) -> None:
-    """Draws from 64 tokens; ``w`` is the least sqrt(sum((q - p)**2 / p)) of a faulty q that n draws find."""
+    """Print chi-square of draws from 64 tokens.
+
+    ``w`` is the smallest sqrt(sum((q - p)**2 / p)) of a faulty distribution q that n draws detect.
+    """
     print(f"\n{n} draws each; w: what they find at level {LEVEL:g} with power {POWER}")
     print(f"{'sampler':10}{'parameters':60}{'kept':>6}{'chi-square':>12}{'df':>5}{'p':>8}{'w':>9}")
     logits = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 1.5
@@ -98,7 +106,7 @@ def frequencies(n: int, device: str) -> None:
 
 
 def tenth(n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, probabilities) of the tenth draw of mirostat, whose mu nine accepted tokens have moved."""
+    """Return (tokens, probabilities) of mirostat's tenth draw, after nine accepted tokens have changed mu."""
     suite = SamplerConformance()
     suite.plugin, suite.vocab, suite.device = "mirostat", 64, device
     gen, tau, eta, mu = torch.Generator().manual_seed(5), 2.9, 0.4, 5.8

@@ -4,15 +4,14 @@
     python benchmarks/drafted_steps.py --model DIR --drafter mtp --batches 1 --k 1 2 3 4 --accept 0.65
     python benchmarks/drafted_steps.py --model pocket --head pocket-mtp --device cpu --real --stories 4 --cpu-time
 
-Acceptance is emulated, because random weights guess nothing.  A table of random bits, one for each position of a
-sequence, says whether the draft at this position is right; a bit is 1 with probability ``--accept``.  Behind the
+Acceptance is emulated, because drafts of random weights are never right.  A table of random bits, one for each position
+of a sequence, says whether the draft at this position is right; a bit is 1 with probability ``--accept``.  Behind the
 sampler the token drawn at the position is replaced by the draft if the bit is 1, else by another token.  All other work
 of a step is unchanged, and the replacement adds a few small kernels to steps with drafts.  ``--tokens`` gives the
 probability for which a step with the largest k has this mean number of tokens, the target's own included.  With
 ``--real`` nothing is replaced: the heads of trained checkpoints guess themselves, and the tokens of all answers are
-compared with those of the engine without drafts.  ``--cpu-time`` measures the CPU time of the process.  Time
-without a core does not count, but other work on the same cores and caches still slows the process, so the machine must
-be quiet.
+compared with those of the engine without drafts.  ``--cpu-time`` measures the CPU time of the process.  Time without a
+core does not count, but other work on the same cores and caches still slows the process, so the machine must be quiet.
 
 Each batch is generated once to warm up and then ``--turns`` times; the best time counts, prompts included.  Steps
 without drafts come from an engine of their own, which stores no hidden states.
@@ -67,7 +66,9 @@ def write_head(folder: Path, model: str) -> str:
 
 
 def name_tensors() -> None:
-    """Let the loader of random weights see the names of a head's tensors, which decide its form."""
+    """Show the names of a head's tensors to the loader of random weights, because the names decide the form of the
+    head.
+    """
     from minivllm.config import own_models
     from minivllm.device.worker import build
 
@@ -103,7 +104,7 @@ def emulate(chance: float, seed: int = 0) -> None:
 
 
 class Marks:
-    """CUDA events at the parts of steps with drafts, of the runner of an engine; wall times on a CPU."""
+    """CUDA events at the parts of steps with drafts in the runner of an engine, or wall times on a CPU."""
 
     def __init__(self, runner: Any) -> None:
         self.cuda = runner.device.type == "cuda"

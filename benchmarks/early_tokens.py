@@ -1,9 +1,10 @@
-"""Times to first tokens of an engine that has just started, and of the same engine a little later.
+"""Measure times to first tokens of an engine that has just started, and of the same engine a little later.
 
     python benchmarks/early_tokens.py --model DIR --load-format dummy [--trace synthetic:like=chat,requests=100]
 
-Each round serves the trace in real time, with other contents; the first one meets kinds of steps that no step was like
-before.  A line a round: seconds until the engine was ready, then milliseconds of times to first token and per token.
+Each round serves the trace in real time, with other contents.  The first round has kinds of steps that have not run
+before.  A line for each round shows the seconds until the engine was ready, and then milliseconds of times to first
+token and per token.
 """
 
 from __future__ import annotations

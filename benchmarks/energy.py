@@ -1,10 +1,10 @@
-"""Joules shared among requests on a real counter: two kinds of requests, and whether the shares add up.
+"""Measure the shares of joules of requests with a real counter, for two kinds of requests.
 
     python benchmarks/energy.py --model pocket --device cuda
     python benchmarks/energy.py --model DIR --dummy --device cuda --rows 64
 
-Prints how often the counter moves, what reading it takes, the joules of each kind beside the counter's own, and what
-the account costs a decode step.
+It prints how often the counter changes, the time to read it, the joules of each kind and of the counter, and the time
+that the account adds to a decode step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minivllm import LLM, SamplingParams
 
 
 def movement(llm, seconds: float) -> str:
-    """How the counter behaves while the machine rests."""
+    """Describe how the counter changes while the machine is idle."""
     meter, moved, took = llm.engine.energy.meter, [], []
     last, end = meter.joules(), time.perf_counter() + seconds
     while (now := time.perf_counter()) < end:
@@ -37,7 +37,10 @@ def movement(llm, seconds: float) -> str:
 
 
 def served(llm, kinds: dict[str, tuple[int, int, int]], vocab: int) -> None:
-    """``kinds``: name -> (requests, tokens of a prompt, tokens of an answer); all at once."""
+    """Serve requests of several kinds at once and print their joules.
+
+    ``kinds`` maps a name to (requests, tokens of a prompt, tokens of an answer).
+    """
     rng = np.random.default_rng(0)
     prompts, params, names = [], [], []
     for name, (count, prompt, answer) in kinds.items():
@@ -65,7 +68,7 @@ def served(llm, kinds: dict[str, tuple[int, int, int]], vocab: int) -> None:
 
 
 def cost(options: dict, rows: int, steps: int, vocab: int) -> None:
-    """Seconds of decode steps with and without the account, in turn."""
+    """Print the seconds of decode steps with and without the account, in turns."""
     found: dict[str, list[float]] = {"off": [], "on": []}
     params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0)
     prompts = [{"prompt_token_ids": [5 + i % (vocab - 10)] * 8} for i in range(rows)]

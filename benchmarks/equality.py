@@ -1,11 +1,11 @@
-"""Family x dtype x way of running against transformers, on tiny random models: is it the same model, however it is run?
+"""Compare families, dtypes and execution modes with transformers on tiny random models.
 
     python benchmarks/equality.py [--device cpu|cuda] [--heads mha gqa mqa]
 
-For each cell: how many of the greedy sequences (32 tokens each) equal those of transformers in float32, and the largest
-difference of a chosen token's log-probability to transformers' float32 forward pass over the engine's own tokens.
-Where a half-precision sequence leaves the float32 one, the gap between the two best float32 logits there is printed: a
-tie that rounding broke.
+Each cell shows how many greedy sequences of 32 tokens equal those of transformers in float32, and the largest
+difference of a chosen token's log-probability to transformers' float32 forward pass over the engine's tokens.  If a
+half-precision sequence differs, the gap between the two best float32 logits at that token is printed.  A small gap is a
+tie that rounding decided.
 """
 
 from __future__ import annotations

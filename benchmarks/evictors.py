@@ -1,9 +1,9 @@
-"""What an evictor costs a block, with a million blocks cached, in microseconds of CPU time.
+"""Measure the time of an evictor per block, with a million cached blocks, in microseconds of CPU time.
 
     python benchmarks/evictors.py [--blocks 1000000] [lru cost-aware ...]
 
-The cache is filled with sequences of 64 blocks in calls of 64, then blocks go in calls of 64 (``victims``) and new
-sequences take their place (``add``, ``free``); one sequence in four is looked up first (``hit``, ``hold``, ``free``).
+The cache is filled with sequences of 64 blocks.  Then blocks are evicted in calls of 64 (``victims``), and new
+sequences replace them (``add``, ``free``).  One sequence in four is looked up first (``hit``, ``hold``, ``free``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def info(keys: np.ndarray) -> BlockInfo:
 
 
 def measure(name: str, blocks: int, rounds: int = 2000) -> dict[str, float]:
-    """Microseconds a block, by call."""
+    """Return microseconds per block, by call."""
     from minivllm.config import EngineConfig
 
     part = choose_seams(EngineConfig(evictor=name), Catalog.discover(), ("evictor",))["evictor"]

@@ -1,11 +1,11 @@
-"""Decode steps of a model with experts: their time, and how many experts of a layer a step reads.
+"""Time decode steps of a model with experts, and count the experts of a layer that a step reads.
 
     python benchmarks/experts.py --model DIR --load-format dummy --rows 1 8 64 256 --skew 0 4
 
-Random weights route nearly uniformly, which is the most that a step can have to read; ``--skew S`` multiplies the
+Random weights route nearly uniformly, so a step reads the largest number of experts.  ``--skew S`` multiplies the
 router's rows by 1 + S * exp(-e / 8), so that the first experts are chosen more often.  Experts are counted over
-``--sample`` decode steps by what the point ``layers.i.experts`` gives; times are those of requests without taps, of 128
-tokens more, the best of ``--repeat``.
+``--sample`` decode steps at the point ``layers.i.experts``.  Times are those of requests without taps, for 128 further
+tokens, the best of ``--repeat``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Seconds from starting ``minivllm generate`` to its first character, as a user waits for it.
+"""Measure the seconds from starting ``minivllm generate`` to its first character.
 
-python benchmarks/first_token.py [--repeat 5]
+    python benchmarks/first_token.py [--repeat 5]
 
-Modules are read from their bytecode, as pip installs them: a first go, which does not count, writes it, also where
-PYTHONDONTWRITEBYTECODE is set (compiling the sources takes about 0.2 s more).  In turns with it ``import torch`` by
-itself, which is most of the time.
+Modules are read from bytecode, as pip installs them.  A first run, which is not counted, writes it, even with
+PYTHONDONTWRITEBYTECODE; compiling the sources takes about 0.2 s more.  Runs alternate with ``import torch`` alone,
+which takes most of the time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What hooks cost a step on the host: a device that answers at once, decode steps of ``--rows`` rows.
+"""Measure the time that hooks add to a step on the host, with a device that answers at once and ``--rows`` decoding
+rows.
 
     python benchmarks/hooks.py
 
-The engines take turns, so that a busy machine slows all of them; microseconds, the fastest of the rounds' medians.
+The engines take turns, so that other work on the machine slows all of them.  Figures are microseconds, the smallest
+median of all rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from minivllm.runtime.hooks.manager import HookManager
 
 
 class Quiet(Hooks):
-    """Listens to what does not happen in a decode step."""
+    """Hooks for events that do not occur in a decode step."""
 
     @hookimpl
     def minivllm_engine_stopped(self):
@@ -56,7 +58,7 @@ class Stored(Hooks):
 
 
 class Watts:
-    """A counter that always moves."""
+    """An energy counter that changes at every read."""
 
     name = "made up"
 
@@ -87,7 +89,7 @@ def main() -> None:
         "stored": Stored(),
         "step_log": log,
         "live": live(),
-        "energy": None,  # no hook, and a listener all the same
+        "energy": None,  # no hook, but a listener of the energy account
     }
     engines = {}
     for name, plugin in plugins.items():

@@ -1,16 +1,17 @@
-"""The host's own time in steps whose results are more than tokens: log-probabilities, masks of grammars.
+"""Measure the host's time in steps with further results, such as log-probabilities and masks of grammars.
 
     python benchmarks/host_step.py logprobs           256 requests of 100 to 1,024 tokens, plain and with logprobs=1
     python benchmarks/host_step.py masks --rows 64    structured output (llguidance, 151,936 ids), and plain
 
-Runs ``LLM.generate`` in front of a device that is only a clock: FORWARD takes ``--forward`` milliseconds and ``--row``
-for each row, SAMPLE ``--sample``, one after the other, and results are made in no time (tokens are made up).  What
-launches cost the host on a GPU is given too: ``--submit`` and, for masks, ``--supply``.  Time is this thread's CPU time
-and what it would have waited for the device, so what else runs on the machine counts little.
+``LLM.generate`` runs on a device that is only a clock.  FORWARD takes ``--forward`` milliseconds and ``--row`` for each
+row, SAMPLE takes ``--sample``, one after the other.  Results are made up and take no time.  The time of launches on a
+GPU's host is given by ``--submit`` and, for masks, ``--supply``.  Time is the CPU time of this thread plus its waits
+for the device, so other work on the machine has little effect.
 
-A line a case, medians of ``--rounds`` runs in turns: tokens a second as a share of plain, then milliseconds: of a step,
-of it those in which the device was *idle*, of its parts (medians), of all the *host*'s work (mean), of the grammar
-library and of the garbage collector (means); and the collections of each generation.
+A line for each case shows medians of ``--rounds`` runs in turns.  It has tokens per second relative to plain, and then
+milliseconds: of a step, of the part in which the device was *idle*, of its parts (medians), of all work of the *host*
+(mean), of the grammar library and of the garbage collector (means).  The last figures are the collections of each
+generation.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ VOCAB, EOS = 151_936, 151_643
 
 
 class Time:
-    """Seconds of this thread's CPU time and of what was skipped."""
+    """A clock of this thread's CPU time plus the skipped time."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
@@ -45,33 +46,34 @@ class Time:
         return time.thread_time() + self.skipped
 
     def until(self, when: float) -> None:
-        """Wait."""
+        """Skip to a time."""
         self.skipped += max(0.0, when - self.now())
 
     @contextlib.contextmanager
     def free(self):
-        """What is done here takes no time."""
+        """Run the block without counting its time."""
         begun = time.thread_time()
         yield
         self.skipped -= time.thread_time() - begun
 
 
 CLOCK = Time()
-MS = {  # a shape of 0.6B parameters on one H200: `nano` of nano-vllm; 64 rows of short contexts
+# milliseconds of a shape with 0.6B parameters on one H200, for `nano` of nano-vllm and for 64 rows of short contexts
+MS = {
     "logprobs": {"forward": 0.7, "row": 0.016, "sample": 0.2, "submit": 0.15, "supply": 0.0},
     "masks": {"forward": 1.0, "row": 0.0, "sample": 0.3, "submit": 0.15, "supply": 0.06},
 }
 
 
 class Device(Sim):
-    """One stream of which each launch costs the host, on that clock; what it makes up costs nobody time."""
+    """A device with one stream whose launches take time on the clock; making up results takes none."""
 
     spec = replace(SIM, impl=f"{__name__}:Device")
     launch_ms = {"submit": 0.0, "supply": 0.0}
 
     def __init__(self, options=None):
         super().__init__(options)
-        self.clock, self.idle = CLOCK, 0.0  # idle: seconds without work
+        self.clock, self.idle = CLOCK, 0.0  # idle counts the seconds without work
 
     def submit(self, plan):
         CLOCK.skipped += self.launch_ms["submit"] / 1e3
@@ -102,7 +104,11 @@ class Device(Sim):
 
 
 def vocabulary(rng: random.Random) -> list[bytes]:
-    """EOS of them: bytes, numbers, signs, spaces, word-like syllables with and without a space, other scripts."""
+    """Return the bytes of tokens: single bytes, numbers, signs, spaces, word-like syllables with and without a space,
+    other scripts.
+
+    The token EOS ends them.
+    """
     made = dict.fromkeys([bytes([i]) for i in range(256)] + [str(i).encode() for i in range(1000)])
     signs = b"\"'{}[]():;,.<>/\\|!?@#$%^&*-_=+`~"
     for k in range(2, 40):
@@ -159,7 +165,7 @@ def write_model(folder: Path, rng: random.Random) -> None:
 
 
 def run(llm, prompts, params) -> dict[str, float]:
-    """One ``generate``: figures of it, milliseconds a step."""
+    """Run ``generate`` once and return its figures in milliseconds per step."""
     clock, device, pauses = llm.engine.clock, llm.engine.executor, []
     llm.reset_prefix_cache()
     gc.collect()
@@ -196,7 +202,7 @@ def run(llm, prompts, params) -> dict[str, float]:
 
 
 def table(llm, cases, rounds: int) -> None:
-    """Every case once, for what is made when it is first needed, then ``rounds`` times in turns."""
+    """Run every case once to warm up, then ``rounds`` times in turns."""
     found: dict[str, list] = {name: [] for name in cases}
     for turn in range(rounds + 1):
         for name, arguments in cases.items():
@@ -217,7 +223,7 @@ def an_object(properties: dict, **more) -> dict:
 
 
 def many(schema: dict) -> dict:
-    """Values of a schema, one a line, without an end."""
+    """Return a schema of an endless sequence of values of a schema, one per line."""
     return {"grammar": f'start: item+\nitem: %json {json.dumps(schema)} "\\n"'}
 
 

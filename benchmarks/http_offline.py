@@ -1,17 +1,18 @@
-"""The same requests through HTTP and through ``LLM.generate`` in turns, on the same cores; and engines side by side.
+"""Compare requests through HTTP with ``LLM.generate`` in turns on the same cores, and engines that run at the same
+time.
 
     python benchmarks/http_offline.py [--model pocket] [--streams 64] [--prompt 64] [--tokens 128] [--turns 5]
     python benchmarks/http_offline.py --beside 2                 # engines at once, without a server, against one alone
 
-In each turn an offline engine answers ``--streams`` requests in one batch, and then the server does, of which each is a
-stream over a connection that is kept.  Both live in processes of their own all along; the one whose turn it is not
-idles.  The generator of the load is a third process, and its CPU time is part of what the cores give, so it is shown:
-``us`` is CPU time in microseconds per token, of the offline engine, of the server's engine, of HTTP and of the load.
-The ratio is that of served to offline tokens per second in the same turn; the last line has the medians.  ``others`` is
-what other processes took of the cores meanwhile: where it is more than a few percent, the turn says little.
+In each turn an offline engine answers ``--streams`` requests in one batch.  Then the server answers the same requests
+as streams over kept connections.  Both run in their own processes, and one is idle while the other works.  The load
+generator is a third process that uses the same cores.  ``us`` is CPU time in microseconds per token of the offline
+engine, of the server's engine, of HTTP and of the load.  The ratio is that of served to offline tokens per second in
+the same turn, and the last line has the medians.  ``others`` is the share of the cores that other processes used; with
+more than a few percent a turn is not reliable.
 
-``--beside N`` prints tokens per second of one engine alone, of each of N at once, and the share that each has lost
-beyond the N-th part which is its own.
+``--beside N`` prints tokens per second of one engine alone, of each of N at once, and the share that each lost beyond
+its N-th part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OURS = ("max_tokens", "ignore_eos", "temperature", "seed")
 
 
 def _engine(link: Connection, model: str, sets: list[str], environ: dict[str, str]) -> None:
-    """An engine that answers each list of bodies with (tokens, seconds, CPU seconds), until None comes."""
+    """Run an engine that answers each list of bodies with (tokens, seconds, CPU seconds), until it receives None."""
     os.environ.update(environ)
     from minivllm import LLM, SamplingParams
     from minivllm.config import load_config
@@ -47,7 +48,7 @@ def _engine(link: Connection, model: str, sets: list[str], environ: dict[str, st
 
 
 class Offline:
-    """An engine in a process of its own.  ``begin`` gives it bodies, ``end`` waits: (tokens, seconds, CPU seconds)."""
+    """An engine in its own process.  ``begin`` sends bodies, and ``end`` waits for (tokens, seconds, CPU seconds)."""
 
     def __init__(self, model: str, sets: list[str], environ: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -76,20 +77,20 @@ def flat(found: list[list[dict]]) -> list[dict]:
 
 
 class Others:
-    """Share of the cores that processes took which are not ours, between ``begin`` and ``share``."""
+    """The share of the cores that other processes used between ``begin`` and ``share``."""
 
     def begin(self) -> None:
         self._busy, self._ours, self._at = *self._look(), time.perf_counter()
 
     def share(self, ended: float) -> float:
-        """``ended``: CPU seconds of our processes that have ended since."""
+        """Return the share.  ``ended`` is the CPU time of our processes that have ended since ``begin``."""
         busy, ours = self._look()
         spent = busy - self._busy - (ours - self._ours) - ended
         return max(spent, 0.0) / (time.perf_counter() - self._at) / (os.cpu_count() or 1)
 
     def _look(self) -> tuple[float, float]:
         words = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = sum(words) - words[3] - words[4]  # idle, and waiting for a disk
+        busy = sum(words) - words[3] - words[4]  # without idle time and waits for a disk
         return busy / TICKS, sum(cpu_times(os.getpid()).values())
 
 

@@ -1,8 +1,8 @@
-"""A load generator that costs little: bare sockets, one poll loop a process, no parsing but of the end of an answer.
+"""A load generator with little CPU time: bare sockets, one poll loop per process, and parsing only of an answer's end.
 
-It counts an answer's tokens by the usage that the server states at its end, and takes the time of each piece of text
-as it comes.  Each answer has a connection of its own, or (``keep``) a stream's answers come over one.  Its own CPU time
-is part of what it returns: a generator that is at its limit measures itself.
+It reads the number of an answer's tokens from the usage at its end, and stores the time of each piece of text.  Each
+answer has its own connection, or (``keep``) the answers of a stream share one.  The result includes the generator's own
+CPU time, because a generator at its limit would measure itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-TEXT = b'"text"'  # in every event of a completion that brings text
+TEXT = b'"text"'  # occurs in every event of a completion with text
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 LAST = b"\r\n0\r\n\r\n"  # the end of an answer in chunks
 TAIL = 2048  # bytes at the end of an answer that hold its usage
-PROBE = 0.05  # seconds between looks at /health
+PROBE = 0.05  # seconds between requests of /health
 
 
 @dataclass
 class Answer:
-    """Seconds to the first text and between first and last, tokens, and events that brought them."""
+    """Seconds to the first text and between first and last text, tokens, and events with text."""
 
     first: float
     span: float
@@ -36,8 +36,11 @@ class Answer:
 
 @dataclass
 class Found:
-    """``seconds`` from the first request to the last answer; ``cpu`` seconds of all generators; ``health`` seconds of
-    each look at /health; ``wrong``: what was no answer."""
+    """The results of a measurement.
+
+    ``seconds`` are from the first request to the last answer, ``cpu`` the CPU seconds of all generators, and ``health``
+    the seconds of each request of /health.  ``wrong`` has results that were no answers.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
@@ -47,7 +50,7 @@ class Found:
 
 
 class _Stream:
-    """One connection after the other, or one for all (``keep``); ``asks`` are whole requests."""
+    """A stream of answers over one connection after another, or over one (``keep``).  ``asks`` are whole requests."""
 
     def __init__(self, address: tuple[str, int], asks: Sequence[bytes], keep: bool) -> None:
         self.address, self.asks, self.keep = address, list(reversed(asks)), keep
@@ -66,7 +69,7 @@ class _Stream:
         return self.socket.fileno()
 
     def read(self) -> bool:
-        """False at the end."""
+        """Read some bytes, and return False at the end."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -91,7 +94,7 @@ class _Stream:
 def drive(
     address: tuple[str, int], asks: Sequence[Sequence[bytes]], keep: bool, at: float
 ) -> tuple[list, list[str], float, float]:
-    """All streams of one process, from ``at`` (time.monotonic) on: (answers, wrong, end, CPU seconds)."""
+    """Run all streams of one process from ``at`` (time.monotonic) on, and return (answers, wrong, end, CPU seconds)."""
     time.sleep(max(at - time.monotonic(), 0.0))
     cpu = time.process_time()
     poll = select.epoll()
@@ -117,7 +120,7 @@ def drive(
 
 
 def _probe(address: tuple[str, int], stop, pipe) -> None:
-    """Look at /health until told to stop."""
+    """Request /health until ``stop`` is set."""
     ask, took = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", []
     while not stop.wait(PROBE):
         start = time.perf_counter()
@@ -135,7 +138,7 @@ def _drive_to(pipe, *args) -> None:
 
 
 def request(host: str, body: dict, keep: bool = False) -> bytes:
-    """A streamed completion as bytes; ``keep``: the connection stays open behind it."""
+    """Return a streamed completion as bytes.  ``keep`` keeps the connection open afterwards."""
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     after = "keep-alive" if keep else "close"
@@ -145,8 +148,10 @@ def request(host: str, body: dict, keep: bool = False) -> bytes:
 def measure(
     url: str, asks: Sequence[Sequence[dict]], processes: int = 1, health: bool = True, keep: bool = False
 ) -> Found:
-    """Each of ``asks`` is a stream: its bodies are asked one after the other, all streams at once; ``keep``: over one
-    connection each."""
+    """Run the streams ``asks`` at once, each of which sends its bodies one after another.
+
+    ``keep`` uses one connection for each stream.
+    """
     where = urlsplit(url)
     address = (where.hostname or "127.0.0.1", where.port or 80)
     made = [[request(address[0], body, keep) for body in mine] for mine in asks]

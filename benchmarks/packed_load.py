@@ -1,11 +1,11 @@
-"""How long a quantized checkpoint takes to load, and what memory: one of random words is written in a model's shape.
+"""Measure the time and the memory to load a quantized checkpoint of random words in a model's shape.
 
     python benchmarks/packed_load.py --config DIR --out DIR/gptq --kind gptq
 
-``--config`` has a config.json, ``--kind`` is what is written: 4 bits of GPTQ or of compressed-tensors in groups of 128,
-float8 in blocks of 128 x 128 (fp8), or 16 bits (plain).  All layers have the same numbers, which costs nobody anything.
-The directory is then loaded ``--times`` times, in a process of its own each: the first reads what the page cache has of
-it, which after writing is all.  ``python benchmarks/quant_speed.py --model DIR/gptq auto`` measures its decode steps.
+``--config`` has a config.json.  ``--kind`` is 4 bits of GPTQ or of compressed-tensors in groups of 128, float8 in
+blocks of 128 x 128 (fp8), or 16 bits (plain).  All layers have the same numbers, which does not change the times.  The
+directory is then loaded ``--times`` times, each in a new process.  The first load finds the files in the page cache,
+because they were just written.  ``python benchmarks/quant_speed.py --model DIR/gptq auto`` measures the decode steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def of_kind(kind: str, n: int, k: int) -> dict[str, Tensor]:
-    """The tensors of a weight [n, k] with a standard deviation of about 0.02."""
+    """Return the tensors of a weight [n, k] with a standard deviation of about 0.02."""
     groups = -(-k // GROUP)
     if kind == "plain":
         return {"weight": torch.randn(n, k, dtype=torch.bfloat16) * 0.02}
@@ -66,7 +66,7 @@ def of_kind(kind: str, n: int, k: int) -> dict[str, Tensor]:
 
 
 def layer_of(config: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(name, tensors) of the modules of one layer of Llama or Qwen3."""
+    """Yield (name, tensors) of the modules of one layer of Llama or Qwen3."""
     h, heads = config["hidden_size"], config["num_attention_heads"]
     dim = config.get("head_dim") or h // heads
     kv = config["num_key_value_heads"] * dim
@@ -89,7 +89,7 @@ def layer_of(config: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[str,
 
 
 def write(config: dict[str, Any], out: Path, kind: str) -> None:
-    """A file for each layer, and one for the embedding, the head and the last norm."""
+    """Write a file for each layer, and one for the embedding, the head and the last norm."""
     out.mkdir(parents=True)
     modules, weight_map = list(layer_of(config, kind)), {}
     for i in range(config["num_hidden_layers"]):
@@ -109,13 +109,13 @@ def write(config: dict[str, Any], out: Path, kind: str) -> None:
 
 
 def status(key: str) -> float:
-    """GiB of this process, of /proc."""
+    """Return GiB of this process from /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith(key)), float("nan"))
 
 
 def load(folder: str) -> dict[str, float]:
-    """Seconds to the loaded weights and to the engine, and the memory of both sides."""
+    """Return the seconds to the loaded weights and to the engine, and the memory of host and device."""
     from minivllm import LLM
     from minivllm.device.worker import build
 

@@ -1,10 +1,10 @@
-"""Products of float8 in blocks, and of experts in 4 and 8 bits, beside those of bfloat16, in microseconds.
+"""Time products of float8 in blocks, and of experts with 4 and 8 bits, compared with bfloat16, in microseconds.
 
     python benchmarks/packed_products.py blocks experts
 
-``blocks``: the shapes of Llama-3.1-8B with scales of 128 x 128 inputs; ``experts``: a layer of Qwen3-30B-A3B's (128
-experts of 768 of 2,048 inputs, 8 for a token), chosen at random.  ``--tiles`` tries others than those that serve.
-Each is timed as a replayed graph of launches over copies of the weight that the second-level cache does not hold.
+``blocks`` are the shapes of Llama-3.1-8B with scales of 128 x 128 inputs.  ``experts`` is a layer of Qwen3-30B-A3B (128
+experts of 768 of 2,048 inputs, 8 for each token) with random choices.  ``--tiles`` tries other tiles than those in use.
+Times are of a replayed graph of launches over copies of the weight that do not fit in the second-level cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXPERT_TILES = (
 
 
 def timed(calls: list[Callable[[], Any]], repeat: int = 5) -> float:
-    """Microseconds of a call, the least of some replays of all."""
+    """Return the microseconds of a call, the smallest of some replays of all."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def timed(calls: list[Callable[[], Any]], repeat: int = 5) -> float:
 
 
 def tried(calls: list[Callable[[], Any]], count: list[int] = [0]) -> float:  # noqa: B006
-    """Infinite where it fails, or is not timed: of ``--warm`` a share is only compiled."""
+    """Return the time of a call, infinite if it fails or is only compiled, as a share of ``--warm``."""
     count[0] += 1
     try:
         if WARM is None:
@@ -117,7 +117,7 @@ def routed(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expert_tiles(tokens: int, form: str) -> Iterator[tuple[int, ...] | None]:
-    """What is tried: of 4 bits, and of blocks about as large as there are pairs of an expert."""
+    """Yield the tiles to try for a number of bits and of pairs per expert."""
     yield None
     pairs = tokens * CHOSEN / E
     if form == "u4" and tokens in (4, 64, 1024):

@@ -1,11 +1,11 @@
-"""Sums and moves between the GPUs of a host: checked against float64, put under stress, and timed beside NCCL.
+"""Check sums and moves between the GPUs of a host against float64, run them under stress, and time them against NCCL.
 
     python benchmarks/peer_sums.py --ranks 2 --dim 4096
 
-Microseconds are medians of captured chains of twenty, of one kernel each: the sum with residual and norm by words, by
-flags and by split flags; the sum alone; NCCL's all-reduce, and with the kernel of residual and norm behind it.  Gathers
-of logits are tried with each of ``--tiles``, elements that a program moves at a time: what is best by rows belongs in
-``device.layers.peer_memory.TILES``.
+Microseconds are medians of captured chains of twenty kernels of one kind: the sum with residual and norm by words, by
+flags and by split flags; the sum alone; NCCL's all-reduce, and the same followed by the kernel of residual and norm.
+Gathers of logits are timed with each of ``--tiles``, the elements that a program moves at a time.  The best for each
+number of rows belongs in ``device.layers.peer_memory.TILES``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHAIN = 20  # calls in a capture
 
 
 class Bench:
-    """One rank."""
+    """The measurements of one rank."""
 
     def __init__(self, rank: int, size: int, store: str, dim: int, tiles: Sequence[int]) -> None:
         self.tiles = [tile for tile in tiles if tile * 2 <= PLACE]  # of bfloat16
@@ -93,7 +93,7 @@ class Bench:
         self.say("checked, wrong:", self.wrong)
 
     def stress(self, rows: int, way: str, replays: int = 200) -> None:
-        """Replays with new inputs and ranks that come at random times."""
+        """Replay with new inputs, while ranks begin at random times."""
         parts = [torch.zeros(rows, self.dim, device=self.device, dtype=torch.bfloat16) for _ in range(self.size)]
         stream, outs = torch.zeros_like(parts[0]), [torch.empty_like(parts[0]) for _ in range(10)]
         turns = iter(range(1 << 30))
@@ -170,8 +170,10 @@ class Bench:
 
 
 def ended(ranks: Sequence[subprocess.Popen], limit: float) -> int:
-    """The worst exit code, once all have ended: by themselves, or because one failed or it took too long: the others
-    would wait for ever, in a kernel."""
+    """Return the worst exit code once all processes have ended.
+
+    If one fails or takes too long, the others are ended, because they would wait in a kernel for ever.
+    """
     end = time.monotonic() + limit
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > end or any(rank.returncode for rank in ranks):

@@ -1,20 +1,20 @@
-"""Host time of one decode step, with a device that answers at once: plan and publish, by rows running and waiting.
+"""Measure the host time of a decode step with a device that answers at once, for plan and publish.
 
     python benchmarks/plan_step.py                                   rows running, waiting and finished, with fcfs
     python benchmarks/plan_step.py --policy all --rows 256 1000 --waiting 0 100000          every built-in policy
     python benchmarks/plan_step.py --policy fcfs --states       prefix hits need checkpoints of recurrent states
 
-Prints medians in microseconds (with ``--policy`` of CPU time).  ``waiting`` and ``finished`` must not matter: the
-planner looks at the head of the queue only.  One step plans the next token of every running row; once in ``block``
-steps rows take a new block.
+It prints medians in microseconds, with ``--policy`` of CPU time.  ``waiting`` and ``finished`` must have no effect,
+because the planner reads only the head of the queue.  A step plans the next token of every running row, and every
+``block`` steps rows take a new block.
 
-With ``--policy`` a step is planned in three situations: *full*, no row is free; *blocked*, one is, but none of those
-that wait fits, so the policy is asked in vain in each step; *turnover*, one row in 200, chosen by the device, ends in
-each step and a newcomer takes its place: the policy is asked, and each newcomer has its prompt hashed and looked up in
-the cache, gets a row, blocks for its whole prompt, and a copy of a block where another prompt parts from its own inside
-one.  (The blocks of those that ended are given back when the step's results are published, column *publish*.)  p99 and
-*new*, newcomers a step, are those of turnover.  Requests differ in priority, tenant, target and expected length, half
-of them share one of 50 prefixes.
+With ``--policy`` a step is planned in three situations.  In *full* no row is free.  In *blocked* a row is free, but no
+waiting request fits, so the policy is called without effect in each step.  In *turnover* one row in 200, chosen by the
+device, ends in each step and is replaced.  The policy is then called, and the new request's prompt is hashed and looked
+up in the cache.  It gets a row, blocks for its whole prompt, and a copy of a block if another prompt differs inside
+that block.  Blocks of ended rows are released when the step's results are published, in the column *publish*.  p99 and
+*new*, the new requests per step, are those of turnover.  Requests differ in priority, tenant, target and expected
+length, and half of them share one of 50 prefixes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ VOCAB, BLOCK = 50_000, 16
 
 
 class Instant(Sim):
-    """Answers at once; if ``all_end`` is set, every row ends with its next token; in each step ``some`` rows, chosen at
-    random, end beside."""
+    """A device that answers at once.
+
+    With ``all_end`` every row ends with its next token.  In each step ``some`` further rows, chosen at random, end.
+    """
 
     all_end, some = False, 0
     rng = np.random.default_rng(1)
@@ -127,7 +129,7 @@ def measure(rows: int, waiting: int, finished: int, steps: int = 400) -> tuple[f
 
 
 def policies() -> dict[str, type]:
-    """The built-in policies by name."""
+    """Return the built-in policies by name."""
     registry = Catalog.discover()["scheduler"]
     return {
         label.partition("/")[2]: registry.load(registry.select(Asked(), label).require())
@@ -137,7 +139,9 @@ def policies() -> dict[str, type]:
 
 
 def timed(took: list[float], call):
-    """``call``, with the CPU microseconds of this thread noted: what else runs on the machine does not count."""
+    """Return ``call`` with the CPU microseconds of this thread noted, so that other work on the machine does
+    not count.
+    """
 
     def run(*args):
         start = time.thread_time_ns()
@@ -151,7 +155,7 @@ def timed(took: list[float], call):
 def situation(
     policy: type, rows: int, waiting: int, kind: str, steps: int, states: bool = False
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Microseconds of each plan and each publication, f64 [steps] both, and newcomers a step."""
+    """Return microseconds of each plan and each publication, f64 [steps] both, and the new requests per step."""
     e = engine(rows + (kind == "blocked"), 1024, policy, states)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, (50, 64)).astype(np.int32)

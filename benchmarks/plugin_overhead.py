@@ -1,10 +1,10 @@
-"""What it costs a decode step that its parts are plug-ins: by registry and timed, beside by hand and called directly.
+"""Measure the cost of plug-ins in a decode step, with registry and timing against direct calls.
 
     python benchmarks/plugin_overhead.py
 
-The calls into plug-ins of a decode step of pocket are counted in the runner, and multiplied by what one costs more than
-a direct call.  The engine's host side runs over a device that answers at once, made in both ways, which take turns of
-50 steps.  Microseconds a step, medians.
+The calls of plug-ins in a decode step of pocket are counted in the runner, and multiplied by the extra time of one
+call.  The engine's host side runs with a device that answers at once, in both ways in turns of 50 steps.  Figures are
+microseconds per step, medians.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH = 50
 
 
 class Untimed(SeamTimes):
-    """Calls directly."""
+    """A replacement of the timed calls that calls directly."""
 
     def run(self, seam, call, *args):
         return call(*args)
@@ -43,7 +43,7 @@ def by_registry(kind: str, name: str, *context):
 
 
 def host_side(rows: int, steps: int) -> tuple[float, float]:
-    """(direct, with the machinery): plan and publish."""
+    """Return the microseconds of plan and publish, (direct, with registry and timing)."""
     made = {name: engine(rows) for name in ("direct", "plug-ins")}
     for name, e in made.items():
         if name == "direct":
@@ -67,7 +67,7 @@ def host_side(rows: int, steps: int) -> tuple[float, float]:
 
 
 def calls_of_a_step() -> int:
-    """Timed calls into plug-ins in the runner, for a step in which all rows decode."""
+    """Return the number of timed calls of plug-ins in the runner, for a step in which all rows decode."""
     calls = 0
 
     class Counted(SeamTimes):

@@ -1,4 +1,4 @@
-"""What a step costs more in worker processes: the same steps by the executors ``local`` and another one, in turns.
+"""Measure the extra time of a step in worker processes, with the executors ``local`` and another one in turns.
 
     python benchmarks/process_step.py                                   a clock in the device's place
     python benchmarks/process_step.py --device nothing                  a step's cost alone: the forward takes no time
@@ -42,8 +42,8 @@ from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
 from minivllm.device.worker import runner
 from minivllm.plugins.executor import multiprocess, process, process_worker
 
-DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits them
-NAP = 150e-6  # seconds before the end of a wait that are not slept: a sleep takes longer than it was asked for
+DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits these variables
+NAP = 150e-6  # seconds before the end of a wait that are not slept, because a sleep may take longer than requested
 VOCAB = 61
 MODES = ["single", "ahead"]
 QWEN3 = {  # of 0.6B parameters
@@ -56,7 +56,7 @@ QWEN3 = {  # of 0.6B parameters
 
 
 class ClockStep:
-    """A step that has run when its time has come."""
+    """A step that ends at a time of the clock."""
 
     def __init__(self, plan: StepPlan, ends: float, packed: np.ndarray) -> None:
         self.plan, self.ends, self.packed, self.sampled = plan, ends, packed, False
@@ -147,7 +147,7 @@ def step_us(llm: LLM, rows: int, steps: int) -> tuple[float, float, float]:
 
 
 def codec_us(rows: int, times: int = 2000) -> float:
-    """Microseconds to encode and decode a plan like the one before it, and its result."""
+    """Return the microseconds to encode and decode a plan that refers to the preceding one, and its result."""
     from minivllm.plugins.executor.steps import Plans, StepResults
 
     ids = np.arange(rows, dtype=np.int32)
@@ -166,8 +166,11 @@ def codec_us(rows: int, times: int = 2000) -> float:
 
 
 def pieces_us(rows: int, ranks: int) -> dict[str, float]:
-    """Microseconds of what a step costs with ranks beside ``local``, piece by piece: the median of the fastest quarter
-    of the turns, both ends in this process, so that nobody sleeps and no other process is waited for."""
+    """Return the microseconds of the parts of a step that ranks add to ``local``.
+
+    Each is the median of the fastest quarter of the turns.  Both ends run in this process, so that no process sleeps or
+    waits.
+    """
     from minivllm.plugins.executor.steps import Plans, StepResults
     from minivllm.runtime.processes.channel import Channel, shared_file
     from minivllm.runtime.processes.status import BEGUN, DONE, StatusPage

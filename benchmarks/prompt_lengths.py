@@ -23,7 +23,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.device.worker.step_costs import pair_flops
 
 LENGTHS = [n + more for n in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) for more in (0, 1)] + [32000]
-LEAST_RATIO = 2.0  # of the times of two prompts, which is no cliff
+LEAST_RATIO = 2.0  # ratio of the times of two prompts below which there is no cliff
 SLACK = 1.3  # factor by which the ratio of the times may exceed the ratio of the flops
 
 

@@ -1,14 +1,15 @@
-"""Which form and tile serves how many rows of a quantized weight, beside the library's bfloat16 product.
+"""Measure which kernel and tile is fastest for each number of rows of a quantized weight, compared with the library's
+bfloat16 product.
 
     python benchmarks/quant_kernels.py --out quant.json
 
-For the shapes of Llama-3.1-8B.  Every variant is compiled first, in processes of their own, then compared with a
-float64 product of what the weight holds, then timed as a replayed graph of launches over as many copies of the weight
-as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
+The shapes are those of Llama-3.1-8B.  Every variant is compiled first in separate processes.  Then it is compared with
+a float64 product of the stored weight, and timed as a replayed graph of launches over copies of the weight that do not
+fit in the second-level cache.  A variant that fails is printed with its error.
 
-Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles BM/BN/BK/split/stages/warps,
-dense elements at once, w8a8 BM/BN/BK/split/stages/warps/turned/ahead/fast.  "now" is what serves so many rows, with its
-tile.  "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
+Tiles are, for few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles
+BM/BN/BK/split/stages/warps, dense elements at once, w8a8 BM/BN/BK/split/stages/warps/turned/ahead/fast.  "now" is the
+kernel and tile in use.  "rows" is the time to quantize x, which w8a8 and the library's 8-bit product need first.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FEW_TILES = (
     (2, 1024, 3, 2), (4, 512, 3, 4), (4, 1024, 3, 4), (4, 1024, 4, 2), (8, 512, 4, 4), (8, 1024, 3, 4),
     (4, 2048, 3, 4), (8, 512, 3, 2), (16, 256, 4, 4), (2, 2048, 3, 4),
 )  # fmt: skip
-# outputs, inputs, loads in flight, warps; inputs of 4 bits are twice as many
+# outputs, inputs, loads in flight, warps; twice as many inputs with 4 bits
 WORDS_TILES = (
     (4, 512, 3, 2), (4, 1024, 3, 4), (8, 512, 3, 4), (8, 512, 4, 2), (8, 1024, 2, 4), (8, 1024, 3, 4), (16, 512, 3, 4),
     (16, 512, 4, 4), (16, 512, 3, 8), (16, 1024, 3, 8), (32, 512, 3, 8), (16, 256, 4, 4), (8, 256, 5, 2),
@@ -46,14 +47,14 @@ WORDS_TILES = (
 FORMATS = {
     "int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "int4": (torch.uint8, 32), "int4-128": (torch.uint8, 128),
 }  # fmt: skip
-# outputs, inputs, of which so many at once, loads in flight, warps
+# outputs, inputs, parts at once, loads in flight, warps
 SLIM_TILES = (
     (16, 128, 2, 6, 2), (16, 128, 4, 3, 4), (16, 128, 4, 4, 4), (16, 128, 4, 6, 4), (16, 128, 8, 2, 8),
     (16, 128, 8, 3, 8), (16, 128, 8, 4, 8), (32, 128, 2, 4, 2), (32, 128, 4, 3, 4), (32, 128, 4, 4, 4),
     (32, 128, 8, 2, 8), (32, 128, 8, 3, 8), (64, 128, 4, 3, 4), (16, 64, 8, 4, 8), (16, 128, 16, 2, 16),
     (32, 64, 8, 3, 8), (64, 128, 2, 4, 4), (16, 64, 16, 3, 16),
 )  # fmt: skip
-# rows, outputs, inputs, in how many parts the sum is split, loads in flight, warps: of up to so many rows
+# rows, outputs, inputs, parts of the sum, loads in flight, warps, by the largest number of rows
 TILES = {
     16: (
         (16, 128, 128, 1, 4, 8), (16, 128, 128, 2, 4, 8), (16, 128, 128, 4, 4, 8), (16, 64, 128, 1, 5, 4),
@@ -77,7 +78,7 @@ TILES = {
         (256, 64, 64, 1, 3, 4), (128, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (256, 128, 64, 1, 4, 8),
     ),
 }  # fmt: skip
-# of products of 8 bits: rows (0: all), outputs, inputs, parts of the sum, loads in flight, warps
+# products of 8 bits: rows (0 means all), outputs, inputs, parts of the sum, loads in flight, warps
 EIGHT_FEW = (
     (0, 64, 256, 1, 6, 4), (0, 64, 256, 1, 4, 4), (0, 64, 256, 1, 3, 4), (0, 64, 256, 2, 6, 4), (0, 64, 256, 2, 4, 4),
     (0, 64, 256, 3, 4, 4), (0, 64, 256, 4, 4, 4), (0, 64, 256, 4, 5, 4), (0, 64, 128, 1, 10, 4), (0, 64, 128, 2, 6, 4),
@@ -92,19 +93,22 @@ FIXED_TILES = (
     (64, 128, 128, 4, 8), (64, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 3, 8), (64, 64, 128, 4, 4),
 )  # fmt: skip
 FORMS = ("few", "words", "slim", "dots", "tiles", "fixed", "dense", "w8a8", "library", "rows", "now")
-COLD = 160 << 20  # bytes of copies of a weight, of which the cache holds 50 MiB
+COLD = 160 << 20  # bytes of copies of a weight; the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
 
 def few_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
     four = fmt.startswith("int4")
     for bn, bk, stages, warps in FEW_TILES:
-        if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums that a thread keeps
+        if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums in the registers of a thread
             yield dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
 
 
 def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
-    """Rows beyond 128 by tiles of 128 and of 256: what makes numbers of a weight then does it once."""
+    """Yield tiles.
+
+    More than 128 rows are tried in tiles of 128 and of 256 rows, because the latter convert the weight once.
+    """
     four = fmt.startswith("int4")
     for bm in {min(max(16, triton.next_power_of_2(rows)), most) for most in (128, 256)}:
         if bm <= 16:
@@ -129,7 +133,7 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
 
 
 def product_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
-    """Sums are split where few tiles of outputs would leave most of the device without work."""
+    """Yield tiles.  Sums are split if few tiles of outputs would leave most of the device idle."""
     few, many = [*product(EIGHT_FEW, (1,), (0, 256, 512), (0,))], [*product(EIGHT_MANY, (0,), (0, 256), (0, 1))]
     for (bm, bn, bk, sk, stages, warps), turned, ahead, fast in few if rows <= 64 else many:
         bm = bm or max(16, triton.next_power_of_2(rows))
@@ -164,7 +168,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
     if not fmt.startswith("int4"):
         yield from (("w8a8", tile) for tile in product_tiles(fmt, rows, n_out))
-        if fmt == "fp8" or rows > 16:  # what the library takes of int8
+        if fmt == "fp8" or rows > 16:  # limits of the library's int8 product
             yield "library", {"fast": 0}
         if fmt == "fp8":
             yield "library", {"fast": 1}
@@ -176,7 +180,7 @@ def jobs(shapes: list[str], rows: list[int], formats: list[str], forms: list[str
         for fmt in formats:
             for m in rows:
                 if shape == "head" and m > 256:
-                    continue  # the head is asked about what is sampled
+                    continue  # the head only computes rows that sample
                 yield from ((fmt, shape, m, form, tile) for form, tile in variants(fmt, shape, m) if form in forms)
 
 
@@ -197,7 +201,7 @@ def weights(fmt: str, shape: str, device: str, copies: int) -> list[quant.Quanti
 
 
 def held(kernels: quant.Quantized) -> torch.Tensor:
-    """The weight in float64, by torch."""
+    """Return the weight in float64, converted by torch."""
     if kernels.form == 8:
         return kernels.weight.to(torch.float32).double() * kernels.scale.double()[:, None]
     halves = kernels.weight.view(kernels.n, -1, 1, 16)
@@ -206,7 +210,7 @@ def held(kernels: quant.Quantized) -> torch.Tensor:
 
 
 def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Tensor) -> Callable[[], Any]:
-    """What is timed; of products of 8 bits the rows are quantized before."""
+    """Return the timed call.  For 8-bit products the rows are quantized before."""
     if form in ("few", "words", "dots"):
         return partial(getattr(kernels, form), x, tile)
     if form == "slim":
@@ -236,7 +240,7 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
 
 
 class Compiled:
-    """In a kernel's place: a launch compiles it."""
+    """Replaces a kernel, so that a launch only compiles it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -246,7 +250,7 @@ class Compiled:
 
 
 def compile_share(share: list[Job]) -> None:
-    """A process that compiles its share, without memory of the device, into Triton's cache."""
+    """Compile a share of the variants into Triton's cache, without device memory."""
     launch = {"PDL": True, "launch_pdl": True}
     for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
         module.pdl = lambda like: launch
@@ -275,7 +279,7 @@ def compile_share(share: list[Job]) -> None:
                 kernels(x)
             else:
                 getattr(kernels, form)(x, tile)
-        except Exception as e:  # told when it is measured
+        except Exception as e:  # reported when the variant is measured
             if os.environ.get("TELL"):
                 print("not compiled", fmt, shape, rows, form, tile, repr(e)[:200], flush=True)
 
@@ -285,7 +289,7 @@ def compile_all(todo: list[Job], processes: int) -> int:
     for job in todo:
         fmt, shape, rows, form, tile = job
         if form in ("few", "words", "slim", "dots", "tiles", "fixed", "w8a8", "now"):
-            # rows are compiled in as the next power of two of few ones
+            # the number of rows is compiled in, as a power of two of few rows
             by_rows = rows if form in ("few", "words", "now") else 0
             unique.setdefault((fmt, shape, form, by_rows, *sorted(tile.items())), job)
     work = list(unique.values())
@@ -302,7 +306,7 @@ def compile_all(todo: list[Job], processes: int) -> int:
 
 
 def graph_time(calls: list[Callable[[], Any]], repeat: int) -> float:
-    """Microseconds of a call, the median of replays."""
+    """Return the microseconds of a call, the median of replays."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -322,7 +326,7 @@ def graph_time(calls: list[Callable[[], Any]], repeat: int) -> float:
 
 
 class Place:
-    """The copies of a weight in a format, and what its products must be."""
+    """The copies of a weight in a format, and the expected products."""
 
     def __init__(self, fmt: str, shape: str, device: str = "cuda") -> None:
         n, k = SHAPES[shape]
@@ -339,7 +343,7 @@ class Place:
         return self.x[rows]
 
     def measure(self, rows: int, form: str, tile: dict[str, int], repeat: int) -> tuple[float, float]:
-        """(microseconds, relative error)."""
+        """Return (microseconds, relative error)."""
         x, off = self.inputs(rows), 0.0
         if form != "rows" and not (form == "library" and self.made[0].weight.dtype == torch.int8):
             got = call(self.made[0], form, tile, x)()[-64:].double()
@@ -359,8 +363,11 @@ def baseline(shape: str, rows: int, repeat: int) -> float:
 
 
 def table(found: list[dict[str, Any]], base: dict[tuple[str, int], float]) -> None:
-    """A line for each number of rows: of each form the microseconds, how many times as fast as bfloat16's product it
-    is, and its tile; last what the best reaches of the memory's speed."""
+    """Print a line for each number of rows.
+
+    For each kernel it has the microseconds, the speed relative to bfloat16's product, and the tile.  The last column is
+    the best kernel's share of the memory's speed.
+    """
     best: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for one in found:
         forms = best.setdefault((one["shape"], one["format"], one["rows"]), {})
@@ -402,7 +409,7 @@ def main() -> None:
             if (shape, rows) not in base:
                 base[shape, rows] = baseline(shape, rows, args.repeat)
             if at != (fmt, shape):
-                place = None  # its memory goes first
+                place = None  # frees its memory before the next is allocated
                 place, at = Place(fmt, shape), (fmt, shape)
             assert place is not None
             us, off = place.measure(rows, form, tile, args.repeat)

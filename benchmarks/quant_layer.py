@@ -1,10 +1,11 @@
-"""What a layer of Llama-3.1-8B's shape takes in steps of few rows: products with norms, gates and stream, by format.
+"""Time a layer of Llama-3.1-8B's shape in steps of few rows, with norms, gates and residual additions, by format.
 
     python benchmarks/quant_layer.py --rows 1 2 --formats int8 fp8-weight fp8 int4-128
 
-First every tile of the joined kernels is compiled, in processes of their own, compared with the kernels one by one, and
-timed as a replayed graph of launches over more copies of the weight than the second-level cache holds.  Then whole
-layers, without attention: bfloat16's, each format's kernels one by one, and joined with the fastest tiles.
+First every tile of the joined kernels is compiled in separate processes, compared with the separate kernels, and timed
+as a replayed graph of launches over more copies of the weight than the second-level cache holds.  Then whole layers
+without attention are timed, with bfloat16, with each format's separate kernels, and with the joined ones and the
+fastest tiles.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ SHAPES = {
     "qkv": (6144, 4096, PLAIN), "o": (4096, 4096, ADDED), "gate_up": (28672, 4096, GATED), "down": (4096, 14336, ADDED),
 }  # fmt: skip
 FP8 = torch.float8_e4m3fn
-# format -> how it lies (of quant_kernels.FORMATS), and to what rows of x are rounded
+# format -> name in quant_kernels.FORMATS, and the dtype to which rows of x are rounded
 FORMATS = {
     "int8": ("int8", None), "int8-w8a8": ("int8", torch.int8), "fp8-weight": ("fp8", None), "fp8": ("fp8", FP8),
     "int4": ("int4", None), "int4-128": ("int4-128", None),
 }  # fmt: skip
-# outputs (of a gate half as many, each twice), programs of a multiprocessor, loads in flight (0: by registers), warps
+# outputs (half as many with a gate, each twice), programs per multiprocessor, loads in flight (0 means registers),
+# warps
 SHORT: dict[Any, tuple[tuple[int, ...], ...]] = {
     "fp8": (
         (4, 5, 0, 4), (4, 6, 0, 4), (4, 4, 0, 4), (4, 7, 0, 4), (2, 6, 0, 4), (2, 8, 0, 4), (8, 3, 0, 8), (8, 2, 0, 8),
@@ -89,7 +91,7 @@ def named(shape: str, tile: tuple[int, ...]) -> dict[str, int]:
 
 
 def made(fmt: str, shape: str, device: str) -> quant.Quantized:
-    """A weight of random codes, of which products have about the size of their inputs."""
+    """Return a weight of random codes whose products have about the size of their inputs."""
     n, k, _ = SHAPES[shape]
     dtype, group = quant_kernels.FORMATS[FORMATS[fmt][0]]
     if group:
@@ -101,14 +103,14 @@ def made(fmt: str, shape: str, device: str) -> quant.Quantized:
 
 
 class Inputs:
-    """What products of any shape take."""
+    """Inputs of products of any shape."""
 
     def __init__(self, rows: int, device: str) -> None:
         draw = lambda *size: torch.randn(*size, device=device).to(torch.bfloat16)  # noqa: E731
         self.x = {k: draw(rows, k) for k in (HIDDEN, 14336)}
         self.squares = {parts: self.x[HIDDEN].float().square().view(rows, parts, -1).sum(2) for parts in (512,)}
         sizes = self.x[14336].float().abs().view(rows, 512, -1).amax(2)
-        self.tops = sizes.view(torch.int32)  # as a gate tells them
+        self.tops = sizes.view(torch.int32)  # in the form in which a gate returns them
         self.norm, self.residual = draw(HIDDEN).abs() + 0.5, draw(rows, HIDDEN)
 
     def joined(self, product: Any, shape: str, tile: dict[str, int] | None) -> Any:
@@ -123,7 +125,7 @@ class Inputs:
 
 
 def compile_share(share: list[Job], count: int) -> None:
-    """A process that compiles its share into Triton's cache, without memory of the device."""
+    """Compile a share of the variants into Triton's cache, without device memory."""
     quant_vector.pdl = lambda like: {"PDL": True, "launch_pdl": True}
     quant_vector.capability = lambda device: 9
     quant_vector.multiprocessors = lambda device: count
@@ -153,16 +155,19 @@ def compile_all(todo: list[Job], processes: int) -> None:
 
 
 class Layer:
-    """The products of a layer with what lies between them; ``calls`` gives (h [M, 4096] or with squares, residual)."""
+    """The products of a layer and the operations between them.
+
+    ``calls`` return (h [M, 4096] or with squares, residual).
+    """
 
     def __init__(self, rows: int) -> None:
         self.residual = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)
         self.norm = torch.rand(HIDDEN, device="cuda").to(torch.bfloat16) + 0.5
-        self.heads = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)  # what attention would give
+        self.heads = torch.randn(rows, HIDDEN, device="cuda").to(torch.bfloat16)  # stands for the output of attention
 
 
 def separate(products: dict[str, Callable[[torch.Tensor], torch.Tensor]], state: Layer) -> Callable[[], Any]:
-    """Norms and gates as kernels of their own."""
+    """Return the call of a layer with separate kernels for norms and gates."""
 
     def run() -> torch.Tensor:
         h, _ = add_rms_norm(state.heads, state.residual, state.norm, EPS)
@@ -174,7 +179,7 @@ def separate(products: dict[str, Callable[[torch.Tensor], torch.Tensor]], state:
 
 
 def joined(products: dict[str, Any], state: Layer, tiles: dict[str, dict[str, int]] | None) -> Callable[[], Any]:
-    """Of ``products.Product`` or what is like it."""
+    """Return the call of a layer with ``products.Product`` or an equivalent."""
 
     def run() -> torch.Tensor:
         more: dict[str, dict[str, Any]] = {name: {} if tiles is None else {"tile": tiles[name]} for name in SHAPES}
@@ -226,7 +231,7 @@ def format_layers(fmt: str, rows: int, state: Layer, tiles: dict[str, Any]) -> I
 
 
 def wanted(of: quant.Quantized, shape: str, given: Inputs, rounded: Any) -> torch.Tensor:
-    """The same in float32, of rows rounded as they are."""
+    """Return the expected result in float32, with rows rounded in the same way."""
     n, k, mode = SHAPES[shape]
     x = given.x[k]
     if rounded is not None:
@@ -240,7 +245,7 @@ def wanted(of: quant.Quantized, shape: str, given: Inputs, rounded: Any) -> torc
 
 
 def search(todo: list[Job], repeat: int, until: float) -> dict[tuple[str, str], tuple[float, tuple[int, ...]]]:
-    """The fastest tile of each format and shape."""
+    """Return the fastest tile of each format and shape."""
     best: dict[tuple[str, str], tuple[float, tuple[int, ...]]] = {}
     place: tuple[str, str] = ("", "")
     weights: list[Any] = []
@@ -286,7 +291,7 @@ def say(place: tuple[str, str], found: tuple[float, tuple[int, ...]]) -> None:
 
 
 def layers(rows: int, formats: list[str], best: dict[Any, Any], copies: int, repeat: int) -> None:
-    """Microseconds of a layer, bfloat16 first and last."""
+    """Print the microseconds of a layer, with bfloat16 first and last."""
     state = Layer(rows)
     plain = [plain_layer(rows, state) for _ in range(copies)]
     base = quant_kernels.graph_time(plain, repeat)

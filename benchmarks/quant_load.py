@@ -1,10 +1,10 @@
-"""How long a checkpoint in bfloat16 takes to become a quantized model, and how much memory meanwhile.
+"""Measure the time and the memory to convert a bfloat16 checkpoint to a quantized model.
 
     python benchmarks/quant_load.py --model DIR_WITH_CONFIG --folder /tmp/checkpoint none int4 int8
 
-Writes a checkpoint of random weights of that shape, as shards of up to 2 GiB, and loads it in each format in a process
-of its own: seconds from nothing to an engine, the most memory that was taken on the device (torch's count) and on the
-host (anonymous pages; those of mapped files are the kernel's to drop), beside what the weights take in the end.
+It writes a checkpoint of random weights of that shape in shards of up to 2 GiB, and loads it in each format in a new
+process.  It prints the seconds from the start to an engine, the largest memory on the device (torch's count) and on the
+host (anonymous pages, because the kernel can drop pages of mapped files), and the final size of the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ SHARD = 2 << 30  # bytes
 
 
 def write(config: Path, folder: Path) -> None:
-    """A checkpoint of the shape of ``config``, by transformers' names; every matrix has the same random numbers."""
+    """Write a checkpoint of the shape of ``config`` with transformers' names.
+
+    Every matrix has the same random numbers.
+    """
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,7 +56,7 @@ def write(config: Path, folder: Path) -> None:
 
 
 class Watched(threading.Thread):
-    """The most anonymous memory of this process, in bytes."""
+    """The largest anonymous memory of this process, in bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

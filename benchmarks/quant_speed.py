@@ -1,10 +1,10 @@
-"""What a quantizer and a KV format are worth: decode steps, prefill, energy and memory of one model in many formats.
+"""Measure quantizers and KV formats by decode steps, prefill, energy and memory of one model.
 
     python benchmarks/quant_speed.py --model DIR --load-format dummy none int8 int4:group_size=128 fp8+fp8
 
-A format is a quantizer, its options behind a colon, and a KV format behind a plus.  Each runs in a process of its own,
-one after the other; decode steps have contexts of about ``--prompt`` tokens and are medians from start to start.
-Joules, watts and clock are those of the card (NVML) over ``--long`` steps of the largest number of rows.
+A format is a quantizer, its options after a colon, and a KV format after a plus.  Each runs in a new process, one after
+another.  Decode steps have contexts of about ``--prompt`` tokens and are medians from start to start.  Joules, watts
+and clock are those of the card (NVML) over ``--long`` steps of the largest number of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 
 class Card:
-    """The first GPU's counters; NaN where there is no NVML."""
+    """The counters of the first GPU, NaN without NVML."""
 
     def __init__(self) -> None:
         self.handle = ctypes.c_void_p()
@@ -41,7 +41,7 @@ class Card:
         return value.value / 1e3
 
     def clock(self) -> float:
-        """MHz of the multiprocessors."""
+        """Return the MHz of the multiprocessors."""
         value = ctypes.c_uint()
         if self.nvml is None or self.nvml.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(value)):
             return float("nan")
@@ -49,7 +49,7 @@ class Card:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """``QUANTIZER[:KEY=VALUE,...][+KVFORMAT]`` as options of ``LLM``."""
+    """Return ``QUANTIZER[:KEY=VALUE,...][+KVFORMAT]`` as options of ``LLM``."""
     quantizer, _, kv = name.partition("+")
     quantizer, _, given = quantizer.partition(":")
     pairs = (one.split("=", 1) for one in given.split(",") if one)
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         rng, top = np.random.default_rng(0), min(10_000, llm.engine.capacity.vocab_size)
 
         def run(rows: int, steps: int) -> float:
-            """Median seconds of a decode step of so many rows."""
+            """Return the median seconds of a decode step of ``rows`` rows."""
             clock = llm.engine.clock
             before = clock.count
             prompts = [rng.integers(0, top, args.prompt).tolist() for _ in range(rows)]
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def energy(card: Card, run: Any, rows: int, long: int) -> dict[str, float]:
-    """Of ``long`` steps of ``rows`` rows: what a run takes more that has as many more of them."""
+    """Return figures of ``long`` steps of ``rows`` rows, from the difference to a run with fewer steps."""
     clocks: list[float] = []
     done = threading.Event()
 
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def show(found: dict[str, Any], first: dict[str, Any]) -> None:
-    """Each figure, and of times how often as fast as the first format is."""
+    """Print each figure, and for times the speed relative to the first format."""
     said = []
     for key, value in found.items():
         if key.endswith(("_ms", "_s")) and key != "start_s":

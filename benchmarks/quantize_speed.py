@@ -1,11 +1,10 @@
-"""Seconds that ``minivllm quantize`` takes for a layer of a model's shape, by what it does, and its memory.
+"""Measure the seconds that ``minivllm quantize`` takes for a layer of a model's shape, by phase, and its memory.
 
     python benchmarks/quantize_speed.py --config DIR --layers 2 --work DIR gptq awq
 
-Layers of random weights of the shape that config.json in ``--config`` has are written to ``--work``, and quantized on
-the GPU if there is one with ``--samples`` times ``--length`` random tokens.  What the layers take is printed, and what
-all of the model's would.  The first layer compiles kernels and warms the libraries up, so it is not counted where there
-are more.
+Layers of random weights of the shape in ``--config`` are written to ``--work``, and quantized on the GPU if there is
+one, with ``--samples`` times ``--length`` random tokens.  The times of the layers are printed, and an estimate for all
+layers.  The first layer compiles kernels, so it is not counted if there are more.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ GPU = torch.cuda.is_available()
 
 
 class Phases:
-    """Seconds by the name of a function, without those of the named functions within."""
+    """Seconds by the name of a function, without the time of named functions that it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -111,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     config = json.loads((Path(args.config) / "config.json").read_text())
     layers, config["num_hidden_layers"] = config["num_hidden_layers"], args.layers
-    config |= {"vocab_size": 4096, "tie_word_embeddings": True}  # which cost no layer anything
+    config |= {"vocab_size": 4096, "tie_word_embeddings": True}  # these do not affect the time of a layer
     folder = Path(args.work) / "model"
     folder.parent.mkdir(parents=True, exist_ok=True)
     write(config, folder, "plain")

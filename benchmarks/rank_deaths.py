@@ -1,12 +1,13 @@
-"""Ends of processes that share a model, at random moments: how soon the engine says so, and what is left behind.
+"""End processes that share a model at random moments, and measure the time until the engine reports it and what
+remains.
 
     python benchmarks/rank_deaths.py --times 20 --ranks 2
     python benchmarks/rank_deaths.py --times 5 --executor ray --faults "a rank is killed" "Ctrl-C"
 
-Each try starts an engine in a process of its own, which answers requests one after another, and does one thing to it
-at a random moment.  Afterwards nothing may be there that was not before: processes, files in /dev/shm or in the folder
-for temporary ones, ports that somebody listens at.  An engine that is started again is stopped and started three times
-in its process, which goes on meanwhile.  Exit status 1 if something is left, or if a fault took too long.
+Each try starts an engine in a new process, which answers requests one after another, and causes one fault at a random
+moment.  Afterwards no new processes, files in /dev/shm or in the temporary folder, or listening ports may remain.  In
+one fault the engine is closed and started three times in its process, which continues.  The exit status is 1 if
+something remains, or if a report took too long.
 """
 
 from __future__ import annotations
@@ -83,25 +84,26 @@ class Parts(Sdpa):
 KILLED, CRASHES, HANGS = "a rank is killed", "a rank crashes", "a rank hangs"
 PREFILL, FAILS, TWO = "a rank is killed in a prefill", "a rank fails in a step", "a rank and another are killed"
 STARTS, EARLY, AGAIN = "a rank dies while it starts", "the engine dies while it starts", "it is started again"
-SLOW, TOLD = "one is slow", "one is told to end"  # after which the engine goes on
+SLOW, TOLD = "one is slow", "one is told to end"  # faults that the engine survives
 ENGINE_KILLED, TERMINATED, CTRL_C = "the engine is killed", "the engine is terminated", "Ctrl-C"
-BOTH, LAUNCHER = "the engine and one are killed", "the launcher is killed"  # the latter of Ray
+BOTH, LAUNCHER = "the engine and one are killed", "the launcher is killed"  # the latter exists only with Ray
 FAULTS = (
     KILLED, CRASHES, HANGS, PREFILL, FAILS, TWO, STARTS, EARLY, AGAIN, SLOW, TOLD, ENGINE_KILLED, TERMINATED, CTRL_C,
     BOTH, LAUNCHER,
 )  # fmt: skip
 RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
 MARK = "RANK_DEATHS_TRY"
-SOON = {HANGS: 2.0 + 2.0, FAILS: 1.0 + 5.0}  # seconds until the engine says so, where they are not 2
-SHUTS_DOWN = 5.0  # seconds more where a start fails with Ray: it is told once the cluster has ended
-GONE = 15.0  # seconds until nothing is left
-LONGEST = 300.0  # seconds of a try
-SLOWLY = 4.0  # seconds that a slow rank stands still, of which its limit is a multiple
+SOON = {HANGS: 2.0 + 2.0, FAILS: 1.0 + 5.0}  # seconds until the engine must report a fault, if not 2
+# further seconds for a start that fails with Ray, because the error is reported once the cluster has ended
+SHUTS_DOWN = 5.0
+GONE = 15.0  # seconds until nothing may remain
+LONGEST = 300.0  # seconds of a try, at most
+SLOWLY = 4.0  # seconds for which a slow rank stops, smaller than its time limit
 
 
 @dataclass
 class Row:
-    """What came of the tries of one fault."""
+    """The results of the tries of one fault."""
 
     tries: int = 0
     said: float = 0.0  # seconds, the longest
@@ -111,7 +113,7 @@ class Row:
 
 
 def listening() -> dict[str, str]:
-    """Local addresses of sockets that listen, by their inodes."""
+    """Return local addresses of listening sockets, by their inodes."""
     found = {}
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}", encoding="ascii") as file:
@@ -120,7 +122,7 @@ def listening() -> dict[str, str]:
 
 
 def of_others(mark: str) -> set[str]:
-    """Inodes of sockets that processes have which belong to no try."""
+    """Return inodes of sockets of processes that belong to no try."""
     ours, found = of_try(mark), set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
@@ -133,7 +135,7 @@ def of_others(mark: str) -> set[str]:
 
 
 def memory_of_others(mark: str) -> set[str]:
-    """Names in /dev/shm of what processes hold that belong to no try, such as another cluster of Ray."""
+    """Return names in /dev/shm that processes hold which belong to no try, such as another cluster of Ray."""
     ours, found = of_try(mark), set()
     for path in (*Path("/proc").glob("[0-9]*/maps"), *Path("/proc").glob("[0-9]*/fd/*")):
         if int(path.parts[2]) in ours:
@@ -155,7 +157,7 @@ def belongings(folder: str) -> dict[str, set]:
 
 
 def of_try(mark: str) -> dict[int, str]:
-    """Processes that have the variable ``MARK`` and are no zombies, and their command lines: wherever they belong."""
+    """Return all processes with the variable ``MARK`` that are no zombies, with their command lines."""
     found, wanted = {}, f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -167,7 +169,7 @@ def of_try(mark: str) -> dict[int, str]:
 
 
 class Try:
-    """One engine and what is done to it."""
+    """One engine and its fault."""
 
     def __init__(self, args: argparse.Namespace, folder: str, rng: random.Random) -> None:
         self.args, self.rng, self.before = args, rng, belongings(folder)
@@ -185,7 +187,7 @@ class Try:
         )
 
     def asked(self) -> dict:
-        """What the engine's process is told."""
+        """Return the settings of the engine's process."""
         fault, timeout = self.args.fault, 2.0 if self.args.fault == HANGS else 30.0
         how = {"timeout": timeout, "checked": self.rng.random() < 0.5}
         options = dict(model="pocket", device=self.args.device, max_num_seqs=4, max_num_batched_tokens=64)
@@ -201,7 +203,7 @@ class Try:
         return dict(options=options, prompts=prompts, tokens=tokens, rounds=rounds, folder=self.parts())
 
     def parts(self) -> str:
-        """A folder for a plug-in, which is there before a try and after it."""
+        """Return a folder for a plug-in, which exists before and after a try."""
         return os.path.join(self.folder, "parts")
 
     def hear(self) -> dict:
@@ -245,7 +247,7 @@ class Try:
         self._judge(fault, row, begun)
 
     def _judge(self, fault: str, row: Row, begun: float) -> None:
-        """What the engine said at last, when, and what is left."""
+        """Check the last message of the engine, its time, and what remains."""
         said = {}
         while self.process.poll() is None or not said:
             if not (heard := self.hear()):
@@ -256,7 +258,7 @@ class Try:
         self._left(row, begun)
         words = said.get("error", said.get("start", ""))
         if fault.startswith("a rank"):
-            # Ray's places get numbers later; of two that have died either may be named
+            # Ray's places get numbers later; if two ranks died, either may be named
             numbered = fault != TWO and (fault != STARTS or self.args.executor == "multiprocess")
             if (f"rank {self.rank} of {self.args.ranks}" if numbered else "rank") not in words:
                 row.wrong.append(f"{fault} {self.rank}: it says {words!r}")
@@ -265,7 +267,7 @@ class Try:
                 row.wrong.append(f"{fault} {self.rank}: said after {took:.1f} s")
 
     def _kill_a_starting_rank(self) -> float:
-        """Kill one rank at a random moment after all have started: while it loads, compiles or captures."""
+        """Kill one rank at a random moment after all have started, while it loads, compiles or captures."""
         found: list[int] = []
         while len(found) < self.args.ranks and self.process.poll() is None:
             found = [pid for pid, words in of_try(self.mark).items() if re.search(RANK[self.args.executor], words)]
@@ -276,7 +278,7 @@ class Try:
         return begun
 
     def _bother(self, fault: str, told: dict, row: Row) -> None:
-        """What an engine survives: it must answer afterwards."""
+        """Cause a fault that the engine survives, and check that it answers afterwards."""
         pid = told["pids"][self.rank]
         if fault == SLOW:
             os.kill(pid, signal.SIGSTOP)
@@ -296,7 +298,7 @@ class Try:
         numbers |= dict.fromkeys((TERMINATED, SLOW, TOLD), signal.SIGTERM)
         number, rank = numbers.get(fault, signal.SIGKILL), told["pids"][self.rank]
         if fault == CTRL_C:
-            os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does, the ranks too
+            os.killpg(self.process.pid, signal.SIGINT)  # like a terminal, which also signals the ranks
         elif fault == FAILS:
             Path(self.flag).write_text(str(self.rank))
         elif fault == TWO:
@@ -311,13 +313,13 @@ class Try:
             os.kill(told["launcher"] if fault == LAUNCHER else self.process.pid, number)
 
     def _left(self, row: Row, begun: float) -> None:
-        """Wait until nothing is left, and count what is."""
+        """Wait until nothing remains, and count remaining objects."""
         end = begun + GONE
         Path(self.flag).unlink(missing_ok=True)
         while True:
             now = belongings(self.folder)
             more = {what: now[what] - self.before[what] for what in now}
-            if more["ports"]:  # of this machine, on which others work too
+            if more["ports"]:  # ports of this machine, which other programs use too
                 others = of_others(self.mark)
                 more["ports"] = {port for port in more["ports"] if port[0] not in others}
             if more["shared memory"]:
@@ -347,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.executor != "ray":
         args.faults = [fault for fault in args.faults if fault != LAUNCHER]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without this handler
     rng, rows = random.Random(args.seed), {fault: Row() for fault in args.faults}
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(os.path.join(folder, "parts"))

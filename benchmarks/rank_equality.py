@@ -1,4 +1,4 @@
-"""Greedy tokens of every model family by the number of ranks: are they those of one process?
+"""Compare greedy tokens of every model family with several ranks and with one process.
 
     python benchmarks/rank_equality.py                              every family, 1, 2, 4 and 8 ranks, 200 prompts
     python benchmarks/rank_equality.py --only qwen3 gptq --ranks 1 2
@@ -16,8 +16,8 @@ Weights that are quantized while they are loaded are left out: where a matrix is
 With ``--model`` one model of any size and dtype is compared.  Sums of several ranks are rounded differently, so the
 answers are compared up to the first token that differs.  The table shows the answers that are equal, the largest
 difference of log-probabilities before that token, and the largest difference between the two best log-probabilities of
-one rank at that token.  Both are to be of the size of the dtype's rounding errors.
-Exit status 1 if an answer is wrong, an engine did not start, or with ``--model`` a difference is above ``--most``.
+one rank at that token.  Both are to be of the size of the dtype's rounding errors.  Exit status 1 if an answer is
+wrong, an engine did not start, or with ``--model`` a difference is above ``--most``.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from minivllm.registry import Catalog
 from minivllm.testing.quantizer_written import WRITTEN
 from minivllm.testing.tiny import quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
-TIE = 1e-3  # of logits whose standard deviation is about 1
-VOCAB = 61  # which no number of ranks divides
-# what eight ranks can share; fewer KV heads than ranks
+TIE = 1e-3  # allowed gap of logits whose standard deviation is about 1
+VOCAB = 61  # not divisible by any number of ranks
+# sizes that eight ranks can share; with fewer KV heads than ranks
 WIDE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 64, "intermediate_size": 64,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "vocab_size": VOCAB,
 }  # fmt: skip
 PACKED = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 512, "num_key_value_heads": 8, "vocab_size": 64}
-BLOCKWISE = {"head_dim": 128, "intermediate_size": 1024}  # float8 has a scale for 128 by 128
+BLOCKWISE = {"head_dim": 128, "intermediate_size": 1024}  # sizes for float8, which has a scale for 128 by 128
 ENGINE: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_num_batched_tokens": 512,
     "max_model_len": 64, "kvcache_block_size": 8,
 }  # fmt: skip
-SEEDS = {"gpt2": 1, "starcoder2": 2}  # of weights, where those of seed 0 answer nearly every prompt alike
+SEEDS = {"gpt2": 1, "starcoder2": 2}  # seeds of weights for families in which seed 0 answers nearly every prompt alike
 
 
 def families() -> dict[str, str]:
-    """Built-in plug-ins, and the model_type that each names."""
+    """Return the built-in plug-ins, and the model_type of each."""
     models = Catalog.discover()["model"]
     found = {}
     for entry in models.entries:
@@ -72,7 +72,7 @@ def families() -> dict[str, str]:
 
 
 def family_model(folder: Path, model_type: str) -> Any:
-    """Write a tiny model; transformers' model of it."""
+    """Write a tiny model, and return transformers' model of it."""
     empty = AutoConfig.for_model(model_type)
     config = small_config(type(empty), **{**WIDE, **own_values(model_type)})
     model = tiny_model(config, SEEDS.get(model_type, 0))
@@ -85,8 +85,10 @@ def own_values(model_type: str) -> dict[str, Any]:
 
 
 def packed_model(folder: Path, method: str) -> Any:
-    """A llama whose linear layers are what the quantizer of a method reads; transformers' model of the plain weights,
-    from which those of the quantized ones differ."""
+    """Write a llama whose linear layers are packed for the quantizer of a method.
+
+    Return transformers' model of the plain weights, which differ from the quantized ones.
+    """
     written, more = WRITTEN[method], BLOCKWISE if method == "fp8" else {}
     model = tiny_model(small_config(type(AutoConfig.for_model("llama")), **{**WIDE, **PACKED, **more}))
     save(model, folder)
@@ -118,14 +120,14 @@ def answers(folder: Path, ranks: int, asked: Sequence[list[int]], args: argparse
 
 
 def gap(model: Any, prompt: list[int], tokens: list[int], at: int) -> float:
-    """Between transformers' two best logits for the token after so many."""
+    """Return the gap between transformers' two best logits for the token at index ``at``."""
     with torch.inference_mode():
         best = model(torch.tensor([prompt + tokens[:at]])).logits[0, -1].topk(2).values
     return float(best[0] - best[1])
 
 
 def verdict(model: Any, asked: Sequence[list[int]], one: list[list[int]], many: list[list[int]]) -> tuple[str, bool]:
-    """A cell of the table, and whether nothing is wrong."""
+    """Return a cell of the table, and whether it has no wrong answer."""
     other = [i for i in range(len(asked)) if one[i] != many[i]]
     cell = f"{len(asked) - len(other)}/{len(asked)}"
     if not other:

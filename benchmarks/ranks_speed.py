@@ -1,15 +1,14 @@
-"""What it is worth to share a model over several GPUs: decode steps, prefill and a workload by the number of ranks.
+"""Measure how a model shared over several GPUs speeds up decode steps, prefill and a workload.
 
     python benchmarks/ranks_speed.py --shape 8b --ranks 1 2 --rows 1 32 256 --workloads nano chat
     python benchmarks/ranks_speed.py --model DIR --ranks 1 2 --sums auto nccl
     python benchmarks/ranks_speed.py --shape tiny --device cpu --rows 1 4 --prompt 32 --steps 16
 
-``--shape`` makes a model of a known shape with random weights: nothing is read.  Each number of ranks runs in a process
-of its own, one after the other, with each of ``--sums``.  Decode steps have contexts of about ``--prompt`` tokens and
-are medians from start to start; a workload is the best of two turns (``throughput.py``).  Every figure is printed when
-it is measured, beside it how much of the first configuration's it is.  One that measures nothing for ``--silence``
-seconds, or not all within ``--limit``, is ended with all its processes, and the next one begins.  Exit status 1 if one
-was.
+``--shape`` makes a model of a known shape with random weights, so that nothing is read.  Each number of ranks runs in a
+new process, one after another, with each of ``--sums``.  Decode steps have contexts of about ``--prompt`` tokens and
+are medians from start to start.  A workload is the best of two turns (``throughput.py``).  Every figure is printed when
+it is measured, with its ratio to the first configuration.  A configuration without a figure for ``--silence`` seconds,
+or that takes more than ``--limit``, is ended with all its processes, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def engine(args: argparse.Namespace) -> Any:
 
 
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Names and figures, each as it is measured."""
+    """Yield names and figures, each when it is measured."""
     from minivllm import SamplingParams
 
     begun = time.perf_counter()
@@ -77,7 +76,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
             return [rng.integers(0, top, args.prompt).tolist() for _ in range(count)]
 
         def run(rows: int, steps: int) -> float:
-            """Median seconds of a decode step of so many rows."""
+            """Return the median seconds of a decode step of ``rows`` rows."""
             clock = llm.engine.clock
             before = clock.count
             llm.generate(prompts(rows), asked(steps), use_tqdm=False)
@@ -109,8 +108,10 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
 
 
 def watched(command: list[str], silence: float, limit: float, tell: Callable[[str, float], None]) -> str:
-    """``tell`` hears a process's figures as they come; how it ended, "" if well.  It is ended, with all that it has
-    started, where it is silent for too long or takes too long in all."""
+    """Call ``tell`` with the figures of a process as they arrive, and return how it ended, "" without a fault.
+
+    The process and its children are ended if it is silent for too long or takes too long in total.
+    """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     begun = last = time.monotonic()
@@ -159,7 +160,7 @@ def parse() -> argparse.Namespace:
 
 
 def configurations(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
-    """The name of each, and what its process is told besides."""
+    """Yield the name of each configuration, and the further arguments of its process."""
     for ranks in args.ranks:
         for sums in args.sums if ranks > 1 else args.sums[:1]:
             yield f"{ranks} ranks{f', {sums}' if ranks > 1 else ''}", ["--ranks", str(ranks), "--sums", sums]
@@ -194,7 +195,7 @@ def main() -> int:
 
 
 def without(words: list[str], option: str) -> list[str]:
-    """Words of a command line but for an option and its value."""
+    """Return the words of a command line without an option and its value."""
     for at, word in enumerate(words):
         if word == option or word.startswith(f"{option}="):
             return words[:at] + words[at + (2 if word == option else 1) :]

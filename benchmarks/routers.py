@@ -30,7 +30,7 @@ from minivllm.server.replicas.routing import Routing
 
 @dataclass
 class Machine:
-    """The queue of one replica, and what its cache holds."""
+    """The queue of one replica and the content of its cache."""
 
     free: float = 0.0  # time at which its last prompt is computed
     requests: int = 0

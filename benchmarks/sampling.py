@@ -1,4 +1,4 @@
-"""What sampling costs on a GPU: each pipeline as a captured graph, medians of replays with a cold L2 cache.
+"""Time sampling on a GPU, with each pipeline as a captured graph, medians of replays with a cold L2 cache.
 
 python benchmarks/sampling.py [--vocab 151936] [--rows 1 32 256] [--spread 0.3]
 """
@@ -34,7 +34,7 @@ DRAWS: dict[str, dict[str, Any]] = {
 
 
 def rows_of(plugin: Any, params: SamplingParams, n: int, length: int, vocab: int) -> tuple[Rows, Any]:
-    """n rows with the same parameters and histories of ``length`` tokens, half of them output."""
+    """Return n rows with the same parameters and histories of ``length`` tokens, half of them output."""
     state, row = ProcessorState(plugin, n, torch.device("cuda")), torch.arange(n, device="cuda")
     bound = plugin.bind(params, length // 2)
     state.join(np.arange(n), dict.fromkeys(range(n), bound))
@@ -44,7 +44,7 @@ def rows_of(plugin: Any, params: SamplingParams, n: int, length: int, vocab: int
 
 
 def microseconds(run: Callable[[], Any], replays: int = 30) -> float:
-    """Median of a captured call, the cache flushed before each."""
+    """Return the median of a captured call, with the cache flushed before each."""
     with torch.cuda.stream(torch.cuda.Stream()):
         run()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Tokens per second and latencies through HTTP, at a fixed number of concurrent streams.
+"""Measure tokens per second and latencies through HTTP, at a fixed number of concurrent streams.
 
     python benchmarks/serving.py --url http://127.0.0.1:8000 --streams 64 256 [--tokens 128] [--prompt 128]
     python benchmarks/serving.py --model pocket --streams 64 --offline          # starts the server itself
@@ -51,7 +51,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def cpu_times(pid: int | None) -> dict[str, float]:
-    """CPU seconds so far of a process and of those that it started, by their roles."""
+    """Return the CPU seconds so far of a process and of its children, by their roles."""
     if pid is None:
         return {}
     found = {"http": _cpu(pid)}
@@ -89,7 +89,9 @@ def row(streams: int, found: Found) -> str:
 
 
 def shares(found: Found, before: dict[str, float], after: dict[str, float]) -> str:
-    """CPU microseconds per token of each process, and the share of a core that the generators took."""
+    """Return the CPU microseconds per token of each process, and the share of a core that the generators used,
+    as text.
+    """
     tokens = max(sum(one.tokens for one in found.answers), 1)
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     engines = {name: value for name, value in spent.items() if name != "http" and value > 0.01 * max(spent.values())}
@@ -112,7 +114,7 @@ def start_server(model: str, more: list[str], env: dict[str, str] | None = None)
 
 
 def offline(model: str, sets: list[str], asks: list[list[dict]]) -> tuple[float, float]:
-    """Tokens per second, and CPU microseconds per token."""
+    """Return tokens per second, and CPU microseconds per token."""
     from minivllm import LLM, SamplingParams
     from minivllm.config import load_config
 
@@ -159,7 +161,8 @@ def main() -> None:
         print(HEAD, flush=True)
         for number in args.streams:
             asks = bodies(number, args.rounds, args.prompt, args.tokens, args.vocab, number)
-            warm = bodies(number, 1, args.prompt, 16, args.vocab, number + 1)  # what a batch of that size needs once
+            # compiles and allocates for a batch of that size
+            warm = bodies(number, 1, args.prompt, 16, args.vocab, number + 1)
             wrong += measure(url, warm, args.clients, health=False).wrong
             before = cpu_times(pid)
             found = measure(url, asks, args.clients)

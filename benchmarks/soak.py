@@ -1,4 +1,4 @@
-"""Whether a server that runs for long stays as it is: memory and blocks while clients come, go, and leave halfway.
+"""Run a server for long under clients that come, go, and leave halfway, and check its memory and blocks.
 
     python benchmarks/soak.py --minutes 10 --csv soak.csv
     python benchmarks/soak.py --minutes 120 --faults 0.05 --every 30
@@ -9,8 +9,8 @@ same one), beams, ``n = 4``, prompts that share long prefixes; a fifth of all le
 ended.  Samples every ``--every`` seconds the resident memory of both processes, what of the engine's is KV pages, the
 share of the KV cache's blocks in use, and what runs, waits and has ended.
 
-Before the load comes, prompts are tokenized until the server's cache of token ids is full, which takes an hour else.
-A page of the KV cache is taken when a token is first written to it, so the engine's memory grows until every block was
+Before the load comes, prompts are tokenized until the server's cache of token ids is full, which takes an hour else.  A
+page of the KV cache is taken when a token is first written to it, so the engine's memory grows until every block was
 used once.  That is no leak: ``kv_mib`` (what the engine says of its own pages) is told apart, and ``rest_mib`` is what
 has to be flat: the largest of the last quarter at most ``SLACK`` above the largest of the second (the first fills
 caches); in a run of ``LONG`` minutes or more the slope of a straight line through all samples after the first half hour
@@ -45,13 +45,14 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 WHO = {"Authorization": f"Bearer {soak_faults.KEY}"}
-LEAVE = 0.2  # share of the requests that are left, or cancelled, early
+LEAVE = 0.2  # share of the requests whose clients leave or cancel early
 SLACK = 16.0  # MiB
-LONG, SETTLED, SLOPE = 90.0, 1800.0, 1.0  # minutes; seconds at the start that are not counted; MiB an hour
-FULL = ("num_kvcache_blocks=512", "grammar_cache_mb=8")  # little, so that caches are full before the second quarter
+LONG, SETTLED, SLOPE = 90.0, 1800.0, 1.0  # minutes; seconds at the start that are not counted; MiB per hour
+# small limits, so that caches are full before the second quarter
+FULL = ("num_kvcache_blocks=512", "grammar_cache_mb=8")
 WORDS = ("once", "upon", "a", "time", "little", "red", "fox", "and", "the", "big", "bear", "likes", "sweet", "honey")
 PREFIXES = [" ".join(random.Random(i).choices(WORDS, k=300)) for i in range(8)]
-FDS = 2  # more than at the start: a log, a connection that is being closed
+FDS = 2  # allowed further descriptors: a log, a connection that is being closed
 ENDS = ("answered", "left", "refused", "faults", "wrong")
 
 
@@ -60,7 +61,7 @@ def text(rng: random.Random) -> str:
 
 
 def regex(rng: random.Random) -> str:
-    """One that hardly any other client has sent."""
+    """Return a regular expression that hardly any other client sends."""
     letters = "".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 8))
     shapes = (
         f"[{letters}]{{2,40}}",
@@ -86,7 +87,7 @@ KINDS: dict[str, Callable[[random.Random], dict]] = {
 
 
 def body(rng: random.Random) -> dict:
-    """Some request; prompts differ, and many begin alike."""
+    """Return a random request.  Prompts differ, and many have a common beginning."""
     more = {
         "max_tokens": rng.randint(4, 96),
         "ignore_eos": rng.random() < 0.5,
@@ -101,7 +102,7 @@ def body(rng: random.Random) -> dict:
 
 
 async def ask(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
-    """One request over HTTP."""
+    """Send one request over HTTP."""
     what = body(rng)
     path = "/v1/chat/completions" if "messages" in what else "/v1/completions"
     data = json.dumps(what).encode()
@@ -123,7 +124,7 @@ async def ask(address: tuple[str, int], rng: random.Random, counts: Counter[str]
 
 
 def count(counts: Counter[str], status: int, what: object) -> None:
-    """An answer with this status (0: none); ``what`` is shown if it is wrong."""
+    """Count an answer with this status (0 means none).  ``what`` is shown if it is wrong."""
     end = {200: "answered", 429: "refused"}.get(status, "wrong")
     counts[end] += 1
     if end == "wrong" and counts["wrong"] <= 20:
@@ -131,7 +132,7 @@ def count(counts: Counter[str], status: int, what: object) -> None:
 
 
 async def ask_many(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
-    """Some requests at once on a WebSocket; some are cancelled, at once or later, or all, as the client leaves."""
+    """Send some requests at once on a WebSocket.  Some are cancelled, at once or later, or all by a leaving client."""
     names = [f"{number}" for number in range(rng.randint(1, 8))]
     where = f"ws://{address[0]}:{address[1]}/v1/ws"
     async with connect(where, additional_headers=WHO, proxy=None, max_size=None) as socket:
@@ -162,7 +163,7 @@ async def ask_many(address: tuple[str, int], rng: random.Random, counts: Counter
 
 
 async def fail(address: tuple[str, int], rng: random.Random, counts: Counter[str]) -> None:
-    """A request that fails on purpose, or a client that misbehaves."""
+    """Send a request that fails on purpose, or behave as a faulty client."""
     if rng.random() < 0.5:
         await soak_faults.misbehave(address, rng)
         counts["faults"] += 1
@@ -176,7 +177,7 @@ async def fail(address: tuple[str, int], rng: random.Random, counts: Counter[str
 
 
 async def post(address: tuple[str, int], path: str, body: dict) -> tuple[int, bytes]:
-    """The status of the answer and all of its bytes."""
+    """Return the status and all bytes of the answer."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(*address)
     try:
@@ -211,7 +212,7 @@ async def client(
 
 
 async def fill(url: str, address: tuple[str, int]) -> None:
-    """Tokenize prompts like those of the load until the server keeps the ids of no more."""
+    """Tokenize prompts like those of the load until the server's cache of ids is full."""
     rng, before, now = random.Random(0), -1, 0
     while now > before:
         for _ in range(500):
@@ -260,7 +261,7 @@ async def soak(url: str, args: argparse.Namespace) -> list[dict[str, float]]:
     until = start + 60 * args.minutes
     counts: Counter[str] = Counter()
     await fill(url, address)
-    rows = [await asyncio.to_thread(sample, url, start, counts)]  # before anybody else has come
+    rows = [await asyncio.to_thread(sample, url, start, counts)]  # before other clients begin
     randoms = [random.Random(i) for i in range(args.clients)]
     tasks = [asyncio.create_task(client(address, rng, until, counts, args.faults)) for rng in randoms]
     with open(args.csv, "w", newline="") as file:
@@ -282,13 +283,13 @@ async def soak(url: str, args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def slope(rows: list[dict[str, float]], name: str) -> float:
-    """Of the straight line of least squares through ``name``, an hour."""
+    """Return the slope per hour of the least-squares line through ``name``."""
     hours = [row["seconds"] / 3600 for row in rows]
     return statistics.linear_regression(hours, [row[name] for row in rows]).slope
 
 
 def verdict(rows: list[dict[str, float]]) -> list[str]:
-    """What is wrong."""
+    """Return the violated conditions."""
     found = []
     quarter = max(len(rows) // 4, 1)
     settled = [row for row in rows if row["seconds"] >= SETTLED]
@@ -302,7 +303,7 @@ def verdict(rows: list[dict[str, float]]) -> list[str]:
             print(f"{name}: {by_hour:+.2f} MiB an hour after the first {SETTLED / 60:.0f} minutes")
             if by_hour > SLOPE and rows[-1]["seconds"] >= 60 * LONG:
                 found.append(f"{name} grows by {by_hour:.2f} MiB an hour; at most {SLOPE} is allowed")
-    # the engine's process has none for a request, and opens some for good with the first grammar
+    # the engine's process has no descriptor for a request, and opens some permanently with the first grammar
     for name, before in (("http_fds", rows[0]), ("engine_fds", rows[min(1, len(rows) - 1)])):
         if rows[-1][name] > before[name] + FDS:
             found.append(f"{name}: {rows[-1][name]} are open with nobody inside, {before[name]} were at the start")

@@ -1,12 +1,12 @@
-"""What goes wrong on purpose while ``soak.py --faults`` runs: requests whose plug-ins fail, and clients that misbehave.
+"""Faults that ``soak.py --faults`` causes, by requests whose plug-ins fail and by faulty clients.
 
-Parts that fail when a request says so come with the package (``minivllm.testing.faulty``); ``SETS`` wires them.  A
-fault may touch its own request only: every other request of the load has to be answered as ever.
+The package has parts that fail if a request says so (``minivllm.testing.faulty``), and ``SETS`` configures them.  A
+fault may affect only its own request, and every other request must be answered as usual.
 
-Order of a request that fails: a plug-in raises or returns what cannot be, the request ends with an error.
+For a failing request a plug-in raises or returns an invalid value, and the request ends with an error.
 
-Order of a client that misbehaves: it connects, does one of ``WIRE``, and the server closes the connection, or answers
-with an error; within its time limits either way.
+A faulty client connects and does one of ``WIRE``.  The server closes the connection or answers with an error, within
+its time limits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import json
 import random
 from collections.abc import Awaitable, Callable
 
-KEY = "soak"  # the server's key: /debug/state wants one
+KEY = "soak"  # the server's key, which /debug/state needs
 PARTS = "minivllm.testing.faulty"
 SETS = (
     f'allow_targets=["{PARTS}"]',
     f'processors=["penalties","logit_bias","allowed_tokens","bad_words","{PARTS}:Faulty"]',
     f"sampler={PARTS}:FaultySampler",
 )
-# What a request brings for a plug-in, and the status that it ends with.  ``bind`` is asked when a request is taken.
+# Options of a request for a plug-in, and the status with which it ends.  ``bind`` is called when a request arrives.
 FAILING: tuple[tuple[dict, int], ...] = (
     ({"fault": "bind"}, 400),
     ({"fault": "apply"}, 500),
@@ -31,11 +31,11 @@ FAILING: tuple[tuple[dict, int], ...] = (
     ({"token": 10**9}, 500),
     ({"token": -1}, 500),
 )
-WAIT = 30.0  # seconds, longer than each limit of the server's
+WAIT = 30.0  # seconds, longer than each time limit of the server
 
 
 def failing_body(rng: random.Random) -> tuple[dict, int]:
-    """A request that cannot be answered, and the status of its error."""
+    """Return a request that cannot be answered, and the status of its error."""
     extra, status = rng.choice(FAILING)
     body = {"prompt": "Once upon", "max_tokens": 8, "ignore_eos": True, "vllm_xargs": extra}
     return {**body, "n": rng.choice([1, 1, 3])}, status
@@ -70,7 +70,7 @@ async def no_json(link: Link, rng: random.Random) -> None:
 
 
 async def reads_nothing(link: Link, rng: random.Random) -> None:
-    """A stream that is asked for and not read for some time."""
+    """Request a stream and do not read it for some time."""
     data = json.dumps({"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}).encode()
     link[1].write(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     await asyncio.sleep(rng.uniform(1, 5))
@@ -86,11 +86,11 @@ WIRE: tuple[Callable[[Link, random.Random], Awaitable[None]], ...] = (
 
 
 async def misbehave(address: tuple[str, int], rng: random.Random) -> None:
-    """One client of ``WIRE``, which leaves without a word.  Raises ValueError for an answer that should not be."""
+    """Behave as one faulty client of ``WIRE``, which leaves without a message.  ValueError for an unexpected answer."""
     link = await asyncio.open_connection(*address)
     try:
         await rng.choice(WIRE)(link, rng)
     except ConnectionError:
-        pass  # the server had enough of it first
+        pass  # the server has closed the connection first
     finally:
         link[1].transport.abort()

@@ -1,10 +1,10 @@
-"""What speculative decoding gains: tokens per second without and with drafts, in turns, by drafter and batch size.
+"""Measure the gain of speculative decoding in tokens per second, without and with drafts in turns.
 
     python benchmarks/speculate.py                       # pocket on this machine: stories and copies
     python benchmarks/speculate.py --device cuda --model DIR --draft DIR --batches 1,4,16,64
 
-Stories are open text, for the draft model; copies are words to be said once more, which prompt lookup is made for.  The
-cost ratio is the time of a step of the draft model alone, over that of the model, at batch 1.
+The table is by drafter and batch size.  Stories are open text, for the draft model.  Copies are texts to repeat, for
+prompt lookup.  The cost ratio is the time of a step of the draft model over that of the model, at batch 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def compare(args: argparse.Namespace, kind: str, drafter: Any, k: int, params: S
                         seconds, part = timed(llm, chats[i : i + batch], params)
                         spent, outs = spent + seconds, outs + part
                     found[what] = [o.tokens for o in outs]
-                    if turn:  # the first one warms up
+                    if turn:  # the first turn warms up
                         best[what] = min(best[what], spent)
                 tokens = sum(map(len, found["plain"]))
                 same = sum(a == b for a, b in zip(found["plain"], found["drafted"], strict=True))

@@ -1,9 +1,10 @@
-"""Start-up times of light commands over a bare ``python -c pass``, with and without packages that offer plug-ins.
+"""Measure the start-up times of light commands against ``python -c pass``, with and without packages with plug-ins.
 
     python benchmarks/startup.py [--plugins 100] [--repeat 15]
 
 Each package is real metadata in a folder on the path, with a readme of 300 lines, one entry point, and a module that
-ends the process if anybody imports it.  The commands take turns, so that a busy machine slows all of them.  Medians.
+ends the process when it is imported.  The commands take turns, so that other work on the machine slows all of them.
+Figures are medians.
 """
 
 from __future__ import annotations

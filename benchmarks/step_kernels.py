@@ -1,11 +1,11 @@
-"""Where a decode step of a GPU goes: microseconds from the end of one kernel to the end of the next, by kernel.
+"""Measure the parts of a decode step on a GPU, in microseconds from the end of one kernel to the end of the next.
 
     python benchmarks/step_kernels.py --model DIR --load-format dummy fp8+fp8 --rows 1 32 256
 
-A format is a quantizer, its options behind a colon, and a KV format behind a plus, as in quant_speed.py.  Kernels that
-are launched while the one before still runs overlap, so that their own times say little; what passes between ends adds
-up to the step.  A line: how often, the median between ends, the median of the kernel's own time, the share of all, the
-kernel, its grid, and the kernel before it.
+A format is a quantizer, its options after a colon, and a KV format after a plus, as in quant_speed.py.  Kernels that
+are launched while the preceding kernel runs overlap, so their own times do not add up, but the times between ends do.
+A line has the number of launches, the median between ends, the median of the kernel's own time, the share of the total,
+the kernel, its grid, and the kernel before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHOWN = 60  # characters of a kernel's name
 
 
 def events_of(run: Any) -> list[dict[str, Any]]:
-    """What the device did, by the time of its end, without the first half: prompts, and steps that are captured."""
+    """Return the kernels in the order of their ends, without the first half, which has prompts and captures."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
     with tempfile.TemporaryDirectory() as folder:

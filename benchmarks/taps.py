@@ -1,10 +1,10 @@
-"""What taps cost: milliseconds of a decode step without any, with one row that reads a layer, with all rows that read
-it, and with all rows that are steered there.
+"""Measure the time of taps in a decode step.
 
     python benchmarks/taps.py --model DIR --load-format dummy --rows 1 64 256
 
-The time of a step is that of 256 tokens less that of 128, over 128, so that prompts and captures do not count: the
-median of ``--repeat`` in turns.
+Steps have no taps, one row that reads a layer, all rows reading it, or all rows steered there.  The time of a step is
+that of 256 tokens minus that of 128, over 128, so that prompts and captures do not count.  It is the median of
+``--repeat`` in turns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     print("  rows" + "".join(f"{name:>16}" for name in ways))
     for rows in args.rows:
         found = {name: [] for name in ways}
-        for taps in ways.values():  # what is captured and compiled the first time is no decode step's time
+        for taps in ways.values():  # captures and compilations of the first run do not count
             seconds(rows, 128, taps(rows))
             seconds(rows, 256, taps(rows))
         for _ in range(args.repeat):

@@ -1,12 +1,12 @@
-"""Output tokens per second of a whole workload, all requests there at once.
+"""Measure output tokens per second of a whole workload whose requests arrive at once.
 
     python benchmarks/throughput.py nano chat --model DIR [--load-format dummy] [--set max_num_seqs=256]
 
-``nano``: 256 prompts of 100 to 1,024 random tokens, 100 to 1,024 tokens out of each, uniform (nano-vllm's benchmark).
-``chat``: 1,000 requests of log-normal lengths, about 190 tokens in and 210 out, as conversations have them.
-
-Token ids in, no text; temperature 0.6; every requested token must come.  Each workload runs ``--repeat`` times with
-other prompts of the same lengths, so that no prefix is cached; the best time counts: the first pays for warming up.
+``nano`` has 256 prompts of 100 to 1,024 random tokens, with 100 to 1,024 output tokens, uniform (nano-vllm's
+benchmark).  ``chat`` has 1,000 requests of log-normal lengths, about 190 input and 210 output tokens, as in
+conversations.  Requests have token ids and no text, temperature 0.6, and every requested token must be returned.  Each
+workload runs ``--repeat`` times with other prompts of the same lengths, so that no prefix is cached.  The best time
+counts, because the first run warms up.
 """
 
 from __future__ import annotations

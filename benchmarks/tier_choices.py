@@ -46,7 +46,7 @@ class SlowStore(CpuStore):
 
 
 class Forced:
-    """Stands in for ``LoadChoice.loads``: notes the choice, and returns another one if told so."""
+    """Replaces ``LoadChoice.loads``.  It notes the choice, and returns the opposite if set."""
 
     def __init__(self, choice: Any) -> None:
         self.choice, self.real = choice, choice.loads
@@ -80,7 +80,7 @@ def at_speed(speed: float, count: int, repeats: int, seed: int, show: bool) -> t
     with LLM("pocket", kvstore=store, allow_targets=["__main__"], num_kvcache_blocks=400) as llm:
         choice = llm.engine.cache.tiers.choice
         forced = choice.loads = Forced(choice)
-        for number in range(-8, count):  # the first are not counted: nothing is measured yet
+        for number in range(-8, count):  # the first are not counted, because no time was measured yet
             prompt = [rng.randrange(100, 2000) for _ in range(rng.randrange(40, 900))]
             forced.forced = False
             serve(llm, prompt)

@@ -48,7 +48,7 @@ def main() -> None:
     ways = {"one by one": lambda: [tokenizer.encode(text) for text in texts]}
     ways |= {name: (lambda pool=pool: pool.encode_all(texts)) for name, pool in pools.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    want = [way() for way in ways.values()]  # starts the processes, too
+    want = [way() for way in ways.values()]  # also starts the processes
     assert all(found == want[0] for found in want)
     for _ in range(args.rounds):
         for name, way in ways.items():

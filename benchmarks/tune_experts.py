@@ -1,9 +1,9 @@
-"""Which tiles the experts' kernels are fastest with, for a shape; every variant's time is printed.
+"""Find the fastest tiles of the experts' kernels for a shape, and print the time of every variant.
 
     python benchmarks/tune_experts.py --experts 128 --chosen 8 --hidden 2048 --inner 768 --rows 8 64 256 2048
 
-Routing is uniform, so that as many experts are hit as can be expected of so many rows.  Times are those of a replayed
-graph of ten launches, each with a routing of its own; compiling is spread over ``--processes``.
+Routing is uniform, so that the expected number of experts is used.  Times are those of a replayed graph of ten
+launches, each with its own routing.  Compilation is spread over ``--processes``.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Bench:
             )
 
     def time(self, gated: bool, tile: dict[str, int], repeat: int) -> float:
-        """Microseconds of a launch."""
+        """Return the microseconds of a launch."""
         orders = [(None, None)] * 10
         if not self.few:
             orders = [assign(ids, self.made.count, tile["BM"]) for ids in self.ids]
@@ -165,7 +165,7 @@ class Bench:
 
 
 def graph_time(run: Any, repeat: int) -> float:
-    """Microseconds, the best of ``repeat`` replays."""
+    """Return microseconds, the best of ``repeat`` replays."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -192,14 +192,14 @@ def jobs(args: argparse.Namespace) -> list[tuple[int, bool, dict[str, int]]]:
 
 
 def compile_share(args: argparse.Namespace, share: list[tuple[int, bool, dict[str, int]]]) -> None:
-    """A process that compiles its share, so that the one that measures finds it in Triton's cache."""
+    """Compile a share of the variants into Triton's cache, for the process that measures."""
     benches: dict[int, Bench] = {}
     for rows, gated, tile in share:
         if rows not in benches:
             benches = {rows: Bench(args, rows)}
         try:
             benches[rows].time(gated, tile, 1)
-        except Exception as e:  # what does not fit is left out
+        except Exception as e:  # variants that do not fit are left out
             print("left out", rows, gated, tile, str(e).splitlines()[0][:80], flush=True)
 
 
@@ -214,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
 
     todo, unique = jobs(args), {}
-    for job in todo:  # a kernel is the same for all rows that are not compiled in
+    for job in todo:  # a kernel is the same for all numbers of rows that are not compiled in
         unique.setdefault((job[0] <= kernels.FEW, job[1], *sorted(job[2].items())), job)
     work = sorted(unique.values(), key=lambda job: job[0])
     context = multiprocessing.get_context("spawn")

@@ -1,17 +1,16 @@
-"""The simulator beside reality: a calibration, then traces that it has not seen, at shares of the knee and by policies.
+"""Compare the simulator with reality, by a calibration and then new traces, at shares of the knee and by policies.
 
     python benchmarks/validate_simulator.py --seconds 40 --requests 300                 pocket, on this CPU
     python benchmarks/validate_simulator.py --model DIR --dummy --device cuda --like chat --requests 600
 
-The knee is the rate of requests that the trace gives when all come at once, as simulated.  For each share the real
-engine serves the trace in real time, ``--repeats`` times, so that the table says how far reality is from itself too.
-Policies
-are ranked by the mean time of a request, simulated and real, at ``--rank`` of the knee: Kendall's tau over those pairs
-whose real means differ by more than reality does from itself.  Speed is CPU time of one core.
+The knee is the simulated rate of requests of the trace when all arrive at once.  For each share the real engine serves
+the trace in real time ``--repeats`` times, so that the table also shows the variation of reality.  Policies are ranked
+by the mean time of a request, simulated and real, at ``--rank`` of the knee.  Kendall's tau is computed over pairs
+whose real means differ by more than the variation of reality.  Speed is CPU time of one core.
 
-``--cpu-clock`` is for a machine that others use too: the clock of the real engine is the CPU time of this process,
-which must have one thread (OMP_NUM_THREADS=1), and waits are skipped.  What others take from the core is not in it, and
-what the operating system adds (late wake-ups) neither.
+``--cpu-clock`` is for a shared machine.  The clock of the real engine is then the CPU time of this process, which must
+have one thread (OMP_NUM_THREADS=1), and waits are skipped.  It excludes the time of other processes and of the
+operating system (late wake-ups).
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ POLICIES = (
     ("fcfs", "fifo"),
 )
 TAU, FAST = 0.85, 80_000
-NEAR = (0.98, 0.99, 1.0, 1.01, 1.02)  # of the costs, of simulated runs whose mean is compared
-DRIFT = 2.0  # seconds of each look at how fast the machine is
+NEAR = (0.98, 0.99, 1.0, 1.01, 1.02)  # factors of the costs for simulated runs, whose mean is compared
+DRIFT = 2.0  # seconds of each measurement of the machine's speed
 
 
 class CpuClock(RealClock):
-    """Seconds of CPU time of this process, and those that it did not wait."""
+    """A clock of the CPU time of this process plus the skipped waits."""
 
     skipped = 0.0
 
@@ -71,7 +70,7 @@ class CpuClock(RealClock):
 
 
 def fresh(llm: Any, case: cases.SimulatedCase, clock: RealClock) -> Engine:
-    """An engine of the case's policies on the executor that is loaded: its cache is empty."""
+    """Return an engine of the case's policies with an empty cache, on the loaded executor."""
     old = llm.engine
     parts = EngineParts(
         policy=lambda ctx: build_part("scheduler", case.scheduler, ctx),
@@ -99,7 +98,7 @@ def case_of(options: dict[str, Any], costs: Any, scheduler: str, evictor: str) -
 
 
 def drift(llm: Any, costs: CostTable, args: argparse.Namespace) -> float:
-    """What steps take now over what the table says: a machine that others use is not always as fast."""
+    """Return the time of steps relative to the table, because a shared machine is not always equally fast."""
     timer = time.process_time if args.cpu_clock else time.perf_counter
     with measuring.Calibrator(llm.engine, len(POLICIES), timer) as c:
         c.traffic("check", DRIFT)
@@ -143,7 +142,7 @@ def sign(x: float) -> int:
 
 
 def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: float, args: Any) -> dict[str, Any]:
-    """In rounds, so that a machine that gets slower does so for all policies alike."""
+    """Rank policies in rounds, so that a machine that becomes slower affects all of them alike."""
     at = cases.at_rate(trace, args.rank * knee * float(trace.arrival[-1]) / len(trace))
     every = {f"{scheduler}, {evictor}": case_of(options, costs, scheduler, evictor) for scheduler, evictor in POLICIES}
     mean = lambda run: figures.figures(run, {}, {})["mean_e2el_ms"]  # noqa: E731
@@ -156,7 +155,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
             real[name].append(really(llm, every[name], at, args.cpu_clock)["mean_e2el_ms"])
             looks += [drift(llm, costs, args)] if args.drift else []
             by = statistics.fmean(looks) if looks else 1.0
-            # a step that is a little longer changes who shares one with whom: one run by itself says too little
+            # a slightly longer step changes which requests share a step, so a single run is not reliable
             near = [cases.simulate(every[name], at, costs.scaled(by * x), answers=False) for x in NEAR]
             said[name].append(statistics.fmean(map(mean, near)))
     rows = [(n, statistics.fmean(said[n]), statistics.median(real[n]), max(real[n]) - min(real[n])) for n in every]
@@ -175,7 +174,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
 
 
 def costs_of(llm: Any, args: argparse.Namespace) -> CostTable:
-    """Of ``--costs`` if it is there; measured, and kept there, if not."""
+    """Return the costs in the file ``--costs``; measure and write them if it does not exist."""
     if args.costs and os.path.exists(args.costs):
         return read_costs(args.costs)
     timer = time.process_time if args.cpu_clock else time.perf_counter

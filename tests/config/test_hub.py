@@ -226,12 +226,12 @@ def test_what_the_hub_refuses_is_told_with_what_to_do(cache, hub, tmp_path):
     token = "set HF_TOKEN, or run `hf auth login`"
     assert refusal("no/model") == (
         f"no/model: no such directory, and the hub ({url}) has no such model, or a private one; expected a directory, "
-        f"or an id as it stands there; for a private one {token}"
+        f"or an id with the hub's spelling; for a private one {token}"
     )
     assert refusal("some/model", revision="v3") == (
         f"some/model: the hub ({url}) has no revision 'v3' of it; expected a branch, a tag or a commit"
     )
-    assert refusal("shut/model") == f"shut/model: is gated; ask for access at {url}/shut/model, then {token}"
+    assert refusal("shut/model") == f"shut/model: is gated; request access at {url}/shut/model, then {token}"
 
 
 @pytest.mark.parametrize("status", [403, 418, 500])

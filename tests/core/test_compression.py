@@ -178,7 +178,7 @@ def test_the_last_block_of_a_compressed_row_is_not_published(planted, monkeypatc
     run(made)
     request(made, "b", [7, *outputs(first)[0][0], 5, 6], max_tokens=3, ignore_eos=True, kv_budget=0)
     if planted:
-        with pytest.raises(EngineDeadError, match="foreign KV"):
+        with pytest.raises(EngineDeadError, match="KV of another history"):
             run(made)
     else:
         run(made, check=True)

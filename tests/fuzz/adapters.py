@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of the fuzzer's models, in the form of PEFT but written without it."""
+"""Adapters (LoRA) for the fuzzer's models, in the format of PEFT but written without PEFT."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-COUNT = 3  # adapters of each model; every other one has an alpha by layer
-# matrices of attention, MLPs and layers with a state, by the last part of a module's name
+COUNT = 3  # adapters of each model; every other one has an alpha for each layer
+# names of matrices of attention, MLPs and recurrent layers, without the path of the module
 TARGETS = re.compile(
     r".*\.([qkvo]_proj|out_proj|in_proj\w*|(gate|up|down|qkv|gate_up)_proj|query_key_value|dense\w*|Wqkv|c_attn|c_proj"
     r"|c_fc|w[123])\.weight"

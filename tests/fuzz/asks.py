@@ -1,5 +1,7 @@
-"""Random requests.  They come from a pool that is the same for every case with such a model and sampler, so that what a
-request answers alone is computed once and compared often."""
+"""Random requests from a pool that all cases with the same model and sampler share.
+
+So the answer of a request alone is computed once and compared often.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from . import adapters
 from .configs import VOCAB
 from .functions import GRAMMARS
 
-POOL = 120  # requests of a (model, sampler, logprobs_mode)
-FAMILIES = 10  # of prompts that begin alike
+POOL = 120  # requests for each (model, sampler, logprobs_mode)
+FAMILIES = 10  # groups of prompts with a common beginning
 T = TypeVar("T")
 Params = dict[str, Any]
 
@@ -20,17 +22,19 @@ def weighted(rng: random.Random, weights: dict[T, float]) -> T:
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-UNGUIDED = {"beam_width", "choose_fn", "logits_processors"}  # what cannot be asked for beside guidance
+UNGUIDED = {"beam_width", "choose_fn", "logits_processors"}  # parameters that cannot be combined with guidance
 
 
 def width(params: Params) -> int:
-    """Branches that the request may have at once."""
+    """Return the largest number of branches that the request has at once."""
     return params.get("beam_width") or max(params.get("n", 1), params.get("best_of") or 1)
 
 
 def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> tuple[list[int], Params]:
-    """Prompt and parameters of a request that the engine takes.  ``cap``: tokens of prompt and answer in all branches,
-    of which there are at least half as many."""
+    """Draw the prompt and the parameters of a request that the engine accepts.
+
+    ``cap`` is the largest number of tokens of prompt and answer in all branches; at least half as many are drawn.
+    """
     while True:
         prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
         if not engine.get("enable_lora"):
@@ -48,9 +52,10 @@ def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Para
     prompt, params = draw_prompt(rng, model), draw_params(rng, model, sampler, mode)
     if rng.random() < 0.15 and not UNGUIDED & params.keys():
         params["guidance_scale"] = rng.choice([0.0, 0.5, 1.5, 3.0])
-        if rng.random() < 0.7:  # no longer than the prompt, so that it is not what fills the context
+        if rng.random() < 0.7:  # at most as long as the prompt, so that it does not determine the size of the context
             params["negative_prompt_token_ids"] = draw_prompt(rng, model)[: len(prompt)]
-    tapped = random.Random(f"taps {model} {sampler} {mode} {i}")  # what is drawn otherwise does not go by it
+    # a separate generator, so that other draws do not depend on it
+    tapped = random.Random(f"taps {model} {sampler} {mode} {i}")
     if tapped.random() < 0.2:
         add, beams = tapped.random() < 0.6, "beam_width" in params
         params["taps"] = {"seed": i, "add": add or beams, "read": not beams and (not add or tapped.random() < 0.5)}
@@ -64,12 +69,12 @@ def pooled(model: str, sampler: str, mode: str, i: int) -> tuple[list[int], Para
 
 
 def rows(params: Params) -> int:
-    """Rows without which the engine refuses it: those of its branches, or of one and its guide."""
+    """Return the number of rows that the request needs, for its branches, or for one branch and its guide."""
     return max(width(params), 2 if "guidance_scale" in params else 1)
 
 
 def draw_prompt(rng: random.Random, model: str) -> list[int]:
-    """Token ids: the beginning of a family's and some of its own, one token at least."""
+    """Draw token ids with the beginning of a family and some own tokens, at least one token."""
     vocab = VOCAB[model]
     family = random.Random(f"family {model} {rng.randrange(FAMILIES)}")
     common = [family.randrange(3, vocab) for _ in range(400)]
@@ -77,7 +82,7 @@ def draw_prompt(rng: random.Random, model: str) -> list[int]:
     if rng.random() < 0.06:
         shared = rng.choice([200, 260, 350])
     own = [rng.randrange(3, vocab) for _ in range(rng.choice([0, 1, 1, 2, 7, 16, 30]))]
-    if rng.random() < 0.25:  # repeats itself, so that lookups find something
+    if rng.random() < 0.25:  # a repeated part, so that lookups find something
         own = (own[:5] or [5]) * rng.choice([2, 4, 8])
     return (common[:shared] + own) or [rng.randrange(3, vocab)]
 
@@ -115,13 +120,13 @@ def draw_params(rng: random.Random, model: str, sampler: str, mode: str) -> Para
     elif kind == "structured":
         params["structured_outputs"] = rng.choice(GRAMMARS)["asked"]
         params["max_tokens"] = max(most, 10)
-        params.pop("allowed_token_ids", None)  # next to nothing would be left
+        params.pop("allowed_token_ids", None)  # otherwise almost no token would be allowed
         params.pop("no_repeat_ngram_size", None)
     return params
 
 
 def _service(rng: random.Random, params: Params) -> None:
-    """What decides when it runs and what it shares, and no token."""
+    """Draw parameters that affect scheduling and sharing, and no token."""
     if rng.random() < 0.2:
         params["priority"] = rng.choice([-3, 1, 5])
     if rng.random() < 0.15:

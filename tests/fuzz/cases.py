@@ -1,7 +1,7 @@
-"""What a seed stands for: engines, requests and the way they are driven, as plain data that JSON can hold.
+"""The case of a seed, which is plain data for JSON with engines, requests and the way they are driven.
 
-A case is a function of (seed, device, dtype) and of ``VERSION``: whoever changes what is drawn for a seed raises it, so
-that a ledger's seeds are not mistaken for others.
+A case is a function of (seed, device, dtype) and of ``VERSION``.  A change of the drawn values must increase
+``VERSION``, so that the seeds of a ledger are not mistaken for other cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from . import asks, configs
 
 VERSION = "16"
-# of faults, the gravest first: a case is counted under the gravest of its own
+# kinds of faults, the most serious first; a case counts for the first of its kinds
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip
 DRIVES = {"generate": 5, "streams": 4, "async": 4}
@@ -23,10 +23,12 @@ DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class Ask:
-    """A request.  ``params`` are those of ``SamplingParams`` as plain data (see ``functions.sampling_params``).
-    ``after``: its prompt is the prompt and the answer of that request, and ``prompt``, as the next turn of a
-    conversation is.  ``leave``: the client goes away after so many pieces.  ``delay``: turns of the driver before it
-    comes, counted from the beginning of its wave."""
+    """A request.  ``params`` are the fields of ``SamplingParams`` as plain data (``functions.sampling_params``).
+
+    With ``after`` the prompt is the prompt and the answer of that request, and then ``prompt``, as in a conversation.
+    ``leave`` is the number of pieces after which the client leaves.  ``delay`` is the number of turns of the driver
+    before the request arrives, counted from the beginning of its wave.
+    """
 
     prompt: list[int]
     params: dict[str, Any]
@@ -39,9 +41,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Case:
-    """``engines``: the options of each, without device and dtype.  Waves of requests come one after another;
-    ``resets``: waves before which the prefix caches are emptied.  ``walk``: the cache is walked after every step.
-    ``late``: share of the meetings of host and device that are delayed (see ``delays``)."""
+    """A case.  ``engines`` has the options of each engine, without device and dtype.
+
+    Waves of requests follow one another.  ``resets`` are the waves before which the prefix caches are emptied.
+    ``walk`` checks the cache after every step.  ``late`` is the share of the meetings of host and device that are
+    delayed (``delays``).
+    """
 
     seed: int
     device: str
@@ -63,12 +68,12 @@ class Case:
 
 
 def dtype_of(seed: int, dtypes: list[str]) -> str:
-    """A seed's dtype; nothing else of its case goes by what was asked for."""
+    """Return the dtype of a seed.  Nothing else in its case depends on the requested dtypes."""
     return dtypes[random.Random(f"dtype {seed}").randrange(len(dtypes))]
 
 
 def case_of(seed: int, device: str, dtype: str) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     rng = random.Random(f"case {VERSION} {seed}")
     drive = asks.weighted(rng, DRIVES)
     count = asks.weighted(rng, {1: 12, 2: 3, 3: 1})
@@ -77,7 +82,7 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     engines = [configs.with_compression(random.Random(f"compression {seed} {i}"), e) for i, e in enumerate(engines)]
     waves = rng.choice([1, 1, 2, 3])
     made: list[Ask] = []
-    # requests of like sizes, so that a pool that holds the largest of them is too small for two others: preemption
+    # requests of similar sizes, so that a pool for the largest is too small for two others, which causes preemption
     cap = rng.choice([None, None, 60, 90, 150])
     most = rng.choice([3, 8, 12, 20, 28] if cap is None else [8, 12, 20])
     for wave in range(waves):
@@ -106,23 +111,25 @@ def _ask(
 
 
 def longest(ask: Ask, all_asks: list[Ask]) -> int:
-    """The most tokens that a request's prompt and answer can come to."""
+    """Return the largest number of tokens of a request's prompt and answer."""
     before = 0 if ask.after is None else longest(all_asks[ask.after], all_asks)
     return before + len(ask.prompt) + ask.params["max_tokens"]
 
 
 def _needs(engine: dict[str, Any], on: int, made: list[Ask]) -> int:
-    """Blocks without which some request of an engine would be refused."""
+    """Return the number of blocks that the largest request of an engine needs."""
     mine = [a for a in made if a.engine == on]
     return max((_blocks(engine, a, longest(a, made)) for a in mine), default=1)
 
 
 def _blocks(engine: dict[str, Any], ask: Ask, end: int) -> int:
-    """What a request can hold at most: its branches share the full blocks of the prompt, if that is known.  A guide has
-    at most as many as its row."""
+    """Return the largest number of blocks of a request.
+
+    Its branches share the full blocks of the prompt, if the prompt is known.  A guide has at most as many as its row.
+    """
     block, width = engine["kvcache_block_size"], asks.width(ask.params)
     shared = (len(ask.prompt) - 1) // block if ask.after is None else 0
     whole = -(-min(end, engine["max_model_len"]) // block)
-    if "kv_budget" in ask.params:  # the kept tokens move to blocks besides those of the prompt
+    if "kv_budget" in ask.params:  # the kept tokens are moved to blocks in addition to those of the prompt
         whole = 2 * whole + 2
     return max(shared + width * (whole - shared), 2 * whole if "guidance_scale" in ask.params else 0)

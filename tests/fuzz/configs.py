@@ -1,4 +1,4 @@
-"""Random options of an engine.  Lists are short where each value costs the GPU a compilation."""
+"""Random options of an engine.  Lists are short if each value needs a compilation on a GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VOCAB = {
     "mixtral": 259, "qwen2_moe": 304, "qwen3_moe": 312, "gpt_oss": 328,
     "mpt": 336, "falcon": 344, "gpt_neo": 352, "qwen3_5": 360, "lfm2": 368,
 }  # fmt: skip
-# where two experts are nearly as good as each other rounding decides, and all that follows goes by it
+# if two experts are nearly equal, rounding decides between them, and all later results differ
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
-# models whose bits depend on the batch on a CPU, where the native part is missing
+# models whose bits depend on the batch on a CPU without the native part
 VARIABLE = {"qwen3_5"} if library.load() is None else set[str]()
 SCHEDULERS: list[Any] = [
     "fcfs", "fcfs", "adaptive", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job",
@@ -42,7 +42,7 @@ EVICTORS: list[Any] = [
 ]  # fmt: skip
 RULES = {"skip": ["layers.0.attn.o"], "bits": {"re:.*\\.qkv\\.[kv]": 16, "*.mlp.down": "fp8-weight", "*.mlp.*": 4}}
 SMALL = {"group_size": 32}  # of 96 inputs
-# activations too, so that a last bit may become a step of theirs; those of fp8 are so wide that nothing could be told
+# forms with quantized activations, in which a last bit may become a step; those of fp8 are too large for a comparison
 ROUNDING = ("int8-w8a8", "llm-int8")
 FORMS: list[Any] = [
     "int8", "int8", "int4", "fp8-weight", {"name": "nf4", "options": SMALL}, *ROUNDING,
@@ -53,7 +53,7 @@ FORMS: list[Any] = [
     {"name": "int4", "options": {"embedding": True, "bits": {"layers.1.*": "int8"}}},
     {"name": "llm-int8", "options": {"threshold": 2.0, **RULES}},
 ]  # fmt: skip
-ROUTED_FORMS: list[Any] = [  # whose rules name no module that mixtures have not; x stays as it is
+ROUTED_FORMS: list[Any] = [  # forms whose rules name no module that mixtures lack, and with unquantized activations
     "int8", "int4", "fp8-weight", {"name": "nf4", "options": SMALL},
     {"name": "int4", "options": {"symmetric": False, "lm_head": True, "bits": {"*.attn.*": 8}}},
     {"name": "int8", "options": {"embedding": True, "skip": ["layers.0.*"]}},
@@ -65,12 +65,12 @@ STORES: list[Any] = [
     [{"name": "cpu", "options": {"bytes": 1 << 20, "eager": True}}, {"name": "disk", "options": DISK}],
     [{"name": "disk", "options": {**DISK, "eager": False, "patience": 0.05}}],
 ]  # fmt: skip
-# Those that keep tokens by their places: a score of keys is near another one where rounding differs.
+# compressors whose scores depend only on positions; scores of keys may be nearly equal, so rounding would decide
 COMPRESSORS: list[Any] = ["streaming", {"name": "streaming", "options": {"sinks": 0}}, "random"]
 UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
-PLAIN = {  # what shrinking tries to put in place of what was drawn
+PLAIN = {  # the values that shrinking tries first
     "scheduler": "fcfs", "evictor": "lru", "sampler": "default", "drafter": "none", "quantizer": "none",
     "kv_format": "auto", "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False,
     "partial_prefix_hits": False, "kvstore": [], "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
@@ -80,14 +80,18 @@ PLAIN = {  # what shrinking tries to put in place of what was drawn
 
 
 def device_defaults(device: str) -> dict[str, Any]:
-    """What goes by the device and not by the seed.  Ten processes share a card, each with several engines."""
+    """Return the options that depend on the device and not on the seed.
+
+    Ten processes share a GPU, each with several engines.
+    """
     if device == "cuda":
-        return {"device": "cuda", "attention": "triton", "gpu_memory_utilization": 0.9}  # a limit: blocks are given
+        # the share is only a limit, because the number of blocks is given
+        return {"device": "cuda", "attention": "triton", "gpu_memory_utilization": 0.9}
     return {"device": "cpu", "attention": "sdpa"}
 
 
 def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
-    """All options but the number of blocks, which goes by the requests."""
+    """Draw all options except the number of blocks, which depends on the requests."""
     model = rng.choices(list(MODELS), list(MODELS.values()))[0]
     seqs = rng.choice([1, 2, 3, 4, 8, 8, 16, 16, 24, 64])
     sampler = rng.choice(SAMPLERS)
@@ -118,7 +122,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
 
 
 def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
-    """The options with what the engine would refuse taken out of them."""
+    """Return the options without combinations that the engine refuses."""
     out = dict(options)
     if out["model"] in ROUTED:
         out["batch_invariant"] = True
@@ -126,7 +130,7 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = out["batch_invariant"] and device != "cpu"
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
-    if out["sampler"] == "mirostat":  # it decides one position of a row at a time
+    if out["sampler"] == "mirostat":  # it updates its state after each token of a row
         out["drafter"] = "none"
     if device == "cpu" and out["graph"] != "off":
         out["graph"] = "auto"
@@ -134,23 +138,25 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def rounds(options: dict[str, Any]) -> bool:
-    """Whether a last bit that differs with the batch may become a step of what is stored or multiplied."""
+    """Return whether a last bit that differs with the batch may become a step of a quantized value."""
     return options["kv_format"] != "auto" or any(name in json.dumps(options["quantizer"]) for name in ROUNDING)
 
 
 def quantized(seed: int, engine: int, options: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The options with a quantizer that is drawn for the seed, whatever they had; mixtures of experts in float32 alone,
-    where a last bit seldom decides between two of them."""
+    """Return the options with a quantizer that is drawn for the seed.
+
+    Mixtures of experts are float32 only, in which a last bit seldom decides between two experts.
+    """
     routed = options["model"] in ROUTED
     if routed and dtype != "float32":
         return options
     chosen = random.Random(f"quantizer {seed} {engine}").choice(ROUTED_FORMS if routed else FORMS)
-    more = {"kv_format": "auto"} if routed else {}  # a step of what is stored is no last bit
+    more = {"kv_format": "auto"} if routed else {}  # a step of a quantized KV cache is larger than a last bit
     return {**options, **more, "batch_invariant": False, "quantizer": chosen}
 
 
 def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[str, Any]:
-    """``num_kvcache_blocks`` from barely above the largest request to ample."""
+    """Draw ``num_kvcache_blocks`` between slightly more than the largest request needs and more than enough."""
     kind = rng.random()
     if kind < 0.45:
         blocks = need + rng.choice([0, 0, 1, 2, 3])
@@ -160,13 +166,13 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
 
 
 def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
-    """``kvstore`` in half of the engines that cache prefixes.  The files of a disk last from case to case."""
+    """Draw ``kvstore`` for half of the engines that cache prefixes.  The files of a disk store remain between cases."""
     stores = rng.choice([[], [], [], *STORES])
     return {**options, "kvstore": stores if options["enable_prefix_caching"] else []}
 
 
 def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
-    """Places for 1 to 8 adapters in some engines, with little host memory or enough for all."""
+    """Draw places for 1 to 8 adapters for some engines, with little host memory or enough for all."""
     if rng.random() < 0.6:
         return options
     places = rng.choice([1, 1, 2, 3, 8])
@@ -174,16 +180,19 @@ def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]
 
 
 def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
-    """A compressor in some engines without drafts."""
+    """Draw a compressor for some engines without drafts."""
     if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
         return {**options, "compressor": "none", "compress_every": 0}
     return {**options, "compressor": rng.choice(COMPRESSORS), "compress_every": rng.choice([0, 0, 1, 3, 8])}
 
 
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
-    """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
-    an answer does depend on is as in ``options``.  ``other``: one whose last bits are others, as norms and gates are
-    kernels of their own where they were not, or the reverse, and prompts come in pieces."""
+    """Return the options of the plain engine, which computes the reference answers one at a time.
+
+    It has no captures, no run-ahead and no shared data.  Options on which answers depend are as in ``options``.  With
+    ``other`` its last bits differ, because fused norms and gates are separate or the reverse, and prompts are computed
+    in pieces.
+    """
     able = options["model"] not in VARIABLE if device == "cpu" else options["fuse"]
     invariant = options["quantizer"] == "none" and able
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")

@@ -1,9 +1,9 @@
-"""Delays where host and device meet, so that a race has time to be lost.
+"""Delays at meetings of host and device, which give races time to occur.
 
-    results   a step that has run counts as still on its way, so that a CPU too runs ahead
+    results   a step that has run counts as unfinished, so that steps also run ahead on a CPU
     device    (CUDA) kernels of FORWARD and SAMPLE begin up to a millisecond after the host enqueued them
 
-They are a function of the case's seed and of the order of calls.
+The delays are a function of the case's seed and of the order of calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST = 2_000_000  # cycles of the device's clock, about a millisecond
 
 @contextlib.contextmanager
 def planted(share: float, seed: int, device: str) -> Iterator[None]:
-    """``share`` of the calls inside are delayed."""
+    """Delay a ``share`` of the calls inside the context."""
     from minivllm.device.worker.runner import Runner
     from minivllm.device.worker.running import Running
 

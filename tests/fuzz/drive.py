@@ -1,4 +1,4 @@
-"""Engines of a case, driven as clients would: whole calls, interleaved streams, tasks that are cancelled."""
+"""The engines of a case, driven by whole calls, interleaved streams and tasks that are cancelled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .functions import sampling_params, taps_of
 from .models import draft_of, path_of
 
 STRATEGIES = ["single", "parallel", "beam", "guidance"]
-REST_SECONDS = 20.0  # until an engine is at rest once its clients have left
+REST_SECONDS = 20.0  # seconds until an engine must be at rest after its clients have left
 Stage = Callable[[str], None]
 
 
@@ -32,13 +32,13 @@ class Output:
     stop: int | str | None
     cumulative: float | None
     score: float | None
-    logprobs: list[list[tuple[int, float, int | None]]] | None  # of each token (id, log-probability, rank)
-    taps: dict[str, Any] | None = None  # what was read, f32 [positions, width] by point
+    logprobs: list[list[tuple[int, float, int | None]]] | None  # (id, log-probability, rank) for each token
+    taps: dict[str, Any] | None = None  # values that were read, f32 [positions, width] by point
 
 
 @dataclass
 class Answer:
-    """What came of a request.  ``pieces``: the streamed tokens of each output; ``texts`` their text."""
+    """The answer to a request.  ``pieces`` are the streamed tokens of each output, and ``texts`` their text."""
 
     outputs: list[Output] = field(default_factory=list)
     error: str | None = None
@@ -54,7 +54,7 @@ class Answer:
     cached: int = 0
 
     def take(self, output: Any) -> None:
-        """The whole answer as ``RequestOutput`` has it."""
+        """Store the whole answer of a ``RequestOutput``."""
         self.ended, self.error = True, output.error
         self.outputs = [
             Output(
@@ -76,7 +76,7 @@ class Answer:
         self.drafted, self.accepted, self.cached = m.drafted_tokens, m.accepted_tokens, m.cached_tokens
 
     def piece(self, piece: Any) -> bool:
-        """A piece of a stream; True if it was the last."""
+        """Store a piece of a stream, and return True if it was the last."""
         self.streamed = True
         self.pieces.setdefault(piece.index, []).extend(piece.token_ids)
         self.texts[piece.index] = self.texts.get(piece.index, "") + piece.delta
@@ -90,7 +90,7 @@ def _entries(step: Any) -> list[tuple[int, float, int | None]]:
 
 
 def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """The keywords of ``LLM`` for plain options."""
+    """Return the keywords of ``LLM`` for plain options."""
     made = {k: v for k, v in options.items() if v is not None}
     model = made["model"]
     if made.get("drafter") == "model":
@@ -100,20 +100,22 @@ def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder
     return {**device_defaults(case_device), "dtype": dtype, **own, **made}
 
 
-# why the weights of an engine cannot change
+# engine -> the reason why its weights cannot change
 UNCHANGEABLE = ("comes quantized", "cannot change on a GPU", "image encoder", "does not change weights")
 
 
 class Run:
-    """One case.  ``prompt_of(index)`` gives the prompt of a request.  What goes wrong with an engine itself is in
-    ``broken``: (kind, message)."""
+    """A run of a case.  ``prompt_of(index)`` returns the prompt of a request.
+
+    ``broken`` has the faults of engines themselves, as (kind, message).
+    """
 
     def __init__(self, case: Case, folder: Path, prompt_of: Callable[[int], list[int]], stage: Stage) -> None:
         self.case, self.folder, self.prompt_of, self.stage = case, folder, prompt_of, stage
         self.answers = [Answer() for _ in case.asks]
         self.broken: list[tuple[str, str]] = []
         self.stats: list[dict[str, Any]] = []
-        self.captured: Counter[str] = Counter()  # steps that ran as captures, by kind
+        self.captured: Counter[str] = Counter()  # number of steps that ran as captures, by kind
         self.engines: list[Any] = []
         self.rng = random.Random(f"drive {case.seed}")
         self.changes = random.Random(f"weights {case.seed}")
@@ -177,7 +179,10 @@ class Run:
             _settle(llm.engine)
 
     def _renew(self, llm: Any) -> None:
-        """Empty the prefix cache by a reset, by an update with the same weights, or by sleep.  No answer may change."""
+        """Empty the prefix cache by a reset, by an update with the same weights, or by sleep.
+
+        The answers must not change.
+        """
         from minivllm import RequestError
 
         how = self.changes.choice(("reset", "update", "keep", "sleep", "drop"))
@@ -228,7 +233,7 @@ class Run:
                 self.answers[i].take(output)
 
     def _streams(self, which: list[int]) -> None:
-        """Streams read in a random order, those of all engines in turns; some clients leave."""
+        """Read streams of all engines in a random order; some clients leave."""
         from minivllm import RequestError
 
         open_: dict[int, Any] = {}
@@ -274,7 +279,7 @@ class Run:
             until = time.monotonic() + REST_SECONDS
             while llm.engine.busy and not llm.engine.dead and time.monotonic() < until:
                 await asyncio.sleep(0.002)
-            await llm._ask(lambda: None)  # the engine's thread may still be at its last step
+            await llm._ask(lambda: None)  # the engine's thread may still run its last step
 
     async def _task(self, i: int) -> None:
         from minivllm import RequestError
@@ -293,7 +298,7 @@ class Run:
                         return
                     if ask.leave is not None and pieces == ask.leave:
                         answer.left = True
-                        if ask.leave % 2:  # it is cancelled while it waits; else it just stops to read
+                        if ask.leave % 2:  # odd numbers cancel the task while it waits, even ones stop reading
                             assert task is not None
                             asyncio.get_running_loop().call_soon(task.cancel)
                         else:
@@ -307,7 +312,7 @@ class Run:
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
     def _look(self, engine: Any) -> None:
-        """An engine that nobody uses any more has given everything back."""
+        """Check that an engine without clients has released everything."""
         if engine.dead:
             self.broken.append(("dead", engine.dead))
             return
@@ -332,7 +337,7 @@ class Run:
 
 
 def _settle(engine: Any) -> None:
-    """Steps in flight whose rows have left come back."""
+    """Collect the steps in flight whose rows have left."""
     until = time.monotonic() + REST_SECONDS
     while engine.busy and not engine.dead and time.monotonic() < until:
         if not engine.step():

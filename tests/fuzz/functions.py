@@ -1,4 +1,4 @@
-"""Functions that requests bring, by name, and forms of answers with a check of each: what JSON cannot hold."""
+"""Python functions of requests by name, and forms of answers with their checks, which JSON cannot store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-GRAMMARS: list[dict[str, Any]] = [  # "name" finds the check
+GRAMMARS: list[dict[str, Any]] = [  # "name" selects the check
     {"name": "digits", "asked": {"regex": "[0-9]{3}-[0-9]{4}"}},
     {"name": "letters", "asked": {"regex": "(ab|c)*d?"}},
     {"name": "words", "asked": {"regex": "[A-Z][a-z]{1,8}( [a-z]{1,8}){0,6}[.]"}},
@@ -40,7 +40,7 @@ JSON_CHECKS: dict[str, Callable[[str], bool]] = {
 
 
 def fits(asked: dict[str, Any], text: str, ended: bool) -> bool:
-    """Whether an answer has the form that was asked for; of one that was cut off little can be said."""
+    """Return whether an answer has the requested form.  An answer that was cut off is mostly accepted."""
     if "choice" in asked:
         return text in asked["choice"] if ended else any(c.startswith(text) for c in asked["choice"])
     if not ended:
@@ -55,7 +55,7 @@ def fits(asked: dict[str, Any], text: str, ended: bool) -> bool:
 
 
 def allowed(name: str, number: int, vocab: int) -> Callable[[Sequence[int]], Any]:
-    """``allowed_tokens_fn``: which tokens may follow some ids, as a range, a list or an array."""
+    """Return an ``allowed_tokens_fn`` that returns a range, a list or an array of tokens for some ids."""
 
     def residue(ids: Sequence[int]) -> Any:
         return range(len(ids) % number, vocab, number)
@@ -68,14 +68,17 @@ def allowed(name: str, number: int, vocab: int) -> Callable[[Sequence[int]], Any
         return np.arange(first, first + number)
 
     def slow(ids: Sequence[int]) -> Any:
-        time.sleep(0.001 * (len(ids) % 3))  # the device is long done with what it can do without the mask
+        time.sleep(0.001 * (len(ids) % 3))  # the device has then computed everything that does not need the mask
         return residue(ids)
 
     return {"residue": residue, "chain": chain, "span": span, "slow": slow}[name]
 
 
 def choose(name: str, number: int) -> Callable[[np.ndarray, Sequence[int]], int]:
-    """``choose_fn``: the best, the second, or one of the five best by the number of ids; ties to the lower id."""
+    """Return a ``choose_fn`` that returns the best token, the second, or one of the five best by the number of ids.
+
+    Ties go to the lower id.
+    """
 
     def pick(logits: np.ndarray, ids: Sequence[int]) -> int:
         order = np.argsort(-logits, kind="stable")
@@ -85,7 +88,7 @@ def choose(name: str, number: int) -> Callable[[np.ndarray, Sequence[int]], int]
 
 
 def processor(name: str, number: int) -> Callable[..., Any]:
-    """One of ``logits_processors``."""
+    """Return one of the ``logits_processors``."""
 
     def same(output: Any, logits: Any) -> Any:
         return logits
@@ -111,8 +114,10 @@ def processor(name: str, number: int) -> Callable[..., Any]:
 
 
 def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
-    """The taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points, but those whose
-    names end with one of "without"."""
+    """Return the taps of a request, {"seed": n, "add": bool, "read": bool}, at some of the model's points.
+
+    Points whose names end with an entry of "without" are left out.
+    """
     from minivllm import Tap
     from minivllm.core.interfaces.taps import read_only
 
@@ -133,8 +138,10 @@ def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
 
 
 def sampling_params(params: dict[str, Any], vocab: int) -> Any:
-    """``SamplingParams`` of plain data: functions are [name, number], ``logit_bias`` is a list of pairs; ``taps`` and
-    ``adapter`` are none of them."""
+    """Return ``SamplingParams`` of plain data.
+
+    Functions are [name, number], and ``logit_bias`` is a list of pairs.  ``taps`` and ``adapter`` are not among them.
+    """
     from minivllm import SamplingParams
 
     made = {name: value for name, value in params.items() if name not in ("taps", "adapter")}

@@ -1,4 +1,4 @@
-"""What holds of every answer, whatever it runs beside."""
+"""Rules that every answer must satisfy, whatever runs at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Said = tuple[str, str]  # kind, message
 
 
 def kind_of(error: str) -> str:
-    """The kind of fault that an error tells of."""
+    """Return the kind of fault that an error message shows."""
     if any(word in error for word in DEVICE_WORDS):
         return "device assert"
     if "its matcher refused" in error:
@@ -34,7 +34,7 @@ def kind_of(error: str) -> str:
 
 
 def may_run_dry(params: dict[str, Any]) -> bool:
-    """Whether what a request asks for may leave no token to draw: then it is an error for good."""
+    """Return whether a request may leave no token to draw, so that an error is correct."""
     bans = ("allowed_token_ids", "allowed_tokens_fn", "bad_words", "no_repeat_ngram_size", "logits_processors",
             "structured_outputs", "min_tokens", "logit_bias")  # fmt: skip
     few = {"allowed_token_ids", "allowed_tokens_fn", "structured_outputs"} & params.keys()
@@ -42,7 +42,7 @@ def may_run_dry(params: dict[str, Any]) -> bool:
 
 
 def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode: str, answer: Answer) -> list[Said]:
-    """(kind, message) of each broken rule; ``most``: the engine's ``max_model_len``."""
+    """Return (kind, message) for each broken rule.  ``most`` is the engine's ``max_model_len``."""
     found = list(_streamed(params, answer))
     if answer.left or answer.error is not None:
         for index, tokens in answer.pieces.items():
@@ -65,7 +65,7 @@ def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode
 
 
 def _streamed(params: dict[str, Any], answer: Answer) -> Iterator[Said]:
-    """The pieces joined are the answer."""
+    """Check that the joined pieces of a stream equal the answer."""
     if not (answer.streamed and answer.ended) or answer.left:
         return
     for out in answer.outputs:
@@ -82,7 +82,7 @@ def _stops(params: dict[str, Any], model: str) -> set[int]:
 
 
 def _length(params: dict[str, Any], model: str, prompt: list[int], most: int, out: Output) -> Iterator[Said]:
-    """Numbers of tokens and reasons to end agree."""
+    """Check that numbers of tokens agree with the reasons of ends."""
     room = min(params["max_tokens"], most - len(prompt))
     n, stops = len(out.tokens), _stops(params, model)
     least = 0 if "structured_outputs" in params else params.get("min_tokens", 0)
@@ -109,7 +109,7 @@ def _length(params: dict[str, Any], model: str, prompt: list[int], most: int, ou
 
 
 def _masks(params: dict[str, Any], model: str, prompt: list[int], tokens: list[int]) -> Iterator[Said]:
-    """Every token was among those that could be drawn; of each rule the first that it was not."""
+    """Check that every token was allowed, and yield the first fault of each rule."""
     vocab = VOCAB[model]
     if wrong := [t for t in tokens if not 0 <= t < vocab]:
         yield "mask", f"token {wrong[0]} is outside the vocabulary"
@@ -123,7 +123,7 @@ def _masks(params: dict[str, Any], model: str, prompt: list[int], tokens: list[i
                 break
     chosen = params.get("choose_fn")
     if chosen and chosen[0] != "argmax":
-        return  # it may take what the processors have ruled out
+        return  # the host's choice may take a token that the processors excluded
     allowed = set(params.get("allowed_token_ids") or range(vocab))
     size, history = params.get("no_repeat_ngram_size", 0), list(prompt)
     came = {tuple(history[j : j + size]) for j in range(len(history) - size + 1)} if size else set()
@@ -147,13 +147,13 @@ def _masks(params: dict[str, Any], model: str, prompt: list[int], tokens: list[i
 
 def _form(params: dict[str, Any], out: Output) -> Iterator[Said]:
     asked = params.get("structured_outputs")
-    cut = out.stop is not None  # by a stop string or id of the request, wherever the text was
+    cut = out.stop is not None  # the output ended at a stop string or stop id of the request
     if asked is not None and not cut and not functions.fits(asked, out.text, out.finish == "stop"):
         yield "mask", f"{out.text!r} ({out.finish}) does not fit {asked}"
 
 
 def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
-    """Log-probabilities are there for each token, possible, in order, and add up."""
+    """Check that each token has log-probabilities that are possible, in order, and add up."""
     k = params.get("logprobs")
     if k is None:
         if out.logprobs is not None:
@@ -165,7 +165,7 @@ def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
     total = 0.0
     for i, (token, entry) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
         said = entry_faults(entry, token, k, mode)
-        # a guided row's logits are finer than a half's: two that differ may have one log-probability
+        # a guided row has finer logits than a half dtype, so two different logits may have equal log-probabilities
         if said and not (said.startswith(TIES) and "guidance_scale" in params):
             yield scores_kind(said), f"token {i}: {said}"
             return
@@ -175,7 +175,7 @@ def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
 
 
 def _read(params: dict[str, Any], prompt: list[int], out: Output) -> Iterator[Said]:
-    """A row for each position, all of them numbers."""
+    """Check that there is a row of finite numbers for each position."""
     if not params.get("taps", {}).get("read"):
         if out.taps is not None:
             yield "taps", "values that nobody reads"
@@ -193,7 +193,7 @@ def _read(params: dict[str, Any], prompt: list[int], out: Output) -> Iterator[Sa
 
 
 def entry_faults(entry: list[Any], token: int, k: int, mode: str = "raw_logprobs") -> str:
-    """What is wrong with an entry [(id, log-probability, rank)], the token itself first; "" if nothing."""
+    """Return the fault of an entry [(id, log-probability, rank)], which begins with the token itself, "" if none."""
     (first, value, rank), others = entry[0], entry[1:]
     if first != token:
         return f"the first is of token {first}, the token is {token}"
@@ -203,7 +203,7 @@ def entry_faults(entry: list[Any], token: int, k: int, mode: str = "raw_logprobs
         return f"rank {rank}"
     if any(not math.isfinite(v) or v > 1e-5 for _, v, _ in others):
         return f"the best have {[v for _, v, _ in others]}"
-    least = k - 1 if mode == "raw_logprobs" else 0  # what may not be drawn has no probability and is not told
+    least = k - 1 if mode == "raw_logprobs" else 0  # excluded tokens have no probability and are not listed
     if not least <= len(others) <= k or len({t for t, *_ in entry}) < len(entry):
         return f"{len(others)} others, expected {k} best"
     for (s, v, _), (t, w, _) in pairwise(others):

@@ -1,4 +1,7 @@
-"""What was run before: a line of JSON for each seed that has failed, and one for each run.  It is only added to."""
+"""A file of earlier results, with a line of JSON for each seed that has failed, and one for each run.
+
+Lines are only appended.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,19 @@ from .cases import VERSION
 
 @dataclass
 class Ledger:
-    """``failed``: what became last of each (seed, dtype) that failed once on the device with this executor ("": the
-    default) and this generator: the kind of its fault, or "" if it passed.  ``next``: the first seed that no run of
-    this generator has had, on any device."""
+    """The results of earlier runs.
+
+    ``failed`` maps each (seed, dtype) that has failed to the kind of its last fault, or "" if it has passed since.  It
+    has the entries of this device, this executor ("" means the default) and this generator.  ``next`` is the first seed
+    that no run of this generator has used on any device.
+    """
 
     device: str
     paths: list[Path] = field(default_factory=list)
     executor: str = ""
     failed: dict[tuple[int, str], str] = field(default_factory=dict)
     next: int = 0
-    other: int = 0  # lines of other generators, whose seeds stand for other cases
+    other: int = 0  # lines of other generators, whose seeds mean other cases
 
     def __post_init__(self) -> None:
         for path in self.paths:
@@ -39,7 +45,10 @@ class Ledger:
             self.failed[line["seed"], line["dtype"]] = line["kind"]
 
     def note(self, seed: int, dtype: str, kind: str, message: str, requests: int) -> None:
-        """What became of a seed: a line if it failed or had failed, and that is news.  ``kind``: "" if it passed."""
+        """Note the result of a seed.  ``kind`` is "" if it passed.
+
+        A line is written if the seed failed or had failed, and the result is new.
+        """
         if self.failed.get((seed, dtype), "") != kind:
             self.failed[seed, dtype] = kind
             outcome = "fault" if kind else "passed"

@@ -1,4 +1,7 @@
-"""The models of the fuzzer, written once for all its processes: the shapes that differ most in how a GPU runs them."""
+"""The models of the fuzzer, which are written once for all processes.
+
+Their shapes differ most in their GPU kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 448, "num_attention_heads": 7, "num_key_value_heads": 1, "num_hidden_layers": 3,
         "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1,
     },
-    # norms around, a rotary embedding for each type of layer
+    # norms before and after, a rotary embedding for each type of layer
     "gemma3": {
         "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 3,
         "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
-    # a part of each head rotates, otherwise in requests of more than 60 tokens
+    # a part of each head rotates, with other frequencies in requests of more than 60 tokens
     "phi3": {
         "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
         "original_max_position_embeddings": 60,
@@ -33,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 60, "short_factor": [1.0 + i / 32 for i in range(16)],
             "long_factor": [2.0 + i / 4 for i in range(16)]},
     },
-    # attention beside the MLP, layers without positions
+    # attention in parallel to the MLP, layers without positions
     "cohere2": {
         "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "logit_scale": 0.5,
         "sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"],
@@ -54,25 +57,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     # ALiBi, a head for each query head
     "mpt": {"hidden_size": 128, "num_attention_heads": 2, "max_seq_len": 1024},
-    # ALiBi, attention beside the MLP, heads of keys shared, q, k and v by groups
+    # ALiBi, attention in parallel to the MLP, shared KV heads, q, k and v by groups
     "falcon": {
         "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
         "alibi": True,
     },
-    # recurrent states in three of four layers, a gate behind attention, a part of each head rotates
+    # recurrent states in three of four layers, a gate after attention, a part of each head rotates
     "qwen3_5": {
         **HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     },
     # short convolutions in every other layer
     "lfm2": {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4},
-    # scores without a scale, learned positions, a window in every other layer
+    # unscaled scores, learned positions, a window in every other layer
     "gpt_neo": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20, "num_hidden_layers": 2},
 }  # fmt: skip
 
 
 def make(folder: Path) -> None:
-    """Write each model, and a draft model that is often right: the model with noise, and without a window."""
+    """Write each model, and a draft model that is often right, which is the model with noise and without a window."""
     import torch
 
     import minivllm.pocket

@@ -1,4 +1,4 @@
-"""What a request answers alone, and what differs from it."""
+"""The answers of requests alone, and comparisons with them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from .configs import PLAIN, VOCAB, plain_of
 from .drive import Answer, Output, engine_options
 from .functions import sampling_params, taps_of
 
-KEPT = {"cpu": 8, "cuda": 4}  # plain engines of a process and dtype at once
-NEAR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}  # of log-probabilities whose tokens are equal
-READ = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}  # of what is read at points, of its largest
-NEAR_TIES = 5e-3  # the same where the last bits of logits go by the batch, which is compared in float32 only
-STEPPED = ("wrong token", "logprob", "taps", "ties")  # kinds of faults that a step of rounding may be
-TIES = "of equal ones"  # how a fault of the kind "ties" begins
+KEPT = {"cpu": 8, "cuda": 4}  # largest number of plain engines of a process and dtype
+NEAR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}  # allowed errors of log-probabilities for equal tokens
+# allowed errors of values that are read at points, relative to the largest
+READ = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+NEAR_TIES = 5e-3  # the same if the last bits of logits depend on the batch, which is compared in float32 only
+STEPPED = ("wrong token", "logprob", "taps", "ties")  # kinds of faults that rounding may explain
+TIES = "of equal ones"  # beginning of the message of a fault of the kind "ties"
 SERVICE = ("priority", "tenant", "cache_salt", "ttft_ms", "tpot_ms", "expected_tokens")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind``: one of ``cases.KINDS``; hung and died are found by who started the process."""
+    """A fault.  ``kind`` is one of ``cases.KINDS``; the parent process detects hung and died."""
 
     kind: str
     message: str
@@ -38,8 +39,10 @@ class Fault:
 
 
 class Oracle:
-    """Answers of requests alone in plain engines.  Answers are kept, and shared with other processes by files in
-    ``shared``; engines are kept as long as they are few."""
+    """The answers of requests alone in plain engines.
+
+    Answers are stored, and shared with other processes by files in ``shared``.  A few engines are kept.
+    """
 
     def __init__(self, device: str, dtype: str, folder: Path, shared: Path | None = None) -> None:
         self.device, self.dtype, self.folder, self.shared = device, dtype, folder, shared
@@ -52,7 +55,7 @@ class Oracle:
             self.engines.popitem()[1].close()
 
     def engine(self, options: dict[str, Any], other: bool = False) -> Any:
-        """The plain engine for requests of an engine with these options."""
+        """Return the plain engine for requests of an engine with these options."""
         from minivllm import LLM
 
         plain = plain_of(options, self.device, other)
@@ -74,13 +77,17 @@ class Oracle:
         anew: bool = False,
         other: bool = False,
     ) -> Answer:
-        """What the request answers alone.  ``anew``: computed, whatever is known; ``other``: as ``plain_of``."""
+        """Return the answer to the request alone.
+
+        ``anew`` computes it even if it is stored.  ``other`` is described at ``plain_of``.
+        """
         self.asked += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
         options = {**options, "enable_lora": "adapter" in params}
         if "kv_budget" not in params:
             options = {name: value for name, value in options.items() if name not in ("compressor", "compress_every")}
-        if len(prompt) + params["max_tokens"] <= options["max_model_len"]:  # where that ends it, it decides
+        # where the length limit ends the answer, it matters
+        if len(prompt) + params["max_tokens"] <= options["max_model_len"]:
             options = {**options, "max_model_len": PLAIN["max_model_len"]}
         plain = plain_of(options, self.device, other)
         what = json.dumps([plain, self.device, self.dtype, prompt, params], sort_keys=True)
@@ -119,9 +126,11 @@ Tie = Callable[[Output, Output, int], bool]
 def differences(
     got: Answer, want: Answer, dtype: str, left: bool = False, tie: Tie | None = None, times: float = 1
 ) -> list[tuple[str, str]]:
-    """(kind, message) of what differs.  ``left``: the client left, so ``got`` has the beginning, in its pieces.
-    ``tie(got, want, i)``: token i may be another one, and with it all that follows; ``times``: of the errors that
-    numbers may have."""
+    """Return (kind, message) for each difference.
+
+    ``left`` means that the client left, so ``got`` is the beginning of the answer, in pieces.  ``tie(got, want, i)``
+    returns whether token i may differ, and then all later ones.  ``times`` multiplies the allowed errors.
+    """
     if left:
         return _beginnings(got, want, tie)
     if len(got.outputs) != len(want.outputs):
@@ -156,7 +165,7 @@ def differences(
 
 
 def differs(got: Answer, want: Answer, length: int | None, dtype: str, tie: Tie | None, times: float) -> bool:
-    """Whether two answers differ in what a step of rounding may change; of ``length`` tokens, where that is given."""
+    """Return whether two answers differ in a way that rounding may explain, in ``length`` tokens if given."""
     if length is None:
         return any(kind in STEPPED for kind, _ in differences(got, want, dtype, False, tie, times))
     pairs = zip(got.outputs, want.outputs, strict=False)
@@ -164,7 +173,7 @@ def differs(got: Answer, want: Answer, length: int | None, dtype: str, tie: Tie 
 
 
 def _values(x: np.ndarray, y: np.ndarray | None, near: float) -> str:
-    """What differs between values [positions, width] that were read, in words."""
+    """Describe the differences between values [positions, width] that were read."""
     if y is None or x.shape != y.shape:
         return f"has the shape {x.shape}, alone {None if y is None else y.shape}"
     off = ~(np.abs(x - y).max(1, initial=0) <= near * np.abs(y).max(initial=1))
@@ -176,7 +185,7 @@ def _values(x: np.ndarray, y: np.ndarray | None, near: float) -> str:
 
 
 def _first(a: list[int], b: list[int]) -> int | None:
-    """Where two lists first differ."""
+    """Return the first index at which two lists differ."""
     if a == b:
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -191,7 +200,7 @@ def _beginnings(got: Answer, want: Answer, tie: Tie | None) -> list[tuple[str, s
             continue
         at = _first(tokens, alone.tokens[: len(tokens)]) or 0
         if tie is not None and at < len(alone.tokens):
-            continue  # it was not asked for to its end, so there is nothing to compare logits with
+            continue  # the answer was not read to its end, so there are no logits to compare
         kind = "wrong token" if at < len(alone.tokens) else "count"
         found.append(
             (
@@ -215,12 +224,12 @@ def _scores(a: Output, b: Output, near: float, same_ids: bool) -> list[tuple[str
 
 
 def scores_kind(said: str) -> str:
-    """The kind of a fault in log-probabilities: which of several equal ones are told is one of its own."""
+    """Return the kind of a fault in log-probabilities; a different choice of equal ones is a kind of its own."""
     return "ties" if said.startswith(TIES) else "logprob"
 
 
 def _entry(x: list[Any], y: list[Any], near: float, same_ids: bool) -> str:
-    """What differs between two entries of log-probabilities, in words."""
+    """Describe the differences between two entries of log-probabilities."""
     a, b = {t: (v, r) for t, v, r in x}, {t: (v, r) for t, v, r in y}
     if same_ids and [t for t, *_ in x] != [t for t, *_ in y]:
         said = f"best {[(t, round(v, 4)) for t, v, _ in x]}, alone {[(t, round(v, 4)) for t, v, _ in y]}"

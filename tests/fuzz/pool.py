@@ -1,4 +1,4 @@
-"""Worker processes: each plays a case at a time; one that dies or hangs is told of and replaced."""
+"""Worker processes that play one case at a time, and are replaced if they die or hang."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from .cases import Case
 
 HERE = Path(__file__).resolve().parent
-START_SECONDS = 120.0  # for imports, with many processes on few cores
-MOST_UNUSED = 20  # workers that go away without a case until the run gives up
-TAIL = 1500  # characters of a log that are told
+START_SECONDS = 120.0  # seconds for imports, with many processes on few cores
+MOST_UNUSED = 20  # number of workers that may end without a case before the run ends
+TAIL = 1500  # characters of a log that are reported
 Result = dict[str, Any]
 
 
 @dataclass
 class Worker:
-    """A process, what it plays, and since when it has said nothing."""
+    """A process, its case, and the time of its last message."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -42,15 +42,18 @@ class Worker:
         return self.process.stdout
 
     def tail(self) -> str:
-        """The end of its log, from its last case on."""
+        """Return the end of its log, from its last case on."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         return text.rpartition("== seed")[2][-TAIL:].strip()
 
 
 @dataclass
 class Pool:
-    """``processes`` workers with models in ``folder`` (logs and shared answers too).  ``silence``: seconds without a
-    word after which a worker hangs.  ``until``: time.monotonic at which all is over."""
+    """A pool of ``processes`` workers, with models, logs and shared answers in ``folder``.
+
+    ``silence`` is the number of seconds without a message after which a worker hangs.  ``until`` is the time.monotonic
+    at which all work ends.
+    """
 
     processes: int
     folder: Path
@@ -61,7 +64,7 @@ class Pool:
     started: int = 0
     enough: bool = False
     unused: int = 0
-    slowest: float = 1.0  # seconds of a case, roughly the longest of late
+    slowest: float = 1.0  # seconds of a case, about the longest of recent cases
 
     def run(
         self,
@@ -70,8 +73,11 @@ class Pool:
         tick: Callable[[], None] = lambda: None,
         keep: bool = False,
     ) -> int:
-        """Play cases until there are no more, time is up or ``done(case, result)`` returns True; returns how many were
-        cut off.  ``tick()``: called a few times a second.  ``keep``: idle workers stay for the next call."""
+        """Play cases until there are no more, time is up or ``done(case, result)`` returns True.
+
+        Return the number of cases that were cut off.  ``tick()`` is called a few times a second.  With ``keep`` idle
+        workers stay for the next call.
+        """
         left: Iterator[Case] | None = cases
         self.enough = False
         try:
@@ -80,7 +86,7 @@ class Pool:
                 now = time.monotonic()
                 if now >= self.until or self.enough:
                     break
-                # one that would be cut off is not begun; half of the cases take less than half of the slowest
+                # do not begin a case that would be cut off; half of the cases take less than half of the slowest
                 open_ = left is not None and now + min(0.5 * self.slowest, 10.0) < self.until
                 if open_ and left is not None and not self._fill(left):
                     left = None
@@ -102,7 +108,7 @@ class Pool:
             self.workers.remove(worker)
 
     def _fill(self, cases: Iterator[Case]) -> bool:
-        """Give every idle worker a case; False if there are no more."""
+        """Give every idle worker a case, and return False if there are no more."""
         while len(self.workers) < self.processes:
             self.workers.append(self._start())
         for worker in self.workers:
@@ -133,12 +139,12 @@ class Pool:
 
     def _give(self, worker: Worker, case: Case) -> None:
         worker.case, worker.begun, worker.heard, worker.stage = case, time.monotonic(), time.monotonic(), "given"
-        with contextlib.suppress(BrokenPipeError):  # it has died: seen when it is listened to
+        with contextlib.suppress(BrokenPipeError):  # the worker has died, which the next read detects
             worker.process.stdin.write(case.to_json().encode() + b"\n")  # type: ignore[union-attr]
             worker.process.stdin.flush()  # type: ignore[union-attr]
 
     def _listen(self, done: Callable[[Case, Result], bool | None]) -> None:
-        """Wait a little for words of the workers, and see to those that say none."""
+        """Wait a short time for messages of the workers, and handle silent workers."""
         with selectors.DefaultSelector() as selector:
             for worker in self.workers:
                 selector.register(worker.out, selectors.EVENT_READ, worker)
@@ -151,7 +157,7 @@ class Pool:
 
     def _hear(self, worker: Worker, done: Callable[[Case, Result], bool | None]) -> None:
         data = worker.out.read()
-        if data == b"":  # the end: it has closed its side
+        if data == b"":  # the worker has closed its side
             self._ended(worker, done)
             return
         *lines, worker.buffer = (worker.buffer + (data or b"")).split(b"\n")
@@ -191,7 +197,7 @@ class Pool:
         self.enough |= bool(done(worker.case, self._lost(worker, "hung", said)))
 
     def _unused(self, worker: Worker, what: str) -> None:
-        """A worker went away without a case, which is nobody's fault unless it happens again and again."""
+        """Count a worker that ended without a case, which is accepted unless it happens often."""
         self.unused += 1
         print(f"a worker {what}: {worker.tail()}", flush=True)
         if self.unused > MOST_UNUSED:
@@ -213,6 +219,6 @@ class Pool:
 
 
 def _kill(worker: Worker) -> None:
-    """End the process and what it has started: they are a session of their own."""
+    """End the process and its children, which form a session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.process.pid, signal.SIGKILL)

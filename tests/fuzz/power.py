@@ -1,4 +1,4 @@
-"""How often what is hard was met: a run that never preempts says nothing of preemption."""
+"""Counts of hard situations in a run, because a run without preemption does not test preemption."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .cases import Case
 from .drive import Answer, Run
 
-EXPECTED = {  # of a run with some hundred configurations; the others of one on a GPU
+EXPECTED = {  # situations that a run of some hundred configurations must contain, with those of a GPU
     "any": ("preemptions", "prefix hits", "partial hits", "evictions", "late rows", "host rows", "forks", "beams",
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
@@ -63,5 +63,5 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
 
 
 def lacking(met: Counter[str], device: str) -> list[str]:
-    """What was never met, and ought to be."""
+    """Return the situations that did not occur."""
     return [name for kind in ("any", device) for name in EXPECTED.get(kind, ()) if not met[name]]

@@ -1,4 +1,4 @@
-"""Cases for executors of several ranks: how many share the model of each engine, drawn for the seed."""
+"""Cases for executors of several ranks, whose number for each engine is drawn for the seed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from .cases import Case
 from .configs import ROUTED
 from .models import SHAPES
 
-MOST = 4  # ranks of a machine with two cores
+MOST = 4  # largest number of ranks on a machine with two cores
 POCKET = {"num_attention_heads": 4, "num_key_value_heads": 2}
-OWN = ("q", "k", "v")  # points of a layer that no rank has whole
+OWN = ("q", "k", "v")  # points of a layer of which each rank has a part
 
 
 def sizes(model: str, most: int = MOST) -> list[int]:
-    """How many ranks can share a model, of at most ``most``.  Where a router may send a token elsewhere for a last bit
-    it is one."""
+    """Return the numbers of ranks that can share a model, up to ``most``.
+
+    It is 1 for models whose router may choose another expert for a last bit.
+    """
     if model in ROUTED:
         return [1]
     shape = SHAPES.get(model, POCKET)
@@ -26,8 +28,11 @@ def sizes(model: str, most: int = MOST) -> list[int]:
 
 
 def shared(case: Case, executor: str, most: int = MOST) -> Case:
-    """The case with ranks of an executor.  What they would be refused is left out: bits that do not go by the batch,
-    points of which each has a part.  Weights that are quantized share by share are other weights, so none are."""
+    """Return the case with ranks of an executor.
+
+    Options that the executor refuses are left out, which are batch invariance and points of which each rank has a part.
+    Quantization is left out, because weights that are quantized in shares differ.
+    """
     engines = []
     for i, options in enumerate(case.engines):
         rng = random.Random(f"ranks {case.seed} {i}")

@@ -4,7 +4,8 @@
     python tests/fuzz/run.py --device cuda --replay 1234 --dtypes bfloat16
     python tests/fuzz/run.py --device cuda --shrink 1234 --dtypes bfloat16
 
-A request's answer is what it answers alone in a plain engine; __init__.py says what else is checked.  Exit 1: faults.
+The reference is the answer of a request alone in a plain engine.  __init__.py describes all checks.  The exit status is
+1 after faults.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent
 PROGRESS = 30.0  # seconds between two lines
 CLOSING = 1.0  # seconds before the end at which processes are ended
-SILENCE = {"cpu": 180.0, "cuda": 200.0}  # compiling a kernel takes long where many do it
+SILENCE = {"cpu": 180.0, "cuda": 200.0}  # seconds; compiling a kernel takes long if many processes do it
 
 
 @dataclass
 class Tally:
-    """What a run has come to so far."""
+    """The results of a run so far."""
 
     device: str
-    ignored: list[str] = field(default_factory=list)  # kinds that are counted and are no failure
+    ignored: list[str] = field(default_factory=list)  # kinds of faults that are counted but do not fail the run
     executor: str = ""  # empty: the default
     configs: int = 0
     requests: int = 0
     tokens: int = 0
-    faults: Counter[str] = field(default_factory=Counter)  # configurations by the kind of their first fault
+    faults: Counter[str] = field(default_factory=Counter)  # number of configurations by the kind of their first fault
     met: Counter[str] = field(default_factory=Counter)
-    spent: Counter[str] = field(default_factory=Counter)  # seconds of the workers
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of the workers by stage
     failed: list[tuple[int, str, str, str]] = field(default_factory=list)  # seed, dtype, kind, message
     said: float = field(default_factory=time.monotonic)
 
@@ -83,7 +84,7 @@ class Tally:
             )
 
     def table(self, cut: int) -> None:
-        """The end of every run."""
+        """Print the table at the end of a run."""
         print(f"\n== {self.device}, generator {VERSION}")
         rows: dict[str, Any] = {
             "configurations": self.configs,
@@ -110,7 +111,7 @@ class Tally:
 
 
 def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
-    """What failed before, then new seeds."""
+    """Yield earlier failures, then new seeds."""
     first = ledger.next if args.first_seed == "auto" else int(args.first_seed)
     for seed, dtype in list(ledger.failed):
         if dtype in args.dtypes:
@@ -156,11 +157,11 @@ def fuzz(args: argparse.Namespace, folder: Path) -> int:
         if tally.configs:
             ledger.add({"run": run})
         tally.table(cut)
-    return 1 if tally.faults or not tally.configs else 0  # a run that played nothing has shown nothing
+    return 1 if tally.faults or not tally.configs else 0  # a run without configurations has tested nothing
 
 
 def replay(args: argparse.Namespace, folder: Path) -> int:
-    """One seed, several times if asked, with all that is known of it."""
+    """Run one seed, several times if requested, and print all details."""
     case = of_seed(args, args.replay, dtype_of(args.replay, args.dtypes))
     print(f"seed {case.seed}, {case.dtype}, {case.drive}, walk={case.walk}, resets={case.resets}, late={case.late}")
     for options in case.engines:
@@ -196,7 +197,7 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
 
 
 def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
-    """The case of a seed, with what the command line asks for of all engines."""
+    """Return the case of a seed, with the options that the command line sets for all engines."""
     case = case_of(seed, args.device, dtype)
     if args.quantized:
         case = replace(case, engines=[quantized(seed, i, options, dtype) for i, options in enumerate(case.engines)])
@@ -246,8 +247,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="minivllm-fuzz-"))
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "alone", ignore_errors=True)  # answers of another state of the source
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then too
+    shutil.rmtree(folder / "alone", ignore_errors=True)  # these answers were computed by another state of the sources
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # child processes are ended then too
     try:
         if not (folder / "done").exists():
             folders = [str(folder) for folder in (HERE.parent / "helpers", HERE.parent, HERE.parents[1])]

@@ -1,5 +1,8 @@
-"""A smaller case with a fault: requests are dropped, then features of engines and requests are turned to plain values,
-for as long as it fails.  A fault on a GPU is often a race, so each candidate is tried several times."""
+"""Find a smaller case with the same fault.
+
+Requests are dropped, and then features of engines and requests are replaced by plain values, as long as the case fails.
+A fault on a GPU is often a race, so each candidate is tried several times.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from .configs import PLAIN
 from .pool import Pool
 
 NEEDED = ("seed", "max_tokens")
-WILD = KINDS[:5]  # one race shows now as the one and now as the other
+WILD = KINDS[:5]  # one race may appear as any of these kinds
 SHORTER = (1, 2, 4, 8, 16)
 
 
 @dataclass
 class Shrinker:
-    """``times``: tries of a candidate, of which one with a fault is enough."""
+    """A search for a smaller case.  ``times`` is the number of tries of a candidate; one fault is enough."""
 
     case: Case
     folder: Path
@@ -37,7 +40,7 @@ class Shrinker:
     pool: Pool | None = None
 
     def fails(self, case: Case) -> bool:
-        """Whether one of several tries has a fault; workers are kept for the next candidate."""
+        """Return whether one of several tries has a fault.  Workers are kept for the next candidate."""
         found: list[Any] = []
         if self.pool is None:
             self.pool = Pool(min(self.processes, self.times), self.folder, self.silence, self.until)
@@ -53,13 +56,13 @@ class Shrinker:
         return bool(found)
 
     def counts(self, kind: str) -> bool:
-        """Whether a fault is one to shrink to: of the kind of the first, or both may be a device that went wrong."""
+        """Return whether a fault counts, which must have the kind of the first, or both may be faults of the device."""
         if not self.said:
             return kind not in self.ignored
         return kind == self.said["kind"] or (kind in WILD and self.said["kind"] in WILD)
 
     def run(self) -> Case | None:
-        """The smallest case found in time; None if the whole one does not fail."""
+        """Return the smallest case found in time, None if the whole case does not fail."""
         best = self.case
         try:
             if not any(self.fails(best) for _ in range(3)):
@@ -73,7 +76,7 @@ class Shrinker:
         return best
 
     def _smaller(self, best: Case, candidates: Callable[[Case], Iterator[Case]]) -> Case:
-        """Take what still fails, in turns over all candidates until a turn changes nothing."""
+        """Apply candidates that still fail, in rounds over all candidates until a round changes nothing."""
         changed = True
         while changed:
             changed, at = False, 0
@@ -82,7 +85,7 @@ class Shrinker:
                 if smaller is None:
                     break
                 if smaller != best and self.fails(smaller):
-                    best, changed = smaller, True  # the next candidate now stands in its place
+                    best, changed = smaller, True  # the next candidate now has the same index
                     print(f"{len(best.asks)} requests, {len(best.engines)} engines, {self.said['kind']}", flush=True)
                 else:
                     at += 1
@@ -91,7 +94,7 @@ class Shrinker:
         return best
 
     def program(self, case: Case) -> str:
-        """The case as Python that runs it."""
+        """Return the case as a Python program that runs it."""
         what = pprint.pformat(case, width=118, compact=True)
         return f"""# {self.said["kind"]}: {self.said["message"][:200]}
 # in tests/, with the package on the path:
@@ -112,14 +115,14 @@ for _ in range({max(self.times, 1)}):
 
 
 def keep(case: Case, which: list[int]) -> Case:
-    """The case with these requests; next turns of those that go become first turns."""
+    """Return the case with these requests only.  Next turns of removed requests become first turns."""
     at = {old: new for new, old in enumerate(which)}
     asks = [replace(case.asks[i], after=at.get(case.asks[i].after)) for i in which]  # type: ignore[arg-type]
     return replace(case, asks=asks)
 
 
 def fewer(case: Case) -> Iterator[Case]:
-    """Without half of the requests, a quarter, and so on."""
+    """Yield the case without half of the requests, a quarter, and so on."""
     n = len(case.asks)
     size = n // 2
     while size >= 1:
@@ -131,7 +134,7 @@ def fewer(case: Case) -> Iterator[Case]:
 
 
 def fewer_engines(case: Case) -> Iterator[Case]:
-    """Without one of several engines and its requests."""
+    """Yield the case without one of several engines and its requests."""
     for gone in range(len(case.engines) if len(case.engines) > 1 else 0):
         left = [i for i, a in enumerate(case.asks) if a.engine != gone]
         if left:
@@ -141,7 +144,7 @@ def fewer_engines(case: Case) -> Iterator[Case]:
 
 
 def plainer_engines(case: Case) -> Iterator[Case]:
-    """With one option as plain as can be, or driven plainly."""
+    """Yield the case with one option at its plain value, or driven plainly."""
     if case.resets or case.walk:
         yield replace(case, resets=[], walk=False)
     if case.late:
@@ -162,7 +165,7 @@ def plainer_engines(case: Case) -> Iterator[Case]:
 
 
 def plainer_asks(case: Case) -> Iterator[Case]:
-    """With a request that asks for less, is shorter, or has a shorter prompt."""
+    """Yield the case with a request that has fewer parameters, is shorter, or has a shorter prompt."""
     for i, ask in enumerate(case.asks):
 
         def put(new: Ask, i: int = i) -> Case:

@@ -1,4 +1,6 @@
-"""The fuzzer: its cases are what their seeds say, sound engines pass, and planted faults are found under their kind."""
+"""The fuzzer itself: a seed always gives the same case, sound engines pass, and planted faults are found under their
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from .pool import Pool
 from .shrink import keep, plainer_asks, plainer_engines
 from .worker import Player
 
-QUICK = (1, 4, 11, 62)  # one of each way of driving, and engines side by side
+QUICK = (1, 4, 11, 62)  # one seed for each way of driving, and one with several engines
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def test_many_configurations_have_no_fault(dtype, tmp_path):
 
 
 def workload(drive="generate", **options):
-    """Requests of several kinds at once; the plain engine has one at a time."""
+    """Return a case with requests of several kinds at once, which the plain engine runs one at a time."""
     engine = {**PLAIN, "model": "llama", "max_num_seqs": 8, "max_num_batched_tokens": 64, "run_ahead": 1,
               "enable_prefix_caching": True, "num_kvcache_blocks": 60, **options}  # fmt: skip
     kinds = [
@@ -142,7 +144,7 @@ def workload(drive="generate", **options):
 
 
 def crowded(plan):
-    """Whether a step has rows of several requests, as no step of the plain engine has."""
+    """Return whether a step has rows of several requests, which never happens in the plain engine."""
     return len(set(plan.slots.tolist())) > 3
 
 
@@ -197,7 +199,7 @@ def kept_block(patch):
     def release(self, slot):
         seen["calls"] += 1
         if seen["calls"] % 7 == 0 and self.slots.blocks[0, slot] > 1:
-            self.slots.blocks[0, slot] -= 1  # the last of its blocks is forgotten
+            self.slots.blocks[0, slot] -= 1  # forget the last of its blocks
         true(self, slot)
 
     patch.setattr(KVCache, "release", release)
@@ -372,7 +374,7 @@ def test_shrinking_leaves_the_request_that_fails(player, monkeypatch, folder):
 
 
 def test_every_rule_of_an_answer_can_be_broken(player):
-    """Each change of a sound answer is found."""
+    """Check that each change of a sound answer is found."""
     params = {"seed": 1, "max_tokens": 9, "temperature": 0.0, "logprobs": 3, "ignore_eos": True, "prompt_logprobs": 1}
     engine, prompt = workload().engines[0], [5, 6, 7]
     answer = player.oracle(workload()).answer(engine, prompt, params)

@@ -1,5 +1,8 @@
-"""Without ``batch_invariant`` the last bits of a logit depend on the batch: another token is no fault where the two are
-equally likely but for these bits.  Asked of the plain engine, which is led along the answer up to there."""
+"""Checks whether a different token is explained by rounding, for engines without ``batch_invariant``.
+
+The last bits of a logit depend on the batch.  A different token is accepted if both are equally likely except for these
+bits, by the logits of the plain engine after the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from .configs import VOCAB, rounds
 from .drive import Output
 from .oracle import Oracle
 
-NEAR = 2e-3  # of logits after processors and temperature, and of noise: far above float32's rounding in these models
-EDGE = 2e-3  # of a probability that decides whether a token is left out
-# times as much of both where a last bit of a key, or of an activation, is a step of its rounding; 0.34 was seen
+# allowed difference of logits after processors and temperature, and of noise, far above float32's rounding in these
+# models
+NEAR = 2e-3
+EDGE = 2e-3  # allowed difference of a probability that decides whether a token is excluded
+# factor of both limits if a last bit of a key or activation may become a step of its rounding; 0.34 was observed
 COARSE = 200
 TOO_MUCH = (
     "typical_p",
@@ -23,11 +28,11 @@ TOO_MUCH = (
     "beam_width",
     "best_of",
     "guidance_scale",
-)  # what is drawn from cannot be told so
+)  # samplers whose distribution cannot be computed this way
 
 
 class Ties:
-    """``tie(got, want, i)`` for the outputs of a request."""
+    """The function ``tie(got, want, i)`` for the outputs of a request."""
 
     def __init__(self, oracle: Oracle, options: dict[str, Any], prompt: list[int], params: dict[str, Any]) -> None:
         self.oracle, self.options, self.prompt, self.params = oracle, options, prompt, params
@@ -50,7 +55,10 @@ class Ties:
         return bool(t) and (self._at_an_edge(x, a) or self._at_an_edge(x, b))
 
     def _logits(self, forced: list[int]) -> np.ndarray:
-        """What the plain engine draws from after ``forced``: after processors, functions and masks, float64 [V]."""
+        """Return the logits from which the plain engine draws after ``forced``, float64 [V].
+
+        Processors, functions and masks have been applied.
+        """
         found: list[np.ndarray] = []
         start, p = len(self.prompt), self.params
         own = [functions.processor(*f) for f in p.get("logits_processors", ())]
@@ -81,7 +89,7 @@ class Ties:
         return x
 
     def _own(self, logits: np.ndarray, ids: list[int], own: list[Any]) -> np.ndarray:
-        """After the request's own functions."""
+        """Apply the request's own functions to logits."""
         import torch
 
         x: Any = torch.from_numpy(logits.astype(np.float32))
@@ -100,7 +108,7 @@ class Ties:
         return gumbel(*one, vocab)[0].double().numpy()
 
     def _at_an_edge(self, x: np.ndarray, token: int) -> bool:
-        """Whether rounding decides if a token is left out by top-k, top-p or min-p."""
+        """Return whether rounding decides if top-k, top-p or min-p exclude a token."""
         p, probs = self.params, np.exp(x - x.max())
         probs /= probs.sum()
         mine = probs[token]

@@ -1,6 +1,7 @@
-"""A process that plays cases: one JSON line in for each, JSON lines out (``stage`` as it goes on, ``done`` at the end).
+"""A process that plays cases.  It reads one JSON line for each, and writes JSON lines (``stage`` for progress, ``done``
+at the end).
 
-What it prints otherwise goes to its log.  A process whose CUDA context is in doubt says so and ends.
+Other output goes to its log.  A process whose CUDA context may be damaged reports this and ends.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from fuzz.invariants import check, kind_of, may_run_dry
 from fuzz.oracle import STEPPED, Fault, Oracle, differences, differs
 from fuzz.ties import Ties
 
-MOST_MEMORY = 6 << 30  # bytes of a process, and of the device for it, at which it is replaced
-MOST_FAULTS = 12  # of a case that are told
+MOST_MEMORY = 6 << 30  # bytes of a process, or of its device memory, above which it is replaced
+MOST_FAULTS = 12  # reported faults of a case
 
 
 class Player:
-    """Plays cases one after another; what requests answer alone is remembered."""
+    """Plays cases one after another, and stores the answers of requests alone."""
 
     def __init__(self, folder: Path, shared: Path | None = None, stage: Any = None) -> None:
         self.folder, self.shared = folder, shared
         self._told = stage or (lambda text: None)
-        self.seconds: Counter[str] = Counter()  # by what was done: the first word of a stage
+        self.seconds: Counter[str] = Counter()  # seconds by the first word of a stage
         self._doing, self._since = "", time.monotonic()
         self.oracles: dict[tuple[str, str], Oracle] = {}
 
     def stage(self, text: str) -> None:
-        """Something new is begun."""
+        """Begin a new stage."""
         now = time.monotonic()
         self.seconds[self._doing] += now - self._since  # type: ignore[assignment]
         self._doing, self._since = text.split()[0].strip(","), now
@@ -61,8 +62,11 @@ class Player:
         return self.oracles[key]
 
     def play(self, case: Case) -> dict[str, Any]:
-        """Run a case and compare: ``faults``, ``requests``, ``tokens`` compared, ``met``: how often each feature was
-        met, ``replace``: whether the process is to be replaced."""
+        """Run a case and compare the answers.
+
+        Return ``faults``, ``requests``, the compared ``tokens``, ``met`` with the number of times that each feature
+        occurred, and ``replace``, which tells whether the process must be replaced.
+        """
         begun = time.monotonic()
         self.stage("alone")
         self.seconds.clear()
@@ -77,7 +81,7 @@ class Player:
             faults.append(Fault(kind_of(said), said))
         doubt = any(f.kind == "device assert" for f in faults) or not _device_is_well(case.device, faults)
         if faults and not doubt:
-            self.close()  # the plain engines may be what is wrong
+            self.close()  # the plain engines may be damaged
         played.met["configurations"] += 1
         self.stage("idle")
         return {
@@ -94,7 +98,7 @@ class Player:
 
 
 class Play:
-    """One case and what came of it."""
+    """A case and its results."""
 
     def __init__(self, case: Case, player: Player) -> None:
         self.case, self.oracle, self.stage = case, player.oracle(case), player.stage
@@ -105,7 +109,7 @@ class Play:
         self.driven = Run(case, player.folder, self.prompt_of, player.stage)
 
     def prompt_of(self, i: int) -> list[int]:
-        """A request's prompt; that of the next turn of a conversation has the earlier answer in it."""
+        """Return a request's prompt.  The next turn of a conversation includes the earlier answer."""
         if i not in self.prompts:
             ask = self.case.asks[i]
             before: list[int] = []
@@ -130,12 +134,12 @@ class Play:
             self.stage(f"request {i} is compared")
             self.faults += [Fault(kind, f"request {i}: {said}", i) for kind, said in self.judge(i, answer)]
             if any(f.kind == "device assert" for f in self.faults):
-                break  # nothing more can be run in this process
+                break  # nothing more can run in this process
         self.met += power.count(self.case, self.driven, self.prompts)
         self.met["computed alone"] = self.oracle.computed - self.computed
 
     def judge(self, i: int, answer: Answer) -> list[tuple[str, str]]:
-        """(kind, message) of what is wrong with an answer."""
+        """Return (kind, message) for each fault of an answer."""
         ask = self.case.asks[i]
         options, prompt, params = self.case.engines[ask.engine], self.prompts[i], ask.params
         if answer.refused is not None:
@@ -166,12 +170,12 @@ class Play:
     ) -> list[tuple[str, str]]:
         exact = options["batch_invariant"]
         if not exact and {"beam_width", "best_of"} & params.keys():
-            return []  # in which order they come is decided by the last bits
+            return []  # the last bits decide their order
         tie = None if exact else Ties(self.oracle, options, prompt, params)
         times = 1 if tie is None else tie.times
         found = differences(answer, alone, self.case.dtype, answer.left, tie, times)
         if not exact and rounds(options) and any(kind in STEPPED for kind, _ in found):
-            # where a last bit becomes a step of rounding, that may decide what is attended to
+            # where a last bit becomes a step of rounding, it may decide which tokens attention reads
             moved = self.oracle.answer(options, prompt, params, other=True)
             length = max(map(len, answer.pieces.values()), default=0) if answer.left else None
             if differs(moved, alone, length, self.case.dtype, tie, times):
@@ -185,12 +189,12 @@ class Play:
 
 
 def _gravity(fault: Fault) -> int:
-    """The gravest first: a case is counted under it."""
+    """Return the sort key of a fault, the most serious first."""
     return KINDS.index(fault.kind) if fault.kind in KINDS else 0
 
 
 def _device_is_well(device: str, faults: list[Fault]) -> bool:
-    """Wait for all that was enqueued; a fault of the device shows here at the latest."""
+    """Wait for all enqueued work, and return False if the device has a fault."""
     if device != "cuda":
         return True
     import torch
@@ -204,7 +208,7 @@ def _device_is_well(device: str, faults: list[Fault]) -> bool:
 
 
 def _memory(device: str) -> int:
-    """Bytes that the process holds, or that torch holds of the device for it, whichever are more."""
+    """Return the bytes of the process, or of its device memory in torch, whichever is larger."""
     held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if device == "cuda":
         import torch
@@ -214,11 +218,12 @@ def _memory(device: str) -> int:
 
 
 def main() -> None:
-    """``worker.py FOLDER SHARED``: models are in FOLDER, answers are shared in SHARED."""
+    """Run ``worker.py FOLDER SHARED``, with models in FOLDER and shared answers in SHARED."""
     talk = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what others print goes to the log
+    os.dup2(2, 1)  # output of other code goes to the log
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks for it before it ends us
+    # the parent requests the stacks before it ends this process
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def tell(what: str, value: Any) -> None:
         talk.write(json.dumps({what: value}) + "\n")
@@ -236,7 +241,7 @@ def main() -> None:
         if result["replace"]:
             break
     talk.flush()
-    os._exit(0)  # tearing down a broken CUDA context may hang
+    os._exit(0)  # releasing a broken CUDA context may hang
 
 
 if __name__ == "__main__":

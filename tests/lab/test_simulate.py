@@ -316,7 +316,7 @@ def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": "x"}, "no table of costs"),
+        ({"format": "x"}, "not a table of costs"),
         ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
         ({"seconds": {**COSTS.as_json()["seconds"], "rows": {"at": [2, 1], "seconds": [1, 1]}}}, "do not ascend"),
         ({"seconds": {}}, "KeyError: 'rows'"),
@@ -427,7 +427,7 @@ def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
 
 
 def test_two_paces_are_refused(tmp_path, table):
-    with pytest.raises(PluginError, match="costs and step_ms both say"):
+    with pytest.raises(PluginError, match="costs and step_ms both define"):
         LLM(model="pocket", executor={"name": "sim", "options": {"costs": table, "step_ms": 3.0}}, device="cpu")
 
 

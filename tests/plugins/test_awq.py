@@ -90,7 +90,7 @@ def test_auto_takes_it(checkpoint):
         ({"backend": "llm-awq"}, r"AWQ of backend='llm-awq'"),
         ({"bits": 8}, r"bits=8: expected 4"),
         ({"group_size": 64}, r"qzeros': shape .2, 12. of I32, expected .1, 12. of I32 with bits=4, group_size=64"),
-        ({"modules_to_not_convert": ["mlp"]}, r"has model.*mlp.*qweight, and modules_to_not_convert=\['mlp'\] says"),
+        ({"modules_to_not_convert": ["mlp"]}, r"model.*mlp.*qweight, and modules_to_not_convert=\['mlp'\] excludes"),
         ({"modules_to_not_convert": "mlp"}, r"modules_to_not_convert='mlp': expected a list of names"),
     ],
 )  # fmt: skip

@@ -114,7 +114,7 @@ NAME = "model.layers.1.mlp.up_proj."
     ("param", "made", "wanted"),
     [
         ("weight.absmax", None, r"lacks model.*up_proj.weight.absmax"),
-        ("weight.absmax", lambda t: t[:-1].clone(), r"says shape \[128, 64\] in blocks of 64 and 127 blocks are there"),
+        ("weight.absmax", lambda t: t[:-1].clone(), r"says shape \[128, 64\] in blocks of 64 with 127 blocks"),
         (STATE + "nf4", lambda t: t[:-3].clone(), r"the state of the quantization is broken"),
         (STATE + "nf4", None, r"has model.*up_proj.weight of U8 and no scales for it"),
         ("weight", lambda t: t[:-1].clone(), r"shape \[4095, 1\] of U8, expected \[4096, 1\] of U8"),

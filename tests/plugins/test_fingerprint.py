@@ -94,7 +94,7 @@ def said(**words):
         (Rank(said(torch="2.12.0")), ResourceError, "^rank 1 of 2 .* than rank 0 of 2 .*: torch is 2.12.0, "),
         (Ending(), EngineDeadError, "rank 1 of 2 .* has ended, exit code 0"),
         (Rank(), ResourceError, "not started within 0 s: rank 1 of 2"),
-        (Rank(Message(99, bytearray())), EngineDeadError, "kind 99 out of turn"),
+        (Rank(Message(99, bytearray())), EngineDeadError, "unexpected message of kind 99"),
     ],
     ids=["differs", "dies", "says nothing", "says another thing"],
 )  # fmt: skip

@@ -353,7 +353,7 @@ NAME = "model.layers.1.self_attn.k_proj"
         ({"group_size": 0}, r"group_size=0: expected a number of inputs, or -1"),
         ({"checkpoint_format": "gptq_p"}, r"checkpoint_format='gptq_p': expected gptq or gptq_v2"),
         ({"is_marlin_format": True}, r"checkpoint_format='marlin': use the same model as checkpoint_format=gptq"),
-        ({"dynamic": {"-:.*k_proj": {}}}, r"has model.*k_proj.qweight, and a pattern of dynamic says"),
+        ({"dynamic": {"-:.*k_proj": {}}}, r"has model.*k_proj.qweight, but a pattern of dynamic excludes"),
         ({"dynamic": {"+:(": {"bits": 8}}}, r"expected a regular expression"),
         ({"dynamic": {"x": {"bits": 9}}}, r"dynamic.x.bits=9: expected"),
         ({"sym": 3}, r"sym=3: expected True or False"),
@@ -433,5 +433,5 @@ def test_a_method_that_no_quantizer_reads_is_refused_by_name_with_those_that_are
 
 def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_path):
     packed_dir(tmp_path, config(), lambda *args: None, None)
-    with pytest.raises(ModelError, match="no module of the checkpoint is packed so: expected tensors named qweight"):
+    with pytest.raises(ModelError, match="no module of the checkpoint has this format: expected tensors named qweight"):
         LLM(model=str(tmp_path), **LLM_SIZES)

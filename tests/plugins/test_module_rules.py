@@ -313,7 +313,7 @@ def test_groups_that_do_not_divide_are_refused_as_options(tmp_path, capsys):
 def test_an_embedding_that_other_code_looks_up_is_refused(tmp_path):
     tiny_dir(tmp_path, "llama", **SIZES)
     chosen = {"name": "int8", "options": {"embedding": True}}
-    with pytest.raises(OptionError, match="this model's tokens are looked up by transformers: set embedding=false"):
+    with pytest.raises(OptionError, match="transformers looks up the tokens of this model; set embedding=false"):
         LLM(model=str(tmp_path), model_impl="transformers", quantizer=chosen, skip_tokenizer_init=True, device="cpu")
 
 

@@ -204,7 +204,7 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
         executor.call("verb")
     executor._due.append(9)
     messages.append(Message(process.ANSWER, bytearray(b"{}")))
-    with pytest.raises(EngineDeadError, match="out of turn"):
+    with pytest.raises(EngineDeadError, match="out of order"):
         executor.collect(0)
 
 

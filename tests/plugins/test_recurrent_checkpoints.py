@@ -159,7 +159,7 @@ def test_a_convolution_that_comes_packed_is_refused_by_name(tmp_path):
 def test_value_heads_that_fill_no_words_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(DELTA, "linear_num_value_heads", 4)
     quantizer, cfg, _ = _with_gates_of_four(tmp_path)
-    with pytest.raises(ModelError, match="4 outputs of 4 bits are no whole number of words: expected a multiple of 8"):
+    with pytest.raises(ModelError, match="4 outputs of 4 bits do not fill whole words: expected a multiple of 8"):
         Harness(tmp_path, Qwen35(), cfg, quantizer=quantizer)
 
 

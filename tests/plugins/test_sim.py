@@ -185,7 +185,7 @@ def faulty(kind: str, device) -> None:
     device._tables = wrong
 
 
-@pytest.mark.parametrize(("kind", "words"), [("foreign", "foreign KV at 0 of slot 0"), ("missing", "has no block")])
+@pytest.mark.parametrize(("kind", "words"), [("foreign", "KV of another history at 0"), ("missing", "has no block")])
 def test_a_kv_slot_that_is_not_the_rows_own_ends_the_engine(kind, words):
     engine = sim_engine()
     made = request(engine, "r", range(9), max_tokens=20, ignore_eos=True)

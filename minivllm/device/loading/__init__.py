@@ -1,13 +1,13 @@
-"""From a model directory and a wiring to what runs on one device: config, weights, model, cache memory, processors.
+"""Build a worker's parts on one device from a model directory and a wiring, as config, weights, model and memory.
 
-hub         a snapshot of the Hugging Face hub: in the cache, or fetched
-hf_config   the directory: config.json, what it says of architecture and dtype
-numbers     which numbers of config.json a model can have
-gguf        a GGUF file as such a directory would have it
-tensor_files  safetensors files, and what their headers say
-weights     safetensors, or dummies, to the parameters of a model
-shapes      config.json against the headers of the weights and the free memory, before either is taken
-build       a Wiring to a Worker: plug-ins made, model loaded, KV memory allocated
+hub           a snapshot of the Hugging Face hub, from the cache or downloaded
+hf_config     the directory, its config.json, and the architecture and dtype in it
+numbers       the limits of numbers in config.json
+gguf          a GGUF file in the form of such a directory
+tensor_files  safetensors files and their headers
+weights       safetensors or random numbers into the parameters of a model
+shapes        config.json compared with the headers of the weights and the free memory, before memory is allocated
+build         a Wiring to a Worker, with plug-ins, loaded model and KV memory
 """
 
 from collections.abc import Mapping

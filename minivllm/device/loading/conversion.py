@@ -1,4 +1,6 @@
-"""What comes between the tensors of a checkpoint and the rules of an architecture: names, forms, what is left out."""
+"""The steps between the tensors of a checkpoint and the rules of an architecture, which rename, convert and leave out
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,10 @@ def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> t
 
 
 def by_rules(headers: Mapping[str, Header], conversion: Conversion | None) -> Mapping[str, Header]:
-    """Return headers by the names that the rules of the architecture have, without those of tensors that are left out
-    or made into others."""
+    """Return headers under the names that the rules of the architecture have.
+
+    Headers of tensors that are left out or converted to others are missing.
+    """
     if conversion is None:
         return headers
     found: dict[str, Header] = {}

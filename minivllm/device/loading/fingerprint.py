@@ -17,7 +17,7 @@ from minivllm.registration import given
 
 PATTERNS = ("config.json", "*quant*.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 CODE = (".py", ".cpp", ".h", ".cu", ".so")
-OWN = ("device", "plugins")  # folders of minivllm whose code computes keys and values
+OWN = ("device", "plugins")  # folders of minivllm whose code affects keys and values
 READERS = 8  # files that are read at a time
 PIECE = 8 << 20
 UNREADABLE = os.urandom(16).hex()  # in place of a hash of code that has no source

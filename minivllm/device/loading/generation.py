@@ -1,7 +1,7 @@
-"""Sampling defaults and end-of-sequence ids of generation_config.json, as vLLM takes them (option
-``generation_config``).
+"""Sampling defaults and end-of-sequence ids of generation_config.json, as in vLLM (option ``generation_config``).
 
-Six fields become defaults of requests; ``do_sample`` is not read: a temperature alone makes a request greedy or not.
+Six fields become defaults of requests.  ``do_sample`` is not read, because the temperature alone makes a request
+greedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GenerationDefaults:
     left: tuple[str, ...] = ()
 
     def in_words(self) -> str:
-        """Return what ``explain`` shows; "" if there is nothing to show."""
+        """Return the text that ``explain`` shows, "" if there is nothing to show."""
         if not self.values and not self.left:
             return ""
         given = ", ".join(f"{name}={value}" for name, value in self.values.items()) or "no defaults"
@@ -44,8 +44,10 @@ class GenerationDefaults:
 
 
 def generation_file(option: str, folder: Path) -> Path | None:
-    """Return the file that the option stands for, for a model in ``folder``; None if there is none.  ConfigError for a
-    path without such a file."""
+    """Return the file that the option selects for a model in ``folder``, None if there is none.
+
+    ConfigError for a path without such a file.
+    """
     if option in NONE or (option == "auto" and is_gguf(folder)):
         return None
     if option == "auto":
@@ -61,8 +63,11 @@ def generation_file(option: str, folder: Path) -> Path | None:
 
 
 def read_generation(option: str, folder: Path) -> GenerationDefaults:
-    """Return the defaults of a model in ``folder``.  ConfigError as ``generation_file``; ModelError for a file that is
-    no JSON object, or holds a value that no request may have."""
+    """Return the defaults of a model in ``folder``.
+
+    ConfigError as in ``generation_file``.  ModelError for a file that is no JSON object, or has a value that requests
+    may not have.
+    """
     from minivllm.core.interfaces.params import SamplingParams
 
     path = generation_file(option, folder)

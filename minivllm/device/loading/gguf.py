@@ -33,7 +33,7 @@ FOUR_NORMS = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-# architecture -> what config.json calls it, its class, and the names of what a layer has beside linear modules
+# architecture -> its name in config.json, its class, and the names of a layer's tensors besides linear modules
 KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "llama": ("llama", "LlamaForCausalLM", NORMS),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", NORMS),
@@ -44,10 +44,10 @@ KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"
 WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27B, which scale q by the width of their heads
-# of the rotary embedding of Llama 3.1 and later, of which a file has only what comes of it
+# fields of the rotary embedding of Llama 3.1 and later, which a file stores only as the resulting factors
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, where a file has none
-# of rotary embeddings: what keys have to say, if they are there, since other values change the result
+# fields of rotary embeddings that must have these values if they are present, because others change the result
 FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
     "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0), "rope.scaling.yarn_beta_fast": (32.0,),
@@ -111,7 +111,7 @@ def _number(file: GgufFile, key: str, default: Any = None) -> Any:
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
-    """Return a whole number of at least 1; ModelError for another value."""
+    """Return a whole number of at least 1.  ModelError for another value."""
     value = _number(file, key, default)
     if not isinstance(value, int) or value < 1:
         raise file.refuse(f"{file.architecture}.{key}={shown(value)}: expected a whole number of at least 1")
@@ -190,7 +190,10 @@ def _rope(file: GgufFile) -> NewFields:
 
 
 def _llama3(file: GgufFile, theta: float) -> NewFields:
-    """Return the rotary embedding whose frequencies have these factors; ModelError for factors other than Llama 3's."""
+    """Return the rotary embedding whose frequencies have these factors.
+
+    ModelError for factors other than Llama 3's.
+    """
     found = file.tensors[ROPE_FACTORS]
     if found.kind not in FLOATS:
         raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: expected {', '.join(FLOATS)}")
@@ -212,7 +215,7 @@ def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
     found = _IN_LAYER.fullmatch(name)
     inside = {**LINEAR, **KNOWN[file.architecture][2]}
     if found is None or found[2] not in inside:
-        raise file.refuse(f"tensor {shown(name)} has no place in {file.architecture}; expected a dense text model")
+        raise file.refuse(f"tensor {shown(name)} does not belong to {file.architecture}; expected a dense text model")
     return f"model.layers.{found[1]}.{inside[found[2]]}", found[3]
 
 
@@ -243,7 +246,7 @@ def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> 
         except NotImplementedError:
             kind = file.tensors[name].kind
             raise file.refuse(
-                f"tensor {shown(name)}: the package gguf does not unpack {kind}; use another file"
+                f"tensor {shown(name)}: the package gguf cannot unpack {kind}; use another file"
             ) from None
         if file.architecture == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
             heads = _count(file, "attention.head_count")

@@ -1,10 +1,8 @@
-"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): their metadata, and their tensors mapped into
-memory.
+"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), with metadata and tensors mapped into memory.
 
-A file comes from a stranger.  Each count in its header is compared with the bytes that are left before anything is
-allocated, so the time and memory that a header takes are bounded by the size of the file and by the limits below.  The
-package ``gguf``, which takes 40 s for the header of a vocabulary of 128,000 tokens, only says how large the blocks of a
-tensor type are.
+A file may be hostile.  Each count in its header is compared with the remaining bytes before memory is allocated, so the
+size of the file and the limits below bound the time and memory that a header takes.  The package ``gguf`` is used only
+for the block sizes of tensor types, because it takes 40 s for the header of a vocabulary of 128,000 tokens.
 
 Every function raises ModelError with the file's name.
 """
@@ -26,13 +24,14 @@ from minivllm.errors import ModelError, ResourceError, shown
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 MAGIC = b"GGUF"
-# limits, several times what the largest published files have
+# limits, several times the values of the largest published files
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 18
-MOST_STRINGS = 1 << 22  # in all arrays of a file; a vocabulary of 262,144 tokens has some 800,000 with its merges
+# strings in all arrays of a file; a vocabulary of 262,144 tokens has some 800,000 with its merges
+MOST_STRINGS = 1 << 22
 MOST_TEXT = 1 << 28  # bytes of all strings of a file
 MOST_DIMS = 4
-LISTED = 1 << 12  # numbers of an array that become a list; longer ones stay in the mapped file
+LISTED = 1 << 12  # numbers of an array that becomes a list; longer arrays stay in the mapped file
 ALIGNMENT = 32  # of tensors, where the file has no general.alignment
 # tokens that end an answer by their spelling, as llama.cpp finds them, since many files name only one id
 END_TEXTS = frozenset({
@@ -45,7 +44,7 @@ SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
-NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the tensor's shape
+NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the tensor's shape -> dtype of numpy
 
 
 class GgufTensor(NamedTuple):
@@ -78,8 +77,10 @@ class GgufFile(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids of tokens that end an answer: the file's own first, then tokens of ``END_TEXTS``, then a
-        control token "</s>", which may also be a tag."""
+        """Return the ids of tokens that end an answer.
+
+        The file's own id is first, then tokens of ``END_TEXTS``, then a control token "</s>", which may also be a tag.
+        """
         tokens, kinds = (self.values.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
         tokens = tokens if isinstance(tokens, list) else []  # the reader of the vocabulary refuses other values
         kinds = kinds if isinstance(kinds, list) or hasattr(kinds, "tolist") else []
@@ -125,7 +126,7 @@ def _read(path: str, size: int, changed: int) -> GgufFile:
     try:
         header = _Header(data)
         return GgufFile(Path(path), *header.read(sizes))
-    except (Broken, struct.error) as e:  # struct: the file ends within a number
+    except (Broken, struct.error) as e:  # struct.error means that the file ends within a number
         raise ModelError(f"{path}: not a whole GGUF file ({e}); download it again") from None
 
 
@@ -138,11 +139,13 @@ class _Header:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 8
-        self.strings, self.text = 0, 0  # that were read so far; bytes of them
+        self.strings, self.text = 0, 0  # number of strings read so far, and their bytes
 
     def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        """Return the values and the tensors.  ``sizes``: number of a tensor type -> (name, elements of a block, bytes
-        of a block)."""
+        """Return the values and the tensors of the file.
+
+        ``sizes`` maps the number of a tensor type to (name, elements of a block, bytes of a block).
+        """
         tensors, keys = self._unpack("<Q"), self._unpack("<Q")
         self._fits("tensors", tensors, 24, MOST_TENSORS)  # bytes that an entry has at least
         self._fits("keys", keys, 13, MOST_KEYS)
@@ -166,9 +169,9 @@ class _Header:
     def _fits(self, what: str, count: int, least: int, most: int | None) -> None:
         """Refuse ``count`` items of at least ``least`` bytes that the rest of the file cannot hold."""
         if most is not None and count > most:
-            raise Broken(f"it says that it has {count} {what}: expected at most {most}")
+            raise Broken(f"the header has {count} {what}: expected at most {most}")
         if count * least > len(self.data) - self.at:
-            raise Broken(f"it says that {count} {what} follow, but only {len(self.data) - self.at} bytes do")
+            raise Broken(f"the header announces {count} {what}, but only {len(self.data) - self.at} bytes do")
 
     def _string(self, what: str) -> str:
         size, begin = self._unpack("<Q"), self.at
@@ -216,7 +219,7 @@ class _Header:
                 (size,) = length.unpack_from(data, at)
                 end = at + 8 + size
                 if end > len(data) or end - first > MOST_TEXT:
-                    raise Broken(f"a string of {shown(key)} says that it has {size} bytes")
+                    raise Broken(f"a string of {shown(key)} has a length of {size} bytes")
                 found.append(data[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError:
@@ -241,7 +244,7 @@ class _Header:
             if name in found:
                 raise Broken(f"tensor {shown(name)} is there twice")
             if number not in sizes:
-                raise Broken(f"tensor {shown(name)} is of type {number}, which this version of gguf does not know")
+                raise Broken(f"tensor {shown(name)} is of type {number}, which this version of gguf does not support")
             if 0 in shape:
                 raise Broken(f"tensor {shown(name)} has shape {list(shape)}; expected no dimension of 0")
             kind, count, width = sizes[number]

@@ -1,4 +1,4 @@
-"""Where a model is and what its config.json says.  Nothing in a model directory is ever run."""
+"""The folder of a model and the contents of its config.json.  No code of a model directory is ever run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft", "pocket-mtp": "mtp"}  # word -> directory in minivllm/pocket
-# what checkpoints call a class by the code that comes with them -> transformers' name for it
+# name of a class in a checkpoint's own code -> transformers' name of the class
 RENAMED = {"MPTForCausalLM": "MptForCausalLM"}
 # model types that have another name for max_position_embeddings
 CONTEXT_KEYS = {"mpt": ("max_seq_len",), "bloom": ("seq_length",)}
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of the weights; "float32" if the file does not say, as in transformers."""
+        """Return the dtype of the weights, "float32" if the file has none, as in transformers."""
         parts = [self.raw, *(part for _, part in nested_parts(self.raw))]
         named = next((c[k] for c in parts for k in ("dtype", "torch_dtype") if c.get(k)), "float32")
         return str(named).removeprefix("torch.")
@@ -105,8 +105,7 @@ def open_checkpoint(
     hub: HubOptions = HubOptions(),  # noqa: B008
     overrides: Fields | None = None,
 ) -> Checkpoint:
-    """Find a model and read its config.json, with ``overrides`` laid over it.  ModelError names what is missing or
-    broken."""
+    """Find a model and read its config.json, changed by ``overrides``.  ModelError names a missing or broken file."""
     folder = find_model(model, wanted, hub)
     if is_gguf(folder):
         from .gguf import config_of
@@ -142,8 +141,10 @@ def _said_beside(folder: Path, raw: Fields) -> dict[str, Any]:
 
 
 def longest_context(cfg: Any) -> int | None:
-    """Return the tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding
-    stretches it.  None: the configuration has no limit."""
+    """Return the largest number of tokens of a sequence, None without a limit.
+
+    It is ``max_position_embeddings``, or more if the rotary embedding extends it.
+    """
     _, most = _context_named(cfg)
     params = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     kind, factor = params.get("rope_type") or params.get("type"), params.get("factor")
@@ -162,7 +163,7 @@ def context_said(cfg: Any) -> str:
 
 
 def _context_named(cfg: Any) -> tuple[str, int | None]:
-    """Return the key that says how many tokens a sequence may have, and its value."""
+    """Return the key with the largest number of tokens of a sequence, and its value."""
     keys = ("max_position_embeddings", *CONTEXT_KEYS.get(str(getattr(cfg, "model_type", "")), ()))
     return next(((key, value) for key in keys if (value := getattr(cfg, key, None)) is not None), (keys[0], None))
 

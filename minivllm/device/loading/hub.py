@@ -1,10 +1,10 @@
-"""Models of the Hugging Face hub: a snapshot from the local cache, or fetched into it.  Nothing of one is ever run.
+"""Models of the Hugging Face hub, as a snapshot in the local cache or downloaded into it.  No code of a model is run.
 
-    id, revision ──► snapshot in the cache ── has what is wanted ──────────────────► its folder
-                              └── is not there, or lacks something ──► the hub ──►
+    id, revision ──► snapshot in the cache ── complete ───────────────────────────► its folder
+                              └── missing or incomplete ──► download from the hub ──►
 
-What the cache holds is used without a question to the hub, so that a start needs no network and a model stays as it is
-until somebody fetches a newer one (``hf download ID``).  How a cache is laid out:
+A complete snapshot is used without a request to the hub.  So a start needs no network, and a model stays the same until
+the user downloads a newer one (``hf download ID``).  The layout of the cache is described at
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
@@ -35,8 +35,10 @@ _REVISION = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}")
 
 @dataclass(frozen=True)
 class HubFiles:
-    """Which files of a repository are wanted: the ``patterns`` that are fetched, and what a folder ``lacks`` of those
-    that cannot be done without, by name."""
+    """The files of a repository to download, as ``patterns``.
+
+    ``lacks`` returns the required files that a folder does not have.
+    """
 
     patterns: tuple[str, ...]
     lacks: Callable[[Path], list[str]]
@@ -44,8 +46,11 @@ class HubFiles:
 
 @dataclass(frozen=True)
 class HubOptions:
-    """``revision``: a branch, a tag or a commit, None: main.  ``download_dir``: a cache, None: that of the hub's
-    library (HF_HUB_CACHE, HF_HOME).  ``option``: what a user calls the revision."""
+    """The place and revision of a repository.
+
+    ``revision`` is a branch, a tag or a commit, None means main.  ``download_dir`` is a cache, None means that of the
+    hub's library (HF_HUB_CACHE, HF_HOME).  ``option`` is the user's name of the revision.
+    """
 
     revision: str | None = None
     download_dir: str | None = None
@@ -79,7 +84,7 @@ def whole_model(folder: Path) -> list[str]:
 
 
 def whole_pickled(folder: Path) -> list[str]:
-    """Return what a folder lacks to be loaded with ``load_format = "pt"``."""
+    """Return the files that a folder lacks for ``load_format = "pt"``."""
     index = folder / "pytorch_model.bin.index.json"
     if index.exists():
         listed = files.read_json(index, files.PART, ModelError)
@@ -91,7 +96,7 @@ def whole_pickled(folder: Path) -> list[str]:
 
 
 def other_folders(name: str) -> list[str]:
-    """Return patterns of ``fnmatch`` that match the files in all folders but ``name``, also those in its folders."""
+    """Return patterns of ``fnmatch`` for the files of all folders except ``name``, including files of subfolders."""
     patterns = [f"{name}/*/*", f"{name}[!/]*/*"]
     for at, letter in enumerate(name):
         begin = name[:at]
@@ -114,7 +119,8 @@ def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
 def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     """Return the folder with the files of a repository, from the cache or downloaded.
 
-    ConfigError for a revision that can be none.  ModelError names the files, the places and what to do."""
+    ConfigError for an impossible revision.  ModelError names the files, the places and what to do.
+    """
     if hub.revision is not None and not _REVISION.fullmatch(hub.revision):
         raise ConfigError(f"{hub.option}={shown(hub.revision)}: expected a branch, a tag or a commit")
     cached = _cached(name, wanted, hub)
@@ -176,7 +182,7 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     try:
         return Path(snapshot_download(name, **_asked(wanted, hub), **_bars()))
     except errors.GatedRepoError as exc:
-        raise ModelError(f"{at}: is gated; ask for access at {url}/{name}, then {token}") from exc
+        raise ModelError(f"{at}: is gated; request access at {url}/{name}, then {token}") from exc
     except errors.RevisionNotFoundError as exc:
         raise ModelError(
             f"{name}: the hub ({url}) has no {hub.option} {shown(hub.revision)} of it; expected a branch, a tag or a "
@@ -185,19 +191,19 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     except errors.RepositoryNotFoundError as exc:
         raise ModelError(
             f"{name}: no such directory, and the hub ({url}) has no such model, or a private one; expected a "
-            f"directory, or an id as it stands there; for a private one {token}"
+            f"directory, or an id with the hub's spelling; for a private one {token}"
         ) from exc
     except errors.LocalEntryNotFoundError as exc:
         raise ModelError(_unreachable(name, wanted, hub, _status(exc.__cause__))) from exc
     except errors.HfHubHTTPError as exc:
         todo = f"; {token}" if _status(exc) in (401, 403) else ""
-        raise ModelError(f"{at}: the Hugging Face hub ({url}) says: {one_line(exc)}{todo}") from exc
+        raise ModelError(f"{at}: the Hugging Face hub ({url}) returned: {one_line(exc)}{todo}") from exc
     except Exception as exc:  # such as errors of the HTTP client, or of a full disk
         raise ModelError(f"{at}: cannot be fetched from the Hugging Face hub ({url}): {one_line(exc)}") from exc
 
 
 def _bars() -> NewFields:
-    """Return the arguments for progress bars: those of the library on a terminal, and none elsewhere."""
+    """Return the arguments for progress bars, which are the library's on a terminal, and none elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         return {}
     from huggingface_hub.utils import tqdm

@@ -1,7 +1,7 @@
-"""Numbers of config.json that no model has are refused by key, before anything is built from them.
+"""Limits of numbers in config.json, which refuse impossible numbers by key before anything is built.
 
-The limits are generous, several times what the largest published models have: they keep a typing error, or a hostile
-file, from taking the machine's memory.  Sizes that the weights contradict are refused by ``shapes``.
+The limits are several times the values of the largest published models.  They prevent a typing error or a hostile file
+from exhausting the machine's memory.  ``shapes`` refuses sizes that contradict the weights.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from minivllm.errors import ModelError, shown
 from . import Fields
 from .text_model import NESTED, nested_parts
 
-MOST_LAYERS = 2_000  # published models end at some 130; a model of thousands takes seconds to lay out
+MOST_LAYERS = 2_000  # published models have up to about 130; a model of thousands takes seconds to build
 INT32 = (1 << 31) - 1  # positions and token ids are held in 32 bits
-TINY, HUGE = 2.0**-126, 2.0**127  # what float32 holds without loss
+TINY, HUGE = 2.0**-126, 2.0**127  # float32 stores numbers between these limits without loss
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float", "double", "half", "float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number between two limits; ``null``: or null."""
+    """A whole number between two limits, or null if ``null`` is set."""
 
     least: int
     most: int
@@ -126,7 +126,7 @@ LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "partial_rotary_factor": Real(TINY, 1.0),
     "bos_token_id": Ids(),
     "eos_token_id": Ids(),
-    "pad_token_id": Ids(-1),  # -1 is how some checkpoints spell that there is none; nothing reads it
+    "pad_token_id": Ids(-1),  # some checkpoints write -1 for a missing id; nothing reads it
     "num_labels": Whole(0, 1 << 16, null=True),  # transformers makes a name for each label, though nothing reads it
     "dtype": Dtype(),
     "torch_dtype": Dtype(),
@@ -192,10 +192,10 @@ def unread(part: Fields) -> set[str]:
 
 
 def check_numbers(where: str, raw: Fields) -> None:
-    """Refuse the first number that cannot be, naming the key, its value and what was wanted (ModelError).
+    """Raise ModelError for the first impossible number, with the key, its value and the accepted values.
 
-    ``raw`` is config.json as it is, ``where`` its path.  Values of a part that the configuration disables are not
-    looked at.
+    ``raw`` is the content of config.json, and ``where`` its path.  Parts that the configuration disables are not
+    checked.
     """
 
     def refuse(key: str, value: Any, wanted: str | None) -> None:

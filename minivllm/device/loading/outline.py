@@ -1,6 +1,6 @@
-"""What the weights of a model would take, and what would multiply by them, without loading any.
+"""The memory of a model's weights and the kernels for them, computed without loading any.
 
-The model is built on torch's ``meta`` device with the quantizer that was chosen, as it would be on the real one.
+The model is built on torch's ``meta`` device with the chosen quantizer, as on the real device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Component:
     count: int = 0
     held: int = 0  # bytes
     plain: int = 0  # that they would take unquantized
-    forms: Counter[str] = field(default_factory=Counter)  # in which they lie; of unquantized ones the dtype
+    # forms of the weights, or dtypes of unquantized weights, with their numbers
+    forms: Counter[str] = field(default_factory=Counter)
     quantized: bool = False
     served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of each form, where there are several
 

@@ -1,6 +1,6 @@
-"""Change what config.json holds before anything is read from it: the option ``hf_overrides``.
+"""Changes of config.json before it is read, by the option ``hf_overrides``.
 
-A key that the engine would not read is refused, as is a value that has no effect beside the file's own keys.
+A key that the engine would not read is refused, as is a value that other keys of the file make ineffective.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ def _leaves(values: Fields, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
 
 
 def refuse_unread(overrides: Fields, raw: Fields, cfg: Any, ignores: Sequence[str], who: str) -> None:
-    """Refuse overrides that change nothing: ConfigError with the key and what to do.
+    """Raise ConfigError for an override that changes nothing, with the key and what to do.
 
-    ``raw`` is config.json with the overrides in it, ``cfg`` the configuration that was read from it, ``ignores`` the
-    fields that the architecture does not read, ``who`` its name."""
+    ``raw`` is config.json with the overrides, and ``cfg`` the configuration that was read from it.  ``ignores`` are the
+    fields that the architecture does not read, and ``who`` is its name.
+    """
     parts = nested_parts(raw) if hasattr(cfg, MARK) else []
     _refuse_in(overrides, parts[-1][0] if parts else "", "", cfg, ignores, who)
 
@@ -82,7 +83,7 @@ def _refuse_in(table: Fields, text: str, at: str, cfg: Any, ignores: Sequence[st
             _refuse_in(value, text, f"{at}{key}.", cfg, ignores, who)
         elif key in known_keys(cfg):
             raise ConfigError(
-                f"hf_overrides: {shown(at + key)}: the text model has it in {text[:-1]}; write {text}{key}"
+                f"hf_overrides: {shown(at + key)}: the text model has this key in {text[:-1]}; write {text}{key}"
             )
         else:
             raise ConfigError(
@@ -155,7 +156,7 @@ def _refuse_idle(said: str, given: Fields, kinds: set[str]) -> None:
     idle = [name for name, value in given.items() if value is not None and name in every - read]
     if idle:
         raise ConfigError(
-            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type beside it, "
+            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type too, "
             "or leave it out"
         )
 
@@ -167,7 +168,7 @@ def _tables(found: Fields) -> Iterator[Fields]:
 
 
 def _flat(table: Fields) -> Iterator[tuple[str, Any]]:
-    """Give the numbers of a rotary embedding in any nesting; the type by its new name."""
+    """Yield the numbers of a rotary embedding at any depth, and its type under the new name."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value)

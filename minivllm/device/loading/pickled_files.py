@@ -1,6 +1,6 @@
-"""Weights that ``torch.save`` wrote (``load_format = "pt"``): read with ``weights_only``, which runs no code of a file.
+"""Weights that ``torch.save`` wrote (``load_format = "pt"``), read with ``weights_only``, which runs no code of a file.
 
-A file has the interface of an open safetensors file, so that what reads tensors need not know which kind it is.
+A file has the interface of an open safetensors file, so that readers handle both kinds alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minivllm.errors import ModelError, brief, shown
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
-# what trainers leave beside the weights
+# files that training programs write next to the weights
 OTHERS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*|trainer_state)\.(bin|pt|pth)"
 )
@@ -35,7 +35,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class _Said:
-    """What is known of a tensor before its numbers are read."""
+    """The facts about a tensor that are known before its numbers are read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -64,7 +64,7 @@ class PickledFile:
 
 
 def _loaded(path: Path) -> Any:
-    """Return what a file holds.  ModelError for a file that is broken, and for one that asks for code."""
+    """Return the contents of a file.  ModelError for a broken file, and for a file that would run code."""
     files.check(path, error=ModelError)
     try:
         try:
@@ -123,10 +123,11 @@ def pickled_names(folder: Path) -> list[str]:
 
 
 def pickled_files(folder: Path) -> list[Path] | None:
-    """Return the files to read where there is no index: one that holds all, or every shard of one number.
+    """Return the files to read if there is no index, which is one file with all tensors, or all shards of one number.
 
-    ModelError that names a shard that is missing, or files of which several could be meant.  None means that the
-    folder has none."""
+    ModelError names a missing shard, or files among which the choice is ambiguous.  None means that the folder has
+    none.
+    """
     names = pickled_names(folder)
     if SINGLE in names:
         return [folder / SINGLE]
@@ -138,7 +139,7 @@ def pickled_files(folder: Path) -> list[Path] | None:
     sets = sorted({(match[1], match[3], match[4]) for match in shards})
     if len(sets) != 1 or len(shards) != len(names):
         raise ModelError(
-            f"{folder}: cannot tell which of {', '.join(names[:4])} are the weights; expected {SINGLE}, {INDEX}, or "
+            f"{folder}: cannot choose which of {', '.join(names[:4])} are the weights; expected {SINGLE}, {INDEX}, or "
             "the shards of one checkpoint alone"
         )
     stem, count, suffix = sets[0]

@@ -1,8 +1,8 @@
-"""config.json of Llama, Qwen 2 and Qwen 3 read without transformers, whose import takes a second of every start.
+"""Read config.json of Llama, Qwen 2 and Qwen 3 without transformers, whose import takes a second of every start.
 
-A file is read here if all of its keys are known here and their values are of the usual kinds.  Any other one is left to
-transformers, and so is what is wrong with it.  What is made here has the values that transformers' object has, which a
-test compares; an attribute that is not known here comes from transformers after all.
+A file is read here if all of its keys are known and their values are of the usual types.  Other files, including all
+faulty ones, are left to transformers.  The result has the same values as transformers' object, which a test compares.
+An attribute that is not known here is read from transformers' object.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[Any, Kinds]]] = {
     "qwen2": QWEN2,
     "qwen3": {**QWEN2, "head_dim": (128, _kinds(WHOLE)), "attention_bias": (False, _kinds(FLAG))},
 }
-NO_MATTER = {  # to what is computed
+NO_MATTER = {  # fields that do not change the computation
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
@@ -65,7 +65,7 @@ ROPE_KINDS = {"default", "linear", "llama3"}
 ROPE_NUMBERS = {
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 }  # fmt: skip
-# what architectures ask for and no file that is read here has
+# fields that architectures read and that no file read here has
 UNSET = {
     "layer_types", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
     "quantization_config", "rope_scaling", "rope_theta", "sliding_window", "text_of", "use_bidirectional_attention",
@@ -74,7 +74,10 @@ UNSET = {
 
 
 class PlainConfig:
-    """Fields of a config.json as attributes; ``whole`` makes transformers' object, which has the other attributes."""
+    """Fields of a config.json as attributes.
+
+    ``whole`` creates transformers' object, which has the other attributes.
+    """
 
     def __init__(self, values: Fields, whole: Callable[[], Any]) -> None:
         self.__dict__.update(values)
@@ -93,7 +96,7 @@ class PlainConfig:
 
 
 def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
-    """Return the configuration in a file; None if the file is left to transformers, ``whole``."""
+    """Return the configuration of a file, or None if the file is left to transformers, which ``whole`` calls."""
     fields = FIELDS.get(str(raw.get("model_type")))
     if fields is None or not set(raw) <= fields.keys() | NO_MATTER | ROPE:
         return None
@@ -122,8 +125,9 @@ def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
 
 
 def two_ropes(raw: Fields) -> str:
-    """Return a sentence about a file with ``rope_scaling`` and ``rope_parameters``, of which the first alone is read;
-    "" for any other file."""
+    """Return a sentence for a file with both ``rope_scaling`` and ``rope_parameters``, of which only the first is read;
+    "" for other files.
+    """
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
     if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
         return ""

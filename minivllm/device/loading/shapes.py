@@ -1,7 +1,7 @@
-"""The shapes that a configuration asks for, compared with those of the checkpoint before memory is taken for either.
+"""Compare the shapes of a configuration with those of the checkpoint, before memory is allocated.
 
-A model is built once on torch's ``meta`` device, where tensors have shapes and no memory.  What it would hold is
-compared with the headers of the safetensors files, and with the memory that is free.
+A model is built once on torch's ``meta`` device, where tensors have shapes and no memory.  Its tensors are compared
+with the headers of the safetensors files, and with the free memory.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
         arch.build(cfg, made)
     except ModelError:
         raise
-    except Exception:  # meta tensors have no values; what else is wrong the real build says
+    except Exception:  # meta tensors have no values; the real build reports other errors
         return None
     return made
 
@@ -194,7 +194,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
 
 
 def _said(cfg: Any, size: int) -> list[str]:
-    """Return the keys of config.json, with their values, that equal a size or whose product does."""
+    """Return the keys of config.json, with their values, for which the value or a product of values equals a size."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
         values = [value for value in (getattr(cfg, key, None) for key in keys) if type(value) is int]
@@ -232,7 +232,7 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
 def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """Raise ModelError if config.json has another number of experts than the checkpoint has tensors for."""
     sources = {re.sub(r"\.\d+\.", ".{i}.", rule.source) for rule in rules if "{e}" in rule.source}
-    if not sources:  # a config that is asked for what it has not becomes one of transformers
+    if not sources:  # reading a missing attribute of a config turns it into transformers' object
         return
     key = expert_key(cfg)
     asked = getattr(cfg, key, None)

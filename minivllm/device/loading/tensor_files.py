@@ -1,4 +1,4 @@
-"""The files of weights of a model directory: their tensors, what their headers say, what is wrong with them."""
+"""The files of weights in a model directory, with their tensors, their headers and the faults of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .pickled_files import SUFFIXES, PickledFile, pickled_files, pickled_names
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of a tensor before it is read."""
+    """The header of a tensor in a safetensors file, which is known before the tensor is read."""
 
     path: Path
     shape: tuple[int, ...]
@@ -30,8 +30,10 @@ class Header:
 
 
 def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file, or in a GGUF
-    file; ``pickled`` as in ``checkpoint_files``."""
+    """Yield (name, tensor) of every tensor in a Hugging Face directory or a GGUF file, memory-mapped, file after file.
+
+    ``pickled`` is described at ``checkpoint_files``.
+    """
     if is_gguf(folder):
         yield from ((name, read()) for name, _, _, read in gguf_tensors(folder))
         return
@@ -42,8 +44,10 @@ def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[st
 
 
 def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]:
-    """Return what the files of a Hugging Face directory, or a GGUF file, say of their tensors, by name; ``pickled`` as
-    in ``checkpoint_files``."""
+    """Return the headers of the tensors in a Hugging Face directory or a GGUF file, by name.
+
+    ``pickled`` is described at ``checkpoint_files``.
+    """
     if is_gguf(folder):
         return {name: Header(folder, shape, name, dtype) for name, shape, dtype, _ in gguf_tensors(folder)}
     found: dict[str, Header] = {}
@@ -79,7 +83,7 @@ def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
         except OSError:
             now = (-1, -1, -1)
         if now != stamp:
-            raise ModelError(f"{path}: was changed while it was loaded; start again when it is whole")
+            raise ModelError(f"{path}: was changed while it was loaded; start again when it is complete")
 
 
 @contextlib.contextmanager
@@ -103,14 +107,15 @@ def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
     names = set(file.keys())
     for name in expected or ():
         if name not in names:
-            raise ModelError(f"{path}: lacks tensor {shown(name)}, which the index says is there; download it again")
+            raise ModelError(f"{path}: lacks tensor {shown(name)}, which the index lists; download it again")
     return file
 
 
 def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, list[str] | None]]:
-    """Return the files to read, each with the tensor names that the index promises of it (None where there is none).
+    """Return the files to read, each with the tensor names that the index lists for it, None without an index.
 
-    ``pickled`` reads those of ``torch.save``, and otherwise safetensors are read.  ModelError for what is missing."""
+    ``pickled`` selects the files of ``torch.save``, otherwise safetensors are read.  ModelError for missing files.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model directory; expected one with config.json and *.safetensors")
     if pickled:
@@ -137,7 +142,7 @@ def _pickled(folder: Path) -> list[tuple[Path, list[str] | None]]:
         hint = (
             "its weights are safetensors, which load_format='auto' reads" if there else "expected *.bin, *.pt or *.pth"
         )
-        raise ModelError(f"{folder}: load_format='pt', and there is no file of torch.save; {hint}")
+        raise ModelError(f"{folder}: load_format='pt', but there is no file of torch.save; {hint}")
     return [(path, None) for path in found]
 
 

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint the served model has, by their names alone: no torch, and no tensor is read.
+"""Choose the tensors of a checkpoint that belong to the served model by their names, without torch or reading a tensor.
 
-Two kinds of tensors have no place in a text model and are left out: those of the other models of a checkpoint (an
-encoder of images, a projector), and those of heads for next-token prediction (MTP), which transformers leaves out, too.
+Two kinds of tensors are left out, because a text model does not have them: tensors of other models in the checkpoint
+(an image encoder, a projector), and heads for multi-token prediction (MTP), which transformers leaves out too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ OTHER = re.compile(
     r"|connector|perceiver\w*|qformer|aligner|mlp1|mlp_ar|resampler|encoder)",
     re.IGNORECASE,
 )
-# what transformers 5.24 writes for "layers" in Qianfan-OCR and Kimi-K2.5, by names that it means for their encoders
+# replacements of "layers" in names of Qianfan-OCR and Kimi-K2.5, which transformers 5.24 applies to names meant for
+# their encoders
 SPELLINGS = (("encoder.layers.", "layers."), ("blocks.", "layers."))
 OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # of names that are the text model's alone
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
@@ -49,14 +50,14 @@ MOST_HEADER = 256 << 20  # bytes
 
 
 class TensorNames:
-    """Maps names of a checkpoint's tensors to those that the rules of an architecture have.
+    """Map the names of a checkpoint's tensors to names in the rules of an architecture.
 
-    ``skipped`` has, by a word for the model or head that has them, the names of the tensors that are left out.
+    ``skipped`` has the names of tensors that are left out, by the name of their model or head.
     """
 
     def __init__(self, names: Iterable[str], rules: Sequence[Rule], cfg: Any) -> None:
         names = list(names)
-        self._known: dict[str, bool] = {}  # what ``placed`` found; a checkpoint may have 100,000 names
+        self._known: dict[str, bool] = {}  # results of ``placed``, because a checkpoint may have 100,000 names
         self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
         self.roots = sorted({source.partition(".")[0] + "." for source in self.sources if "." in source})
         self.packed = bool(getattr(cfg, "quantization_config", None))
@@ -78,7 +79,7 @@ class TensorNames:
         return bool(self.turned) or any(name != new for name, new in self._names.items())
 
     def placed(self, name: str) -> bool:
-        """Return whether a rule speaks of this tensor."""
+        """Return whether a rule matches this tensor."""
         if (found := self._known.get(name)) is None:
             stem = _numberless(name)
             while stem and stem not in self.sources:
@@ -145,7 +146,7 @@ class TensorNames:
         return next((text for text in tried if self.placed(text)), name)
 
     def _prefix(self, names: Sequence[str]) -> str:
-        """Return what the names of the text model's tensors begin with, where their embedding is found."""
+        """Return the prefix of the names of the text model's tensors, found by its embedding."""
         tails = {source.rpartition(".")[2] for source in self.sources}
         tails = {tail for tail in tails if EMBEDDING.fullmatch(tail)}
         found: dict[str, int] = {}
@@ -165,7 +166,9 @@ class TensorNames:
         return max(found, key=lambda prefix: found[prefix], default="")
 
     def _beyond(self, names: Sequence[str], cfg: Any) -> tuple[str, ...]:
-        """Return what names of next-token prediction begin with that follow the last layer as more of its kind."""
+        """Return the prefixes of tensors for multi-token prediction that are stored as further layers behind the last
+        one.
+        """
         stems = {source.partition(".*.")[0] + "." for source in self.sources if ".*." in source}
         depth = getattr(cfg, "num_hidden_layers", None)
         if type(depth) is not int:
@@ -199,16 +202,16 @@ def _model_of(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """Return what a name begins with, through the number of its layer."""
+    """Return the beginning of a name up to the number of its layer."""
     match = NUMBER.search(name)
     return name[: match.end()] if match else name.rpartition(".")[0]
 
 
 def names_in(folder: Path, load_format: str = "auto") -> list[str] | None:
-    """Return the names of the tensors in the files of a folder that a load format reads, None where there are none to
-    read without torch.
+    """Return the names of the tensors in the files of a folder, None if they cannot be read without torch.
 
-    What is wrong with the files is left to the loader, which reads all of them."""
+    ``load_format`` selects the files.  Faults of files are left to the loader, which reads all of them.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     pickled = load_format == "pt"
     if pickled:
@@ -240,7 +243,7 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
 
 
 def unplaced(found: TensorNames, arch: ModelArch, cfg: Any) -> Iterator[str]:
-    """Yield the names that no rule speaks of."""
+    """Yield the names that no rule matches."""
     conversion = arch.conversion(cfg)
     for name in found._names:
         new = found.of(name)

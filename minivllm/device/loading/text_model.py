@@ -1,7 +1,8 @@
-"""The text model of a checkpoint that holds others too: encoders of images or sound, projectors, speech decoders.
+"""The text model of a checkpoint that also has other models, such as encoders of images or sound, projectors and speech
+decoders.
 
-Its configuration is nested in config.json.  Some configurations of text models differ from those of a model type that
-has a class of its own in ways that change nothing on text: they are read as that model type.
+Its configuration is nested in config.json.  Some text models have a model type of their own, but compute the same on
+text as another model type with a class of its own.  They are read as that model type.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from . import Fields
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ENCODERS = ("vision_config", "audio_config")  # flat files of Qwen2-VL have the text model's fields beside one of them
 MROPE = ("mrope_section", "mrope_interleaved", "interleaved")  # equal positions on all axes: ordinary rotary embedding
-MARK = "text_of"  # the attribute of a configuration that says which checkpoint its model is a part of
+MARK = "text_of"  # attribute of a configuration with the checkpoint that its model is a part of
 PREFIX_LM = (
     "reads the tokens of a prompt with attention to later ones (a prefix language model), which is not implemented"
 )
@@ -78,8 +79,10 @@ def nested_parts(raw: Fields, prefix: str = "") -> list[tuple[str, Fields]]:
 
 
 def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
-    """Return the text model of the checkpoint that ``raw``, its config.json, describes; None if transformers' class
-    has the text model's fields itself.  ModelError for one that cannot be served."""
+    """Return the text model of a checkpoint with the config.json ``raw``.
+
+    None if transformers' class has the text model's fields itself.  ModelError for a model that cannot be served.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = raw.get("model_type")
@@ -104,8 +107,11 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
 
 
 def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
-    """Return the configuration of the text model in a file whose own model type transformers does not know, and
-    whether the whole says that embedding and head share their weight."""
+    """Return the text model's configuration for a model type that transformers does not know, and whether embedding and
+    head share their weight.
+
+    The second result is None if the file does not set it.
+    """
     parts = nested_parts(raw)
     for prefix, part in reversed(parts):
         if (kind := part.get("model_type")) in known:
@@ -126,7 +132,7 @@ def prefix_of(parts: list[tuple[str, Fields]]) -> str:
 
 
 def _tied(raw: Fields, part: Fields) -> bool | None:
-    """Return what the file says of ``tie_word_embeddings``, the text model's own part first; None if nothing."""
+    """Return the value of ``tie_word_embeddings``, first from the text model's own part, None without one."""
     return next((c["tie_word_embeddings"] for c in (part, raw) if "tie_word_embeddings" in c), None)
 
 
@@ -142,8 +148,8 @@ def _made(text: Any, raw: Fields, tied: bool | None, wrapper: str) -> TextModel:
     named = CAUSAL.get(text.model_type)
     if named is None:
         raise ModelError(
-            f"its text model, model_type={shown(own)}, has no class of its own in transformers, and none here "
-            "that computes the same; expected a text model with one, or a plug-in that serves the architecture"
+            f"its text model, model_type={shown(own)}, has no class in transformers, and none here "
+            "that computes the same; expected a text model with a class, or a plug-in that serves the architecture"
         )
     architecture = named if isinstance(named, str) else named[0]
     text.architectures = [architecture]
@@ -156,7 +162,7 @@ def _made(text: Any, raw: Fields, tied: bool | None, wrapper: str) -> TextModel:
 
 
 def _as(alike: Alike, fields: Fields) -> dict[str, Any]:
-    """Return the fields of a text model's configuration as those of the model type that computes the same on text."""
+    """Return the fields of a text model's configuration under the model type that computes the same on text."""
     found = {k: v for k, v in fields.items() if k not in ("model_type", "architectures")}
     rope = found.get("rope_parameters")
     if isinstance(rope, dict):

@@ -39,9 +39,10 @@ PIECE = 1 << 25  # elements of a tensor in host memory that a GPU checks at a ti
 
 
 class SpareMemory:
-    """Memory of a device for copies of tensors, for example of a KV cache whose content is not needed.
+    """Memory of a device for copies of tensors, for example the memory of a KV cache whose content is not needed.
 
-    Tensors that do not fit are copied to host memory."""
+    Tensors that do not fit are copied to host memory.
+    """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         """Use the memory of contiguous tensors, whose values are overwritten."""
@@ -130,7 +131,7 @@ class WeightUpdate:
                     continue
                 raise no_place(WHERE, name, targets)
             if name in given:
-                raise ModelError(f"{WHERE}: tensor {shown(name)} is there twice; expected each tensor once")
+                raise ModelError(f"{WHERE}: tensor {shown(name)} was given twice; expected each tensor once")
             self._check(name, tensor)
             given[name] = tensor
         for source, name, tensor in copies:
@@ -215,7 +216,7 @@ class WeightUpdate:
         for module in self.parts.modules.values():
             module.refresh({target.param for target in by_module.get(module, {}).values()})
         if addresses(self.parts) != before:
-            raise ModelError(f"{WHERE}: a layer has moved its weights; expected that they keep their memory")
+            raise ModelError(f"{WHERE}: a layer has moved its weights to other memory, so they cannot change in place")
         check_unchanged(self._stamps)
 
     def _write(self, module: Module, targets: Mapping[str, Target]) -> None:
@@ -265,9 +266,10 @@ class WeightUpdate:
 
 
 def all_finite(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a bool [] on ``device`` that tells whether all numbers of a tensor are finite in ``dtype``.
+    """Return a bool [] on ``device``, true if all numbers of a tensor are finite in ``dtype``.
 
-    A GPU reads a tensor in host memory in pieces, because that is faster than a check on the host."""
+    A GPU reads a tensor in host memory in pieces, which is faster than a check on the host.
+    """
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(dtype).isfinite().all().to(device)
     found = torch.ones((), dtype=torch.bool, device=device)

@@ -1,8 +1,8 @@
-"""Weights into a model: safetensors files by the rules of its architecture, or random numbers (``dummy``).
+"""Load weights into a model, from safetensors files by the rules of its architecture, or as random numbers (``dummy``).
 
-Every tensor of the checkpoint is used exactly once or known to be needless, and every parameter is filled; anything
-else is an error that names the tensor.  Files are memory-mapped and read tensor by tensor; pickles are never opened and
-nothing from the model's directory is run.
+Every tensor of the checkpoint must be used exactly once or be known as unused, and every parameter must be filled.
+Otherwise an error names the tensor.  Files are memory-mapped and read tensor by tensor.  Pickles are opened only with
+``load_format = "pt"``, and no code of the model's directory is run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ class Target:
     """Where a checkpoint tensor goes."""
 
     module: Module
-    parts: tuple[str, ...]  # one after another in the tensor; with ``experts`` of each of them, as "{e}.up"
+    # the parts in the tensor, one after another; with ``experts``, the parts of each expert, as "{e}.up"
+    parts: tuple[str, ...]
     param: str
-    shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
+    # full shape, before tensor-parallel slicing; None means that the weight scheme checks it
+    shape: tuple[int, ...] | None
     rows: tuple[int, ...] = ()  # of each part, where there are several
     pairs: tuple[int, int] | None = None  # see ``Rule``
-    transposed: bool = False  # likewise; ``shape`` is that of the checkpoint
+    transposed: bool = False  # whether the checkpoint has [in, out]; ``shape`` is that of the checkpoint
     interleaved: bool = False  # likewise
-    experts: int = 0  # on the first axis; 0: the tensor is of no experts, or of one
-    whole: bool = False  # each part is given all of the tensor: its scheme knows where the rows lie
+    experts: int = 0  # number of experts on the first axis; 0 for a tensor without experts, or of one expert
+    whole: bool = False  # whether each part receives the whole tensor, because only its scheme can find the rows
     groups: int = 1  # see ``Rule``
 
     def fill(self, tensor: Tensor) -> None:
@@ -128,10 +130,11 @@ def load_weights(
 ) -> list[str]:
     """Fill every module that ``parts`` made.
 
-    ``load_format`` "auto" and "safetensors" read the safetensors of ``model_dir``, "pt" its files of ``torch.save``,
-    which are never run; "dummy" draws random weights on the device from
-    ``seed`` and reads no file.  Return sentences for the user: tensors that are left out, a head that is not tied.
-    ModelError if anything is missing, left over or broken."""
+    ``load_format`` "auto" and "safetensors" read the safetensors of ``model_dir``, "pt" its files of ``torch.save``, of
+    which no code is run; "dummy" draws random weights on the device from ``seed`` and reads no file.  Return sentences
+    for the user: tensors that are left out, a head that is not tied.  ModelError if anything is missing, left over or
+    broken.
+    """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: expected one of {', '.join(LOAD_FORMATS)}")
     read, pickled = load_format != "dummy", load_format == "pt"
@@ -182,12 +185,12 @@ def tie(
     rules: Sequence[Rule],
     headers: Mapping[str, Header],
 ) -> tuple[Sequence[Rule], list[str]]:
-    """Return the rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), as
-    transformers 5 chooses them by the checkpoint's tensors, and notes where config.json says something else.
-    ``headers`` have the names of the rules.
+    """Return the rules for a model whose head shares the embedding's weight (``tie_word_embeddings``), and notes for
+    the user.
 
-    Both tensors, and they differ: the head gets a weight of its own.  Only the head's: both share that.  Otherwise both
-    share the embedding's.
+    The checkpoint's tensors decide, as in transformers 5.  If it has both tensors and they differ, the head gets its
+    own weight.  If it has only the head's, both share that, and otherwise both share the embedding's.  The notes report
+    a difference to config.json.  ``headers`` have the names of the rules.
     """
     heads = own_names(arch, cfg, parts)
     notes: list[str] = []
@@ -352,11 +355,11 @@ def _target(
     able = "cuts_groups" if rule.groups > 1 else "cuts_parts"
     if scheme is not None and getattr(scheme, able, False) and param in scheme.params() and rule.pairs is None:
         return Target(module, parts, param, None, whole=True)
-    cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
+    cut = len(parts) > 1 and not rule.interleaved  # cut at rows that only the scheme can find
     if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
         what = "cut" if cut else "transposed" if rule.transposed else "put in order"
         raise ModelError(
-            f"{whole_name} is quantized, and its rows are to be {what}: "
+            f"{whole_name} is quantized, but its rows must be {what}: "
             "that is not implemented; use the model in a floating dtype"
         )
     rows = tuple(shape[0] for shape in whole if shape)
@@ -418,7 +421,7 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
                 continue
             raise no_place(where, name, targets)
         if name in done:
-            raise ModelError(f"{where}: tensor {shown(name)} is there twice; expected each tensor in one shard")
+            raise ModelError(f"{where}: tensor {shown(name)} occurs twice; expected each tensor in one shard")
         if target.shape is not None and tuple(tensor.shape) != target.shape:
             raise ModelError(
                 f"{where}: tensor {shown(name)} has shape {list(tensor.shape)}, expected {list(target.shape)}; "
@@ -433,14 +436,14 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
 
 
 def _check_there(names: Iterable[str], targets: Mapping[str, Target], where: str) -> None:
-    """Compare the names of a checkpoint with the targets before any number is read.  ModelError for what it lacks."""
+    """Compare the names of a checkpoint with the targets before any tensor is read.  ModelError for missing tensors."""
     roots = roots_of(targets)
     there = {whole_name(name, targets, roots) for name in names}
     for name in there - targets.keys():
         weight = f"{name.rpartition('.')[0]}.weight"
         if weight in targets and weight not in there and name.endswith(WORDS):
             raise ModelError(
-                f"{where}: the checkpoint has {name} and lacks {weight}: this weight is never stored quantized; "
+                f"{where}: the checkpoint has {name} but lacks {weight}, which cannot be quantized here; "
                 "expected a floating dtype"
             )
     _refuse_missing([name for name in targets if name not in there], where)

@@ -1,18 +1,19 @@
 """FlashAttention-4 (the CuTe DSL kernels of the package ``flash-attn-4``) over the paged cache, on Hopper.
 
-One call of ``flash_attn_varlen_func`` serves a whole step: rows that decode, chunks and prompts alike.
+One call of ``flash_attn_varlen_func`` serves all rows of a step, with one or several tokens.
 
     q [T, heads, D], cu_q ──┐
-    page table [R, pages] ──┼──► out [T, heads, D], lse [heads, T]        lengths (``seqused_k``) are the device's
+    page table [R, pages] ──┼──► out [T, heads, D], lse [heads, T]        lengths (``seqused_k``) are on the device
     kv_len [R] ─────────────┘
 
-Two limits of the library shape the spec.  A page that is exactly one key tile is loaded whole, with what lies behind
-the end of a row, and 0 * NaN is NaN there; other pages are loaded row by row and zero behind the end.  So sizes that
-are a tile of some kernel (64 to 128) are not claimed.  And it does not split the keys of one row over several programs
-on this device, so small batches over long contexts decode slowly.
+Two limits of the library determine the spec.  A page that is exactly one key tile is loaded whole, including stale
+memory behind the end of a row, where 0 * NaN is NaN.  Other pages are loaded row by row, with zeros behind the end.  So
+the spec excludes sizes that are a tile of some kernel (64 to 128).  The library also does not split the keys of one row
+over several programs on this device, so small batches over long contexts decode slowly.
 
-Kernels are compiled on first use, a few seconds for each kind of layer; ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1``
-keeps them on disk.  Source: github.com/Dao-AILab/flash-attention, ``flash_attn/cute``; arXiv:2307.08691, 2407.08608.
+Kernels are compiled on first use, which takes a few seconds for each kind of layer.
+``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`` keeps them on disk.  Source: github.com/Dao-AILab/flash-attention,
+``flash_attn/cute``; arXiv:2307.08691, 2407.08608.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .paged import EAGER, Paged, dense_pages
 
 
 class FlashAttn(Paged):
-    """Window, sinks, softcap and lse (natural logarithm, the sink included) are supported."""
+    """The back end FlashAttention-4, with window, sinks, softcap and lse (natural logarithm, with the sink)."""
 
     name = "flash_attn"
 
@@ -63,6 +64,9 @@ class FlashAttn(Paged):
             lse.copy_(norm.t())
 
     def _most_queries(self, meta: AttnMeta) -> int:
-        """Bound on a row's queries.  It picks the grid, so a captured step takes the greatest that may come."""
+        """Return an upper bound of a row's queries, which determines the grid.
+
+        A captured step uses the largest possible number.
+        """
         key: Any = meta.work.get("key", EAGER)
         return key.tokens if key.kind == "mixed" else int(meta.host_q_len.max())

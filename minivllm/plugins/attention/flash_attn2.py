@@ -20,7 +20,7 @@ from .paged import Paged, dense_pages, starts
 
 
 class FlashAttn2(Paged):
-    """Window, softcap and lse (natural logarithm) are supported; sinks are not."""
+    """The back end FlashAttention-2, with window, softcap and lse (natural logarithm), without sinks."""
 
     name = "flash_attn2"
 

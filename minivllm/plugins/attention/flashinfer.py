@@ -1,14 +1,14 @@
 """FlashInfer over the paged cache, on Hopper.
 
-    rows that decode   xqa_batch_decode_with_kv_cache        q [B, heads, D], pages [B, n], the device's lengths
+    rows that decode   xqa_batch_decode_with_kv_cache        q [B, heads, D], pages [B, n], lengths on the device
     longer rows        BatchPrefillWithPagedKVCacheWrapper   planned on the host once a step for each kind of layer
 
-XQA takes the lengths from the device and needs no plan, so steps of decode rows are captured.  ``BatchDecodeWithPaged-
-KVCacheWrapper`` is not used: its plan cuts rows by lengths that the host must know, and a part that begins behind the
-end that the device knows runs off the row.  Of longer rows the host knows the lengths exactly.
+XQA reads the lengths on the device and needs no plan, so steps of decode rows can be captured.
+``BatchDecodeWithPagedKVCacheWrapper`` is not used.  Its plan splits rows by lengths that the host must know exactly,
+and a part that begins behind the device's length reads past the row.  The host has the exact lengths of longer rows.
 
-Kernels are compiled on first use (nvcc and ninja; half a minute for each kind of layer on 16 cores) and kept in
-``~/.cache/flashinfer``.  Source: github.com/flashinfer-ai/flashinfer; arXiv:2501.01005.
+Kernels are compiled on first use with nvcc and ninja, which takes half a minute for each kind of layer on 16 cores, and
+kept in ``~/.cache/flashinfer``.  Source: github.com/flashinfer-ai/flashinfer; arXiv:2501.01005.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, Attn
 from .options import FlashInferOptions
 from .paged import Paged, dense_pages, ragged_pages, starts
 
-DECODE_SPACE = 32 << 20  # bytes of scratch: 8 MiB are semaphores, and no more programs share a row than there are SMs
+# bytes of scratch; 8 MiB are semaphores, and at most one program per multiprocessor shares a row
+DECODE_SPACE = 32 << 20
 PREFILL_SPACE = 128 << 20  # as the library recommends
-PLANS = 3  # wrappers for one kind of layer, taken in turn
+PLANS = 3  # wrappers for one kind of layer, used in turn
 
 
 @dataclass
 class Planned:
-    """A wrapper and when the device had taken over its last plan.
+    """A wrapper, and an event at which the device has read its last plan.
 
-    ``plan`` fills pinned memory of the wrapper and has it copied in stream order.  The host runs ahead of the device,
-    so it must not fill that memory again before the copy was made.
+    ``plan`` fills pinned memory of the wrapper, which is copied in stream order.  The host runs ahead of the device, so
+    it must not fill that memory again before the copy.
     """
 
     wrapper: Any
@@ -54,17 +55,17 @@ class Planned:
 
 
 class FlashInfer(Paged):
-    """Window is supported; sinks, softcap and lse are not."""
+    """The back end FlashInfer, with windows, without sinks, softcap and lse."""
 
     name = "flashinfer"
 
     def __init__(self, options: FlashInferOptions, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
         device = torch.device(ctx.device)
-        # The library keeps semaphores in it: they must be zero at first, and are zero again after each call.
+        # The library keeps semaphores in it, which must be zero at first, and are zero again after each call.
         self._decode_space = torch.zeros(DECODE_SPACE, dtype=torch.uint8, device=device)
         self._prefill_space = torch.empty(PREFILL_SPACE, dtype=torch.uint8, device=device)
-        self._planners: dict[tuple, deque[Planned]] = {}  # kind of layer -> least recently used first
+        self._planners: dict[tuple, deque[Planned]] = {}  # kind of layer -> its wrappers, the least recently used first
 
     def forward(
         self,
@@ -140,5 +141,5 @@ class FlashInfer(Paged):
 
 
 def _left(spec: AttnSpec) -> int:
-    """Return the number of positions before a query that it sees, -1 for all of them."""
+    """Return the number of positions before a query that are visible, -1 for all."""
     return -1 if spec.window is None else spec.window - 1

@@ -26,7 +26,8 @@ FAR = 0.05  # largest accepted distance of a token's output, relative to its nor
 SPARE_TILES = 7  # at the end of the tables, as in a captured step
 
 
-AGREED: set[tuple[AttnSpec, torch.dtype, int, torch.device]] = set()  # shapes that were compared in this process
+# shapes for which both kernels agreed in this process
+AGREED: set[tuple[AttnSpec, torch.dtype, int, torch.device]] = set()
 
 
 def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.device) -> str:

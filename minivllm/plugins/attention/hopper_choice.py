@@ -24,7 +24,7 @@ from types import ModuleType
 
 from minivllm.core.interfaces.attnspec import AttnSpec
 
-LINES = 128  # M, lines of a tile
+LINES = 128  # lines of a tile (M)
 LEAST_BLOCK = 16  # tokens of a block, from which on a copy has the rows of a swizzle
 MOST_GROUP = 16  # query heads per KV head that were tested
 LEAST_WINDOW = 1024  # with smaller windows a tile reads few keys, mostly with a mask
@@ -36,7 +36,7 @@ LEAST_KEYS = 256  # mean keys of a row; with fewer, most of a key tile would be 
 class Variant:
     """Constants of the Hopper kernel for a size of heads."""
 
-    keys: int  # N, keys of a tile
+    keys: int  # keys of a tile (N)
     stages: int  # tiles of keys, and tiles of values, in shared memory
 
 

@@ -1,12 +1,13 @@
-"""What the back ends over libraries share: the plain paged layout, the write, and page tables as libraries want them.
+"""Shared code of the back ends over libraries, with the plain paged layout, the write, and page tables for libraries.
 
-The cache is NHD, ``k`` and ``v`` [blocks, block, kv_heads, dim], which each of the libraries reads in place: nothing is
-gathered or copied.  A page is a block.  Two forms of the table are in use::
+The cache is NHD, ``k`` and ``v`` [blocks, block, kv_heads, dim].  Each library reads it in place, without a gather or
+copy.  A page is a block.  The table has two forms::
 
-    dense    i32 [rows, pages]       one line a row; entries behind a row's end are never read
+    dense    i32 [rows, pages]       one line per row; entries behind a row's end are never read
     ragged   indptr i32 [rows + 1]   pages of row r at indices[indptr[r] : indptr[r + 1]]; ``last`` tokens in its last
 
-Lengths stay on the device for rows that decode, because only it knows them; the host's are bounds that size a launch.
+The lengths of rows that decode stay on the device, because only the device has them.  The host's bounds determine the
+size of a launch.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ EAGER = GraphKey()
 
 
 class Paged(AttentionBackend):
-    """Base of the back ends over libraries; ``name`` stands in errors.
+    """Base of the back ends over libraries.  ``name`` is their name in errors.
 
-    Contract as in ``AttentionBackend``.  ``write`` is one Triton kernel where Triton is installed and ``fuse`` is on.
+    The contract is that of ``AttentionBackend``.  ``write`` is one Triton kernel if Triton is installed and ``fuse`` is
+    on.
     """
 
     name: str
@@ -59,8 +61,8 @@ class Paged(AttentionBackend):
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
         q = self._write(layer, q, k, v, meta, pre)
         if layer.spec.window is not None:
-            # The libraries load the tile in which a window begins whole and multiply what lies before it by 0, also
-            # where the table names the null block, to which a row that has failed may have written NaN.
+            # The libraries load the first tile of a window whole, and multiply the keys before the window by 0. The
+            # table may have the null block there, to which a failed row may have written NaN.
             for x in layer.cache.values():
                 x[NULL_BLOCK].zero_()
         return q
@@ -80,7 +82,7 @@ class Paged(AttentionBackend):
     def refuse(self, what: str, value: Tensor | None) -> None:
         """Raise PluginError if a caller requests an output that the plug-in does not declare."""
         if value is not None:
-            raise PluginError(f"{self.name} gives no {what}: expected {what}=None")
+            raise PluginError(f"{self.name} does not return {what}: expected {what}=None")
 
 
 def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:

@@ -1,12 +1,12 @@
-"""Attention by torch's scaled_dot_product_attention over keys and values gathered from the cache: the reference.
+"""Attention by torch's scaled_dot_product_attention over keys and values gathered from the cache, the reference.
 
-It runs on any device and in any dtype.  The rows of a step are cut into a few *batches*; each gathers the cache slots
-of its keys and attends in one call.  What a batch needs (slots, masks) is made once per step by the first layer of each
-KV group and shared by the others through ``meta.work``.  Only slots below a row's length are gathered: padding repeats
-the row's last token, so what foreign or stale slots hold, NaN included, cannot reach a result.
+It runs on any device and in any dtype.  The rows of a step are divided into a few *batches*.  Each batch gathers the
+cache slots of its keys and computes attention in one call.  The first layer of each KV group computes the slots and
+masks of a batch once per step, and shares them through ``meta.work``.  Only slots below a row's length are gathered,
+and padding repeats the row's last token.  So the content of other slots, NaN included, cannot affect a result.
 
-A CPU without instructions for 16-bit products attends in float32.  Sinks, soft caps and log-sum-exp take an explicit
-softmax in float32 instead.  With ``batch_invariant``, which a CPU alone has here, all of it is ``sdpa_invariant``'s.
+A CPU without instructions for 16-bit products computes attention in float32.  Sinks, soft caps and log-sum-exp use an
+explicit softmax in float32.  ``batch_invariant``, which is possible on a CPU only, uses ``sdpa_invariant``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .sdpa_invariant import attend
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may hold, and what one more batch costs; measured, and without influence on results."""
+    """The limits of a batch and the cost of one more batch, which were measured.  They do not affect results."""
 
-    gather: int  # bytes of keys and values that a batch may gather: on a CPU they should stay in its cache
+    gather: int  # bytes of keys and values that a batch may gather, which should fit in a CPU's cache
     pairs: int = 1 << 22  # query-key pairs of a batch that needs a mask
     batch_bytes: int = 512 << 10  # gathered bytes that cost as much as one more batch of decode rows
     batch_pairs: int = 1 << 20  # query-key pairs that cost as much as one more batch of prefill rows
@@ -43,29 +43,32 @@ CPU, GPU = Limits(gather=2 << 20, batch_pairs=1 << 12), Limits(gather=256 << 20)
 
 @dataclass(frozen=True)
 class SdpaBatch:
-    """B rows attended at once: Lq queries and Lk keys each, shorter rows padded."""
+    """A batch of B rows with Lq queries and Lk keys each; shorter rows are padded."""
 
     rows: int  # B
     queries: int  # Lq
-    tokens: slice | Tensor  # the step's tokens that are its queries, i64 [B * Lq]
+    tokens: slice | Tensor  # i64 [B * Lq], the tokens of the step that are the queries
     slots: Tensor  # i64 [B, Lk] flat cache slots of the keys
-    mask: Tensor | None  # [B, 1, Lq, Lk] added to the scores; None: causal from position 0
-    ahead: Tensor | None = None  # float32 [B, 1, Lq, Lk] key's position less the query's, for layers with slopes
-    real: Tensor | None = None  # i64, which of B * Lq are not padding (None: all)
-    out: Tensor | None = None  # tokens of the real ones (None: ``tokens``)
+    mask: Tensor | None  # [B, 1, Lq, Lk], added to the scores; None means causal from position 0
+    ahead: Tensor | None = None  # float32 [B, 1, Lq, Lk], the key's position minus the query's, for layers with slopes
+    real: Tensor | None = None  # i64, the indices among B * Lq that are not padding; None means all
+    out: Tensor | None = None  # tokens of ``real``; None means ``tokens``
 
 
 @dataclass(frozen=True)
 class KVPiece:
-    """Some queries of one prefill row: tokens [start, start + n) of the step at positions [pos, pos + n), which see
-    keys from position ``first`` on."""
+    """Some queries of one row of several tokens.
+
+    They are the tokens [start, start + n) of the step, at the positions [pos, pos + n).  They see keys from position
+    ``first`` on.
+    """
 
     row: int
     start: int
     n: int
     pos: int
     first: int
-    causal: bool  # all keys from position 0 are seen, up to the query's own: no mask is needed
+    causal: bool  # whether all keys from position 0 to the query's own are visible, so that no mask is needed
 
     @property
     def keys(self) -> int:
@@ -73,12 +76,12 @@ class KVPiece:
 
 
 class Sdpa(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap, alibi and lse are supported.
+    """The back end of torch, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi and lse.
 
-    ``lse`` is the logarithm of the softmax's denominator, the sink included.
+    ``lse`` is the logarithm of the softmax's denominator, including the sink.
     """
 
-    native = True  # captured steps of a CPU compute the same; not so of a class that is made of this one
+    native = True  # captured steps of a CPU compute the same as this class; subclasses do not inherit this
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
@@ -221,7 +224,7 @@ def attend_explicit(
 def make_batches(
     meta: AttnMeta, group: int, spec: AttnSpec, dtype: torch.dtype, element: int, causal: bool, limits: Limits
 ) -> list[SdpaBatch]:
-    """Cut a step into batches.  ``causal``: batches of fresh prompts may go without a mask."""
+    """Divide a step into batches.  ``causal`` means that batches of prompts from position 0 may omit the mask."""
     token_bytes = spec.kv_heads * (spec.dim_qk + spec.dim_v) * element
     batches = []
     n = meta.decode_rows
@@ -232,7 +235,7 @@ def make_batches(
             batches.append(decode_batch(meta, group, spec, rows, longest, dtype))
     fresh: list[KVPiece] = []
     masked: list[KVPiece] = []
-    pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax keeps the scores of all heads
+    pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax stores the scores of all heads
     for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
         (fresh if piece.causal else masked).append(piece)
     price, most = limits.batch_pairs, limits.gather * spec.kv_heads // (spec.heads * token_bytes)
@@ -254,7 +257,8 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
     order = np.argsort(-lens, kind="stable")
     sizes = lens[order]
     edges = [0]
-    for edge in np.flatnonzero(np.diff(np.ceil(2 * np.log2(sizes)))) + 1:  # classes a factor 1.4 apart
+    # lengths within a class differ by a factor of up to 1.4
+    for edge in np.flatnonzero(np.diff(np.ceil(2 * np.log2(sizes)))) + 1:
         if (sizes[edges[-1]] - sizes[edge]) * (len(lens) - edge) * token_bytes > limits.batch_bytes:
             edges.append(int(edge))
     groups: list[tuple[slice | np.ndarray, int]] = []
@@ -269,8 +273,10 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
 def decode_batch(
     meta: AttnMeta, group: int, spec: AttnSpec, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
 ) -> SdpaBatch:
-    """Make the batch of rows of one token: row r's query is token r.  Lengths come from the device, ``longest`` bounds
-    them."""
+    """Return the batch of rows of one token, in which token r is the query of row r.
+
+    The device has the lengths; ``longest`` is their upper bound.
+    """
     device, window = meta.table.device, spec.window
     pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
     last = (meta.kv_len[group][pick].long() - 1).clamp_(min=0).unsqueeze(1)
@@ -306,7 +312,7 @@ def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool,
 
 
 def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[list[KVPiece]]:
-    """Join pieces of similar size to batches.
+    """Join pieces of similar size into batches.
 
     The padding of a batch must cost less than the ``price`` of another batch.  A batch has at most ``pairs`` query-key
     pairs and gathers at most ``tokens`` tokens.
@@ -329,9 +335,10 @@ def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[lis
 def prefill_batch(
     meta: AttnMeta, group: int, spec: AttnSpec, pieces: list[KVPiece], dtype: torch.dtype | None
 ) -> SdpaBatch:
-    """Make the batch of rows of several tokens.
+    """Return the batch of rows of several tokens.
 
-    ``dtype`` None makes no mask: rows start at position 0 and are causal."""
+    ``dtype`` None makes no mask, for rows that start at position 0 and are causal.
+    """
     device, window = meta.table.device, spec.window
     row, start, n, pos, first = np.array([(p.row, p.start, p.n, p.pos, p.first) for p in pieces]).T[..., None]
     queries, keys = int(n.max()), max(p.keys for p in pieces)

@@ -1,16 +1,16 @@
-"""The reference's attention in its batch-invariant form, for a CPU: a query's bits depend on its row's tokens alone.
+"""Batch-invariant attention of the reference on a CPU, in which the bits of a query depend on its row's tokens alone.
 
     queries of a row, heads of a KV head together ──► items of ``LINES`` lines           q [LINES, D]
     keys from the cache, cut at multiples of ``KEYS`` ──► s = q k^T by pairs of an item and a tile    [LINES, KEYS]
     peak over all tiles, p = exp(s - peak) ──► p v by pairs, added up tile after tile, first to last
 
-The tiles lie at absolute positions, so a chunk, a prefix hit and a whole prompt meet the same ones; a tile that a query
-does not see adds exact zeros.  The keys of a row are read from the cache once, for all of its items.  All of it is
-float32.  Products are calls on ``PAIRS`` pairs, always of one shape; that neither a line's nor a pair's place in the
-call matters is tried once for each head size (``same_at_every_place``).  The column of ones behind the values makes
-the denominator of the softmax a sum of the same order.
+Tiles begin at absolute positions, so a chunk, a prefix hit and a whole prompt have the same tiles.  A tile that a query
+does not see adds exact zeros.  The keys of a row are read from the cache once, for all of its items.  All arithmetic is
+float32.  Products are calls for ``PAIRS`` pairs, always of one shape.  ``same_at_every_place`` checks once for each
+head size that the position of a line or pair in the call does not change its bits.  A column of ones behind the values
+makes the softmax's denominator a sum in the same order.
 
-Reference: ``sdpa.attend_explicit``.
+The reference is ``sdpa.attend_explicit``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from minivllm.device.layers.invariant import same_at_every_place
 from minivllm.errors import PluginError
 
 LINES, KEYS, PAIRS = 16, 64, 16
-MOST_PAIRS = 1024  # attended at once: bounds the memory, without influence on results
-MOST_TILES = 1024  # tiles of several rows, all KV heads, that are read at once; a row alone may have more
+MOST_PAIRS = 1024  # pairs that are computed at a time, which limits the memory and does not affect results
+MOST_TILES = 1024  # tiles of several rows and all KV heads that are read at a time; a single row may have more
 
 
 @dataclass(frozen=True)
 class Items:
-    """I items that see up to J tiles of keys; items that only fill up the calls have no ``real`` line.
+    """I items that see up to J tiles of keys.  Items without a ``real`` line only fill up the calls.
 
-    token i64 [I, LINES] of the step, head i64 [I, LINES] within its KV head's group, real bool [I, LINES],
-    tile i64 [I, J] of the ``Keys``, hidden bool [I, 1, J, LINES, KEYS].
+    token i64 [I, LINES] of the step, head i64 [I, LINES] within its KV head's group, real bool [I, LINES], tile i64 [I,
+    J] of the ``Keys``, hidden bool [I, 1, J, LINES, KEYS].
     """
 
     token: Tensor
@@ -47,20 +47,23 @@ class Items:
     real: Tensor
     tile: np.ndarray
     hidden: Tensor
-    ahead: Tensor | None  # float32, the shape of ``hidden``: a key's position less the query's, for layers with slopes
+    # float32 in the shape of ``hidden``, the key's position minus the query's, for layers with slopes
+    ahead: Tensor | None
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The T tiles of keys of some rows, and their items.  slots i64 [T, KEYS] of the cache."""
+    """The T tiles of keys of some rows, and their items.  ``slots`` i64 [T, KEYS] are cache slots."""
 
     slots: Tensor
     items: list[Items]
 
 
 def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
-    """Cut a step into groups of whole rows, in order, and these into items.  A group has at most ``MOST_TILES`` tiles,
-    or one row."""
+    """Divide a step into groups of whole rows, in order, and the groups into items.
+
+    A group has at most ``MOST_TILES`` tiles, or one row.
+    """
     q_len, kv_len = meta.q_len.numpy().astype(np.int64), meta.kv_len[group].numpy().astype(np.int64)
     first = np.maximum(kv_len - q_len, 0)
     low = np.zeros(len(q_len), np.int64) if spec.window is None else np.maximum(first - spec.window + 1, 0)
@@ -98,8 +101,11 @@ def _slots(
 
 
 def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndarray, shift: np.ndarray) -> list[Items]:
-    """Cut these rows into items, items of a similar number of tiles together.  ``first``: position of each row's first
-    query; ``shift``: what to take off the number of a tile of the row for its place among the ``Keys``."""
+    """Divide these rows into items, and group items of a similar number of tiles.
+
+    ``first`` is the position of each row's first query.  ``shift`` is subtracted from the number of a row's tile to
+    give its index in the ``Keys``.
+    """
     heads = spec.heads // spec.kv_heads
     every = meta.q_len.numpy().astype(np.int64)
     start, q_len = (np.cumsum(every) - every)[rows], every[rows]
@@ -130,8 +136,10 @@ def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndar
 
 
 def sizes(n: np.ndarray) -> np.ndarray:
-    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, and above that to one of eight sizes between powers of two: few different
-    ones, and of many tiles at most an eighth more."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12 or 16, and above that to one of eight sizes between powers of two.
+
+    This gives few different sizes, and adds at most an eighth to many tiles.
+    """
     power = 1 << np.ceil(np.log2(n)).astype(np.int64)
     few = np.where((n > 2) & (n <= power * 3 // 4), power * 3 // 4, power)
     step = np.maximum(power // 16, 1)
@@ -156,7 +164,7 @@ def _items(
     by_tile = lambda x: torch.from_numpy(  # noqa: E731
         np.ascontiguousarray(x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None])
     )
-    # a tile behind the item's last one is hidden as a whole, so any that is there will do
+    # a tile behind the item's last one is hidden completely, so any existing tile can be used
     tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
     given = [torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real)]
     distance = None if spec.alibi is None else by_tile(ahead.astype(np.float32))
@@ -186,8 +194,10 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
 
 
 def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return room for so many tiles of keys and of values, one after another, which the layers of a step share: new
-    memory for each of them would cost more than what is written there.  Behind the values is the column of ones."""
+    """Return memory for this number of tiles of keys and of values, which the layers of a step share.
+
+    New memory for each layer would take longer than writing it.  A column of ones follows the values.
+    """
     key, most = ("invariant room", spec.dim_qk, spec.dim_v), tiles * spec.kv_heads
     found = meta.work.get(key)
     if found is None or len(found[0]) < most:
@@ -200,8 +210,11 @@ def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
 def _tiles(
     fmt: KVFormat, cache: Mapping[str, Tensor], slots: Tensor, spec: AttnSpec, room: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys [kv_heads * T, dim_qk, KEYS] and, with a column of ones behind them, the values [kv_heads * T,
-    KEYS, width] of the tiles of ``slots`` [T, KEYS]: float32, and contiguous."""
+    """Return keys f32 [kv_heads * T, dim_qk, KEYS] and values f32 [kv_heads * T, KEYS, width] of the tiles of ``slots``
+    [T, KEYS].
+
+    The values have a column of ones behind them.  Both are contiguous.
+    """
     k, v = fmt.load(cache, slots, torch.float32)
     keys, values = (part[: spec.kv_heads * len(slots)] for part in room)
     shape = spec.kv_heads, len(slots)
@@ -253,12 +266,15 @@ def width(dim: int) -> int:
 
 
 def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
-    """Return a [P, m, k] times the matrices ``at`` i64 [P] of b [.., k, n], as [P, m, n]; P is a multiple of PAIRS."""
+    """Return the products [P, m, n] of a [P, m, k] and the matrices ``at`` i64 [P] of b [.., k, n].
+
+    P is a multiple of PAIRS.
+    """
     check(*a.shape[1:], b.shape[2], torch.get_num_threads())
     out, index = a.new_empty(len(a), a.shape[1], b.shape[2]), torch.from_numpy(at)
     room = b.new_empty(PAIRS, *b.shape[1:])
     calls = at.reshape(-1, PAIRS)
-    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # matrices that lie one behind another need no copy
+    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # consecutive matrices need no copy
     for i, (run, first) in enumerate(zip(runs, calls[:, 0].tolist(), strict=True)):
         some = slice(i * PAIRS, (i + 1) * PAIRS)
         part = b[first : first + PAIRS] if run else torch.index_select(b, 0, index[some], out=room)
@@ -268,10 +284,10 @@ def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
 
 @lru_cache(maxsize=256)
 def check(m: int, k: int, n: int, threads: int) -> None:
-    """Raise PluginError if the library's product of this shape, with so many threads, goes by the place in the call."""
+    """Raise PluginError if the bits of the library's product of this shape depend on the position in the call."""
     b = torch.randn(k, n, generator=torch.Generator().manual_seed(1)).expand(PAIRS, k, n).contiguous()
     if not same_at_every_place(lambda a: torch.bmm(a, b), torch.empty(PAIRS, m, k)):
         raise PluginError(
-            f"sdpa: batch_invariant=true: on this machine a product of {m} x {k} x {n} gives a row other bits by its "
-            f"place in the call: set batch_invariant=false, or use another number of threads than {threads}"
+            f"sdpa: batch_invariant=true: on this machine a product of {m} x {k} x {n} gives a row other bits at "
+            f"another position in the call: set batch_invariant=false, or use another number of threads than {threads}"
         )

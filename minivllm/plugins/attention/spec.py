@@ -1,4 +1,4 @@
-"""Describe the built-in attention back ends."""
+"""Specs of the built-in attention back ends."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ SDPA = Spec(
 
 
 def float8_on(request: PluginQuery) -> Sequence[Reason]:
-    """Refuse float8 on GPUs without instructions that read it."""
+    """Refuse float8 on GPUs without instructions for float8."""
     facts = request.facts
     if facts.get("kv_format") == "fp8" and facts.get("device") == "cuda" and facts.get("sm", 89) < 89:
         return [Reason("kv_format with sm", f"fp8 with {facts.get('sm')}", "sm 89 or later", "take kv_format=int8")]
@@ -73,7 +73,7 @@ HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the KV format that 
 
 
 def plainly(request: PluginQuery) -> Sequence[Reason]:
-    """Refuse keys and values of different sizes, and a KV format of another dtype than the model's."""
+    """Refuse keys and values of different sizes, and a KV format whose dtype is not the model's."""
     facts, reasons = request.facts, []
     if "dim_qk" in facts and "dim_v" in facts and _set(facts["dim_qk"]) != _set(facts["dim_v"]):
         reasons.append(Reason("dim_v", plain(facts["dim_v"]), f"that of dim_qk, {plain(facts['dim_qk'])}"))
@@ -87,8 +87,8 @@ def _set(value: object) -> frozenset:
     return frozenset(value) if isinstance(value, (set, frozenset)) else frozenset({value})
 
 
-# Priorities below sdpa's: they are taken by name only, until the kit has passed on a GPU and a measurement says where
-# they belong (docs/attention.md).
+# Priorities below sdpa's, so that these back ends are chosen by name only, until the kit has passed on a GPU and a
+# measurement shows their rank (docs/attention.md).
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",
     api=(1, 6),
@@ -102,7 +102,7 @@ FLASH_ATTN = Spec(
         "dim_v": frozenset({64, 96, 128, 192, 256}),
         "queries_per_kv": Range(1, 16),
         "kv_format": frozenset(HALVES.values()),
-        "block": frozenset({16, 32, 256}),  # no size that is a key tile of some kernel: those are read past the end
+        "block": frozenset({16, 32, 256}),  # excludes all key tiles of kernels, which read such blocks past the end
     },
     features=frozenset({"lse", "repeatable", "sinks", "softcap", "window"}),
     needs=(Needs("flash_attn.cute", "4.0.0b36", 'pip install "flash-attn-4[cu13]"', dist="flash-attn-4"),),
@@ -132,7 +132,7 @@ FLASH_ATTN2 = Spec(
         ),
     ),
     prefer={"block": 256},
-    traits={"graph": "none", "plan": "device"},  # captured steps have not been run
+    traits={"graph": "none", "plan": "device"},  # captured steps have not been tested
     check=plainly,
 )
 FLASHINFER = Spec(

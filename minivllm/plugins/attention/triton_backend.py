@@ -39,7 +39,7 @@ from .triton_write import fits, write
 if TYPE_CHECKING:
     from .options import TritonOptions
 
-FIXED_LINES = 64  # of a tile of queries if results must not depend on the batch
+FIXED_LINES = 64  # lines of a tile of queries if results must not depend on the batch
 EAGER = GraphKey()
 # Bytes of keys and values of a layer that a step must save before it reads shared prefixes once.  It is an estimate and
 # was not measured: an H200 reads them in 7 microseconds.
@@ -47,14 +47,14 @@ SAVES_FROM = 32 << 20
 
 
 class Triton(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap, alibi, v_in_k and lse are supported.
+    """The back end in Triton, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi, v_in_k and lse.
 
-    ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
+    ``lse`` is the natural logarithm of the softmax's denominator, including the sink.
     """
 
     def __init__(self, options: TritonOptions | None, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
-        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel was wrong at the start
+        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel disagreed at the start
         wanted = "auto" if options is None else options.shared_prefixes
         if wanted != "off" and not ctx.batch_invariant:
             self.shares_from = SAVES_FROM if wanted == "auto" else 1
@@ -62,7 +62,7 @@ class Triton(AttentionBackend):
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
         want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
-        if "k_scale" in layout.tensors:  # as ``kvformat.scaled`` has them
+        if "k_scale" in layout.tensors:  # as in ``kvformat.scaled``
             want |= dict.fromkeys(("k_scale", "v_scale"), (block, spec.kv_heads))
         for name, t in layout.tensors.items():
             if t.shape != want.get(name):
@@ -81,7 +81,8 @@ class Triton(AttentionBackend):
             why = "attention.options.hopper is off"
         elif kernel_module() is None:
             why = "it needs triton 3.6 or later"
-        elif not refusal(spec, self.ctx.dtype, self.ctx.dtype, block):  # it may read these, or a copy in this dtype
+        # the kernel may read the cache, or a copy in this dtype
+        elif not refusal(spec, self.ctx.dtype, self.ctx.dtype, block):
             wrong = disagreement(spec, getattr(torch, self.ctx.dtype), block, torch.device(self.ctx.device))
             if wrong:
                 self.unfit.add(spec)
@@ -118,7 +119,7 @@ class Triton(AttentionBackend):
     ) -> None:
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        if self.ctx.batch_invariant:  # one kernel and one tile for every query, whoever else is in the step
+        if self.ctx.batch_invariant:  # one kernel and one tile for every query, independent of other rows
             prefill(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), fixed=True)
             return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
@@ -129,7 +130,7 @@ class Triton(AttentionBackend):
             if shared is not None:
                 attend_shared(layer, q, meta, shared)
             decode(layer, q, meta, out, lse, work, known)
-            meta.work["settled"] = True  # what later layers read of the step itself, they may read at once
+            meta.work["settled"] = True  # later layers may read the inputs of the step without waiting
         if mixed or rows < len(meta.host_q_len):
             copied = not mixed and pays(layer, q, meta)
             variant = self._variant(layer, q, meta, copied)
@@ -188,7 +189,7 @@ class Triton(AttentionBackend):
         if spec in self.unfit:
             return None
         if copied and spec.window is not None:
-            return None  # the copy begins at a key tile of ``triton_prefill``
+            return None  # such a copy begins at a key tile of ``triton_prefill``
         stored = q.dtype if copied else layer.cache["k"].dtype
         if refusal(spec, *(str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)), meta.block):
             return None

@@ -1,13 +1,13 @@
-"""Keys and values of one byte, made float16 in registers, four at a time.
+"""Conversion of keys and values of one byte to float16 in registers, four at a time.
 
 float16 has 11 bits of significand and exponents down to 2 ** -24, so every int8 and every e4m3 number is exact in it::
 
-    int8      0x6400 | u is 1024 + u for a byte u; with u = q + 128, less 1152 it is q
-    float8    one instruction makes two
+    int8      0x6400 | u is 1024 + u for a byte u; with u = q + 128, subtracting 1152 gives q
+    float8    one instruction converts two
 
-Keys are wanted along the head, as they lie.  Values are wanted along the tokens, which no instruction reads out of
-shared memory byte by byte at speed: they are read as words, each four elements of the head of one token, and the words
-of two tokens become four pairs, one for each of the four.
+Keys are needed along the head, which is their order in memory.  Values are needed along the tokens, which no
+instruction reads from shared memory byte by byte at speed.  So they are read as words of four elements of the head of
+one token, and the words of two tokens become four pairs.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Paged decode attention: one query a row, keys and values read once from the cache.
+"""Paged attention of rows with one query each, which reads their keys and values once from the cache.
 
     kv_len ──_deal──► entries: (row, part of parts, slot, length), long parts first     grid (kv_heads, entries)
                         │
-    table[slot] ──► blocks ──► k [N, D] · q [D, G] = s [N, G] ──► softmax over N, kept running ──► v [DV, N] · p [N, G]
+    table[slot] ──► blocks ──► k [N, D] · q [D, G] = s [N, G] ──► running softmax over N ──► v [DV, N] · p [N, G]
                         │
     parts == 1: final        else: partial sum, maximum and denominator ──_merge──► final
 
-The work is dealt on the device, so a captured step fits whatever lengths its rows have.  Many rows are an entry each.
-Few rows, or very long ones, are cut where that pays: a model of the time chooses the length of a part.  Entries that
-are not needed end at once.  Layers share the entries, so all but the first read them before their queries are there
-(EARLY; ``device.kernels.launch`` has the rules).
+The entries are computed on the device, so a captured step fits rows of any lengths.  Many rows have one entry each.
+Few rows, or very long ones, are split if that is faster, by a model of the time.  Entries that are not needed end at
+once.  Layers share the entries, so all layers but the first read them before their queries are ready (EARLY; the rules
+are in ``device.kernels.launch``).
 
-G query heads share a KV head (padded to ``GP``).  The N tokens of a tile stand on the M side of the matrix unit, so a
-small group wastes little of it.  Bytes: 2 * kv_len * kv_heads * D * 2 a row, which is all that matters: at batch 256 it
-runs at the speed of the memory.
+G query heads share a KV head (padded to ``GP``).  The N tokens of a tile are on the M side of the matrix unit, so a
+small group wastes little of it.  A row reads 2 * kv_len * kv_heads * D * 2 bytes, which determines the time.  At batch
+256 the kernel reaches the speed of the memory.
 
-Reference: ``sdpa.attend_explicit``.  The running softmax is Milakov & Gimelshein's (arXiv:1805.02867), in base 2.
+The reference is ``sdpa.attend_explicit``.  The running softmax is Milakov & Gimelshein's (arXiv:1805.02867), in base 2.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .triton_bytes import numbers, quarters, together
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; finite, so that no NaN arises from it
-PART: tl.constexpr = tl.constexpr(1 << 16)  # work: PART * part + parts
+PART: tl.constexpr = tl.constexpr(1 << 16)  # a number for part and parts, PART * part + parts
 AT_ONCE: tl.constexpr = tl.constexpr(16)  # partial sums that are loaded together
-PROGRAMS = 3 * 132  # that an H200 runs at once
-LEAST_VECTOR = 128  # elements of a vector over the rows of a step with shared prefixes
-LONG = 8192  # tokens; contexts that may be longer are cut, however many rows there are
+PROGRAMS = 3 * 132  # programs that an H200 runs at once
+LEAST_VECTOR = 128  # least number of elements of a vector over the rows of a step with shared prefixes
+LONG = 8192  # contexts that may have more tokens are split for any number of rows
 
 
 @triton.jit
 def base2(s, scale, softcap, SOFTCAP: tl.constexpr):
     """Scale scores for a softmax in base 2, with an optional cap softcap * tanh(s / softcap)."""
-    if SOFTCAP:  # tanh by exp: libdevice's is not there under the interpreter
+    if SOFTCAP:  # tanh by exp, because the interpreter lacks libdevice
         e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
         t = (1.0 - e) / (1.0 + e)
         return softcap * tl.where(s < 0, -t, t) * LOG2E
@@ -95,7 +95,7 @@ def scaled_values(v, p, by, V_ROWS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def page_of(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
-    """Block numbers of N tokens from ``token`` on; a single one where a tile lies within a block."""
+    """Return the block numbers of N tokens from ``token`` on, or a single number if a tile lies within a block."""
     if BLOCK % N == 0:
         return tl.load(blocks + tl.minimum(token, last) // BLOCK)
     else:
@@ -126,7 +126,7 @@ def _part_of(tiles, most, at_once, capacity):
         parts = tl.sum((tiles + each - 1) // each, 0)
         full = parts.to(tl.float32) / at_once
         time = each * (0.3 + 0.67 * full)
-        if full > 1.0:  # one after another, the longest first; each begins with loads that hide behind nothing
+        if full > 1.0:  # parts run one after another, the longest first, and the first loads of each are not hidden
             time = total + 0.25 * each + 0.5 * full
         if each < most:
             time += 0.37 + (most - 1) // (each * AT_ONCE)  # sums are merged, AT_ONCE of a row at a time
@@ -153,7 +153,7 @@ def _deal(
     if SHARED:
         tiles -= tl.load(shared + 2 * at, mask=at < rows, other=0) // N
     on = at < rows
-    if MIXED:  # rows of several tokens, or none, are not the decode kernel's
+    if MIXED:  # the decode kernel does not compute rows of several tokens or none
         on &= tl.load(q_len + at, mask=at < rows, other=0) == 1
     tiles = tl.where(on, tl.maximum(tiles, 1), 0)
     each = tl.maximum(tiles, 1)
@@ -195,7 +195,8 @@ def _decode(
     runs at the same time, computes the first tokens of rows.  It settled before it released, so only its partial sums
     are waited for.
     """
-    if not EARLY and not SHARED:  # before it releases: the merge and later layers read the dealt work without waiting
+    # wait before the release, because the merge and later layers read the entries without waiting
+    if not EARLY and not SHARED:
         settle(PDL)
     release(PDL)
     head, entry = tl.program_id(0), tl.program_id(1)
@@ -253,7 +254,7 @@ def _decode(
         if SCALED:
             by_k = tl.load(k_scales + at * KH + head, mask=seen, other=0.0)
             by_v = tl.load(v_scales + at * KH + head, mask=seen, other=0.0)
-        # the next tile's blocks, asked for now: their latency hides behind this tile
+        # load the next tile's blocks now, so that this tile hides their latency
         page = page_of(blocks, tile * N + N, on, last, BLOCK, N)
         if WORDS:
             k = numbers(k, ASM)
@@ -266,7 +267,7 @@ def _decode(
         if SLOPES:
             s += slope[None, :] * (token - last)[:, None].to(tl.float32)
         s = tl.where(seen[:, None], s, NEVER)
-        if WORDS and SCALED:  # so that no probability times the scale of its values is beyond 1
+        if WORDS and SCALED:  # so that no probability times the scale of its values exceeds 1
             peak = tl.maximum(m, tl.max(s + _exponent(by_v)[:, None], 0))
         else:
             peak = tl.maximum(m, tl.max(s, 0))
@@ -316,13 +317,13 @@ def _merge(
     DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row and query head in their order: weights 2 ** (m - max m).
+    """Combine the parts of one row and query head in their order, with weights 2 ** (m - max m).
 
     With SHARED, the chunks of the row's shared prefix follow.
     """
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    # there since the first layer's ``_decode``, which settled before it released
+    # written before the first layer's ``_decode``, which settled before it released
     entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
     settle(PDL)
     if parts < 2:
@@ -371,7 +372,9 @@ def _along(x, ROWS: tl.constexpr):
 @triton.jit
 def finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP: tl.constexpr, SINKS: tl.constexpr,
            LSE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Divide acc, [n, DVP] if ROWS, else [DVP, n], by its denominators; store it at rows ``at`` [n] of out [.., DV]."""
+    """Divide acc, [n, DVP] if ROWS, else [DVP, n], by its denominators, and store it in the rows ``at`` [n] of out [..,
+    DV].
+    """
     if SINKS:
         sink = tl.load(sinks + heads, mask=on, other=0.0) * LOG2E
         peak = tl.maximum(m, sink)
@@ -400,7 +403,7 @@ def vector(n: int) -> int:
 
 
 def in_float32(q: Tensor) -> bool:
-    """Return whether products are computed in float32: for float32 itself, and under the interpreter.
+    """Return whether products are computed in float32, which is so for float32 itself and under the interpreter.
 
     The interpreter cannot multiply bfloat16.
     """
@@ -424,7 +427,7 @@ def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
 class SharedParts(NamedTuple):
     """The partial sums over the shared prefixes of a step's rows (``triton_shared``)."""
 
-    rows: Tensor  # i32 [rows, 2] of each row: tokens of its shared prefix, chunks
+    rows: Tensor  # i32 [rows, 2], the tokens of each row's shared prefix and its chunks
     sums: Tensor  # float32 [chunks * rows * heads, DV]
     norms: Tensor  # float32 [chunks * rows * heads, 2] maximum and denominator
 
@@ -433,7 +436,7 @@ class DecodeWork(NamedTuple):
     """The parts into which the rows of a step are cut.  Its layers run one after another and share them."""
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
-    first: Tensor  # i32 [rows, 2] of each row: its first entry, its parts
+    first: Tensor  # i32 [rows, 2], each row's first entry and its number of parts
     cut: bool  # whether a row may have more than one part
     sums: Tensor  # float32 [E * heads, DV]
     norms: Tensor  # float32 [E * heads, 2] maximum and denominator
@@ -451,10 +454,10 @@ def deal(
     exact: bool,
     shared: SharedParts | None = None,
 ) -> DecodeWork:
-    """Split rows to parts for the decode kernel.
+    """Split rows into parts for the decode kernel.
 
     ``kv_len`` and ``q_len`` are i32 and ``slots`` i64 [rows or more], on the device.  No context is longer than
-    ``longest``. With ``mixed``, only rows of exactly one token get parts.  The parts of a row begin behind its prefix
+    ``longest``.  With ``mixed``, only rows of exactly one token get parts.  The parts of a row begin behind its prefix
     in ``shared``.
     """
     size = power if shared is None else vector
@@ -510,7 +513,7 @@ def decode(
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     shared = work.shared or (work.first, work.sums, work.norms)
     ends = (*shared, work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
-    one = len(work.first) == 1  # products of quantized weights around it load to registers
+    one = len(work.first) == 1  # the products of quantized weights around it load to registers
     room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
     launched = _decode[(spec.kv_heads, len(work.entries))](
         q,

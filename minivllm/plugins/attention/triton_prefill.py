@@ -90,8 +90,10 @@ def see(
     queries, k, v, by_k, by_v, key, position, slope, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys at positions ``key`` [N] to the running softmax.  ALL says that every query sees every one;
-    ``slope`` [M] is for SLOPES."""
+    """Add a tile of keys at positions ``key`` [N] to the running softmax.
+
+    ALL means that every query sees every key.  ``slope`` [M] is for SLOPES.
+    """
     s = dot(queries, k, tl.zeros([queries.shape[0], k.shape[1]], tl.float32), queries.dtype, IEEE)
     if SCALED:
         s = s * by_k[None, :]
@@ -106,7 +108,7 @@ def see(
     peak = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - peak[:, None])
     if not ALL:
-        p = tl.where(seen, p, 0.0)  # of a line that has seen no key yet: its peak is NEVER too
+        p = tl.where(seen, p, 0.0)  # needed for a line without a visible key, whose peak is NEVER too
     fade = tl.exp2(m - peak)
     total = total * fade + tl.sum(p, 1)
     if SCALED:
@@ -146,8 +148,8 @@ def _prefill(
 
     low = length - (after - begin) + token  # position of the tile's first query
     end = tl.minimum(low + TOKENS, length)
-    first, whole = 0, (low + 1) // N  # the tiles before ``whole`` are seen by all queries
-    least = low * 0  # the first position that a query of the tile sees: those before it may be gone (null block)
+    first, whole = 0, (low + 1) // N  # all queries see the tiles before ``whole``
+    least = low * 0  # the first position that a query of the tile sees; earlier blocks may be the null block
     if WINDOW > 0:
         least = tl.maximum(low - WINDOW + 1, 0)
         first = least // N
@@ -158,13 +160,13 @@ def _prefill(
     last = tl.maximum(length - 1, 0)
     page = page_of(blocks, first * N, on, last, BLOCK, N)
     for j in tl.range(first, whole, num_stages=STAGES):
-        if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
+        if TMA:  # whole tiles need no mask, because each key was written and they lie in one block
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
             k, v = load_tile(k_cache, v_cache, page, j * N + on, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
         by_k, by_v = load_scales(k_scales, v_scales, page, j * N + on, head, least, end, KH, BLOCK, SCALED)
-        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
+        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # load the next tile's block number early
         m, total, acc = see(
             queries,
             k,

@@ -43,11 +43,11 @@ from .triton_decode import (
 )
 from .triton_prefill import by_tma, load_scales, load_tile, see
 
-LEAST_TOKENS = 256  # of a shared prefix
-FEWEST_ROWS = 4  # of a group; it bounds the entries of a step
-MOST_CHUNKS = 8  # of a row's shared prefix; ``triton_decode.AT_ONCE`` is the limit
+LEAST_TOKENS = 256  # least tokens of a shared prefix
+FEWEST_ROWS = 4  # fewest rows of a group, which limits the entries of a step
+MOST_CHUNKS = 8  # most chunks of a row's shared prefix, at most ``triton_decode.AT_ONCE``
 LEAST_CHUNK = 128  # tokens
-ENTRY: tl.constexpr = tl.constexpr(8)  # numbers of an entry
+ENTRY: tl.constexpr = tl.constexpr(8)  # numbers in an entry
 
 
 class Tile(NamedTuple):
@@ -166,7 +166,7 @@ def _cut(
     place = tl.load(groups + 4 * row + 2)
     of_group = tl.load(groups + 4 * row + 1)
     slot = tl.load(slots + row).to(tl.int32)
-    for i in tl.range(0, own_tiles * cuts):  # tiles of a chunk follow one another: they read the same keys
+    for i in tl.range(0, own_tiles * cuts):  # consecutive tiles of a chunk read the same keys
         chunk, tile = i // own_tiles, i % own_tiles
         entry = entries + ENTRY * (before + i)
         tl.store(entry, place + tile * EACH)
@@ -227,7 +227,7 @@ def _shared(
         else:
             k, v = load_tile(k_cache, v_cache, page, j * N + on, head, 0, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
         by_k, by_v = load_scales(k_scales, v_scales, page, j * N + on, head, 0, end, KH, BLOCK, SCALED)
-        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
+        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # load the next tile's block number early
         m, total, acc = see(
             queries,
             k,
@@ -259,7 +259,7 @@ class SharedWork(NamedTuple):
     """The shared prefixes of a step; its layers use it one after another."""
 
     entries: Tensor  # i32 [E, 8]
-    members: Tensor  # i32 [rows] rows, group by group
+    members: Tensor  # i32 [rows], the rows group by group
     parts: SharedParts
 
 

@@ -1,12 +1,13 @@
-"""Keys and values of one byte, copied as numbers of 16 bits for the long rows of a step, which read them many times.
+"""Copies of keys and values of one byte as 16-bit numbers, for the long rows of a step, which read them many times.
 
     cache      block table[slots[row]][i] ── element * scale, rounded ──► copy      block starts[row] + i
 
-A program of ``triton_prefill`` would make a number of every byte that it reads, and of the same one as often as tiles
-of queries see it: 512 tokens in float8 took 2.2 times as long as in bfloat16 on an H100.  The copy has a table of its
-own, no scales, and lives as long as one layer's attention.  What is rounded here is rounded by ``sdpa`` too.
+Without a copy, a program of ``triton_prefill`` converts every byte that it reads, and several programs convert the same
+bytes.  512 tokens in float8 took 2.2 times as long as in bfloat16 on an H100.  The copy has its own table, no scales,
+and is freed after the layer's attention.  The rounding is that of ``sdpa``.
 
-Of a layer with a window the copy begins where the row's first query begins to see; ``starts`` may then be negative.
+For a layer with a window the copy begins at the first key that the row's first query sees.  ``starts`` may then be
+negative.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from minivllm.device.kernels.launch import kernel
 from .triton_decode import scales_of
 from .triton_prefill import KEYS
 
-PAYS = 64  # queries that read a key on average, from which on a copy takes less time than it saves
-LEAST = 1 << 27  # pairs of a query head and a key; with fewer, the host would take longer to launch it
-SHARE = 256  # of the device's memory a copy takes at most one part of so many
+PAYS = 64  # mean number of queries per key from which on a copy saves time
+LEAST = 1 << 27  # pairs of a query head and a key; with fewer, launching the copy takes longer than it saves
+SHARE = 256  # a copy takes at most this fraction of the device's memory, 1 / SHARE
 CHUNK = 4096  # elements of a program
 
 
@@ -47,8 +48,10 @@ def _widen(
     k, v, k_scales, v_scales, k_to, v_to, table, slots, row, starts, table_stride,
     KE: tl.constexpr, VE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(0)`` of the copy, which is of row ``row[block]``; elements from CHUNK * program_id(1) on.  A
-    block has KE elements of keys and VE of values."""
+    """Copy a part of block ``program_id(0)`` of the copy, which belongs to row ``row[block]``.
+
+    The part begins at element CHUNK * program_id(1).  A block has KE elements of keys and VE of values.
+    """
     place = tl.program_id(0).to(tl.int64)
     of = tl.load(row + place)
     nth = place - tl.load(starts + of)
@@ -139,6 +142,6 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
         SCALED="k_scale" in layer.cache,
         num_warps=4,
     )
-    # a row's "slot" is the place of its block 0 in the one list of all
+    # a row's "slot" is the index of its block 0 in one list of all blocks
     table = table[None, :, None].expand(len(meta.table), -1, 1)
     return replace(layer, cache=cache), replace(meta, table=table, slots=starts)

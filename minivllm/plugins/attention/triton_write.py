@@ -4,7 +4,7 @@
 
     q head: RMSNorm, rotate ──► q_out          k head: RMSNorm, rotate ──► k cache          v head: ──► v cache
 
-The null block is not written here, so that what padded and stopped rows compute, NaN included, lies nowhere.
+The null block is not written here, so that the results of padded and stopped rows, NaN included, are stored nowhere.
 
 All arithmetic is float32.  Bytes: 2 * (heads + 2 kv_heads) * D * 2 a token.  Reference:
 ``device.layers.rotary.prepare_qk`` and ``KVFormat.store`` of the plain formats.
@@ -24,7 +24,7 @@ from minivllm.device.kernels.launch import kernel, pdl, release, settle
 from .triton_decode import power, scales_of
 
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number
-ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added to it has no fraction left
+ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23; a sum with it has no fraction
 
 
 @triton.jit
@@ -63,9 +63,9 @@ def _write(
 ):  # fmt: skip
     """Rotate and store queries, keys and values of a token.
 
-    The first R elements of a head are rotated in pairs (i, i + R / 2), the others are copied; lane i also has two of
-    them.  EARLY means that an earlier layer used the same positions and slots, which are then loaded before q, k and v
-    are ready.
+    The first R elements of a head are rotated in pairs (i, i + R / 2), and the others are copied.  Each lane handles
+    two elements.  EARLY means that an earlier layer used the same positions and slots, which are then loaded before q,
+    k and v are ready.
     """
     if not EARLY:
         settle(PDL)
@@ -77,7 +77,7 @@ def _write(
         ia = tl.where(od < R // 2, od, od + R // 2)
         ib = ia + tl.where(od < R // 2, R // 2, (D - R) // 2)
     slot = tl.load(slot_map + token * slot_stride)
-    kept = slot >= BLOCK  # the slots before belong to the null block
+    kept = slot >= BLOCK  # smaller slots belong to the null block
     if ROTARY:
         pos = tl.load(position + token)
         c = tl.load(cos + pos * R + od, mask=od < R // 2, other=1.0)[None, :]
@@ -87,7 +87,8 @@ def _write(
         wk_a, wk_b = tl.load(k_norm + ia, mask=od < D // 2), tl.load(k_norm + ib, mask=od < D // 2)
     if EARLY:
         settle(PDL)
-    release(PDL)  # not before: the decode kernel's programs shall find all multiprocessors free (kernels.launch)
+    # released late, so that the programs of the decode kernel find all multiprocessors free (kernels.launch)
+    release(PDL)
     if part * HB < QH + KH:
         is_q = head < QH
         is_k = (head >= QH) & (head < QH + KH)
@@ -142,8 +143,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     return pairs and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
-MANY = 512  # tokens above which programs are large, and nothing is gained by an early start
-FIXED = MANY  # tokens that the choice is made for if it must be the same for any number of them
+MANY = 512  # tokens above which programs are large, and an early start gains nothing
+FIXED = MANY  # number of tokens for the choice if it must not depend on the step
 
 
 def heads_each(tokens: int) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""Drafts of an EAGLE-3 head (Li et al., arXiv:2503.01840) in its published layout: config.json and safetensors with
-``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t`` and ``t2d``.
+"""Drafts of an EAGLE-3 head (Li et al., arXiv:2503.01840) in its published files.
 
-The head reads the hidden states before three layers of the model, and the embedding of the next token.  Its output
-layer has a part of the vocabulary; ``d2t`` maps this part to token ids."""
+The files are config.json and safetensors with ``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t`` and ``t2d``.  The
+head reads the hidden states before three layers of the model, and the embedding of the next token.  Its output layer
+has a part of the vocabulary, which ``d2t`` maps to token ids.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Eagle3(MTP):
 
 
 class EagleArch(ModelArch):
-    """An EAGLE-3 head for a model with the config object ``target``; ``names`` are those of the head's tensors."""
+    """An EAGLE-3 head for a model with the config object ``target``.  ``names`` are the names of the head's tensors."""
 
     def __init__(self, target: Any, names: Sequence[str]) -> None:
         self.target = target

@@ -39,7 +39,10 @@ class MTP(ModelDrafter):
 
 
 class PredictionArch(ModelArch):
-    """The head of a model whose architecture is ``target``: its layer is like the last one with attention."""
+    """The head of a model whose architecture is ``target``.
+
+    Its layer is like the model's last layer with attention.
+    """
 
     def __init__(self, target: ModelArch, cfg: Any) -> None:
         self.target, self.target_cfg = target, cfg
@@ -75,7 +78,7 @@ class PredictionArch(ModelArch):
         mine += [Rule(ROOT + source, module) for source, module in OWN.items()]
         # the model's own tensors, which the head shares
         others = [replace(rule, module=None) for rule in self.target.weights(self.target_cfg)]
-        # some checkpoints hold copies of what the head shares
+        # some checkpoints have copies of the tensors that the head shares with the model
         return [*mine, Rule(ROOT + "embed_tokens", None), Rule(ROOT + "lm_head", None), *others]
 
 

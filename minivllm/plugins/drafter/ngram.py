@@ -1,7 +1,9 @@
-"""Prompt lookup (Saxena, 2023; "prompt lookup decoding"): answers often copy, quote or edit earlier text.
+"""Prompt lookup (Saxena, 2023; "prompt lookup decoding"), which drafts the continuation of an earlier occurrence.
 
-history   ... a b c d e ...  x  b c       the last tokens b c have occurred before; d e followed them
-drafts                            d e
+    history   ... a b c d e ...  x  b c       the last tokens b c have occurred before; d e followed them
+    drafts                            d e
+
+Answers often copy, quote or edit earlier text.
 """
 
 from __future__ import annotations

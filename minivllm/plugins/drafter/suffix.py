@@ -20,7 +20,7 @@ from torch import Tensor
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
 
 PLACES = 2048  # places of one text that are compared with more than two tokens
-END = -1  # behind each kept text; equal to no token
+END = -1  # follows each stored text; equal to no token
 NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 
 

@@ -26,17 +26,17 @@ from minivllm.core.interfaces.session import SessionTurn
 from .leaves import LeafBlock, RankQueue
 from .sessions import SessionLeaves
 
-NEW = 0.5  # weight of the last pause of a session in the mean
+NEW = 0.5  # weight of the last pause of a session in the mean of its pauses
 
 
 @dataclass(slots=True)
 class Pause:
-    """The pause behind the last turn of a session, in seconds of the engine's clock."""
+    """The pause after the last turn of a session, in seconds of the engine's clock."""
 
     begun: float
     due: float = -math.inf  # when the next turn is expected; -inf if nothing is known
     end: float = -math.inf  # end of the time to live
-    mean: float | None = None  # of the session's pauses so far
+    mean: float | None = None  # mean of the session's pauses so far
 
 
 class AgentTtl(SessionLeaves):
@@ -109,7 +109,7 @@ class AgentTtl(SessionLeaves):
         return self.queue.pop() or self.kept.pop()
 
     def _expire(self, now: float) -> None:
-        """Move the blocks whose time to live is over to the loose ones."""
+        """Move the blocks whose time to live is over to the queue of loose blocks."""
         while self.ends and self.ends[0][0] <= now:
             end, _, block = heapq.heappop(self.ends)
             if block.worth == end and self._is_kept(block):
@@ -118,6 +118,9 @@ class AgentTtl(SessionLeaves):
                 super().enqueue(block)
 
     def figures(self) -> Mapping[str, float]:
-        """Return ``kept``, the blocks that could be evicted and have a time to live, ``expired``, the blocks since the
-        start whose time to live was over before they were used again, and ``sessions``, the sessions that are known."""
+        """Return figures of the evictor.
+
+        ``kept`` is the number of evictable blocks with a time to live.  ``expired`` counts the blocks since the start
+        whose time to live was over before they were used again.  ``sessions`` is the number of known sessions.
+        """
         return {"kept": len(self.kept), "expired": self.expired, "sessions": len(self.pauses)}

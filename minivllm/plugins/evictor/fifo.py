@@ -1,5 +1,7 @@
-"""First in, first out: the block that was cached longest ago goes first, whatever was hit since.  The baseline that
-any policy which looks at hits has to beat."""
+"""First in, first out, which evicts the block that was cached longest ago and ignores hits.
+
+It is the baseline for policies that use hits.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ from .leaves import LeafBlock, Leaves
 
 
 class Fifo(Leaves):
-    """O(log n) a key: a queue would not do, because a block waits for its children and becomes ripe out of turn."""
+    """An evictor in order of arrival, O(log n) per key.
+
+    A simple queue is not enough, because a block must wait for its children, and becomes ripe out of order.
+    """
 
     def rank(self, block: LeafBlock) -> int:
         return block.age

@@ -107,7 +107,7 @@ class Ghosts:
     def __init__(self, most: int) -> None:
         self.most = most
         self.number: dict[int, int] = {}
-        self.line: deque[int] = deque()  # a dict alone finds its oldest key slowly after deletions
+        self.line: deque[int] = deque()  # a deque, because a dict alone finds its oldest key slowly after deletions
 
     def put(self, key: int, number: int) -> None:
         self.line.append(key)
@@ -179,7 +179,7 @@ class Leaves(Evictor):
     def drop(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
             block = self.blocks[key]
-            block.held = True  # so that it does not become ripe when its children, which come after it, go
+            block.held = True  # so that it does not become ripe when its children, which follow, are removed
             self.unqueue(block)
             self._cut(block)
 
@@ -208,7 +208,7 @@ class Leaves(Evictor):
         self.queue.discard(block)
 
     def next(self) -> LeafBlock | None:
-        """Take the ripe block that is to go."""
+        """Remove and return the ripe block with the smallest rank."""
         return self.queue.pop()
 
     def _cut(self, block: LeafBlock) -> None:

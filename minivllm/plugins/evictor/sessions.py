@@ -11,16 +11,18 @@ from minivllm.core.interfaces.session import SessionTurn
 
 from .leaves import LeafBlock, Leaves
 
-LEAST = 64  # sessions whose last turns are kept, even in a smaller cache
+LEAST = 64  # least number of sessions whose last turns are kept, for small caches
 
 
 class SessionLeaves(Leaves):
-    """An evictor with the last turn of each session that ended lately.  ``LeafBlock.mark`` is the number of the session
-    that used the block last, 0 for none."""
+    """An evictor that keeps the last turn of recent sessions.
+
+    ``LeafBlock.mark`` is the number of the session that used the block last, 0 for none.
+    """
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
-        self.turns: dict[int, SessionTurn] = {}  # by session, the one that ended last at the end
+        self.turns: dict[int, SessionTurn] = {}  # session -> its last turn, in order of the ends of turns
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
         super().add(keys, info)

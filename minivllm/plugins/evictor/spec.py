@@ -1,4 +1,4 @@
-"""Describe the built-in evictors."""
+"""Specs of the built-in evictors."""
 
 from functools import partial
 

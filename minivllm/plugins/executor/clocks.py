@@ -1,4 +1,4 @@
-"""Clocks of the executor sim: who waits, and what time it is meanwhile."""
+"""Clocks of the executor sim, which define how waits pass and which time they return."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class RealClock:
-    """Seconds; waits are slept."""
+    """A clock in real seconds, whose waits sleep."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -17,7 +17,7 @@ class RealClock:
 
 
 class VirtualClock(RealClock):
-    """Seconds in which waits are skipped: only what this process computes takes anybody's time."""
+    """A clock in seconds whose waits are skipped, so that only the computation of this process takes time."""
 
     skipped = 0.0
 
@@ -29,8 +29,11 @@ class VirtualClock(RealClock):
 
 
 class ModelClock(RealClock):
-    """Seconds that pass only where somebody waits: what this process computes takes no time, so a run is the same
-    whatever machine it is on.  Whoever has nothing to do must skip to when there will be."""
+    """A clock in seconds that advances only in waits.
+
+    The computation of this process takes no time, so a run is the same on every machine.  An idle caller must skip to
+    the time of its next work.
+    """
 
     def __init__(self) -> None:
         self.time = 0.0

@@ -1,4 +1,5 @@
-"""What a step costs: a table that ``minivllm calibrate`` has measured, and the seconds that follow from it.
+"""The costs of a step, read from a table that ``minivllm calibrate`` has measured, and the seconds that follow from
+them.
 
     a step of decodes   rows(R) + kv * K
     one with prompts    tokens(R + T) + row * R + kv * K + pairs * P + chunk * C
@@ -6,17 +7,17 @@
 
     R   rows that decode             K   tokens whose KV they read          J   rows that enter
     T   prompt tokens computed       P   pairs of a prompt token and one    E   rows that end
-    C   chunks of prompts                before it                 F   1 unless its rows are those of the step before
-    V   1 behind a pause; beyond the limit it costs wake_large more
-    N   prompt tokens, where the host plans a step while the one before computes: else they cost what T says
+    C   chunks of prompts                before it                 F   0 if the rows are those of the preceding step
+    V   1 after a pause; a step beyond the limit then costs wake_large more
+    N   prompt tokens, if the host plans a step during the preceding one; otherwise T contains their cost
 
-Steps with prompts have two sets of costs, up to ``limit`` tokens and beyond: captured steps, and programs made for few
-tokens, end at some number of them, and what runs beyond takes other times for everything, the rows that decode in the
-same step included.  W is 1 for a step within the limit if one of the two before was beyond: it finds caches cold.
+Steps with prompts have two sets of costs, for up to ``limit`` tokens and for more.  Captured steps and kernels for few
+tokens end at some number of tokens.  All costs of larger steps differ, also those of decoding rows in the same step.  W
+is 1 for a step within the limit if one of the two preceding steps was beyond it, because caches are then cold.
 
-``rows`` and ``tokens`` are broken lines through points that were measured (captured steps make stairs of them, and
-small chunks leave a device idle); beyond the last point they go on as before it.  All of it is the time from one
-step to the next as the engine sees it, what the host does included.
+``rows`` and ``tokens`` are broken lines through measured points.  Captured steps have the costs of their padded sizes,
+and small chunks do not fill a device.  Beyond the last point the last slope continues.  All times are from one step to
+the next as the engine measures it, including the work of the host.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
 FORMAT = "minivllm-costs 4"
-# seconds for each; ``kv``: of steps of decodes
+# seconds per unit; ``kv`` is for steps of decodes
 SLOPES = ("kv", "join", "plan", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
-PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the same, of steps with prompts
+PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the costs of steps with prompts
 
-PAUSE = 2e-3  # seconds without a step, behind which caches are cold and threads asleep
+PAUSE = 2e-3  # seconds without a step after which caches are cold and threads sleep
 
-SIZES = {  # of the engine, and the least that each may be
+SIZES = {  # sizes of the engine, each with its smallest value
     "kvcache_block_size": 1,
     "num_kvcache_blocks": 1,
     "max_model_len": 1,
@@ -52,7 +53,7 @@ SIZES = {  # of the engine, and the least that each may be
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """Seconds at points, ascending; beyond the last as between the last two."""
+    """Seconds at ascending points.  Beyond the last point the slope of the last two continues."""
 
     at: Sequence[int]
     seconds: Sequence[float]
@@ -66,7 +67,7 @@ class BrokenLine:
 
 
 class StepCounts(NamedTuple):
-    """What of a step decides its time."""
+    """The counts of a step that determine its time."""
 
     rows: int
     kv: int
@@ -76,9 +77,9 @@ class StepCounts(NamedTuple):
     joins: int = 0
     ends: int = 0
     fresh: int = 0
-    before: int = 0  # tokens of the larger of the two steps before, of those with prompts
-    wake: int = 0  # 1 behind a pause
-    planned: int = 0  # prompt tokens that the host plans: the step's own, of measured ones those of its turns
+    before: int = 0  # tokens of the larger of the two preceding steps, 0 for steps without prompts
+    wake: int = 0  # 1 after a pause
+    planned: int = 0  # prompt tokens that the host plans; for a measured step, those of its turns of the engine
 
     @property
     def tokens(self) -> int:
@@ -86,7 +87,7 @@ class StepCounts(NamedTuple):
 
 
 class StepCounter:
-    """Counts steps in the order in which they run, for each depends on those before."""
+    """Counts steps in the order in which they run, because the costs of a step depend on the preceding steps."""
 
     def __init__(self) -> None:
         self.last: StepPlan | None = None
@@ -126,7 +127,7 @@ class StepCounter:
 
 @dataclass(frozen=True)
 class PromptCosts:
-    """Of steps with prompts, up to a number of tokens or from there on."""
+    """Costs of steps with prompts, either up to the limit or beyond it."""
 
     tokens: BrokenLine
     slopes: Mapping[str, float]  # by ``PROMPT_SLOPES``
@@ -142,16 +143,16 @@ class PromptCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    rows: BrokenLine  # of steps of decodes
+    rows: BrokenLine  # seconds of steps of decodes by rows
     small: PromptCosts
     large: PromptCosts
-    limit: int  # tokens of a step with prompts up to which it is a small one; 0: there is one kind of steps
+    limit: int  # tokens of a step with prompts up to which the first costs hold; 0 means that there is one set of costs
     slopes: Mapping[str, float]  # by ``SLOPES``
-    add: float = 0.0  # seconds that a request costs when it comes
-    watts: Mapping[str, float] = field(default_factory=dict)  # "busy" and "idle", where there is a counter
+    add: float = 0.0  # seconds that the arrival of a request costs
+    watts: Mapping[str, float] = field(default_factory=dict)  # "busy" and "idle", if the device has an energy counter
     engine: Mapping[str, Any] = field(default_factory=dict)  # sizes of the engine that was measured
     about: Mapping[str, Any] = field(default_factory=dict)  # machine, configuration, date
-    fit: Mapping[str, Any] = field(default_factory=dict)  # how far it is from what was measured
+    fit: Mapping[str, Any] = field(default_factory=dict)  # deviation from the measurements
 
     def seconds(self, c: StepCounts) -> float:
         s = self.slopes
@@ -213,7 +214,7 @@ def read_costs(path: str) -> CostTable:
     expected = "a file that `minivllm calibrate` wrote"
     raw = files.read_json(path, files.SMALL, expected=expected)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no table of costs ({FORMAT!r}); expected {expected}")
+        raise ConfigError(f"{path}: not a table of costs ({FORMAT!r}); expected {expected}")
     try:
         found = raw["seconds"]
         return CostTable(

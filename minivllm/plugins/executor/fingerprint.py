@@ -1,8 +1,8 @@
-"""What a rank was started from: versions, sources and model files, so that ranks which would compute different things
-are told apart before they meet.
+"""A rank's fingerprint of versions, sources and model files, which finds ranks that would compute different results.
 
-A rank sends ``fingerprint`` first of all; who started the ranks compares them (``differences``).  It takes some 50 ms:
-no library is imported for it, and of a file of weights the size, its beginning, its middle and its end are read.
+A rank sends ``fingerprint`` as its first message, and the process that started the ranks compares them
+(``differences``).  It takes about 50 ms, because no library is imported for it.  Of a file of weights only the size,
+the beginning, the middle and the end are read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LIBRARIES = ("torch", "transformers", "triton")
 CODE = (".py", ".cpp", ".h")
 SMALL = ("config.json", "generation_config.json", "*.index.json")
 WEIGHTS, PICKLED = ("*.safetensors", "*.gguf"), ("*.bin", "*.pt", "*.pth")
-PIECE = 64 << 10  # bytes that are read of a file of weights, three times
-TOLD = 4  # differences that are named
+PIECE = 64 << 10  # bytes of each of the three pieces that are read of a file of weights
+TOLD = 4  # largest number of differences in a message
 NONE = "none"
 
 
@@ -87,7 +87,7 @@ def _sources(folder: Path) -> str:
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError as e:  # it has just gone, or may not be read
+    except OSError as e:  # the file was deleted, or may not be read
         return f"{type(e).__name__}".encode()
 
 

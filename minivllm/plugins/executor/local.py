@@ -35,12 +35,12 @@ class Local(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
-        self._seams: Any = None  # a profile that labels them
+        self._seams: Any = None  # a profile of seams that is running, else None
         self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last are sampled
         self._behind: deque[StepPlan] = deque()  # steps that wait for the masks of an earlier step
         # late inputs of the steps in ``_behind``, by step id; None on a rank that does not sample
         self._early: dict[int, LateInputs | None] = {}
-        self._heap: HeapTrimmer | None = None  # set if steps run in this process's heap
+        self._heap: HeapTrimmer | None = None  # set if steps use this process's heap
 
     def start(self, wiring: Wiring) -> Capacity:
         from minivllm.device.worker.runner import Runner
@@ -87,7 +87,7 @@ class Local(Executor):
         out = []
         while self._running and (len(self._running) > in_flight or self._running[0].finished()):
             if not self._running[0].sampled:
-                break  # its masks are still to come
+                break  # its masks have not arrived
             out.append(self._running.popleft().result())
         if out and self._heap is not None:
             self._heap.look()

@@ -1,11 +1,11 @@
-"""A language model of arithmetic: tokens, log-probabilities and logits that are functions of the history alone.
+"""A model without weights, whose tokens, log-probabilities and logits are functions of the history.
 
     history ──► 64-bit hash, extended token by token ──► a, b, q ──► rank of token t = (a t + b) mod V
                                                                      probability of rank r ~ q ** r
 
-Each history orders the vocabulary in its own way, so every token comes as often as any other, and everything about a
-row costs O(1), the k best O(k).  The first sample of a request is greedy, the others draw.  A history that the engine
-got wrong gives other tokens.
+Each history orders the vocabulary differently, so all tokens are equally frequent.  A row costs O(1), and its k best
+tokens O(k).  The first sample of a request is greedy, and the others are drawn at random.  If the engine computes with
+a wrong history, the tokens differ.
 
 Hashes are polynomials modulo 2**64 with an odd base, so the hashes of all prefixes of n tokens are one cumulative sum.
 """
@@ -20,9 +20,9 @@ from minivllm.core.interfaces.plan import LogProbs
 
 BASE, START = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x2545F4914F6CDD1D)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
-SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)  # lanes of one hash's noise
-MULTIPLIERS = 16  # that order the vocabulary
-PROBED = 64  # best tokens that are looked at before all of a mask is
+SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)  # lanes of noise from one hash
+MULTIPLIERS = 16  # number of multipliers that order the vocabulary
+PROBED = 64  # number of best tokens that are checked before the whole mask is read
 
 
 def mixed(h: np.ndarray) -> np.ndarray:
@@ -38,8 +38,11 @@ def uniform(h: np.ndarray) -> np.ndarray:
 
 
 class MadeUpModel:
-    """``vocab``: ids.  ``eos``: the id that ends an answer, after ``answer_tokens`` tokens in the mean; 0: it comes as
-    often as any other token."""
+    """The model of ``vocab`` token ids.
+
+    ``eos`` is the id that ends an answer, after ``answer_tokens`` tokens on average.  If ``answer_tokens`` is 0,
+    ``eos`` is as frequent as other tokens.
+    """
 
     def __init__(self, vocab: int, eos: int = -1, answer_tokens: int = 0) -> None:
         self.vocab, self.eos, self.answer_tokens = vocab, eos, answer_tokens if eos >= 0 else 0
@@ -132,7 +135,7 @@ class Histories:
 
     def __init__(self, slots: int, length: int) -> None:
         self.tokens = np.zeros((slots, length + 1), np.int32)
-        self.prefix = np.zeros((slots, length + 2), np.uint64)  # [slot, n]: of the first n tokens
+        self.prefix = np.zeros((slots, length + 2), np.uint64)  # [slot, n] is the hash of the first n tokens
         self.prefix[:, 0] = START
         self._up, self._down = powers(BASE, length + 2), powers(INVERSE, length + 2)
 

@@ -1,14 +1,15 @@
-"""Runs the steps in several worker processes that share the model, one for each device: tensor parallelism.
+"""Run the steps in several worker processes that share the model, one for each device (tensor parallelism).
 
     this process            rank 0                       rank 1 ...              (``multiprocess_worker``)
     submit(plan) ─ PLAN ──► Local.submit ◄═ gloo, NCCL ═► Local.submit           the same bytes to each channel
     supply(masks) ─ MASKS ► Local.supply    ─ GO ───────► Local.supply
     collect()  ◄─ RESULT ── Local.collect
 
-Each rank has a channel of its own (``process``), whose notes are numbered, and a line of a page of shared memory that
-says where it is (``runtime.processes.status``).  Nothing waits for ever: where no rank goes on for ``timeout`` seconds,
-the engine ends and says who is missing.  A rank that dies ends it at once, with its last words.  A step that fails must
-have failed on all ranks at the same place, as what a plug-in raises does; else the ranks have parted, and it ends.
+Each rank has its own channel (``process``) with numbered messages, and a line of a page of shared memory for its state
+(``runtime.processes.status``).  Every wait has a limit.  If no rank makes progress for ``timeout`` seconds, the engine
+ends with an error that names the missing ranks.  If a rank ends, the engine ends at once and reports the rank's last
+output.  A failed step must fail on all ranks at the same place, as exceptions of plug-ins do.  Otherwise the columns of
+the ranks differ, and the engine ends.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ OPERATIONS = (
     "gather",
     "broadcast",
     "all_gather",
-)  # of the communicator, which imports torch
-GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages beside those of ``process``: JSON
+)  # only for the communicator, because it imports torch
+GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages besides those of ``process``, in JSON
 OF_ALL = (
     "kv_resident",
     "devices",
@@ -50,25 +51,26 @@ OF_ALL = (
     "kv_tiers",
     "adapters",
     "weights",
-)  # verbs whose answers of all ranks are added
-AGREE = 5.0  # seconds in which all ranks must have said that a step failed
-DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost
-PATIENCE = 2.0  # a call between ranks waits so much longer than who started them, who sees more of it
-STARTING = 0.01  # seconds between looks while they start
+)  # verbs whose results of all ranks are added
+AGREE = 5.0  # seconds in which all ranks must have reported a failed step
+DYING = 1.0  # seconds to find out which rank has ended, after a rank has reported the loss of another
+# extra seconds of a call between ranks, so that the parent process, which has more information, reports first
+PATIENCE = 2.0
+STARTING = 0.01  # seconds between checks during the start
 
 
 class Multiprocess(Process):
-    """``Process`` with rank 0, and other ranks that follow."""
+    """The executor ``Process`` with rank 0, and further ranks that run the same plans."""
 
     def __init__(self, options: MultiprocessOptions | None = None) -> None:
         super().__init__(options or MultiprocessOptions())
         self._others: list[Child] = []
         self._page: StatusPage | None = None
         self._device = ""
-        self._looked = 0.0  # at the others, when
+        self._looked = 0.0  # time of the last check of the other ranks
         self._limit = self.options.timeout  # seconds of standstill
-        self._calling = False  # a call is under way, whose answer is waited for
-        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> what it said of its failure
+        self._calling = False  # whether an answer to a call is awaited
+        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> its report of the failure
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class Multiprocess(Process):
                 elif message.kind == FINGERPRINT:
                     said[rank] = json.loads(message.data)
                 else:
-                    raise EngineDeadError(f"{self._name(rank)} sent a message of kind {message.kind} out of turn")
+                    raise EngineDeadError(f"{self._name(rank)} sent an unexpected message of kind {message.kind}")
             if time.monotonic() > end:
                 missing = "; ".join(self._where(rank) for rank in range(size) if rank not in said)
                 raise ResourceError(f"not started within {self.options.start_timeout:.0f} s: {missing}")
@@ -168,9 +170,9 @@ class Multiprocess(Process):
         """Return the answers of all ranks when they are ready.  Raise the error of a rank that cannot start."""
         answers: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + self.options.start_timeout
-        failed: Exception | None = None  # of another rank than 0, whose error is the better one
-        lost: Exception | None = None  # what a rank said of another
-        done: set[int] = set()  # those that have said why they end
+        failed: Exception | None = None  # an error of a rank other than 0; an error of rank 0 takes precedence
+        lost: Exception | None = None  # a report of one rank that another is lost
+        done: set[int] = set()  # ranks that have reported why they end
         while len(answers) < size:
             for rank in [r for r in range(size) if r not in answers and r not in done]:
                 try:
@@ -183,7 +185,7 @@ class Multiprocess(Process):
                 if message is None:
                     continue
                 said = json.loads(message.data)
-                if message.kind == MEETING:  # rank 0 says where
+                if message.kind == MEETING:  # rank 0 sends the place where the ranks meet
                     self._tell(MEETING, bytes(message.data))
                     continue
                 if message.kind == PROGRESS:
@@ -265,7 +267,10 @@ class Multiprocess(Process):
                 raise self._lost(rank, e) from e
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Return the answer of rank 0; memory of the KV cache, devices and plug-ins' figures are of all ranks."""
+        """Return the answer of rank 0.
+
+        Memory of the KV cache, devices and figures of plug-ins are combined from all ranks.
+        """
         self._limit, self._calling = self.options.start_timeout, True
         try:
             if self._page is not None:
@@ -336,7 +341,7 @@ class Multiprocess(Process):
             missing = self._page.missing()
             where = "; ".join(self._where(rank) for rank in range(1 + len(self._others)))
             who = " and ".join(f"rank {rank}" for rank in missing) or "nobody, the device does not answer"
-            raise self._dead(f"no rank has gone on for {still:.0f} s.  Missing: {who}.  {where}")
+            raise self._dead(f"no rank has made progress for {still:.0f} s.  Missing: {who}.  {where}")
 
     def _passed(self, step: int, said: Mapping[int, Mapping[str, Any]]) -> bool:
         """Return whether a rank has passed the place in a step at which other ranks have failed."""
@@ -344,7 +349,8 @@ class Multiprocess(Process):
         if page is None:
             return False
         ranks = [rank for rank in range(page.size) if rank not in said]
-        calls = {rank: page.get(rank, CALLS) for rank in ranks}  # before it is looked at whether they are of this step
+        # read before the check whether the ranks are in this step
+        calls = {rank: page.get(rank, CALLS) for rank in ranks}
         return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
 
     def _gather(self) -> None:
@@ -361,14 +367,14 @@ class Multiprocess(Process):
     def _note(self, rank: int, message: Message) -> None:
         said = json.loads(message.data) | {"at": time.monotonic()}
         self._parted.setdefault(said["step"], {})[rank] = said
-        if said["lost"]:  # another one has died, or hangs: which, shows now
+        if said["lost"]:  # another rank has ended or hangs, which the next checks show
             end = time.monotonic() + DYING
             while time.monotonic() < end:
                 for other, child in enumerate(self._ranks()):
                     if not child.alive() and (ended := child.ended()) is not None:
                         raise self._lost(other, ended)
                 time.sleep(STARTING)
-        if said["where"] == "sample":  # the others know nothing of it
+        if said["where"] == "sample":  # the other ranks do not draw, so they do not report it
             raise self._dead(self._differ(said["step"]))
 
     def _result(self, message: Message) -> StepResult:
@@ -385,7 +391,7 @@ class Multiprocess(Process):
         """
         said, size = self._parted.get(result.id, {}), 1 + len(self._others)
         if not said:
-            return  # drawing failed, of which the others need not know; or another step is meant
+            return  # the draw failed, which concerns only rank 0, or the report is about another step
         end = time.monotonic() + AGREE
         while len(said) < size and result.failure is not None and time.monotonic() < end:
             time.sleep(STARTING)

@@ -1,6 +1,7 @@
-"""The worker of ``multiprocess``: one rank.  It meets the others, loads its share, and runs the steps of its channel.
+"""The worker of ``multiprocess``, which joins the ranks, loads its share of the model and runs the steps of its
+channel.
 
-Rank 0 sends results; the others follow the same plans and say nothing, unless a step fails.
+Rank 0 sends results.  The other ranks run the same plans and only report failed steps.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ if TYPE_CHECKING:
     from minivllm.device.layers.peer_memory import PeerMemory
 
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
-SAYS = 0.2  # seconds between two looks at how far the device is
+SAYS = 0.2  # seconds between updates of the device's progress
 
 
 def main(sock: str, memory: str) -> None:
     """Run a rank; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
-        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+        with contextlib.suppress(ChannelClosed):  # the engine has ended
             Rank(channel).serve()
     finally:
         channel.close()
 
 
 class Rank:
-    """What a rank is told first: its wiring, and files for the page of states and to meet the others by."""
+    """A rank, which is started with its wiring, the page of states and the file through which the ranks meet."""
 
     def __init__(self, channel: Channel) -> None:
         first = channel.receive(wait=True)
@@ -59,7 +60,7 @@ class Rank:
         self.channel, self.executor = channel, Local()
         self.rank, self.size = self.told["rank"], self.told["size"]
         self.ranks: ProcessGroup | None = None
-        page, self.store = self._files()  # the second stays open: torch has its path
+        page, self.store = self._files()  # the second file stays open, because torch uses its path
         self.page = StatusPage(page, self.size, ())
         os.close(page)
 
@@ -73,7 +74,7 @@ class Rank:
 
     def _interface(self) -> str:
         """Return the network interface between the ranks; "" lets torch find one."""
-        return "lo"  # ranks of one machine need no other
+        return "lo"  # the ranks of one machine need no other interface
 
     def note(self, word: int, value: int) -> None:
         self.page.set(self.rank, word, value)
@@ -143,7 +144,7 @@ class Rank:
             raise with_others(e, wiring.device) from e
 
     def _say_met(self, peers: PeerMemory) -> None:
-        """Write the progress of the device to the page of states, since the host is ahead of it."""
+        """Write the progress of the device to the page of states, because the host runs ahead of the device."""
         with contextlib.suppress(ValueError):  # the page is closed
             while self.ranks is not None and self.ranks.peers is peers:
                 for word, value in zip((MET, LEFT), peers.reached(), strict=True):
@@ -170,7 +171,7 @@ class RankLoop(WorkerLoop):
         self.rank = rank
 
     def _do(self, kind: int, data: bytearray) -> None:
-        if kind == GO:  # the masks of a step are there, on rank 0
+        if kind == GO:  # the masks of a step have arrived at rank 0
             step = json.loads(data)
             self._masked.discard(step)
             self.executor.supply(step, None)

@@ -95,5 +95,5 @@ class SimOptions(BaseModel):
         fields = type(self).model_fields
         said = [n for n in ("step_ms", "row_ms", "token_ms") if getattr(self, n) != fields[n].default]
         if self.costs and said:
-            raise ValueError(f"costs and {said[0]} both say how long a step takes; leave one of them out")
+            raise ValueError(f"costs and {said[0]} both define the time of a step; leave one of them out")
         return self

@@ -1,7 +1,7 @@
-"""Figures of the plug-ins that a runner runs: attention, model, quantizer, KV format, sampler, processors, drafter.
+"""Figures of a runner's plug-ins for attention, model, quantizer, KV format, sampler, processors and drafter.
 
-The verb "figures" of an executor answers with a list, an entry for each plug-in that has a method ``figures()``:
-``{"name": "attention", "figures": {...}}``, or ``{"name": ..., "failure": text}`` if they could not be had.
+The verb "figures" of an executor returns a list with an entry for each plug-in that has a method ``figures()``.  An
+entry is ``{"name": "attention", "figures": {...}}``, or ``{"name": ..., "failure": text}`` if the method failed.
 """
 
 from __future__ import annotations

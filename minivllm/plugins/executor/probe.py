@@ -1,4 +1,4 @@
-"""A process that ``minivllm doctor`` tries things out with: it answers messages, meets others, and times their sums."""
+"""A process with which ``minivllm doctor`` tests messages, the meeting of ranks, and the time of their sums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _serve(channel: Channel) -> None:
             continue
         try:
             found = _meet(**json.loads(message.data), store=channel.file())
-        except Exception as e:  # whatever the library raises is what was asked for
+        except Exception as e:  # any error of the library is the result
             found = {"failed": describe_error(e)}
         channel.send(FOUND, [json.dumps(found).encode()])
 
@@ -58,7 +58,7 @@ def _meet(rank: int, size: int, device: str, seconds: float, store: int) -> dict
             x = torch.full(shape, rank + 1.0, dtype=torch.float32 if device == "cpu" else torch.bfloat16, device=device)
             ranks.all_reduce(x)
             if (wrong := (x != size * (size + 1) / 2).sum().item()) > 0:
-                raise RuntimeError(f"the sum over {size} ranks is wrong in {wrong} of {x.numel()} places")
+                raise RuntimeError(f"the sum over {size} ranks is wrong in {wrong} of {x.numel()} elements")
             x.zero_()
             found["x".join(map(str, shape))] = _ms(lambda x=x: ranks.all_reduce(x), device)
         numbers = torch.zeros(3, 64, dtype=torch.int64, device=device)

@@ -1,13 +1,13 @@
-"""Runs the steps in one worker process of its own, which computes while this one plans, serves and compiles grammars.
+"""Run the steps in one separate worker process, while this process plans, serves HTTP and compiles grammars.
 
     this process                               worker (``process_worker``)
     submit(plan)    ─ PLAN, encoded ─────────► Local.submit
-    supply(masks)   ─ MASKS, where they lie ─► Local.supply      masks are written to memory that both share
+    supply(masks)   ─ MASKS, their place ────► Local.supply      masks are written to memory that both share
     collect()       ◄──────── RESULT, encoded  Local.collect
     call(verb)      ─ CALL, JSON ─► ◄─ ANSWER  Local.call
 
-Plans and results go as ``steps`` and ``core.interfaces.codec`` write them, through ``runtime.processes.channel``.  A
-worker that dies is noticed at once, and its last words are reported (``runtime.processes.child``).
+Plans and results are encoded by ``steps`` and ``core.interfaces.codec``, and sent by ``runtime.processes.channel``.
+The end of a worker is noticed at once, and its last output is reported (``runtime.processes.child``).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from minivllm.runtime.processes.rhythm import Rhythm
 from .steps import PLAIN, RESULT, Plans, StepResults
 
 WORKER = "minivllm.plugins.executor.process_worker:main"
-# kinds of messages beside those of ``steps``; JSON but LATE (``codec``), MASKS (``PLACE``) and MEMORY (a descriptor
-# beside it)
+# kinds of messages besides those of ``steps``, in JSON except LATE (``codec``), MASKS (``PLACE``) and MEMORY (with a
+# descriptor)
 START, LATE, MASKS, MEMORY, CALL, READY, ANSWER, FAILED = 1, 3, 4, 5, 6, 7, 9, 10
-PROGRESS = 18  # of the start, before READY; JSON
-PLACE = struct.Struct("<qIQII")  # step; which shared memory, at which byte; rows and words of the masks
-MEMORY_SIZE = 1 << 20  # bytes of the shared memories that masks lie in, at least
+PROGRESS = 18  # progress of the start, sent before READY, in JSON
+PLACE = struct.Struct("<qIQII")  # step; number of the shared memory and offset in bytes; rows and words of the masks
+MEMORY_SIZE = 1 << 20  # least size in bytes of a shared memory for masks
 NOT_RUNNING = "the worker is not running: start() comes first"
 
 
@@ -50,17 +50,17 @@ class Process(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._child: Child | None = None
-        self._due: deque[int] = deque()  # steps whose results have not come, in order
-        self._masked: set[int] = set()  # those that wait for their masks
+        self._due: deque[int] = deque()  # steps whose results have not arrived, in order
+        self._masked: set[int] = set()  # due steps that wait for their masks
         self._plans, self._answers = Plans(), StepResults()
-        self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
-        self._results: list[StepResult] = []  # that came while an answer was awaited
+        self._slots: deque[np.ndarray] = deque()  # slots of the plans that are due
+        self._results: list[StepResult] = []  # results that arrived while an answer was awaited
         self._memories: list[
             tuple[int, int, mmap.mmap | bytes]
-        ] = []  # address, bytes in use, of what masks are written to
-        self._rhythm = Rhythm()  # from a step that nothing runs before, or the result before, to the result
+        ] = []  # shared memories for masks, with their addresses and used bytes
+        self._rhythm = Rhythm()  # from the start of a step on an idle device, or the preceding result, to the result
         self._calls = 0
-        self._fault: EngineDeadError | None = None  # met behind results that had come
+        self._fault: EngineDeadError | None = None  # an error that occurred behind results that had arrived
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Process(Executor):
             if not self._due and not self.alive():
                 self._receive(wait=False)  # it says why
             while self._due:
-                waits = self._due[0] in self._masked  # so nobody else would notice its end
+                waits = self._due[0] in self._masked  # nothing else would notice the worker's end then
                 wait = len(self._due) > in_flight and not waits
                 message = self._receive(wait) if wait or waits or self._ready() else None
                 if message is None:
@@ -145,7 +145,7 @@ class Process(Executor):
         except EngineDeadError as e:
             if not found:
                 raise
-            self._fault = e  # these have come; the next call raises it
+            self._fault = e  # results have arrived; the next call raises the error
         return found
 
     def _result(self, message: Message) -> StepResult:
@@ -155,7 +155,7 @@ class Process(Executor):
         self._rhythm.came()
         result = self._answers.decode(message.kind, message.data, slots)
         if not self._due or self._due.popleft() != result.id:
-            raise EngineDeadError(f"the worker answered step {result.id} out of turn")
+            raise EngineDeadError(f"the worker returned step {result.id} out of order")
         return result
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Process(Executor):
     def _failure(self, message: Message) -> Exception:
         if message.kind == FAILED:
             return error_from(**json.loads(message.data)["error"])
-        return EngineDeadError(f"the worker sent a message of kind {message.kind} out of turn")
+        return EngineDeadError(f"the worker sent a message of kind {message.kind} out of order")
 
     def _send_plan(self, kind: int, parts: Sequence[bytes]) -> None:
         self._send(kind, *parts)
@@ -217,7 +217,7 @@ class Process(Executor):
 
 
 def cannot_start(what: str, e: Exception) -> str:
-    """Describe why a worker could not start, by the error of the system or its own last words."""
+    """Describe why a worker could not start, by the error of the system or by the worker's last output."""
     if not isinstance(e, OSError):
         return str(e)
     limit = ""

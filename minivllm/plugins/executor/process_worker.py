@@ -1,4 +1,6 @@
-"""The worker of ``process``: one ``Local`` executor, which does what messages say until the channel closes."""
+"""The worker of ``process``, which runs the messages of its channel with a ``Local`` executor until the
+channel closes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def main(sock: str, memory: str) -> None:
     """Run the worker; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
-        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+        with contextlib.suppress(ChannelClosed):  # the engine has ended
             _serve(channel)
     finally:
         channel.close()
@@ -48,7 +50,7 @@ def _serve(channel: Channel) -> None:
             if isinstance(e, ResourceError):
                 e = with_others(e, json.loads(first.data)["device"])
             elif not isinstance(e, MinivllmError) and part_fault(e) is None:
-                raise  # a bug: its trace is wanted whole
+                raise  # a bug, whose whole trace is shown
             channel.send(FAILED, [_failure(0, e)])
             return
         channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
@@ -63,17 +65,19 @@ def progress_to(channel: Channel) -> progress.Listener:
 
 
 class WorkerLoop:
-    """Steps are sent back as soon as they are done.  While the device computes, this process looks for messages and
-    results without a rest, so it keeps one core busy: a nap would cost each step some 50 us.  Once nothing runs it
-    looks as long as ``Rhythm`` says, and sleeps."""
+    """The loop of the worker.  It sends the results of steps as soon as they are done.
+
+    While the device computes, the process polls for messages and results and keeps one core busy, because a sleep would
+    cost each step about 50 us.  When nothing runs, it polls for the time that ``Rhythm`` gives, and then sleeps.
+    """
 
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel, self.executor = channel, executor
-        self._due: deque[StepPlan] = deque()  # steps that have not been sent back
+        self._due: deque[StepPlan] = deque()  # steps whose results have not been sent
         self._plans, self._results = Plans(), StepResults()
-        self._masked: set[int] = set()  # those that wait for masks
+        self._masked: set[int] = set()  # steps that wait for masks
         self._memories: list[mmap.mmap] = []
-        self._rhythm = Rhythm()  # from the last result, or plan, to what comes next
+        self._rhythm = Rhythm()  # from the last result or plan to the next message
 
     def run(self) -> None:
         while True:
@@ -122,7 +126,7 @@ class WorkerLoop:
     def _call(self, number: int, verb: str, args: dict[str, Any] | None) -> None:
         try:
             answer = _answer(number, self.executor.call(verb, args))
-        except Exception as e:  # the verb's own: the worker goes on
+        except Exception as e:  # an error of the verb itself, after which the worker continues
             self.channel.send(FAILED, [_failure(number, e)])
         else:
             self.channel.send(ANSWER, [answer])

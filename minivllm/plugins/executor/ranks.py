@@ -1,18 +1,19 @@
-"""The runner of one rank: of processes that share a model, rank 0 draws, and the others follow.
+"""The runner of one rank.  Of the processes that share a model, rank 0 draws, and the others follow.
 
     rank 0     head: tokens ──► FORWARD ──► hidden ─ head ─ gather ─► logits ─ processors, masks, draw ─► columns
                        │           │                           ▲
     rank 1     head: tokens ──► FORWARD ──► hidden ─ head ─────┘
 
-All ranks have the same columns.  What a step drew is known on rank 0 alone; it goes out at the *head* of the next
-step, before its delta is applied, so that nobody waits in a call while a grammar compiles: a step behind one whose
-masks are missing has begun on no rank.  Drafts are rank 0's too, and so are models beside the one that is shared.
+All ranks have the same columns.  Only rank 0 has the tokens that a step drew.  It sends them at the *head* of the next
+step, before the delta of that step is applied.  So no rank waits in a collective call while a grammar is compiled,
+because no rank begins a step behind one whose masks are missing.  Rank 0 also proposes all drafts, and computes all
+models besides the shared one.
 
-Logits are gathered of the same rows by all ranks.  Behind a captured FORWARD these are its padded ones, whether rank 0
-draws by a capture, whose rows they are, or not: the others cannot know which.
+All ranks gather logits of the same rows.  After a captured FORWARD these are its padded rows, even if rank 0 does not
+draw by a capture, because the other ranks cannot know this.
 
-FORWARD fails on all ranks or the engine ends: what a plug-in raises it raises on each, before the same call.  A rank
-that fails says how many calls it had made, and who started the ranks compares that.
+FORWARD must fail on all ranks, or the engine ends.  An exception of a plug-in occurs on each rank before the same
+collective call.  A failed rank reports its number of calls, which the process that started the ranks compares.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ Told = Callable[[int, str, str], None]  # step, "forward" or "sample", message
 
 
 class RankDrafter(Drafter):
-    """In a follower's wiring: what it proposes comes from rank 0."""
+    """The drafter in a follower's wiring, which is never called, because rank 0 proposes."""
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("the drafts of a follower are rank 0's")
+        raise NotImplementedError("rank 0 proposes the drafts of all ranks")
 
 
 def follower(wiring: Wiring) -> Wiring:
@@ -62,7 +63,7 @@ def follower(wiring: Wiring) -> Wiring:
 
 
 class RankRunner(Runner):
-    """``told`` hears of a step that failed here and might not have failed on the others."""
+    """The runner of a rank.  ``told`` is called for a step that failed here, and may have succeeded on other ranks."""
 
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
@@ -85,7 +86,7 @@ class RankRunner(Runner):
         try:
             with torch.inference_mode():
                 self._meet(plan)
-        except Exception as e:  # the columns of the ranks are in doubt
+        except Exception as e:  # the columns of the ranks may differ
             running = Running(plan, start=time.perf_counter(), begun=self._mark())
             self._fail(running, "delta", e)
         else:
@@ -196,7 +197,7 @@ class _Padded:
 
 
 class _Quiet:
-    """A follower's model.  Where something else than a draw wants logits, which rank 0 alone has, they are zeros."""
+    """A follower's model, which returns zeros as logits, because only rank 0 has the logits."""
 
     def __init__(self, model: Any, vocab: int) -> None:
         self._model, self._vocab, self.share = model, vocab, model.logits
@@ -213,7 +214,7 @@ class _Quiet:
 
 
 class RankDrafting(Drafting):
-    """Drafts of rank 0 for all."""
+    """The drafting of a rank, which receives the drafts of rank 0."""
 
     def __init__(self, ranks: ProcessGroup, *args: Any) -> None:
         super().__init__(*args)
@@ -224,7 +225,8 @@ class RankDrafting(Drafting):
         found = None
         if self._ranks.rank == 0 and not self._gone:
             found = super()._ask(running, packed, ask)
-            # one that has failed is not asked again; the others do not know, and wait for what it says
+            # Rank 0 does not call a drafter that has failed. The other ranks do not know this, and wait for its
+            # message.
             self._gone, self.broken = self.broken, False
         rows = packed.shape[1]
         both = torch.zeros(rows, ask.k + 1, dtype=torch.int64, device=packed.device)
@@ -243,7 +245,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
     from minivllm.device.worker.graphs import Graphs
     from minivllm.device.worker.step_costs import StepCosts
 
-    parts = 1e12  # of a millisecond, because ranks compare whole numbers
+    parts = 1e12  # in units of 1e-12 ms, because ranks compare whole numbers
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
@@ -252,7 +254,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.costs = self._agreed(self.costs)
-            if (shared := self.runner.shared) is not None:  # all choose the same capture
+            if (shared := self.runner.shared) is not None:  # all ranks choose the same capture
                 shared.least_tokens = ranks.least([shared.least_tokens])[0]
 
         def _agreed(self, costs: StepCosts) -> StepCosts:
@@ -264,7 +266,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
             return self._agreed(super()._measure(key))
 
         def warm(self) -> None:
-            if ranks.peers is not None:  # the kernels of a step's ends are compiled on all, before rank 0 captures one
+            if ranks.peers is not None:  # all compile the kernels of both ends before rank 0 captures a step
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
                 slots, at = self.runner.state.to(np.array([[self.spare], [0]]))
                 ranks.share_drawn(slots, at, self.runner.state)

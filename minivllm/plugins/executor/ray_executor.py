@@ -1,12 +1,12 @@
-"""``multiprocess`` whose ranks are actors of a Ray cluster, which may be on several machines.
+"""The executor ``multiprocess`` with ranks that are actors of a Ray cluster, which may be on several machines.
 
     this process         the launcher (``ray_launcher``)          actors (``ray_worker``)
-    gate   ◄───────────────────────────────────────────────────── come in, and say where they are
-    ranks are numbered by their machines: this one first
+    gate   ◄───────────────────────────────────────────────────── connect, and send their machine
+    ranks are numbered by their machines, this machine first
     plans, results  ◄══════ shared memory, or TCP ══════════════► as in ``multiprocess``
 
-Ray finds places and starts what is there.  A step goes from here to the ranks as in ``multiprocess``: through shared
-memory where they are on this machine (``runtime.processes.channel``), else over TCP (``runtime.processes.wire``).
+Ray finds places and starts the actors.  A step is sent to the ranks as in ``multiprocess``, through shared memory on
+this machine (``runtime.processes.channel``), and over TCP to other machines (``runtime.processes.wire``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .ray_launcher import ALL_IN, ENDED, FAILED, FOUND, KILL, OPEN, PLACED, TARG
 from .ray_launcher import START as ASK
 from .ray_rank import CHANNEL, PlacedRank
 
-KEPT = ("OMP_NUM_THREADS",)  # variables of this process that actors get, for Ray gives them others
+KEPT = ("OMP_NUM_THREADS",)  # variables of this process that actors receive, because Ray sets other values
 
 
 class Ray(Multiprocess):
@@ -97,15 +97,15 @@ class Ray(Multiprocess):
 
 
 class RayCluster:
-    """The launcher, and what it tells."""
+    """The Ray cluster, as the launcher reports it."""
 
     def __init__(self, options: RayOptions) -> None:
         self.options = options
         self._launcher = Child(TARGET)
-        self._folder = ""  # of a cluster that the launcher has started
-        self._node = ""  # where this process is
+        self._folder = ""  # folder of a cluster that the launcher has started
+        self._node = ""  # node of this process
         self._ranks: list[PlacedRank] = []
-        self._said: dict[int, str] = {}  # what Ray says of places whose actor has ended
+        self._said: dict[int, str] = {}  # place -> Ray's description of the end of its actor
         self._placed = False
         self._gate: ProcessGate | None = None
 
@@ -229,7 +229,7 @@ class RayCluster:
         for one in self._ranks:
             one.end(0.0)
         self._launcher.end(deadline)
-        if self._folder and os.path.exists(self._folder):  # it has not come to that
+        if self._folder and os.path.exists(self._folder):  # the launcher may not have got that far
             sweep(self._launcher.pid, self._folder)
 
 

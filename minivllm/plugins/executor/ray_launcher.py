@@ -1,15 +1,15 @@
-"""The process that knows Ray: it starts a cluster or joins one, asks it for places, and starts a rank in each.
+"""The process that uses Ray's client.  It starts or joins a cluster, requests places, and starts a rank in each.
 
     engine (``ray_executor``)          this process                         actors of the cluster (``ray_worker``)
-    START: what is wanted ───────────► ray.init, is there room?
-      ◄──────────────────────── FOUND: where it is
-    OPEN: where ranks come in ───────► placement group, actors ───────────► they come to the engine's gate
-      ◄──────────────────────── ENDED: an actor, and what Ray says of it, or that its node is out of reach
-    ALL_IN ──────────────────────────► nodes are not asked any more: the engine sees what happens to ranks
-    closes ──────────────────────────► actors, group, a cluster of its own: all is ended
+    START: the requirements ─────────► ray.init; does the cluster have room?
+      ◄──────────────────────── FOUND: the node
+    OPEN: address of the gate ───────► placement group, actors ───────────► connect to the engine's gate
+      ◄──────────────────────── ENDED: an actor with Ray's description, or that its node does not answer
+    ALL_IN ──────────────────────────► stop checking nodes, because the engine now watches the ranks
+    closes ──────────────────────────► end actors, group, and a cluster that was started here
 
-Ray is in a process of its own because its client ends the process that it is in when the cluster dies, and takes its
-signals.  Nothing of a step comes by here.
+Ray's client ends its process when the cluster ends, and installs signal handlers, so it has a process of its own.  No
+data of steps passes through it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from minivllm.runtime.processes.wire import GONE
 
 from .options import ADDRESS
 
-START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL, ALL_IN = range(1, 9)  # kinds of messages: JSON
+START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL, ALL_IN = range(1, 9)  # kinds of messages, in JSON
 TARGET = "minivllm.plugins.executor.ray_launcher:main"
-LOOK = 0.1  # seconds between looks at the actors
+LOOK = 0.1  # seconds between checks of the actors
 PROBE = 2.0  # seconds for a node to answer
-ANSWERS = 3.0  # seconds in which a cluster that is named by its address must answer
-OBJECTS = 80 << 20  # bytes of Ray's object store, which holds nothing of ours: its least
-FILES = 1024  # that may be open, of which Ray's processes have enough
-TEMPORARY = "minivllm-ray-"  # folders of clusters that are started here; sockets' names are short
+ANSWERS = 3.0  # seconds in which a cluster with a given address must answer
+OBJECTS = 80 << 20  # bytes of Ray's object store, which is not used, so this is the smallest possible size
+FILES = 1024  # largest number of open files, which is enough for Ray's processes
+# prefix of the folders of clusters that are started here; short, because names of sockets are limited
+TEMPORARY = "minivllm-ray-"
 
 
 def main(sock: str, memory: str) -> None:
     """Run the launcher; ``sock`` and ``memory`` are file descriptors of the channel."""
-    os.setsid()  # Ctrl-C is the engine's, and what is left of a cluster is found by its session
+    os.setsid()  # Ctrl-C is left to the engine, and processes of the cluster can be found by their session
     launcher = Launcher()
     channel = attach(sock, memory, last=launcher.sweep)
     try:
@@ -67,7 +68,7 @@ def main(sock: str, memory: str) -> None:
 
 
 class RankPlace:
-    """The actor.  Its class travels as bytes and imports nothing before it says from where."""
+    """The actor.  Its class is sent as bytes, and imports nothing before it receives the import path."""
 
     def serve(self, given: dict[str, Any]) -> str:
         """Run a rank until the engine ends, and return the reason if it cannot run."""
@@ -80,10 +81,10 @@ class RankPlace:
         context = ray.get_runtime_context()
         given["node"], given["gpus"] = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
         given["ip"] = ray.util.get_node_ip_address()
-        if given["node"] == given["engine_node"]:  # the files of the engine
+        if given["node"] == given["engine_node"]:  # on the engine's machine, whose files it uses
             sys.path[:] = [*given["path"], *(one for one in sys.path if one not in given["path"])]
             os.chdir(given["folder"])
-        for name, value in given["environment"].items():  # Ray sets it, if nobody has
+        for name, value in given["environment"].items():  # Ray sets this variable if it is unset
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -95,13 +96,13 @@ class RankPlace:
 
 
 class NodeProbe(threading.Thread):
-    """Asks nodes whether they are there, by connecting to them: Ray takes a minute to miss one."""
+    """A thread that checks whether nodes answer connections, because Ray needs a minute to notice a lost node."""
 
     def __init__(self, nodes: Mapping[int, tuple[str, int]]) -> None:
         """Store the address and the port of each place's node."""
         super().__init__(name="minivllm: asks the nodes", daemon=True)
         self.nodes, self.asks = nodes, True
-        self.lost: dict[int, str] = {}  # place -> what is wrong with its node
+        self.lost: dict[int, str] = {}  # place -> why its node counts as lost
 
     def run(self) -> None:
         answered = dict.fromkeys(self.nodes.values(), time.monotonic())
@@ -118,11 +119,11 @@ class NodeProbe(threading.Thread):
 
 
 class Launcher:
-    """``asked``: size, device, address, placement_timeout, and what actors are given."""
+    """The launcher.  ``asked`` has size, device, address, placement_timeout, and the settings of actors."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
-        self.folder = ""  # of a cluster that was started here
+        self.folder = ""  # folder of a cluster that was started here
         self.ray: Any = None
         self.group: Any = None
         self.actors: list[Any] = []
@@ -158,9 +159,10 @@ class Launcher:
             more = {"address": "local", "num_cpus": self.asked["size"], "include_dashboard": False}
             more |= {"object_store_memory": OBJECTS, "_temp_dir": self.folder}
             more |= {"num_gpus": 0} if self.asked["device"] == "cpu" else {}
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do once
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # nobody starts its head again
-            if "RAY_AUTH_MODE" not in os.environ:  # else Ray would leave a token in the user's home
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns of a future change
+            # the head of the cluster is never restarted
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
+            if "RAY_AUTH_MODE" not in os.environ:  # otherwise Ray would leave a token in the user's home
                 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         else:
             check_address(address)
@@ -170,9 +172,9 @@ class Launcher:
             self.ray = ray
             try:
                 ray.init(**more, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-            except Exception as e:  # whatever the library raises
+            except Exception as e:  # the library raises errors of many types
                 raise ResourceError(refused(address, e)) from e
-        ignore_signals()  # it has taken them
+        ignore_signals()  # Ray's client has installed its own handlers
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it tells of ends, as the engine does itself
 
     def _check_room(self) -> None:
@@ -217,7 +219,7 @@ class Launcher:
             for one in done:
                 try:
                     how = self.ray.get(one)
-                except Exception as e:  # whatever the library raises
+                except Exception as e:  # the library raises errors of many types
                     how = said_of_end(e)
                 _tell(channel, ENDED, place=running.pop(one), how=how)
             for place in [place for place in self.probe.lost if place in running.values()]:
@@ -235,7 +237,7 @@ class Launcher:
     def end(self) -> None:
         """End the actors, free their places, and stop the launcher's own cluster."""
         if self.ray is not None:
-            with contextlib.suppress(Exception):  # the cluster may be gone
+            with contextlib.suppress(Exception):  # the cluster may have ended
                 for actor in self.actors if not self.folder else ():
                     self.ray.kill(actor)
                 if self.group is not None and not self.folder:
@@ -255,7 +257,7 @@ def _tell(channel: Channel, kind: int, **words: Any) -> None:
 
 
 def sweep(session: int, folder: str) -> None:
-    """End the processes of a launcher's session but itself, and remove the folder of its cluster."""
+    """End all other processes of a launcher's session, and remove the folder of its cluster."""
     for pid in of_session(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -265,7 +267,7 @@ def sweep(session: int, folder: str) -> None:
 def of_session(session: int) -> Iterable[int]:
     """Yield the ids of other processes in a session."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has just ended
             pid = int(stat.parent.name)
             if int(stat.read_text().rpartition(") ")[2].split()[3]) == session and pid != session:
                 yield pid
@@ -329,11 +331,12 @@ def refused(address: str, e: Exception) -> str:
 
 
 def said_of_end(e: Exception) -> str:
-    """Return Ray's description of an actor's end, without its advice."""
+    """Return Ray's description of an actor's end, without Ray's advice."""
     text = " ".join(str(e).split())
     for mark in ("Worker exit detail: ", "worker exit detail: ", "The actor is dead because ", "has died"):
         if mark in text:
             text = text[text.index(mark) + len(mark) * (mark != "has died") :]
             break
     said = text.split(". ")[0].strip(" .")[:300]
-    return "" if said.startswith("Worker unexpectedly exits") else said  # by a signal, say, of which Ray knows nothing
+    # for example an end by a signal, of which Ray has no description
+    return "" if said.startswith("Worker unexpectedly exits") else said

@@ -1,4 +1,4 @@
-"""An actor of Ray as the engine sees it: what ``Child`` is for a process that it has started itself."""
+"""A rank in an actor of Ray, with the interface that ``Child`` has for processes of this machine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from minivllm.runtime.processes.rhythm import Rhythm
 from minivllm.runtime.processes.status import LINE, WORD, StatusPage
 from minivllm.runtime.processes.wire import Wire, cut_by, watch_peer
 
-CHANNEL, WORDS, STATE = "channel", "words", "state"  # what a rank comes for
-RAY_SAYS = 0.4  # seconds in which Ray may say how an actor has ended
+CHANNEL, WORDS, STATE = "channel", "words", "state"  # the roles of a rank's connections
+RAY_SAYS = 0.4  # seconds in which Ray may report how an actor ended
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class ActorKeeper(Protocol):
-    """What a rank needs of the cluster that keeps its actor; ``place`` is the actor's number there."""
+    """The interface of the cluster for a rank.  ``place`` is the number of the rank's actor."""
 
     def said(self, place: int, seconds: float) -> str:
-        """Return Ray's words on the end of an actor, or "" if there are none within ``seconds``."""
+        """Return Ray's description of the end of an actor, "" if there is none within ``seconds``."""
         ...
 
     def kill(self, place: int) -> None:
@@ -37,14 +37,14 @@ class ActorKeeper(Protocol):
 
 
 class PlacedRank:
-    """The rank of one actor.  A message to it waits for room for ``patience`` seconds at most."""
+    """The rank of one actor.  A message to it waits for room in its channel for up to ``patience`` seconds."""
 
     def __init__(self, cluster: ActorKeeper, came: Mapping[str, Guest], patience: float) -> None:
         said, sock = came[CHANNEL]
         self.cluster, self.place, self.pid = cluster, said["place"], said["pid"]
         self.node, self.host, self.gpus = said["node"], said["host"], said["gpus"]
         self.here = sock.family == socket.AF_UNIX
-        self._handle = _handle(sock) if self.here else -1  # of the process, to end it by
+        self._handle = _handle(sock) if self.here else -1  # handle of the process, to end it
         self._state, self._cut = None if self.here else came[STATE].sock, ""
         words = -1
         if self.here:
@@ -154,14 +154,14 @@ class PlacedRank:
             self._handle = -1
         if self._state is not None:
             with contextlib.suppress(OSError):
-                self._state.shutdown(socket.SHUT_RDWR)  # which ends the thread that reads it
+                self._state.shutdown(socket.SHUT_RDWR)  # ends the thread that reads it
         self._words.join(max(0.1, deadline / 2))
 
 
 def _handle(sock: socket.socket) -> int:
     """Return a handle of the process at the other end of a socket, -1 if there is none.
 
-    A handle is used because the number of an ended process may be reused.
+    A handle is used because the system may reuse the id of an ended process.
     """
     pid, _, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     try:

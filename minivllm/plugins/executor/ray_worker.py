@@ -1,7 +1,7 @@
-"""A rank in an actor of Ray: it comes to the engine's gate, and is then the rank that ``multiprocess`` has.
+"""A rank in an actor of Ray, which connects to the engine's gate and then runs as a rank of ``multiprocess``.
 
-On the engine's machine it gets a channel through shared memory there, as a process does that the engine itself has
-started.  Elsewhere it comes three times: for its channel, its standard error, and where it is (``status``).
+On the engine's machine its channel is shared memory, as for a process that the engine starts.  On another machine it
+makes three connections, for its channel, its standard error and its state (``status``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .multiprocess_worker import Rank
 from .ray_rank import CHANNEL, STATE, WORDS
 
 COMES = 10.0  # seconds to reach the engine
-SAYS = 0.25  # seconds between looks whether it has gone on
-LEAVES = 0.5  # seconds to end by itself once the engine, or the node that it is on, has ended
+SAYS = 0.25  # seconds between checks of its progress
+LEAVES = 0.5  # seconds to end by itself after the end of the engine or of its node
 SIOCGIFADDR = 0x8915
 
 
@@ -44,7 +44,7 @@ def main(given: dict[str, Any]) -> str:
     code = 1
     try:
         follow(channel.socket, *([] if state is None else [state]), patience=LEAVES)
-        with contextlib.suppress(ChannelClosed):  # nobody is there any more
+        with contextlib.suppress(ChannelClosed):  # the engine has ended
             RayRank(channel, given, state).serve()
         code = 0
     except BaseException:
@@ -53,7 +53,7 @@ def main(given: dict[str, Any]) -> str:
         with contextlib.suppress(ChannelClosed):
             channel.close()
         sys.stderr.flush()
-        os._exit(code)  # its memory is given back, whatever Ray still does
+        os._exit(code)  # frees its memory at once, whatever Ray does
 
 
 def come_in(given: dict[str, Any]) -> tuple[Channel, socket.socket | None]:
@@ -98,12 +98,15 @@ def _reach(given: dict[str, Any], role: str, address: Any) -> socket.socket:
 
 
 class RayRank(Rank):
-    """``told`` has besides: ``visible``, the GPUs of this machine that ranks have, and ``apart``, whether a rank is on
-    another machine."""
+    """A rank in an actor.
+
+    ``told`` also has ``visible``, the GPUs of this machine that ranks use, and ``apart``, whether a rank is on another
+    machine.
+    """
 
     def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
         self._state, self._ip = state, given["ip"]
-        self._stores: list[Any] = []  # that live as long as the rank
+        self._stores: list[Any] = []  # stores that live as long as the rank
         super().__init__(channel)
         if state is not None:
             threading.Thread(target=self._say_where, args=(state,), daemon=True).start()
@@ -117,7 +120,7 @@ class RayRank(Rank):
 
     def _say_where(self, sock: socket.socket) -> None:
         last = b""
-        with contextlib.suppress(OSError, ValueError):  # the engine is gone; the page is closed
+        with contextlib.suppress(OSError, ValueError):  # the engine has ended, or the page is closed
             while True:
                 now = self.page.line(self.rank)
                 if now != last:
@@ -169,7 +172,7 @@ def interface_of(ip: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has no such address
+            with contextlib.suppress(OSError):  # the interface has no such address
                 if socket.inet_ntoa(fcntl.ioctl(sock.fileno(), SIOCGIFADDR, asked)[20:24]) == ip:
                     return name
     return ""

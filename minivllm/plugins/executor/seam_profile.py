@@ -1,8 +1,8 @@
-"""Which seam the device works for: eager steps under torch's profiler, their regions labelled by seam.
+"""Times of a step by seam, measured with torch's profiler in steps of separate launches with labelled regions.
 
-Labels are put round the calls of plug-ins when a profile starts and taken away when it ends, so steps pay nothing for
-them otherwise.  A kernel or an operator counts for the innermost region that it was started in; what fuses the work of
-several seams counts for the one that starts it.
+Calls of plug-ins are labelled only while a profile runs, so other steps cost nothing.  A kernel or an operator counts
+for the innermost region in which it was started.  A kernel that fuses the work of several seams counts for the seam
+that starts it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from minivllm.device.worker.runner import Runner
 
 PREFIX = "seam "
-OTHER = "engine"  # columns, gathers, copies: what no plug-in does
-UNKNOWN = "unknown"  # its launch is not in the profile
-# of the runtime or the driver: cudaLaunchKernel, cuLaunchKernelEx ...
+OTHER = "engine"  # columns, gathers and copies, which no plug-in does
+UNKNOWN = "unknown"  # the profile does not have its launch
+# launches by the runtime or the driver, such as cudaLaunchKernel and cuLaunchKernelEx
 CALL = re.compile(r"(cu|cuda|hip)[A-Z]")
 
 
@@ -155,7 +155,7 @@ def _labelled(seam: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Labelled:
-    """A model under a label."""
+    """A model whose calls are labelled."""
 
     def __init__(self, model: Any) -> None:
         self._model, self.logits = model, _labelled("model", model.logits)

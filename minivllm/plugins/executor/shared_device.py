@@ -1,10 +1,10 @@
-"""Who else has the memory of a GPU, where an engine finds too little: mostly another engine."""
+"""Other users of a GPU's memory, for the error of an engine that finds too little memory."""
 
 from __future__ import annotations
 
 from minivllm.errors import ResourceError
 
-CONTEXT = 1 << 30  # bytes that a process takes for itself beside what torch counts, at most
+CONTEXT = 1 << 30  # largest memory in bytes of a process besides what torch counts
 
 
 def with_others(error: ResourceError, device: str) -> ResourceError:

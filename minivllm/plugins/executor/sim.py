@@ -1,17 +1,17 @@
-"""A device without a model: it takes the time of one, makes up tokens, and can check every KV slot that is read.
+"""A device without a model, which takes the time of a model, makes up tokens, and can check every KV slot that is read.
 
     submit ──► behind ──► delta ─ FORWARD ─┬─ SAMPLE ──► running ──► collect
-                            the device's   │  when its masks are there
-                            clock goes on  └─ supply
+                            the device's   │  when its masks have arrived
+                            clock advances └─ supply
 
 Scheduling, caching, HTTP and text are those of the real engine, so they can be measured and tested without a GPU and
-without weights.  Tokens are functions of the history (``made_up``): the same request has the same answer whatever
-happens to it.  Sampling parameters that shape a distribution change nothing, as if the model were sure of each token;
-processors do not run, so a request that binds one (``bad_words``, penalties, ``logit_bias`` ...) ends with an error.
+without weights.  Tokens are functions of the history (``made_up``), so a request always has the same answer.  Sampling
+parameters that shape a distribution have no effect.  Processors do not run, so a request that binds one (``bad_words``,
+penalties, ``logit_bias`` ...) ends with an error.
 
-With ``check`` each KV slot holds a hash of the tokens up to it, and every row's step looks whether all that it reads is
-*its own* history: a wrong block, a missing copy, a block that is used again too early or a stale table entry raises
-AssertionError, which ends the engine, because its books are wrong.
+With ``check`` each KV slot holds a hash of the tokens up to it, and every step of a row checks that all slots that it
+reads hold the row's *own* history.  A wrong block, a missing copy, a block that is reused too early or a stale table
+entry raises AssertionError.  The error ends the engine, because its tables are wrong.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .options import SimOptions
 from .sim_pages import sim_mover
 from .sim_states import SimStates, checkpoints_of
 
-MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
+MOST_BLOCKS = 1 << 31  # block numbers have 32 bits
 MADE_UP = "tokens are made up: no model is computed"
 DRAFT_LANE = np.uint64(0xE7037ED1A0B428DB)
 
@@ -66,33 +66,37 @@ class SimStep:
 
     plan: StepPlan
     ms: float  # that it takes
-    result: StepResult | None = None  # None: its masks are still to come
-    done: float = 0.0  # seconds of the device's clock
+    result: StepResult | None = None  # None if its masks have not arrived
+    done: float = 0.0  # end of the step on the device's clock, in seconds
 
 
 class Sim(Executor):
-    """Subclasses plant faults or say otherwise what a row draws (``_next``) and when it ends (``_commit``)."""
+    """The simulated device.
 
-    threaded = True  # the stores of tiers are called by threads
-    observed = 0  # last tokens whose queries a compressor reads
-    windows: tuple[int | None, ...] | None = None  # of each KV group; None: a table without an entry says where one is
+    Subclasses plant faults, or change which token a row draws (``_next``) and when it ends (``_commit``).
+    """
+
+    threaded = True  # whether threads call the stores of tiers
+    observed = 0  # last tokens whose queries a compressor reads, none here
+    # window of each KV group; None if the block tables show windows by missing entries
+    windows: tuple[int | None, ...] | None = None
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(SimOptions() if options is None else options)
         self.clock: Any = CLOCKS[self.options.clock]()
         self.costs = read_costs(self.options.costs) if self.options.costs else None
-        # real: the engine's own does as well, and replays put theirs in its place
+        # real time, as the engine uses; replays replace it
         self.now = None if self.options.clock == "real" else self.clock.now
-        # slot -> what its KV may be shared with; every slot that is read is checked to be of the same
+        # slot -> the salt of its KV cache; all slots that a row reads must have the same one
         self.space: Callable[[int], object] = lambda slot: ()
-        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
+        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks, and the steps behind it
         self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
         self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
-        self._counter = StepCounter()  # of steps that were begun
-        self._free_at = 0.0  # when the device is done with all that it was given
+        self._counter = StepCounter()  # counts of the steps that were begun
+        self._free_at = 0.0  # time when the device has done all submitted work
         self._started = False
         self.states: SimStates | None = None  # recurrent states, if they are checked
-        self.mover: Mover | None = None  # of the tiers of the KV cache
+        self.mover: Mover | None = None  # mover of the tiers of the KV cache
         # (group, slot) -> positions i64 of the tokens that the KV cache holds of a compressed row
         self.held: dict[tuple[int, int], np.ndarray] = {}
 
@@ -106,7 +110,7 @@ class Sim(Executor):
         self.known, self.end, self.min_end, self.sample = (np.zeros(s, np.int64) for _ in range(4))
         self.stop_ids, self.n_eos = np.full((s, STOP_IDS), -1, np.int32), np.zeros(s, np.int32)
         self.stopped = np.ones(s, bool)
-        self.refused: dict[int, str] = {}  # slot -> the processor that it binds
+        self.refused: dict[int, str] = {}  # slot -> the name of the processor that its request binds
         self.processors = [part.name for part in wiring.processors]
         self.block = wiring.block
         checkpoints, self.states = checkpoints_of(wiring), None
@@ -118,7 +122,7 @@ class Sim(Executor):
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
             if checkpoints is not None:
                 self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)
-        # without the check a block has no content, and its page is 8 bytes
+        # without the check a block has no content, and its page has 8 bytes
         kv = self.kv if self.options.check else [np.zeros((n, 1), np.uint64) for n in blocks]
         self.mover = sim_mover(wiring, kv, self.states, self.threaded)
         self._started = True
@@ -291,7 +295,7 @@ class Sim(Executor):
             if self.states is not None:
                 self.states.step(plan, ~self.stopped[plan.slots], self.text.prefix)
         n, slots, asked = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
-        before = np.empty(0, np.uint64)  # hashes of the histories that are drawn after, if somebody asks for more
+        before = np.empty(0, np.uint64)  # hashes of the histories of drawn tokens, if their scores or logits are needed
         if asked or len(plan.host) or len(plan.late):
             before = self.text.prefix[slots, (plan.computed + plan.q_len)[plan.samples]]
         tokens, count = np.zeros(n, np.int32), np.zeros(n, np.int32)
@@ -308,7 +312,7 @@ class Sim(Executor):
         if late is not None:
             self._mask(plan, late, before, tokens)
         guided = self._guide(plan, late, tokens) if len(plan.guided) else None
-        if len(plan.host) or len(plan.held):  # the host chooses for them
+        if len(plan.host) or len(plan.held):  # the host chooses the tokens of these rows
             rows = np.setdiff1d(rows, np.concatenate([plan.host, plan.held]))
         count[rows], flags[rows] = 1, self._commit(slots[rows], tokens[rows])
         if drafts is not None:
@@ -467,7 +471,7 @@ class Sim(Executor):
         for g, kv in enumerate(self.kv):
             copy = d.copy[d.copy[:, 0] == g]
             assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
-            kv[copy[:, 2]] = kv[copy[:, 1]]  # all are read before one is written
+            kv[copy[:, 2]] = kv[copy[:, 1]]  # all sources are read before one is written
 
     def _own(self, slot: int, tokens: int) -> np.ndarray:
         """Return the content u64 [tokens] that the KV cache must have at each position of a row."""
@@ -508,7 +512,7 @@ class Sim(Executor):
             blocks, inside = self.table[g, slot, at // self.block], at % self.block
             reads = np.arange(stored)
             if compressed:
-                pass  # it has no window, and reads all that is stored
+                pass  # the group has no window, and reads all stored tokens
             elif self.windows is not None:
                 window = self.windows[g]
                 reads = reads[0 if window is None else max(0, computed - window + 1) :]
@@ -517,7 +521,7 @@ class Sim(Executor):
             for p in reads[blocks[reads] <= 0][:1]:
                 raise AssertionError(f"group {g} slot {slot}: position {p} has no block")
             for p in reads[kv[blocks[reads], inside[reads]] != own[positions[reads]]][:1]:
-                raise AssertionError(f"group {g}: foreign KV at {p} of slot {slot}")
+                raise AssertionError(f"group {g}: KV of another history at {p} of slot {slot}")
             for p in at[stored:][blocks[stored:] <= 0][:1]:
                 raise AssertionError(f"group {g} slot {slot}: position {p}, which is written, has no block")
             kv[blocks[stored:], inside[stored:]] = own[positions[stored:]]
@@ -528,10 +532,10 @@ def _vocab_of(model_dir: str, overrides: Mapping[str, Any]) -> int:
     path = Path(model_dir) / "config.json"
     if not files.is_there(path):
         raise ModelError(
-            f"{model_dir}: holds no config.json; expected a model directory, or vocab_size of the executor sim"
+            f"{model_dir}: has no config.json; expected a model directory, or vocab_size of the executor sim"
         )
     raw: Any = merge(files.read_json(path, files.PART, ModelError), overrides)
     found = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
     if not isinstance(found, int) or found < 1:
-        raise ModelError(f"{path}: names no vocab_size; give it as an option of the executor sim")
+        raise ModelError(f"{path}: has no vocab_size; set it as an option of the executor sim")
     return found

@@ -1,4 +1,4 @@
-"""Pages of a device without a model, for the tiers behind it: the hashes in its KV slots and recurrent states."""
+"""Pages of the simulated device for tiers, which hold the hashes of its KV slots and recurrent states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SimPages:
 
 
 def sim_mover(wiring: Wiring, kv: Sequence[np.ndarray], states: SimStates | None, threaded: bool) -> Mover | None:
-    """Build the stores of a wiring; None without any.  Not ``threaded``: the caller runs their work."""
+    """Build the stores of a wiring, None without any.  Without ``threaded`` the caller runs their work."""
     if not wiring.cache.stores:
         return None
     facts = f"sim {wiring.block} {[array.shape[1:] for array in kv]} {states is not None}"

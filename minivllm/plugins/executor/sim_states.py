@@ -1,7 +1,7 @@
-"""The recurrent states of a device without a model: how many tokens each state covers, and a hash of these tokens.
+"""The recurrent states of the simulated device, which store the number of covered tokens and a hash of these tokens.
 
-The indices, copies and checkpoints are those of ``device.worker.recurrent``.  A step whose state is not of its own row,
-or covers other tokens than the row needs, raises AssertionError.
+The indices, copies and checkpoints are those of ``device.worker.recurrent``.  A step raises AssertionError if its state
+belongs to another row, or covers other tokens than the row needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import Delta, StepPlan
 
-CHECKPOINTS_EACH = 4  # checkpoints of each slot where memory does not limit them, as in ``device.worker.build``
+CHECKPOINTS_EACH = 4  # checkpoints of each slot if memory does not limit them, as in ``device.worker.build``
 
 
 def checkpoints_of(wiring: Wiring) -> int | None:
@@ -33,7 +33,7 @@ class SimStates:
         self.saves: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, number of the copy) -> (position, index)
 
     def apply(self, delta: Delta) -> None:
-        """Copy states, empty those of slots that other sequences take, and note the copies to make."""
+        """Copy states, empty the states of slots with new sequences, and note the copies to make."""
         source, to = delta.state.T
         assert len(set(to.tolist())) == len(to), "two recurrent states are copied to one place in one delta"
         self.covered[to] = self.covered[source]

@@ -1,4 +1,4 @@
-"""Describe the built-in executors."""
+"""Specs of the built-in executors."""
 
 from minivllm.registration.spec import ANY, Needs, Range, Spec
 
@@ -20,7 +20,7 @@ SIM = Spec(
     api=(2, 9),
     summary="computes no model: made-up tokens at a chosen pace, to measure and test what is round it",
     options="minivllm.plugins.executor.options:SimOptions",
-    priority=-100,  # nobody gets made-up tokens who has not asked for them
+    priority=-100,  # made-up tokens only if the user names this executor
     limits={"device": ANY, "tensor_parallel_size": {1}},
     traits={
         "made_up": "minivllm.plugins.executor.made_up:logits_after",
@@ -32,7 +32,7 @@ MULTIPROCESS = Spec(
     api=(2, 9),
     summary="runs the steps in a worker process for each device, which share the model (tensor parallelism)",
     options="minivllm.plugins.executor.options:MultiprocessOptions",
-    priority=-10,  # what one process can do it does without messages
+    priority=-10,  # one process needs no messages, so it is preferred
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
 )
 RAY = Spec(
@@ -40,8 +40,8 @@ RAY = Spec(
     api=(2, 9),
     summary="runs the steps in actors of a Ray cluster, which share the model; they may be on several machines",
     options="minivllm.plugins.executor.options:RayOptions",
-    priority=-50,  # a cluster is a thing to ask for
+    priority=-50,  # a cluster only if the user names this executor
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
     needs=(Needs("ray", "2.52", 'pip install "minivllm[ray]"'),),
-    traits={"cluster": "address"},  # the option that names where devices are which this machine does not see
+    traits={"cluster": "address"},  # the option with the address of devices on other machines
 )

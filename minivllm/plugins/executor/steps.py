@@ -1,11 +1,11 @@
-"""The steps of ``process`` as bytes.  Most are like the one before: of their plans only what differs goes over.
+"""The encoding of steps of ``process``, which sends only the differences to the preceding plan.
 
-    NEXT    head, computed i32 [R], ``Delta.table`` and ``.trim``     other columns are those of the plan before
+    NEXT    head, computed i32 [R], ``Delta.table`` and ``.trim``     other columns are those of the preceding plan
     PLAIN   head, form i32 [3], seconds of the seams f64 [S],         slots are those of the plan; seams have the names
             tokens i32 [N], count i32 [N], flags u8 [N]               of the last whole result that had any
 
-All others go whole, as ``core.interfaces.codec`` writes them, whose version these have and whose error is raised.  Both
-ends keep what they refer to: messages arrive in the order in which they were written.
+Other plans and results are sent whole, in the encoding of ``core.interfaces.codec``, whose version and error are used
+here too.  Both ends keep the objects to which later messages refer, because messages arrive in the order of writing.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, StepResult
 
 PLAN, NEXT = 2, 11  # kinds of messages
 RESULT, PLAIN = 8, 12
-# of both: magic, version, step, device_ms, rows; the numbers of entries of two further columns, for a result the number
-# of seams and ``StepResult.shared``
+# for both: magic, version, step, device_ms, rows; the numbers of entries of two further columns, or for a result the
+# number of seams and ``StepResult.shared``
 HEAD = struct.Struct("<4sIqdIII")
 FORM = struct.Struct("<iiii")  # form of a result (``codec.form_numbers``), and a 0 that aligns the seconds
 MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
 NAMES = tuple(StepPlan.__dataclass_fields__)
-# ``StepPlan.further`` hands the same objects on
+# ``StepPlan.further`` passes on the same objects
 _kept = itemgetter(*(name for name in NAMES if name not in ("id", "computed", "delta")))
 _changes = itemgetter(*(name for name in Delta.__dataclass_fields__ if name not in ("join", "table", "trim")))
-WIDTH = 4  # of ``Delta.table`` and ``.trim``
+WIDTH = 4  # columns of ``Delta.table`` and ``.trim``
 NO_TABLE, NO_DRAFTS, NO_TAPS = np.empty((0, WIDTH), I4), np.empty(0, I4), np.empty(0, F4)
 
 
 def _head(kind: int, data: bytearray | bytes) -> tuple[int, float, int, int, int]:
-    """Step, device_ms, rows, further entries."""
+    """Return step, device_ms, rows and the numbers of further entries from the head of a message."""
     if len(data) < HEAD.size:
         raise CodecError(f"{len(data)} bytes; expected at least {HEAD.size}")
     magic, version, *rest = HEAD.unpack_from(data)
@@ -51,7 +51,7 @@ def _whole(data: bytearray | bytes, size: int) -> None:
 
 
 class Plans:
-    """Plans of one direction: one end encodes, the other decodes."""
+    """The plans of a connection, which one end encodes and the other decodes."""
 
     def __init__(self) -> None:
         self._last: StepPlan | None = None
@@ -91,7 +91,7 @@ class Plans:
         step, _, rows, n_table, n_trim = _head(NEXT, data)
         if self._last is None or rows != len(self._last.computed):
             there = "none" if self._last is None else f"one of {len(self._last.computed)} rows"
-            raise CodecError(f"a plan of {rows} rows like the one before it, which is {there}")
+            raise CodecError(f"a plan of {rows} rows that refers to the preceding plan, which is {there}")
         _whole(data, HEAD.size + 4 * (rows + WIDTH * (n_table + n_trim)))
         computed, delta = np.frombuffer(data, I4, rows, HEAD.size), NO_CHANGE
         if n_table or n_trim:
@@ -101,7 +101,7 @@ class Plans:
 
 
 class StepResults:
-    """Results of the other direction.  ``slots`` of both: those of the step's plan, i32."""
+    """The results of a connection.  ``slots`` i32 in both methods are the slots of the step's plan."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()  # of the seams

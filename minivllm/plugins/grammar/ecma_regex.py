@@ -1,12 +1,12 @@
-"""Regular expressions as JSON Schema has them (ECMA-262 with the flag ``u``), read into a tree, written for a library.
+"""Regular expressions of JSON Schema (ECMA-262 with the flag ``u``), parsed to a tree and written for a library.
 
-The libraries read ``\\s``, ``.``, ``&&`` and others each in its own way, so none of them is given what a client wrote:
-what is written here has literals, ranges of code points, groups, alternatives and repetitions only.  What cannot be
-written so (look-around, back references, word boundaries, anchors in the middle) is refused by name.
+The libraries differ in ``\\s``, ``.``, ``&&`` and other forms.  So they never receive a client's expression, but an
+equivalent one of literals, ranges of code points, groups, alternatives and repetitions only.  Other forms (look-around,
+back references, word boundaries, anchors in the middle) are refused by name.
 
-Readers of an answer may take Python's ``re`` or ECMA's dialect.  Where these two differ in what a class holds, the
-class holds what it has in both, and ``[^...]`` leaves out what its items have in either: a text that matches does so
-either way.  ``exact`` reads as ECMA does, for those places where the complement of an expression is what counts.
+Readers of an answer may use Python's ``re`` or ECMA's dialect.  If the two differ in the characters of a class, the
+class has only the characters that both have, and ``[^...]`` excludes the characters of either.  So a text that matches
+does so in both dialects.  ``exact`` follows ECMA, for expressions whose complement is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ START, END = _Anchor(), _Anchor()
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set; no ranges: none, so that nothing matches."""
+    """One character of a set.  Without ranges it matches nothing."""
 
     ranges: Ranges
 
@@ -135,7 +135,7 @@ class _Reader:
             return node
         if isinstance(node, _Anchor):
             self._refuse("an anchor that is repeated")
-        self._take("?")  # lazy: the same texts
+        self._take("?")  # a lazy repetition matches the same texts
         if self._next() == "+" or self._next() == "*" or self._bounds() is not None:
             self._refuse("a repetition of a repetition", "put (?: ) around the inner one")
         return EMPTY if node == EMPTY else Repeat(node, *bounds)
@@ -153,7 +153,7 @@ class _Reader:
         if not digits or (comma and not least):
             if digits:
                 self._refuse(f"{{{inner}}}", f"write {{0,{most}}}")
-            return None  # a brace that stands for itself
+            return None  # the brace is a literal
         self.at += len(inner) + 2
         if max(len(least), len(most)) > 8 or max(int(least), int(most or 0)) > MOST_REPEAT:
             self._refuse(f"{{{inner[:20]}}}", f"expected at most {MOST_REPEAT} repetitions")

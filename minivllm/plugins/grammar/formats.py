@@ -1,7 +1,7 @@
-"""What ``format`` of JSON Schema demands of a string, as regular expressions.
+"""Regular expressions for the values of ``format`` in JSON Schema.
 
-Each is of the texts that every reader takes: RFC 3339 has a year 0 and leap seconds, and Python's ``datetime`` has
-neither, so neither is written; letters that may be of either case are of the usual one.
+Each expression matches texts that all readers accept.  For example RFC 3339 has a year 0 and leap seconds, but Python's
+``datetime`` has neither, so neither is allowed.  Letters for which either case is valid have their usual case.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ IPV6 = (
     + ")"
 )
 
-# RFC 1123; without "--", which in the third place of a label would want a label of IDNA; the last one begins with a
-# letter, so that no address of four numbers is a name.
+# RFC 1123, without "--", which in the third place of a label would require IDNA. The last label begins with a letter,
+# so that no address of four numbers is a name.
 LABEL = "[a-zA-Z0-9](?:-?[a-zA-Z0-9])*"
 HOSTNAME = rf"(?:{LABEL}\.)*[a-zA-Z](?:-?[a-zA-Z0-9])*"
 SHORT_LABELS = r"[^.]{1,63}(?:\.[^.]{1,63})*"
@@ -63,7 +63,7 @@ URI = rf"[a-zA-Z][a-zA-Z0-9+\-.]*:{_PATH}(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHA
 
 UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
-# By name: expressions all of which match the whole string.
+# Name -> expressions all of which match the whole string.
 FORMATS: dict[str, tuple[str, ...]] = {
     "date": (DATE,),
     "time": (TIME,),
@@ -76,7 +76,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "uri": (URI,),
     "uuid": (UUID,),
 }
-# Formats that tell a program what a string is for, and restrict nothing.
+# Formats that describe the purpose of a string to programs, and restrict nothing.
 ANNOTATIONS = frozenset(("binary", "byte", "directory-path", "file-path", "password", "path"))
 # One expression for each format, for a library that takes a single one.  Texts are short enough for all bounds.
 _NAME = "(?:[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,20})?[.]){0,4}[a-zA-Z]{1,20}"

@@ -1,11 +1,11 @@
-"""A JSON schema in words that mean the same to every library, read as Draft 2020-12.
+"""A JSON schema of Draft 2020-12 in a form that all libraries interpret alike.
 
 Regular expressions and formats become ``pattern``s of literals, ranges and repetitions (``ecma_regex``, ``formats``).
-What a library would hold in part only is refused by name, and so is a schema that no finite answer fits.
+Keywords that a library supports only in part are refused by name, and so is a schema without a finite answer.
 
-Strings, the names of properties among them, are to be spelled in one way: with an escape only where JSON wants one.
-So a name that is not a declared one cannot be one that is declared, spelled otherwise.  Control characters that have no
-letter of their own (all but ``\\b \\t \\n \\f \\r``) are therefore not written in values.
+Each string, including names of properties, has a single spelling, with escapes only where JSON requires them.  So an
+undeclared name cannot be another spelling of a declared one.  Control characters without an escape letter (all but
+``\\b \\t \\n \\f \\r``) are therefore not allowed in values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .formats import ANNOTATIONS, FORMATS, unknown_format
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ONES = ("items", "additionalProperties", "additionalItems")
-# Of any draft; a library may take them for annotations of the draft that a schema names.
+# Keywords of any draft; a library may treat them as annotations under the draft that a schema names.
 NOT_HELD = frozenset((
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
     "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
@@ -43,7 +43,7 @@ TYPES: dict[str, Callable[[Any], bool]] = {
     "array": lambda v: isinstance(v, list),
     "object": lambda v: isinstance(v, dict),
 }
-# What else is built on: a library may break over another value, or say nothing.
+# Values that further checks rely on; a library may fail on other values, or ignore them.
 SHAPES: dict[str, tuple[type, ...]] = {
     "type": (str, list), "enum": (list,), "allOf": (list,), "anyOf": (list,), "oneOf": (list,), "prefixItems": (list,),
     "required": (list,), "properties": (dict,), "patternProperties": (dict,), "pattern": (str,), "format": (str,),
@@ -124,7 +124,7 @@ class Nodes:
         before = -1
         while before < len(self._ending):
             before = len(self._ending)
-            for node in reversed(self.all):  # what is within others, and what is referred to, comes late
+            for node in reversed(self.all):  # nested schemas and references come later in the list
                 if id(node) not in self._ending and self.ends(node):
                     self._ending.add(id(node))
 
@@ -207,7 +207,9 @@ def _refuse_unheld(node: Schema) -> None:
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if missing := sorted(NOT_HELD & set(node)):
-        raise ValueError(f"answers are not held to {', '.join(missing)}: leave it out, and say it in the prompt")
+        raise ValueError(
+            f"answers cannot be restricted by {', '.join(missing)}: leave it out, and say it in the prompt"
+        )
     least = node.get("minProperties")
     if not isinstance(least, int) or least <= len(set(_required(node))) + 1:
         return
@@ -282,14 +284,14 @@ def _hold_numbers(node: Schema, merged: bool) -> None:
     ``merged`` means that a node may also get the bounds of another node.
     """
     if _number(factor := node.get("multipleOf")) and not exactly_read(factor):
-        raise ValueError(f"multipleOf={factor!r:.30}: answers are held to factors of at most 15 digits")
+        raise ValueError(f"multipleOf={factor!r:.30}: expected a factor of at most 15 digits")
     for keys, sign in ((LOWER, 1), (UPPER, -1)):
         for key in keys:
             bound = node.get(key)
             if not _number(bound) or exactly_read(bound):
                 continue
             if bound * sign > LARGEST:
-                raise ValueError(f"{key}={bound!r:.30}: answers are held to numbers up to 2 ** 53")
+                raise ValueError(f"{key}={bound!r:.30}: expected a number up to 2 ** 53")
             if abs(bound) > LARGEST:
                 node[key] = -LARGEST * sign
             else:
@@ -338,7 +340,7 @@ def _hold_names(node: Schema, write: Callable[[Node], str]) -> None:
     made: Schema = {}
     for pattern, inner in given.items():
         names = search(pattern)
-        # other names are those that it does not match, so that it has to be read in one way
+        # other names are the names that it does not match, so its meaning must be exact
         if not closed and names != search(pattern, exact=True):
             raise ValueError(
                 f"patternProperties: {brief(pattern)!r} is read in several ways (\\s, \\S, \\D, \\W): list the "

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-SOON, LATE = 32, 512  # calls, of which one tries a neighbour: at first, and after tries that changed nothing
-# Of the newest measurement in the mean.  What was slow once may have been so because the machine was at something else.
+# number of calls between trials of a neighbouring size, at first and after trials without a change
+SOON, LATE = 32, 512
+# Weight of the newest measurement in the mean. A slow call may have been caused by other work on the machine.
 FASTER, SLOWER = 0.5, 0.1
 MOST = 3.0  # times the mean that one measurement counts at most
 

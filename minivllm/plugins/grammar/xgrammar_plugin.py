@@ -1,4 +1,4 @@
-"""XGrammar (https://github.com/mlc-ai/xgrammar): pushdown automata, most of whose masks are computed beforehand."""
+"""XGrammar (https://github.com/mlc-ai/xgrammar), which uses pushdown automata and precomputes most masks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .formats import ONE_EACH
 from .json_schema import prepare
 from .xgrammar_schema import Patterns, unheld
 
-MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
-# What the library lets into strings and should not: control characters (where a length is bounded), and the UTF-8 of
+MOST_WHITESPACE = 40  # whitespace between two tokens of JSON, because a model that may write more can write it for ever
+# Characters that the library wrongly allows in strings: control characters (if the length is bounded), and the UTF-8 of
 # surrogates, which is ED followed by A0 to BF.
 CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
@@ -79,7 +79,7 @@ class XGrammar(Grammar):
             patterns = Patterns()
             schema = prepare(json.loads(text), patterns.name, ONE_EACH)
             if missing := list(dict.fromkeys(unheld(schema))):
-                raise ValueError(f"xgrammar does not hold answers to {', '.join(missing)}; choose grammar=llguidance")
+                raise ValueError(f"xgrammar cannot restrict answers by {', '.join(missing)}; choose grammar=llguidance")
             spaces: dict[str, Any] = {"separators": (",", ":"), "max_whitespace_cnt": None}
             if source.any_whitespace:
                 spaces = {"separators": None, "max_whitespace_cnt": MOST_WHITESPACE}

@@ -1,8 +1,8 @@
-"""What XGrammar holds of a JSON schema, and the rest made right.
+"""The parts of a JSON schema that XGrammar enforces, and corrections of its grammar.
 
-It passes over keywords that it does not know; ``unheld`` finds them, so that they are refused.
-``tests/helpers/schemas`` is what the lists were tried on.  Its grammar of a schema, which is text, is then made exact:
-what it makes of a regular expression is replaced, and each character of a string is left one spelling (``Patterns``).
+It ignores keywords that it does not support.  ``unheld`` finds these, so that they are refused.  The lists were tested
+with ``tests/helpers/schemas``.  The grammar of a schema is text, which is then corrected.  Its regular expressions are
+replaced, and each character of a string is restricted to one spelling (``Patterns``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HELD = frozenset((
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "format",
 ))  # fmt: skip
 ANY_TYPE = frozenset(("type", "enum", "const", "anyOf", "allOf", "$ref"))
-ALONE = ("anyOf", "allOf", "$ref", "enum", "const")  # what stands beside one of these is passed over
+ALONE = ("anyOf", "allOf", "$ref", "enum", "const")  # XGrammar ignores other keywords next to one of these
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 

@@ -86,7 +86,8 @@ class Spans(Hooks):
 
     @hookimpl
     def minivllm_request_finished(self, request: RequestView, end: RequestEnd) -> None:
-        epoch = time.time_ns() - time.monotonic_ns()  # the engine's times are monotonic, those of spans are not
+        # the engine's times are monotonic, but spans have wall-clock times
+        epoch = time.time_ns() - time.monotonic_ns()
 
         def at(seconds: float) -> int:
             return int(1e9 * seconds) + epoch

@@ -1,7 +1,7 @@
-"""Describe the built-in KV formats.
+"""Specs of the built-in KV formats.
 
-``holds`` lists the dtypes of a model whose keys and values a format stores without loss.  It is used if the
-configuration names no format.
+``holds`` lists the dtypes of a model whose keys and values a format stores without loss.  A format is chosen by it if
+the configuration names none.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ class ModelFiles:
     files: int = 0
     bytes: int = 0
     pages: int = 0
-    damaged: int = 0  # pages whose checksums differ; counted by ``verify``
+    damaged: int = 0  # pages with a wrong checksum, counted by ``verify``
     unusable: int = 0  # files without a valid head, and ends of files without a whole record
     changed: float = 0.0  # time of the newest file
     names: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ def _places(path: Path) -> tuple[dict[bytes, SegmentPlace], int]:
 
 
 def _pages(path: Path, places: dict[bytes, SegmentPlace]) -> Iterator[tuple[bytes, np.ndarray | None]]:
-    """Yield the key and the page of each place; None for a damaged page."""
+    """Yield the key and the page of each place.  The page is None if it is damaged."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for key, place in places.items():

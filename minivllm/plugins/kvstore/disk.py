@@ -2,7 +2,7 @@
 
     PATH/IDENTITY/r0of1-4711-0.kv     a file of this engine: locked, pages are appended
                   r0of1-4712-3.kv     a file of another engine that runs: locked by it, only read here
-                  r0of1-3000-0.kv     a file of an engine that has ended: locked by whoever opens it first
+                  r0of1-3000-0.kv     a file of an engine that has ended: locked by the first engine that opens it
 
 The owner of a file holds its lock, which the system releases when the process ends.  Only the owner appends to a file
 and deletes it.  A start continues the files of ended engines that are below the size of a file.  Of more files than
@@ -48,7 +48,8 @@ LARGEST = 256 << 20  # bytes of a file, after which the next one is begun
 DESCRIPTORS = 256  # open files at most, and at most a quarter of the limit of the process
 FILES = 16  # files that the limit is divided into, at least
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
-ABOUT, NAMED = "about.txt", ".name"  # the model, for readers; files with the keys of a named prefix
+# a file that describes the model for people; the suffix of files with the keys of a named prefix
+ABOUT, NAMED = "about.txt", ".name"
 NUMBERS = itertools.count()  # of the files of this process
 
 

@@ -1,4 +1,4 @@
-"""What the built-in stores say about themselves."""
+"""Specs of the built-in stores of tiers."""
 
 from minivllm.registration.spec import Spec
 

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): scores fall with the distance of a key (ALiBi), and a norm stands behind the embedding."""
+"""BLOOM (arXiv:2211.05100), whose scores fall with the distance of a key (ALiBi).  A norm follows the embedding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from minivllm.errors import ModelError
 
 
 class Bloom(ModelArch):
-    """``BloomForCausalLM``, also what was trained in the same form, as BLOOMZ."""
+    """The architecture ``BloomForCausalLM``, which BLOOMZ also has."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         if cfg.apply_residual_connection_post_layernorm:
-            raise ModelError("apply_residual_connection_post_layernorm=True: expected False, no other is implemented")
+            raise ModelError(
+                "apply_residual_connection_post_layernorm=True: expected False, no other value is implemented"
+            )
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "n_head", heads)
         layer = LayerSpec(

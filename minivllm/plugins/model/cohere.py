@@ -1,5 +1,7 @@
-"""Cohere's Command R and R7B: attention and MLP beside each other behind one LayerNorm, and a rotary embedding that
-pairs neighbours."""
+"""Cohere's Command R and R7B, with attention and MLP in parallel after one LayerNorm.
+
+The rotary embedding pairs neighbouring elements.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from minivllm.errors import ModelError
 
 
 class Cohere(ModelArch):
-    """``CohereForCausalLM``."""
+    """The architecture ``CohereForCausalLM``."""
 
     def windows(self, cfg: Any) -> list[int | None]:
         if cfg.use_qk_norm:
@@ -48,7 +50,7 @@ class Cohere(ModelArch):
 
 
 class Cohere2(Cohere):
-    """``Cohere2ForCausalLM``: layers with a window know positions, the others do not."""
+    """The architecture ``Cohere2ForCausalLM``, in which only layers with a window have a rotary embedding."""
 
     def windows(self, cfg: Any) -> list[int | None]:
         return fields.windows(cfg, cfg.layer_types)

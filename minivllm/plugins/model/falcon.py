@@ -1,4 +1,4 @@
-"""Falcon (arXiv:2311.16867): attention and MLP beside each other, few KV heads, rotary embedding or ALiBi."""
+"""Falcon (arXiv:2311.16867), with parallel attention and MLP, few KV heads, and a rotary embedding or ALiBi."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from minivllm.errors import ModelError, shown
 
 
 class Falcon(ModelArch):
-    """``FalconForCausalLM``: the 7B's decoder, the 40B's and 180B's (``new_decoder_architecture``), the RW models'."""
+    """The architecture ``FalconForCausalLM`` in the forms of the 7B, of the 40B and 180B
+    (``new_decoder_architecture``), and of the RW models.
+    """
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
@@ -69,7 +71,7 @@ class Falcon(ModelArch):
         return groups, AttnSpec(heads, kv_heads, dim, dim, alibi=slopes)
 
     def _norms(self, cfg: Any) -> tuple[bool, tuple[str, ...]]:
-        """Return whether attention and MLP stand beside each other, and the names of a layer's norms."""
+        """Return whether attention and MLP are computed in parallel, and the names of a layer's norms."""
         new, parallel, count = cfg.new_decoder_architecture, cfg.parallel_attn, cfg.num_ln_in_parallel_attn
         count = (2 if new else 1) if count is None else count
         if not parallel and not new:
@@ -83,7 +85,7 @@ class Falcon(ModelArch):
 
 
 def _bfloat16(value: float) -> float:
-    """Round a positive number to the nearest bfloat16, of two that are as near to the even one."""
+    """Round a positive number to the nearest bfloat16, ties to even."""
     bits = int.from_bytes(struct.pack(">f", value), "big")
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return struct.unpack(">f", bits.to_bytes(4, "big"))[0]

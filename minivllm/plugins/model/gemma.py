@@ -1,7 +1,7 @@
-"""Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786), the text models.
+"""The text models of Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786).
 
-Norms stand around both halves of a layer and hold their difference from 1; most layers see a window.  Gemma 2 caps
-scores and logits, Gemma 3 normalises each head of q and k and has a rotary embedding for each type of layer.
+Norms precede and follow both attention and MLP, and store their difference from 1.  Most layers have a window.  Gemma 2
+caps scores and logits.  Gemma 3 normalizes each head of q and k, and has a rotary embedding for each type of layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 
 
 class Gemma2(ModelArch):
-    """``Gemma2ForCausalLM``."""
+    """The architecture ``Gemma2ForCausalLM``."""
 
     qk_norm: str | None = None
 
@@ -53,9 +53,9 @@ class Gemma2(ModelArch):
 
 
 class Gemma3(Gemma2):
-    """``Gemma3ForCausalLM``."""
+    """The architecture ``Gemma3ForCausalLM``."""
 
     qk_norm = HEAD
 
     def score_cap(self, cfg: Any) -> float | None:
-        return None  # transformers does not read it here
+        return None  # transformers ignores it for this type of layer

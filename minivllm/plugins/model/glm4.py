@@ -1,4 +1,7 @@
-"""GLM-4 (arXiv:2406.12793) of 2025: norms around both halves, half of each head rotates, by neighbouring pairs."""
+"""GLM-4 of 2025 (arXiv:2406.12793), with norms before and after attention and MLP.
+
+Half of each head rotates, in neighbouring pairs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ NAMES = WeightNames(
 
 
 class Glm4(Llama):
-    """``Glm4ForCausalLM``."""
+    """The architecture ``Glm4ForCausalLM``."""
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return cfg.attention_bias, False, False

@@ -1,5 +1,8 @@
-"""GPT-2 (Radford et al. 2019, "Language models are unsupervised multitask learners"): learned positions, LayerNorm,
-GELU; weights lie as [in, out]."""
+"""GPT-2 (Radford et al. 2019, "Language models are unsupervised multitask learners"), with learned positions, LayerNorm
+and GELU.
+
+Weights are stored as [in, out].
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,14 @@ NAMES = WeightNames(
 
 
 class GPT2(ModelArch):
-    """``GPT2LMHeadModel``."""
+    """The architecture ``GPT2LMHeadModel``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         if cfg.add_cross_attention:
-            raise ModelError("add_cross_attention=True: expected False, an encoder's output is not read")
+            raise ModelError(
+                "add_cross_attention=True: expected False, cross-attention to an encoder is not implemented"
+            )
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         if hidden % heads:
             raise ModelError(f"n_embd={shown(hidden)}: expected a multiple of n_head={heads}")

@@ -1,4 +1,4 @@
-"""GPT-Neo (EleutherAI 2021): GPT-2 with a window in every other layer, and scores that are not scaled."""
+"""GPT-Neo (EleutherAI 2021), which is GPT-2 with a window in every other layer and scores that are not scaled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = WeightNames(
 
 
 class GPTNeo(ModelArch):
-    """``GPTNeoForCausalLM``."""
+    """The architecture ``GPTNeoForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)

@@ -1,4 +1,6 @@
-"""GPT-OSS (arXiv:2508.10925): experts with biases and a clamped gate, attention sinks, windows in every other layer."""
+"""GPT-OSS (arXiv:2508.10925), with experts with biases and a clamped gate, attention sinks, and a window in every other
+layer.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from minivllm.device.layers import fields
 
 GATE_UP, DOWN = ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"
 STACKED = ExpertNames("stacked", "mlp.router", GATE_UP, DOWN, transposed=True, interleaved=True)
-# as it is on the hub, in MXFP4
+# the form of the experts on the hub, MXFP4
 PACKED = ExpertNames("packed", "mlp.router", GATE_UP, DOWN, interleaved=True, params=("blocks", "scales"))
 NAMES = WeightNames(experts=(STACKED, PACKED))
 
 
 class GptOss(ModelArch):
-    """``GptOssForCausalLM``."""
+    """The architecture ``GptOssForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
@@ -35,7 +37,7 @@ class GptOss(ModelArch):
             Router(CHOSEN_SOFTMAX, bias=True),
             activation=CLAMPED,
             bias=True,
-            limit=getattr(cfg, "swiglu_limit", 7.0),  # transformers of before 5.18 has it as a constant
+            limit=getattr(cfg, "swiglu_limit", 7.0),  # a constant in transformers before 5.18
             alpha=getattr(cfg, "swiglu_alpha", 1.702),
         )
         layers = [

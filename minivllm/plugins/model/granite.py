@@ -1,4 +1,4 @@
-"""Granite 3 (https://github.com/ibm-granite): Llama with four multipliers."""
+"""Granite 3 (https://github.com/ibm-granite), which is Llama with four multipliers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .llama import Llama
 
 
 class Granite(Llama):
-    """``GraniteForCausalLM``."""
+    """The architecture ``GraniteForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)

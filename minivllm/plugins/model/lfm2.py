@@ -47,11 +47,11 @@ NAMES = WeightNames(
     experts=FORMS,
     norms=("operator_norm", "ffn_norm"),
 )
-FLOOR = 1e-6  # added to the sum of the weights of a token
+FLOOR = 1e-6  # added to the sum of the weights of a token's experts
 
 
 class Lfm2(ModelArch):
-    """``Lfm2ForCausalLM``."""
+    """The architecture ``Lfm2ForCausalLM``."""
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
         """Return the MLP of a layer, or its mixture of experts."""
@@ -72,7 +72,9 @@ class Lfm2(ModelArch):
 
 
 class Lfm2Moe(Lfm2):
-    """``Lfm2MoeForCausalLM``: a mixture of experts behind the first ``num_dense_layers`` layers."""
+    """The architecture ``Lfm2MoeForCausalLM``, with a mixture of experts after the first ``num_dense_layers``
+    layers.
+    """
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
         if layer < cfg.num_dense_layers:
@@ -88,9 +90,11 @@ class Lfm2Moe(Lfm2):
 
 
 def _adjusted(cfg: Any) -> int:
-    """Return the width of the MLP: two thirds of ``intermediate_size``, times a factor, up to a multiple.
+    """Return the width of the MLP, which is two thirds of ``intermediate_size`` times a factor, rounded up to a
+    multiple.
 
-    ``block_auto_adjust_ff_dim`` false means ``intermediate_size`` itself.  ModelError for a multiple below 1."""
+    If ``block_auto_adjust_ff_dim`` is false, it is ``intermediate_size`` itself.  ModelError for a multiple below 1.
+    """
     if not cfg.block_auto_adjust_ff_dim:
         return cfg.intermediate_size
     inner, multiple = int(2 * cfg.intermediate_size / 3), cfg.block_multiple_of

@@ -1,6 +1,7 @@
-"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783): pre-norm decoder, grouped-query attention, rotary, SwiGLU.
+"""Llama (arXiv:2302.13971, 2307.09288, 2407.21783), a pre-norm decoder with grouped-query attention, rotary embedding
+and SwiGLU.
 
-What other families differ by is a method of ``Llama``, or a field of the layers that it describes.
+Other families override methods of ``Llama``, or change fields of the layers that it describes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from minivllm.errors import ModelError
 
 
 class Llama(ModelArch):
-    """``LlamaForCausalLM``."""
+    """The architecture ``LlamaForCausalLM``."""
 
     qk_norm: str | None = None
-    partial = False  # ``partial_rotary_factor`` says how much of a head rotates
+    partial = False  # whether ``partial_rotary_factor`` gives the part of a head that rotates
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         """Return whether q, k and v, the attention's output, and the MLP have biases."""

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama without biases, with one attention window for all layers, or none."""
+"""Mistral (arXiv:2310.06825), which is Llama without biases and with one attention window for all layers, or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .llama import Llama
 
 
 class Mistral(Llama):
-    """``MistralForCausalLM``."""
+    """The architecture ``MistralForCausalLM``."""
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return False, False, False

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in place of each MLP."""
+"""Mixtral (arXiv:2401.04088), which is Mistral with a mixture of experts in place of each MLP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = WeightNames(
 
 
 class Mixtral(Mistral):
-    """``MixtralForCausalLM``."""
+    """The architecture ``MixtralForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)

@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, one matrix for q, k and v."""
+"""MPT (MosaicML 2023), with ALiBi, LayerNorm without biases, and one matrix for q, k and v."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = WeightNames(
     down="ffn.down_proj",
     norms=("norm_1", "norm_2"),
 )
-# fields with a single value that transformers computes by
+# fields that transformers supports with a single value
 WANTED = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
 WANTED_OF_ATTENTION = {
     "attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False,
@@ -29,7 +29,7 @@ WANTED_OF_ATTENTION = {
 
 
 class Mpt(ModelArch):
-    """``MptForCausalLM``."""
+    """The architecture ``MptForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
@@ -38,7 +38,7 @@ class Mpt(ModelArch):
             for name, want in wanted.items():
                 if getattr(part, name) != want:
                     raise ModelError(
-                        f"{prefix}{name}={shown(getattr(part, name))}: expected {want}, no other is implemented"
+                        f"{prefix}{name}={shown(getattr(part, name))}: expected {want}, no other value is implemented"
                     )
         for name in ("softmax_scale", "clip_qkv"):
             value = getattr(attn, name)

@@ -1,5 +1,6 @@
-"""OLMo 2 (arXiv:2501.00656) and OLMo 3: Llama with its norms behind attention and MLP, and RMSNorm over the full width
-of q and k."""
+"""OLMo 2 (arXiv:2501.00656) and OLMo 3, which are Llama with norms after attention and MLP, and RMSNorm over all heads
+of q and of k.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ NAMES = WeightNames(norms=("post_attention_layernorm", "post_feedforward_layerno
 
 
 class Olmo2(Llama):
-    """``Olmo2ForCausalLM``."""
+    """The architecture ``Olmo2ForCausalLM``."""
 
     qk_norm = WIDTH
 
@@ -28,7 +29,9 @@ class Olmo2(Llama):
 
 
 class Olmo3(Olmo2):
-    """``Olmo3ForCausalLM``: most layers see a window, and each type of layer has a rotary embedding."""
+    """The architecture ``Olmo3ForCausalLM``, in which most layers have a window and each type of layer has a rotary
+    embedding.
+    """
 
     def windows(self, cfg: Any) -> list[int | None]:
         return fields.windows(cfg, cfg.layer_types)

@@ -1,4 +1,4 @@
-"""OPT (arXiv:2205.01068): learned positions, LayerNorm, ReLU."""
+"""OPT (arXiv:2205.01068), with learned positions, LayerNorm and ReLU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
 
 EPS = 1e-5  # torch's default, which the configuration cannot change
-FIRST = 2  # the row of position 0
+FIRST = 2  # the row of position 0 in the table of positions
 WANTED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 
 
 class OPT(ModelArch):
-    """``OPTForCausalLM``, but the sizes with a projection beside the embedding or with norms behind the sum."""
+    """The architecture ``OPTForCausalLM``, except the sizes that project the embedding or normalize after the
+    addition.
+    """
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         for name, want in {**WANTED, "word_embed_proj_dim": cfg.hidden_size}.items():
             if getattr(cfg, name) != want:
                 raise ModelError(
-                    f"{name}={shown(getattr(cfg, name))}: expected {want}, the other way is not implemented"
+                    f"{name}={shown(getattr(cfg, name))}: expected {want}, other values are not implemented"
                 )
         heads, dim = cfg.num_attention_heads, cfg.hidden_size // cfg.num_attention_heads
         layer = LayerSpec(

@@ -1,6 +1,7 @@
-"""Phi-3 (arXiv:2404.14219) and Phi-4: Llama whose checkpoints hold q, k, v in one tensor, gate and up in another.
+"""Phi-3 (arXiv:2404.14219) and Phi-4, which are Llama with checkpoints that store q, k and v in one tensor, and gate
+and up in another.
 
-A part of each head may rotate, with LongRoPE's two sets of frequencies.
+The rotary embedding may cover a part of each head, with LongRoPE's two sets of frequencies.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .mistral import Mistral
 
 
 class Phi3(Mistral):
-    """``Phi3ForCausalLM``."""
+    """The architecture ``Phi3ForCausalLM``."""
 
     partial = True
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671): Llama with biases on q, k and v, and sliding windows if asked."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671), which are Llama with biases on q, k and v, and optional sliding windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .llama import Llama
 
 
 class Qwen2(Llama):
-    """``Qwen2ForCausalLM``."""
+    """The architecture ``Qwen2ForCausalLM``."""
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return True, False, False
@@ -19,7 +19,7 @@ class Qwen2(Llama):
     def windows(self, cfg: Any) -> list[int | None]:
         """Return the attention window of each layer.
 
-        ``layer_types`` names the layers with a window.  Without it, these are the layers from max_window_layers on.
+        ``layer_types`` gives the layers with a window.  Without it, these are the layers from max_window_layers on.
         """
         layers, types = cfg.num_hidden_layers, getattr(cfg, "layer_types", None)
         if types is None:

@@ -1,5 +1,6 @@
-"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671): Qwen2 with a mixture of experts in place of the MLP of some layers, or
-of all, and beside it a shared MLP with a gate."""
+"""Qwen2-MoE and Qwen1.5-MoE (arXiv:2407.10671), which are Qwen2 with a mixture of experts and a gated shared MLP in
+some or all layers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .qwen3_moe import SparseLayers
 
 
 class Qwen2Moe(SparseLayers):
-    """``Qwen2MoeForCausalLM``."""
+    """The architecture ``Qwen2MoeForCausalLM``."""
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return cfg.qkv_bias, False, False

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv:2505.09388): Llama with RMSNorm on every head of q and k before the rotary embedding."""
+"""Qwen3, dense (arXiv:2505.09388), which is Llama with RMSNorm on every head of q and k before the rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """``Qwen3ForCausalLM``."""
+    """The architecture ``Qwen3ForCausalLM``."""
 
     qk_norm = HEAD
 

@@ -1,7 +1,7 @@
-"""Qwen3.5, its mixture of experts, and Qwen3-Next: three gated delta nets for each layer of softmax attention.
+"""Qwen3.5, its mixture of experts, and Qwen3-Next, with three gated delta nets for each layer of softmax attention.
 
-Attention has a gate beside each query head, a norm of each head of q and k, and a rotary embedding of a part of a head.
-Norms hold their difference from 1, but for the gated norm of the delta nets.
+Attention has a gate for each query head, a norm of each head of q and k, and a rotary embedding of a part of a head.
+Norms store their difference from 1, except the gated norm of the delta nets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINEAR = "linear_attention"
 
 
 class Qwen35(ModelArch):
-    """``Qwen3_5ForCausalLM``."""
+    """The architecture ``Qwen3_5ForCausalLM``."""
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
         """Return the MLP of a layer, or its mixture of experts."""
@@ -60,14 +60,16 @@ class Qwen35(ModelArch):
 
 
 class Qwen35Moe(Qwen35):
-    """``Qwen3_5MoeForCausalLM``: a mixture of experts, and a shared expert with a gate, in each layer."""
+    """The architecture ``Qwen3_5MoeForCausalLM``, with a mixture of experts and a gated shared expert in each layer."""
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
         return _experts(cfg, Router(normalize=True))
 
 
 class Qwen3Next(Qwen35):
-    """``Qwen3NextForCausalLM``: the matrices of a delta net are two, whose rows lie by key heads."""
+    """The architecture ``Qwen3NextForCausalLM``, whose delta nets have two matrices with rows in the order of key
+    heads.
+    """
 
     NAMES = DeltaNames(
         mixed=(("linear_attn.in_proj_qkvz", ("q", "k", "v", "z")), ("linear_attn.in_proj_ba", ("b", "a"))),
@@ -84,13 +86,13 @@ class Qwen3Next(Qwen35):
 
 
 def _experts(cfg: Any, router: Router) -> Experts:
-    """Return the experts of a layer, and the shared one."""
+    """Return the experts of a layer, including the shared expert."""
     shared = MLP(cfg.shared_expert_intermediate_size, fields.activation(cfg))
     return fields.experts(cfg, cfg.moe_intermediate_size, router, shared=shared, shared_gate=True)
 
 
 def _delta_net(cfg: Any) -> GatedDelta:
-    """Return the gated delta net of all linear layers.  ModelError for sizes that fit no net."""
+    """Return the gated delta net of all linear layers.  ModelError for sizes that are not possible."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     sizes = [getattr(cfg, f"linear_{name}") for name in names]
     for name, value in zip(names, sizes, strict=True):
@@ -99,6 +101,8 @@ def _delta_net(cfg: Any) -> GatedDelta:
     if sizes[1] % sizes[0]:
         raise ModelError(f"linear_num_value_heads={sizes[1]}: expected a multiple of linear_num_key_heads={sizes[0]}")
     if fields.activation(cfg) != "silu":
-        raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: expected 'silu', the convolution has no other")
+        raise ModelError(
+            f"hidden_act={shown(cfg.hidden_act)}: expected 'silu', the convolution supports no other activation"
+        )
     key_heads, value_heads, key_dim, value_dim, width = sizes
     return GatedDelta(key_heads, value_heads, key_dim, value_dim, width, cfg.rms_norm_eps)

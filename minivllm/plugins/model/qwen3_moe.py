@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with a mixture of experts in place of the MLP of some layers, or of all."""
+"""Qwen3-MoE (arXiv:2505.09388), which is Qwen3 with a mixture of experts in place of the MLP of some or all layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .qwen2 import Qwen2
 
 
 class SparseLayers(Qwen2):
-    """Qwen2 in which ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
+    """Qwen2 in which ``decoder_sparse_step`` and ``mlp_only_layers`` select the layers with experts."""
 
     def experts(self, cfg: Any) -> Experts:
         return fields.experts(cfg, cfg.moe_intermediate_size, Router(normalize=cfg.norm_topk_prob))
@@ -27,7 +27,7 @@ class SparseLayers(Qwen2):
 
 
 class Qwen3Moe(SparseLayers):
-    """``Qwen3MoeForCausalLM``."""
+    """The architecture ``Qwen3MoeForCausalLM``."""
 
     qk_norm = HEAD
 

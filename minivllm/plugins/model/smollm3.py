@@ -1,4 +1,4 @@
-"""SmolLM3 (https://huggingface.co/blog/smollm3): Llama in which every fourth layer has no rotary embedding."""
+"""SmolLM3 (https://huggingface.co/blog/smollm3), which is Llama without a rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .qwen2 import Qwen2
 
 
 class SmolLM3(Qwen2):
-    """``SmolLM3ForCausalLM``."""
+    """The architecture ``SmolLM3ForCausalLM``."""
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         return cfg.attention_bias, cfg.attention_bias, cfg.mlp_bias

@@ -1,16 +1,19 @@
-"""Describe the built-in model architectures."""
+"""Specs of the built-in model architectures."""
 
 from collections.abc import Callable
 
 from minivllm.device.native import library
 from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
-WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``layer_types`` of them, which is read
-TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output
+# transformers computes ``layer_types`` from these fields, and ``layer_types`` is read
+WINDOWS = ("use_sliding_window", "max_window_layers")
+TRAINED = ("output_router_logits", "router_aux_loss_coef")  # the training loss, and the form of the output
 
 
 def invariant_states(query: PluginQuery) -> list[Reason]:
-    """Return why gated delta nets cannot give bits that do not depend on the batch: a CPU without the native part."""
+    """Return why gated delta nets cannot be batch invariant here, which is the case on a CPU without the
+    native part.
+    """
     if "batch_invariant" not in query.features or query.facts.get("device") != "cpu" or library.load() is not None:
         return []
     fix = f"remove batch_invariant: the native part of minivllm is missing ({library.why_not()})"
@@ -27,15 +30,15 @@ def family(
 ) -> Spec:
     """Return the spec of a model family.
 
-    ``architecture`` is its name in config.json, ``model_type`` that of the config class of transformers.  ``ignores``
-    are fields of this class that have no effect.
+    ``architecture`` is its name in config.json, and ``model_type`` that of transformers' config class.  ``ignores`` are
+    fields of this class that have no effect.
     """
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
         api=(2, 6),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
-        features=frozenset({"batch_invariant"}),  # made of the layers it is given
+        features=frozenset({"batch_invariant"}),  # every layer that a family is built from supports it
         traits={"ignores": ignores},
         check=check,
     )
@@ -54,7 +57,7 @@ GPT2 = family(
     "GPT2LMHeadModel",
     "gpt2",
     (
-        "reorder_and_upcast_attn",  # the softmax is in float32 whatever it says
+        "reorder_and_upcast_attn",  # no effect, because the softmax is always in float32
         "summary_type",
         "summary_use_proj",
         "summary_activation",
@@ -68,7 +71,7 @@ GPT_NEO = family(
     "GPTNeoForCausalLM",
     "gpt_neo",
     (
-        "attention_types",  # transformers makes ``attention_layers`` of it, which is read
+        "attention_types",  # transformers computes ``attention_layers`` from it, which is read
         "resid_dropout",
         "embed_dropout",
         "classifier_dropout",
@@ -106,7 +109,7 @@ QWEN3_MOE = family(
     "qwen3_moe",
     (*TRAINED, "use_sliding_window"),
 )
-MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of next-token prediction, which is left out
+MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # fields of multi-token prediction, which is left out
 QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, invariant_states)
 QWEN3_5_MOE = family(
     "qwen3_5:Qwen35Moe",
@@ -131,8 +134,9 @@ STARCODER2 = family(
 
 
 def _asked_for_any(query: PluginQuery) -> list[Reason]:
-    """Return why the fallback is not chosen: plug-ins that name an architecture precede it, also those of other
-    packages.
+    """Return why the fallback is not chosen.
+
+    Plug-ins for this architecture precede it, also those of other packages.
     """
     if "architecture" not in query.facts or "any_architecture" in query.features:
         return []

@@ -1,5 +1,7 @@
-"""StableLM (arXiv:2402.17834): LayerNorm, a rotary embedding of a part of each head, and in the 12B a norm of each
-head with weights of its own."""
+"""StableLM (arXiv:2402.17834), with LayerNorm and a rotary embedding of a part of each head.
+
+The 12B normalizes each head of q and k with separate weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ NAMES = WeightNames(qk_norm=("self_attn.q_layernorm.norms.{e}", "self_attn.k_lay
 
 
 class StableLm(ModelArch):
-    """``StableLmForCausalLM``."""
+    """The architecture ``StableLmForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)

@@ -1,4 +1,4 @@
-"""StarCoder 2 (arXiv:2402.19173): LayerNorm, biases, an MLP without a gate, and one window for all layers."""
+"""StarCoder 2 (arXiv:2402.19173), with LayerNorm, biases, an MLP without a gate, and one window for all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minivllm.device.layers import fields
 
 
 class Starcoder2(ModelArch):
-    """``Starcoder2ForCausalLM``."""
+    """The architecture ``Starcoder2ForCausalLM``."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)

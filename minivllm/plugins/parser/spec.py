@@ -1,4 +1,4 @@
-"""What the built-in parsers of replies say about themselves."""
+"""Specs of the built-in parsers of replies."""
 
 from minivllm.registration.spec import Spec
 

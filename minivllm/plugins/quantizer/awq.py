@@ -1,9 +1,10 @@
-"""Checkpoints of AWQ (arXiv:2306.00978), as AutoAWQ and GPTQModel write them with ``version: gemm``: 4 bits a weight.
+"""Checkpoints of AWQ (arXiv:2306.00978) in the format of AutoAWQ and GPTQModel with ``version: gemm``, 4 bits per
+weight.
 
-qweight  i32 [in, out / 8]      fields of 8 outputs, low first those of output 0, 2, 4, 6, 1, 3, 5, 7
-qzeros   i32 [groups, out / 8]  likewise
-scales   f16 [groups, out]
-weight   w[n, k] = (q - z) * scales[k // group_size, n]
+    qweight  i32 [in, out / 8]      fields of 8 outputs; from the lowest, those of output 0, 2, 4, 6, 1, 3, 5, 7
+    qzeros   i32 [groups, out / 8]  the same for zero points
+    scales   f16 [groups, out]
+    weight   w[n, k] = (q - z) * scales[k // group_size, n]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .forms import Numbers
 from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want, holds_words
 
 FIELDS = 8  # of a word
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which field each output is
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of each output
 GEMM = (
     "its words lie in another order; use the same model as version=gemm, which AutoAWQ writes by default and to which "
     "GPTQModel converts others"
@@ -34,9 +35,7 @@ class AwqLayout(PartLayout):
         self.size = share.inputs if group_size == -1 else group_size
         self.why = f" with bits=4, group_size={group_size}"
         if share.outputs % FIELDS:
-            raise ModelError(
-                f"{share.outputs} outputs of 4 bits are no whole number of words: expected a multiple of 8"
-            )
+            raise ModelError(f"{share.outputs} outputs of 4 bits do not fill whole words: expected a multiple of 8")
         groups, words = -(-share.inputs // self.size), share.outputs // FIELDS
         self.want = {
             "qweight": Want(("I32",), ((share.inputs, words),)),
@@ -67,7 +66,7 @@ class AwqLayout(PartLayout):
 
 
 class Awq(CheckpointQuantizer):
-    """Modules with ``qweight``; those that ``modules_to_not_convert`` names stay as they are."""
+    """The quantizer for modules with ``qweight``.  Modules that ``modules_to_not_convert`` names stay unquantized."""
 
     method, packed_by, beside = "awq", ("qweight",), ("qzeros", "scales")
 
@@ -86,14 +85,14 @@ class Awq(CheckpointQuantizer):
         if source is None:
             if self.left_out:
                 raise ModelError(
-                    "modules_to_not_convert names modules, and this architecture does not say what theirs are"
+                    "modules_to_not_convert names modules, and this architecture does not give the names of its modules"
                 )
         else:
             if not holds_words(source, self.beside):
                 return None
             if named := [name for name in self.left_out if f".{name.strip('.')}." in f".{source.name}."]:
                 raise ModelError(
-                    f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(named)} says that it "
-                    "is not quantized"
+                    f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(named)} excludes "
+                    "it from quantization"
                 )
         return AwqLayout(share, self.group_size)

@@ -2,7 +2,7 @@
 
     weight                 u8 [out * in / 2, 1]      row after row, two codes a byte, the first in the high half
     weight.absmax          f32 [blocks]              of every 64 codes, as they lie; nested: u8, codes of their own
-    weight.quant_map       f32 [16]                  what a code stands for, times absmax
+    weight.quant_map       f32 [16]                  the number of each code, to be multiplied by absmax
     weight.nested_absmax   f32 [blocks / 256]        absmax = nested_quant_map[code] * nested_absmax + nested_offset
     weight.nested_quant_map  f32 [256]
     weight.quant_state.bitsandbytes__nf4             JSON as u8: blocksize, shape, nested_offset
@@ -29,7 +29,7 @@ from .packed import CheckpointQuantizer, PartLayout, Share, Want
 from .scaled_bytes import by_row
 
 STATE = "weight.quant_state.bitsandbytes__"
-STORED = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes of what codes may lie in
+STORED = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element of dtypes that may hold codes
 BLOCK, NESTED = 64, 256
 
 
@@ -39,12 +39,10 @@ class FourBits(PartLayout):
         self.kind, self.nested, self.told = kind, nested, told
         count = share.outputs * share.inputs
         if count % 2:
-            raise ModelError(
-                f"{share.outputs} outputs and {share.inputs} inputs of 4 bits are no whole number of bytes"
-            )
+            raise ModelError(f"{share.outputs} outputs and {share.inputs} inputs of 4 bits do not fill whole bytes")
         stored = "U8" if has is None or has["weight"][1] not in STORED else has["weight"][1]
         sizes = {"weight.absmax": (-(-count // BLOCK),), "weight.nested_absmax": (-(-count // BLOCK // NESTED),)}
-        if has is not None:  # which blocks there are the state says, which is read later
+        if has is not None:  # the state, which is read later, gives the number of blocks
             sizes = {name: has[name][0] if name in has else shape for name, shape in sizes.items()}
         self.want = {
             "weight": Want((stored,), ((count // 2 // STORED[stored], 1),)),
@@ -72,7 +70,7 @@ class FourBits(PartLayout):
         return Numbers(codes[:, share.columns], scale, None, share.group_of(block), 4, table=table)
 
     def _sizes(self, given: Mapping[str, Tensor]) -> tuple[int, Tensor]:
-        """Return the codes of a block, and the largest number of each block, f32."""
+        """Return the number of codes in a block, and the largest number of each block, f32."""
         share = self.share
         try:
             state = json.loads(bytes(given[STATE + self.kind].tolist()))
@@ -84,14 +82,14 @@ class FourBits(PartLayout):
         count = share.outputs * share.inputs
         if shape != [share.outputs, share.inputs] or block < 1 or len(sizes) != -(-count // block):
             raise ModelError(
-                f"its state says shape {shape} in blocks of {block} and {len(sizes)} blocks are there, expected "
+                f"its state says shape {shape} in blocks of {block} with {len(sizes)} blocks; expected "
                 f"{[share.outputs, share.inputs]}; config.json and the weights do not belong together"
             )
         if not self.nested:
             return block, sizes
         outer = given["weight.nested_absmax"].to(share.device)
         if nested[0] < 1 or len(outer) != -(-len(sizes) // nested[0]):
-            raise ModelError(f"its state says nested blocks of {nested[0]}, and {len(outer)} are there")
+            raise ModelError(f"its state says nested blocks of {nested[0]}, but the checkpoint has {len(outer)}")
         values = given["weight.nested_quant_map"].to(share.device)[sizes.long()]
         return block, values * outer.repeat_interleave(nested[0])[: len(sizes)] + nested[1]
 
@@ -122,7 +120,7 @@ class EightBits(PartLayout):
 
 
 class BitsAndBytes(CheckpointQuantizer):
-    """Modules with a state of a quantization, or with ``SCB``."""
+    """The quantizer for modules with a quantization state, or with ``SCB``."""
 
     method, packed_by = "bitsandbytes", (STATE + "nf4", "SCB")
 

@@ -7,8 +7,9 @@
     int-, float-, naive-quantized     weight             int8, float8 [out, in]
                                       weight_scale       one, [out, 1], [out, groups], [out / rows, in / columns]
 
-A field is q + 2 ** (bits - 1).  Fields of 3, 5, 6 and 7 bits cross the ends of words; of older versions of the library
-(0.9, say) each word has 32 // bits of them and a rest.  The number of words tells which.
+A field is q + 2 ** (bits - 1).  Fields of 3, 5, 6 and 7 bits continue across words.  Older versions of the library,
+such as 0.9, store 32 // bits fields in each word and leave the other bits unused.  The number of words shows which form
+it is.
 
 Scales of activations are not used: products take activations as they are.
 """
@@ -31,23 +32,23 @@ from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes, want_symm
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 STRATEGIES = ("tensor", "channel", "group", "block", None)
-# what says how activations, keys and values were quantized
+# keys of the settings for activations, keys and values
 UNUSED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "weight_zero_point",
 )  # fmt: skip
 
 
 class ConfigGroup(NamedTuple):
-    """How the modules that ``targets`` name are quantized."""
+    """The quantization of the modules that ``targets`` names."""
 
     targets: tuple[str, ...]
     bits: int
     floating: bool
     symmetric: bool
     strategy: str
-    rows: int  # outputs that share a scale; 0: all
+    rows: int  # outputs that share a scale; 0 means all
     columns: int  # inputs; 0: all
-    packed: bool | None  # None: the tensors say
+    packed: bool | None  # None means that the tensors decide
 
     @property
     def why(self) -> str:
@@ -80,12 +81,12 @@ def config_group(settings: Settings, outer: str) -> ConfigGroup | None:
 
 
 def word_counts(fields: int, bits: int) -> tuple[int, ...]:
-    """Return how many words ``fields`` take: where they cross the ends of words, and where they do not."""
+    """Return the numbers of words for ``fields`` fields, first if they continue across words, then if they do not."""
     return tuple(dict.fromkeys((-(-fields * bits // 32), -(-fields // (32 // bits)))))
 
 
 class FieldsLayout(PartLayout):
-    """``weight_packed`` and what belongs to it."""
+    """The layout of ``weight_packed`` and its scales and zero points."""
 
     def __init__(self, share: Share, group: ConfigGroup, has: Mapping[str, Any] | None) -> None:
         super().__init__(share)
@@ -124,7 +125,7 @@ class FieldsLayout(PartLayout):
         if self.group.symmetric:
             words = given.get("weight_zero_point")
             if words is not None and words.dim() == 2 and len(words) in word_counts(share.outputs, bits):
-                words = self._outputs(words).int() - (1 << (bits - 1))  # else they are not packed
+                words = self._outputs(words).int() - (1 << (bits - 1))  # other weights are not packed
             want_symmetric(words)
             return None
         zero = given["weight_zero_point"].to(share.device)
@@ -140,7 +141,7 @@ class FieldsLayout(PartLayout):
 
 
 class CompressedTensors(CheckpointQuantizer):
-    """Modules as ``config_groups`` says; those that ``ignore`` names stay as they are."""
+    """The quantizer for ``config_groups``.  Modules that ``ignore`` names stay unquantized."""
 
     method, packed_by = "compressed-tensors", ("weight_packed", "weight_scale")
 
@@ -151,12 +152,12 @@ class CompressedTensors(CheckpointQuantizer):
         for key in ("sparsity_config", "transform_config"):
             said = settings.part(key).given
             if said and said.get("format") != "dense":
-                raise settings.refuse(key, "none: weights that are sparse or transformed are not read")
+                raise settings.refuse(key, "none, because sparse or transformed weights are not supported")
         groups, self.cache_alone = settings.part("config_groups"), False
         if not groups.given:
             if not settings.given.get("kv_cache_scheme"):
                 raise settings.refuse("config_groups", "an object of groups with targets and weights")
-            self.cache_alone = True  # keys and values are quantized, and no weight is
+            self.cache_alone = True  # keys and values are quantized, but no weights
         found = (config_group(groups.part(name), outer) for name in groups.given)
         self.groups = [group for group in found if group is not None]
         self.ignore = settings.names("ignore")
@@ -177,7 +178,7 @@ class CompressedTensors(CheckpointQuantizer):
             if source is None:
                 return None
             raise ModelError(
-                f"the checkpoint has scales of {source.name}, and config_groups and ignore say that it is not quantized"
+                f"the checkpoint has scales of {source.name}, but config_groups and ignore exclude it from quantization"
             )
         if group.packed if has is None else "weight_packed" in has:
             if group.floating:
@@ -196,12 +197,14 @@ class CompressedTensors(CheckpointQuantizer):
     def _group(self, m: ModuleInfo, name: str | None) -> ConfigGroup | None:
         """Return the group of a module, None for a module that is not quantized.
 
-        Names precede patterns, and both precede classes.
+        Groups that name modules precede groups with patterns, and both precede groups with classes.
         """
         if name is None:
             names = [one for group in self.groups for one in (*group.targets, *self.ignore)]
             if any(one.startswith("re:") or "." in one for one in names):
-                raise ModelError("config_groups names modules, and this architecture does not say what theirs are")
+                raise ModelError(
+                    "config_groups names modules, and this architecture does not give the names of its modules"
+                )
             return next((g for g in self.groups if "Linear" in g.targets), None)
         if any(_names(target, name) for target in self.ignore):
             return None

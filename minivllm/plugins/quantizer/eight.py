@@ -1,11 +1,11 @@
-"""8 bits beside int8's: float8 weights, and activations that are quantized too, row by row as they come.
+"""Quantizers with 8 bits besides int8 weights: float8 weights, and activations that are quantized row by row.
 
-float8 here is e4m3: 4 bits of exponent and 3 of significand, up to 448, no infinity (arXiv:2209.05433).  A weight's
-element is off by at most 1/16 of itself, and where int8 has steps of a row's largest over 127, small elements keep
-their digits.  With activations of 8 bits the products are those of the tensor cores' 8-bit modes, twice as fast as
-those of bfloat16; each row of x is scaled by its own largest element (dynamic, per token), which needs no calibration.
-Rows are rounded in steps of few rows too, where nothing is gained by it: what a token becomes would else depend, by far
-more than rounding, on how many are beside it.
+float8 is e4m3 with 4 bits of exponent, 3 of significand, a maximum of 448, and no infinity (arXiv:2209.05433).  The
+error of a weight's element is at most 1/16 of the element.  int8 has equal steps of a row's largest element / 127, so
+float8 is more exact for small elements.  With activations of 8 bits the products use the tensor cores' 8-bit modes,
+which are twice as fast as bfloat16.  Each row of x is scaled by its own largest element (dynamic, per token), which
+needs no calibration.  Steps of few rows are rounded too, although they gain no speed.  Otherwise the result of a token
+would depend strongly on the number of other tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fp8Weight(Int8Weight):
 
 
 class _Both(Int8Weight):
-    """And x [T, in] in 8 bits; experts multiply x as it is."""
+    """A weight that is multiplied by x [T, in] rounded to 8 bits.  Experts multiply unrounded x."""
 
     def finish(self) -> None:
         self.kernels = scaled_kernels_of(self.weight, self.scale)
@@ -81,14 +81,14 @@ class Fp8Both(_Both, Fp8Weight):
 
 
 class LlmInt8Weight(Int8Weight):
-    """``weight`` int8 [out, in], ``scale`` float32 [out]; of x [T, in] what is smaller than ``threshold`` is rounded.
+    """``weight`` int8 [out, in] with ``scale`` float32 [out].  Elements of x [T, in] below ``threshold`` are rounded.
 
-    LLM.int8() (arXiv:2208.07339) multiplies inputs that are large in any row of a batch apart from the others, in 16
-    bits.  Here each element is looked at by itself, so that no row depends on those beside it: a single row is what the
-    paper makes of it.  One product serves both, since an element is in one of them.
+    LLM.int8() (arXiv:2208.07339) separates inputs that are large in any row of a batch, and multiplies them in 16 bits.
+    Here each element is judged separately, so that no row depends on other rows.  For a single row this is the method
+    of the paper.  One product serves both kinds, because each element is either rounded or not.
     """
 
-    homogeneous = False  # what is large is told by a number that does not change with x
+    homogeneous = False  # the threshold for large elements does not scale with x
 
     def __init__(self, info: ModuleInfo, threshold: float) -> None:
         super().__init__(info)
@@ -97,7 +97,7 @@ class LlmInt8Weight(Int8Weight):
     def finish(self) -> None:
         super().finish()
         if self.kernels is not None:
-            self.kernels.hopper = False  # which rounds rows once more, and not only the small elements
+            self.kernels.hopper = False  # that path would round whole rows again, and not only small elements
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:
@@ -110,25 +110,25 @@ class LlmInt8Weight(Int8Weight):
 
 
 class Fp8WeightOnly(Int8):
-    """float8 weights, activations as they are."""
+    """The quantizer with float8 weights and unquantized activations."""
 
     name, scheme_type = "fp8-weight", Fp8Weight
 
 
 class Fp8(Int8):
-    """float8 weights and activations."""
+    """The quantizer with float8 weights and activations."""
 
     name, scheme_type = "fp8", Fp8Both
 
 
 class Int8W8A8(Int8):
-    """int8 weights and activations."""
+    """The quantizer with int8 weights and activations."""
 
     name, scheme_type = "int8-w8a8", Int8Both
 
 
 class LlmInt8(Int8):
-    """int8 weights and activations, of which large ones stay as they are."""
+    """The quantizer with int8 weights and activations, except large activations."""
 
     name, options_type = "llm-int8", LlmInt8Options
     options: LlmInt8Options

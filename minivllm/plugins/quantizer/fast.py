@@ -1,4 +1,4 @@
-"""Which weights the kernels of quantized weights in ``minivllm.device.kernels`` multiply by."""
+"""The kernels of ``minivllm.device.kernels`` for quantized weights, if they support a weight on its device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from minivllm.device.layers.linear import CAPTURED
 
 FP8 = torch.float8_e4m3fn
-GROUPS = (32, 64, 128)  # inputs of a scale of 4 bits that the kernels' tiles divide
-LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dtype from; of others:
+GROUPS = (32, 64, 128)  # numbers of inputs per 4-bit scale that the kernels' tiles support
+LEAST = {FP8: (8, 9)}  # lowest compute capability for which Triton supports a dtype; for other dtypes:
 OTHERS = (8, 0)
 
 

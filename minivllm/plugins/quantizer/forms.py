@@ -1,13 +1,13 @@
-"""The forms in which weights of quantized checkpoints are held, and which of them a weight gets.
+"""The forms in which weights of quantized checkpoints are stored, and the choice of a form for a weight.
 
-    int4      up to 4 bits, scales of 32, 64 or 128 neighbouring inputs        Int4Rows, by its kernels
-    rows      8 bits around 0 or float8, a scale for each output               ByteRows, by its kernels
-    grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs         GroupedBytes, by its kernels
-    table     4 bits that stand for 16 numbers, scales likewise of 32 or more   TableRows, made numbers of
-    plain     all else, made numbers of while it is loaded                     PlainRows
+    int4      up to 4 bits, scales of 32, 64 or 128 neighbouring inputs         Int4Rows, by its kernels
+    rows      8 bits around 0 or float8, a scale for each output                ByteRows, by its kernels
+    grouped   8 bits or float8, scales of 8 to 128 neighbouring inputs          GroupedBytes, by its kernels
+    table     codes of 4 bits for 16 numbers, scales of 32 or more inputs       TableRows, converted to numbers
+    plain     all other weights, converted to numbers while they are loaded     PlainRows
 
-What a checkpoint calls a group may be longer, or end in the middle: a scale then stands there several times.  Inputs
-that share a scale and do not lie side by side (act-order) are sorted, and x with them.
+A group of a checkpoint may be longer than the group of a form, or end within one.  Its scale is then stored several
+times.  If the inputs of a scale are not neighbours (act-order), the inputs and x are sorted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .int8 import ByteRows
 from .tiled import Tiled, WholeWeight
 
 GROUPS = (128, 64, 32, 16, 8)
-INT4_LEAST, BYTES_LEAST = 32, 8  # of the inputs that share a scale
+INT4_LEAST, BYTES_LEAST = 32, 8  # least number of inputs that share a scale
 ROWS_AT_ONCE = 1024
-WITHOUT_KERNELS = 1 << 24  # elements at a time on a GPU, where each takes several launches
+WITHOUT_KERNELS = 1 << 24  # elements at a time on a GPU without kernels, where each part takes several launches
 
 
 class Numbers(NamedTuple):
@@ -39,11 +39,11 @@ class Numbers(NamedTuple):
 
     codes: Tensor  # u8, int8, float8 [n, k]
     scale: Tensor  # f32 [n, groups]
-    zero: Tensor | None  # f32 [n, groups]; None: ``centre``
+    zero: Tensor | None  # f32 [n, groups]; None means ``centre``
     group_of: Tensor  # i64 [k] on the CPU
     bits: int = 8
     centre: int = 0
-    table: Tensor | None = None  # f32 [16]: what each code stands for, in place of codes - zero
+    table: Tensor | None = None  # f32 [16], the number of each code, in place of codes - zero
 
 
 class HeldRows(NamedTuple):
@@ -51,10 +51,10 @@ class HeldRows(NamedTuple):
 
     form: str
     weight: Tensor
-    scale: Tensor | None = None  # f32 [n, k / group], of rows [n]
+    scale: Tensor | None = None  # f32 [n, k / group], or [n] for scales of whole rows
     zero: Tensor | None = None  # as ``scale``
     group: int = 0
-    order: Tensor | None = None  # i32 [k]: which input of x each column multiplies
+    order: Tensor | None = None  # i32 [k], the input of x that each column multiplies
     table: Tensor | None = None  # f32 [16]
 
 
@@ -63,7 +63,7 @@ def fields(words: Tensor, bits: int, count: int) -> Tensor:
 
     Fields start at the low bits and continue across words.
     """
-    # flat first: a single column may have any stride and be contiguous
+    # the flat view comes first, because a single column is contiguous with any stride
     raw = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return raw[:, :count]
@@ -116,7 +116,7 @@ def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
 
 
 def _signed(part: Numbers) -> Tensor:
-    """Return codes around 0; unsigned codes are around ``centre``."""
+    """Return codes as signed numbers.  Unsigned codes are reduced by ``centre``."""
     if part.codes.dtype != torch.uint8:
         return part.codes.contiguous()
     return (part.codes ^ 128).view(torch.int8) + (128 - part.centre)
@@ -137,7 +137,7 @@ def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
 
 
 def _unit(group_of: Tensor) -> int:
-    """Return the largest of GROUPS that divides every run of equal numbers, 0 if none does."""
+    """Return the largest of GROUPS that divides the length of every run of equal numbers, 0 if none does."""
     ends = (group_of[1:] != group_of[:-1]).nonzero().flatten() + 1
     common = math.gcd(len(group_of), *ends.tolist())
     return next((n for n in GROUPS if common % n == 0), 0)
@@ -194,8 +194,10 @@ def _repeated(x: Tensor | None, group: int, wanted: int) -> Tensor:
 
 
 class GroupedBytes(Tiled):
-    """``weight`` u8, int8 or float8 [out, in], ``scale`` float32 [out, in / group], with zero points ``zero``
-    likewise."""
+    """``weight`` u8, int8 or float8 [out, in] with ``scale`` float32 [out, in / group].
+
+    If there are zero points, ``zero`` has the shape of ``scale``.
+    """
 
     elsewhere = WITHOUT_KERNELS
 
@@ -218,8 +220,10 @@ class GroupedBytes(Tiled):
 
 
 class TableRows(Tiled):
-    """``weight`` u8 [out, in / 2] as ``int4.pack`` has codes, ``scale`` float32 [out, in / group], ``table`` f32 [16]:
-    what each code stands for."""
+    """``weight`` u8 [out, in / 2] in the order of ``int4.pack``, with ``scale`` float32 [out, in / group].
+
+    ``table`` f32 [16] has the number of each code.
+    """
 
     elsewhere = WITHOUT_KERNELS
 
@@ -253,7 +257,7 @@ class PlainRows(WholeWeight):
 
 
 def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
-    """Return the scheme that multiplies by a piece with all rows of ``info``."""
+    """Return the scheme that multiplies by a piece that has all rows of ``info``."""
     given: Any = piece
     if piece.form == "int4":
         return Int4Rows(info, given.weight, given.scale.contiguous(), _whole(given.zero), given.group)

@@ -1,11 +1,10 @@
-"""Checkpoints whose weights are float8 (e4m3), as DeepSeek and Qwen publish them (``quant_method: fp8``).
+"""Checkpoints whose weights are float8 (e4m3), in the format of DeepSeek and Qwen (``quant_method: fp8``).
 
     weight            float8 [out, in]
-    weight_scale_inv  f32 [out / 128, in / 128], a number for each block (``weight_block_size``); it is multiplied by,
-                      whatever its name says
-    weight_scale      without blocks: one number, or [out, 1]
+    weight_scale_inv  f32 [out / 128, in / 128], a factor for each block (``weight_block_size``), in spite of its name
+    weight_scale      without blocks, one number or [out, 1]
 
-Scales of activations are not used: products take activations as they are.
+Scales of activations are not used, because products take unquantized activations.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ LEFT_OUT = ("modules_to_not_convert", "ignored_layers")
 
 
 class Fp8Checkpoint(CheckpointQuantizer):
-    """Modules whose weight is float8; what ``modules_to_not_convert`` names the tensors say as well."""
+    """The quantizer for modules whose weight is float8.
+
+    The tensors decide, and must agree with ``modules_to_not_convert``.
+    """
 
     method, packed_by = "fp8", ("weight_scale_inv", "weight_scale")
 
@@ -47,7 +49,7 @@ class Fp8Checkpoint(CheckpointQuantizer):
                 return None
             if source.name in self.left_out:
                 key = " or ".join(LEFT_OUT)
-                raise ModelError(f"the checkpoint has {source.name}.{name}, and {key} says that it is not quantized")
+                raise ModelError(f"the checkpoint has {source.name}.{name}, but {key} excludes it from quantization")
             if self.block is None and has[name][0] == (share.outputs, 1):
                 rows = 1
         why = f" with weight_block_size={None if self.block is None else list(self.block)}"

@@ -1,12 +1,13 @@
-"""Weights of GGUF files in the bytes in which they lie there (ggml's ggml-common.h), a row of blocks for each output.
+"""Weights of GGUF files, kept in the bytes of the file (ggml's ggml-common.h) as a row of blocks for each output.
 
     Q8_0   32 inputs   d f16, 32 x int8                          w = q d
     Q4_0   32 inputs   d f16, 16 bytes                           w = (q - 8) d; byte j has inputs j and 16 + j
     Q4_K   256 inputs  d f16, dmin f16, 12 bytes, 128 bytes      w = q d s_b - dmin m_b, b of 8 times 32 inputs
     Q6_K   256 inputs  128 bytes, 64 bytes, 16 x int8, d f16     w = (q - 32) d s_b, b of 16 times 16 inputs
 
-In Q4_K the 12 bytes have 8 scales and 8 minima of 6 bits; 32 bytes have 64 inputs, the first 32 in low halves.  In Q6_K
-128 inputs have 64 bytes of low halves and 32 of pairs of high bits.  Other types are unpacked to the dtype of the run.
+In Q4_K the 12 bytes hold 8 scales and 8 minima of 6 bits, and 32 bytes hold 64 inputs, the first 32 in low halves.  In
+Q6_K 128 inputs take 64 bytes of low halves and 32 bytes of pairs of high bits.  Other types are converted to the dtype
+of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HALF = 2  # bytes of a float16
 
 
 class Decoded(NamedTuple):
-    """Of rows of blocks: codes [rows, k], scale f32 [rows, groups], zero likewise."""
+    """Codes u8 or int8 [rows, k] of some rows of blocks, with scale and zero f32 [rows, groups]."""
 
     codes: Tensor
     scale: Tensor
@@ -64,7 +65,7 @@ def _q4_k(raw: Tensor) -> Decoded:
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), dim=-1).float() * least
     bytes_of = raw[..., 16:].unflatten(-1, (4, 1, 32))
     codes = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-2)  # [..., 4, 2, 32]
-    flat = steps == 0  # all of a group is one number: -1 step of that size from 1
+    flat = steps == 0  # a group of equal numbers is stored as -1 step of that size from 1
     codes = torch.where(flat.unflatten(-1, (4, 2))[..., None], 0, codes)
     zero = torch.where(flat, 1.0, minima / torch.where(flat, 1.0, steps))
     steps = torch.where(flat, minima, steps)
@@ -107,7 +108,7 @@ class GgufLayout(PartLayout):
             try:
                 whole = gguf.dequantize(raw[share.rows].cpu().numpy(), kind)
             except NotImplementedError:
-                raise ModelError(f"type {kind.name}: the package gguf does not unpack it; use another file") from None
+                raise ModelError(f"type {kind.name}: the package gguf cannot unpack it; use another file") from None
             return torch.from_numpy(whole)[:, share.columns].to(share.device, share.dtype).contiguous()
         blocks = KEPT[self.kind]
         rows = raw[share.rows].to(share.device).unflatten(1, (-1, blocks.bytes))
@@ -126,7 +127,7 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 class Gguf(CheckpointQuantizer):
-    """Modules with a parameter that has the name of a type."""
+    """The quantizer for modules with a parameter that has the name of a GGUF type."""
 
     method, packed_by = "gguf", tuple(KEPT)
 

@@ -1,12 +1,12 @@
-"""Checkpoints of GPTQ (arXiv:2210.17323), as AutoGPTQ and GPTQModel write them: 2, 3, 4 or 8 bits a weight.
+"""Checkpoints of GPTQ (arXiv:2210.17323) in the format of AutoGPTQ and GPTQModel, with 2, 3, 4 or 8 bits per weight.
 
     qweight  i32 [in * bits / 32, out]      fields of the inputs of one output, low first
-    qzeros   i32 [groups, out * bits / 32]  fields of outputs; of "gptq" (v1) z - 1, of "gptq_v2" z
+    qzeros   i32 [groups, out * bits / 32]  fields of outputs, z - 1 in "gptq" (v1) and z in "gptq_v2"
     scales   f16 [groups, out]
-    g_idx    i32 [in]                       the group of each input; by act-order in any order (``desc_act``)
+    g_idx    i32 [in]                       the group of each input, in any order with act-order (``desc_act``)
     weight   w[n, k] = (q - z) * scales[g_idx[k], n]
 
-v1 cannot store z = 0: what was written for it is the largest field, and it takes 1 from the field beside it.
+v1 cannot store z = 0.  Its field is then the largest value, which also takes 1 from the neighbouring field.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MISNAMED = (
 
 
 class GptqKind(NamedTuple):
-    """How modules are quantized."""
+    """The quantization of a set of modules."""
 
     bits: int
     group_size: int  # -1: all inputs
     act_order: bool
-    symmetric: bool | None = None  # None: nothing is said
+    symmetric: bool | None = None  # None means that the configuration does not say
 
     @staticmethod
     def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:
@@ -64,9 +64,7 @@ class GptqLayout(PartLayout):
         self.why = f" with bits={bits}, group_size={kind.group_size}"
         for what, n in (("inputs", share.inputs), ("outputs", share.outputs)):
             if n * bits % 32:
-                raise ModelError(
-                    f"{n} {what} of {bits} bits are no whole number of words: expected a multiple of 32 bits"
-                )
+                raise ModelError(f"{n} {what} of {bits} bits do not fill whole words: expected a multiple of 32 bits")
         self.want = {
             "qweight": Want(("I32",), ((share.inputs * bits // 32, share.outputs),)),
             "qzeros": Want(("I32",), ((groups, share.outputs * bits // 32),)),
@@ -91,7 +89,7 @@ class GptqLayout(PartLayout):
         group_of = share.group_of(self.size)
         if "g_idx" in given:
             index = given["g_idx"].long().cpu()
-            # older tools wrote zeros where inputs are in their order
+            # older tools wrote zeros if the inputs are in their order
             if self.kind.act_order or bool(index.any()):
                 self._check_groups(index)
                 group_of = index[share.columns]
@@ -110,13 +108,13 @@ class GptqLayout(PartLayout):
 
 
 class Gptq(CheckpointQuantizer):
-    """Modules with ``qweight``; those that ``dynamic`` names, as it says."""
+    """The quantizer for modules with ``qweight``.  ``dynamic`` changes the settings of the modules that it names."""
 
     method, packed_by, beside = "gptq", ("qweight",), ("qzeros", "scales", "g_idx")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
-        given = self.settings.given  # "format": as tools have it that write no checkpoint_format
+        given = self.settings.given  # "format" is the key of tools that write no checkpoint_format
         written = given.get("checkpoint_format") or given.get("format") or "gptq"
         if given.get("is_marlin_format"):
             written = "marlin"
@@ -138,10 +136,12 @@ class Gptq(CheckpointQuantizer):
                 return None
             if kind is None:
                 raise ModelError(
-                    f"the checkpoint has {source.name}.qweight, and a pattern of dynamic says that it is not quantized"
+                    f"the checkpoint has {source.name}.qweight, but a pattern of dynamic excludes it from quantization"
                 )
         elif self.dynamic:
-            raise ModelError("dynamic names modules by patterns, and this architecture does not say what theirs are")
+            raise ModelError(
+                "dynamic names modules by patterns, and this architecture does not give the names of its modules"
+            )
         assert kind is not None
         indexed = source is None or "g_idx" in source.tensors
         if kind.act_order and not indexed and kind.group_size != -1:

@@ -1,12 +1,13 @@
-"""Weight-only int4, made while loading: W[o, i] = scale[o, g] * (q[o, i] - zero[o, g]), q in 0..15, g = i // group.
+"""Weight-only int4, made while loading, with W[o, i] = scale[o, g] * (q[o, i] - zero[o, g]), q in 0..15, g = i //
+group.
 
-A quarter of a bf16 model's weights, and 1 bit an element more for the scales of groups of 32.  Activations are not
-quantized.  Without zero points the grid reaches from -8 to 7 steps, so a scale may be negative, which turns the longer
-side to where the largest element is (the idea is from GGUF's Q4_0).
+It takes a quarter of a bf16 model's weights, and 1 bit more per element for the scales of groups of 32.  Activations
+are not quantized.  Without zero points the grid reaches from -8 to 7 steps.  A scale may be negative, so that the side
+with 8 steps has the largest element (the idea is from GGUF's Q4_0).
 
-With ``clip`` a group takes the scale of the least squared error among 20, of which most cut its largest elements off
-and have smaller steps for all others (OMSE, arXiv:1902.06822; ACIQ, arXiv:1810.05723).  It is not the default: weights
-are nearer to what they were, by 5 to 8 % of the error, and pocket's perplexity is higher (docs/performance.md).
+With ``clip`` a group gets the scale of the least squared error among 20.  Most of these clip the largest elements, and
+so have smaller steps for all others (OMSE, arXiv:1902.06822; ACIQ, arXiv:1810.05723).  It is not the default.  The
+error of the weights falls by 5 to 8 %, but pocket's perplexity rises (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from .online import OnlineQuantizer
 from .options import Int4Options
 from .tiled import MadeByTiles, Tiled
 
-BLOCK = 32  # inputs that lie in 16 bytes
-CENTRE = 8  # the code in the middle of the grid: the zero point if none is kept
-CANDIDATES = 20  # scales that are tried, if any but those that hold all
-SHORTEST = 0.7  # of its whole range that a group may be cut to; of normal weights no group is best cut shorter
-FLAT = 2.0**-20  # of a group's largest element: the least step, where all of them are the same
+BLOCK = 32  # inputs that are stored in 16 bytes
+CENTRE = 8  # the code in the middle of the grid, which is the zero point if none is stored
+CANDIDATES = 20  # number of scales that are tried, besides those that clip nothing
+# smallest part of its range to which a group may be clipped; normally distributed weights are never best below
+SHORTEST = 0.7
+FLAT = 2.0**-20  # smallest step, relative to a group's largest element, for groups of equal elements
 
 
 def pack(q: Tensor) -> Tensor:
@@ -58,13 +60,14 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
     A group with an element that is not finite gets a scale that is not finite.
     """
     size = w.abs().amax(0)
-    w = w / torch.where(size > 0, size, 1)  # squares of what is small would be 0
+    w = w / torch.where(size > 0, size, 1)  # the squares of very small numbers would be 0
     middle, half = torch.zeros_like(size), 0.0
-    if not symmetric:  # as many points of the grid lie above the middle of a group as below
+    if not symmetric:  # the grid has as many points above the middle of a group as below
         middle, half = (w.amax(0) + w.amin(0)) / 2, 0.5
         w -= middle
     least, scale = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
-    steps, codes = torch.empty_like(w), torch.empty_like(w)  # new memory costs a CPU more than what is done in it
+    # allocated once, because allocation takes a CPU longer than the computation
+    steps, codes = torch.empty_like(w), torch.empty_like(w)
     moved = torch.empty_like(w) if half else steps
     for whole, factors in _ranges(w, symmetric, clip):
         torch.div(w, whole, out=steps)
@@ -80,16 +83,16 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _codes(w: Tensor, times: Tensor | float, out: Tensor) -> Tensor:
-    """Return the nearest of the steps -8 to 7 to w * times."""
+    """Round w * times to the steps -8 to 7."""
     return torch.mul(w, times, out=out).round_().clamp_(-CENTRE, CENTRE - 1)
 
 
 def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, list[float]]]:
-    """Yield the step f32 [n] of each group of w f32 [group, n], and the factors by which to shorten it.
+    """Yield the step f32 [n] of each group of w f32 [group, n], and the factors by which the step is shortened.
 
     The step is the smallest for which the 16 points of the grid cover all elements of the group.  ``symmetric`` yields
-    two steps, the second one negative, since the grid from -8 to 7 has one point more below 0 than above.  ``clip``
-    False yields the factor 1 only.
+    two steps, the second one negative, since the grid from -8 to 7 has one point more below 0 than above.  Without
+    ``clip`` the only factor is 1.
     """
     low, high = w.amin(0), w.amax(0)
     wholes = [(high - low) / 15]
@@ -102,8 +105,10 @@ def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, li
 
 
 class Int4Rows(Tiled):
-    """``weight`` uint8 [out, in / 2] (see ``pack``), ``scale`` float32 [out, in / group], and with zero points ``zero``
-    likewise."""
+    """``weight`` uint8 [out, in / 2] (see ``pack``) with ``scale`` float32 [out, in / group].
+
+    If there are zero points, ``zero`` has the shape of ``scale``.
+    """
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> None:
         super().__init__(info, weight=weight, scale=scale, zero=zero)
@@ -144,7 +149,7 @@ class Int4Weight(MadeByTiles, Int4Rows):
             self.zero[rows] = zero.view(len(w), -1)
 
     def stored(self) -> StoredWeight:
-        return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
+        return super().stored()  # only this class itself, because a subclass may multiply in another way
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return super().joined(bias, mode, activation)

@@ -1,7 +1,8 @@
-"""Weight-only int8, made while loading: W[o, i] = scale[o] * q[o, i], q = round(W / scale), scale = max |W[o]| / 127.
+"""Weight-only int8, made while loading, with W[o, i] = scale[o] * q[o, i], q = round(W / scale), scale = max |W[o]| /
+127.
 
-Halves a bf16 model's weights.  Symmetric absmax rounding per output channel, as in LLM.int8() (arXiv:2208.07339)
-without its outlier columns; activations are not quantized, so an element is off by at most scale / 2.
+It halves a bf16 model's weights.  Rounding is symmetric per output channel, as in LLM.int8() (arXiv:2208.07339) without
+its outlier columns.  Activations are not quantized, so the error of an element is at most scale / 2.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ByteRows(WholeWeight):
 
 
 class Int8Weight(ByteRows):
-    """Made of a weight of floating numbers.  One part at a time is in memory at full precision."""
+    """An int8 weight that is computed from floating-point numbers, one part at a time."""
 
     dtype, top = torch.int8, 127.0
 
@@ -73,7 +74,7 @@ class Int8Weight(ByteRows):
         rows = part_rows(self.info, part)
         check_shape(tensor, self.weight[rows].shape)
         w = tensor.to(self.weight.device).float()
-        tiny = torch.finfo(torch.float32).tiny  # a row of zeros stays zero
+        tiny = torch.finfo(torch.float32).tiny  # avoids a division by zero for a row of zeros
         scale = w.abs().amax(dim=1).div_(self.top).clamp_(min=tiny)
         self.scale[rows] = scale
         self.weight[rows] = self.codes(w / scale[:, None])
@@ -83,7 +84,7 @@ class Int8Weight(ByteRows):
         return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight:
-        return super().stored()  # a subclass may multiply in another way: a class says this of itself alone
+        return super().stored()  # only this class itself, because a subclass may multiply in another way
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return super().joined(bias, mode, activation)

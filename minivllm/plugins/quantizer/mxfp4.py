@@ -1,6 +1,6 @@
-"""Experts in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS's come: unpacked while loading, or when they are hit.
+"""Experts in MXFP4 (OCP Microscaling Formats 1.0), the format of GPT-OSS, unpacked while loading or when they are used.
 
-32 neighbouring inputs of a row share a power of two; an element is a sign, two bits of exponent and one of mantissa::
+32 neighbouring inputs of a row share a power of two.  An element has a sign, two bits of exponent and one of mantissa::
 
     blocks  uint8 [rows, in / 32, 16]   two elements a byte, the first in its low half
     scales  uint8 [rows, in / 32]       exponents, 127 stands for 1
@@ -35,7 +35,7 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class UnpackedExperts(DenseExperts):
-    """Takes ``blocks`` and ``scales`` of each part, in either order, and holds the weight."""
+    """Experts whose ``blocks`` and ``scales`` of each part, in either order, are unpacked to a weight while loading."""
 
     def __init__(self, info: ModuleInfo) -> None:
         super().__init__(info)
@@ -55,8 +55,10 @@ class UnpackedExperts(DenseExperts):
 
 
 class KeptExperts(Tiled):
-    """``blocks`` and ``scales`` of all rows as they come: 4.25 bits an element.  Rows of an expert are made numbers of
-    when it is hit, some at a time."""
+    """Experts that keep ``blocks`` and ``scales`` of all rows, 4.25 bits per element.
+
+    The rows of an expert are converted to numbers when it is used, some at a time.
+    """
 
     elsewhere = WITHOUT_KERNELS
 
@@ -91,7 +93,7 @@ def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> sli
 
 
 class Mxfp4(Quantizer):
-    """Experts come in MXFP4, all else as it is in the checkpoint."""
+    """The quantizer that unpacks experts in MXFP4.  All other modules are as in the checkpoint."""
 
     experts: Callable[[ModuleInfo], WeightScheme] = UnpackedExperts
 
@@ -112,6 +114,6 @@ class Mxfp4(Quantizer):
 
 
 class Mxfp4Kept(Mxfp4):
-    """Experts stay in MXFP4."""
+    """The quantizer that keeps experts in MXFP4."""
 
     experts = KeptExperts

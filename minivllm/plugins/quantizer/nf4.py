@@ -1,8 +1,8 @@
-"""Weight-only NF4, made while loading: W[o, i] = absmax[o, g] * TABLE[q[o, i]], g = i // 64, as bitsandbytes makes it.
+"""Weight-only NF4, made while loading, with W[o, i] = absmax[o, g] * TABLE[q[o, i]], g = i // 64, as in bitsandbytes.
 
-The 16 numbers are quantiles of a normal distribution, scaled to -1 and 1 at the ends, with a 0 among them (QLoRA,
-arXiv:2305.14314, appendix E): where weights are many they lie close, and the largest of a block is held exactly.  A
-weight gets the codes and the scales that bitsandbytes gives it; the library is not needed, on a CPU neither.
+The 16 numbers are quantiles of a normal distribution, scaled to -1 and 1 at the ends, and include 0 (QLoRA,
+arXiv:2305.14314, appendix E).  They are dense where weights are frequent, and the largest element of a block is exact.
+Codes and scales are those of bitsandbytes, which need not be installed, even on a CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Nf4Weight(MadeByTiles, TableRows):
         self.scale[rows] = largest
 
     def finish(self) -> None:
-        self.table.copy_(self._numbers)  # with all else that is loaded
+        self.table.copy_(self._numbers)  # set when all other tensors are loaded
         group = self.info.in_features // self.scale.shape[1]
         self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
 

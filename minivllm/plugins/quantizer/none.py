@@ -1,4 +1,4 @@
-"""No quantization: weights in the activations' dtype."""
+"""No quantization, so weights have the dtype of the activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_quantized(checkpoint: Mapping[str, Any] | None, name: str) -> None:
 
 
 class Unquantized(Quantizer):
-    """Every module keeps its floating-point weight."""
+    """The quantizer that keeps the floating-point weight of every module."""
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)

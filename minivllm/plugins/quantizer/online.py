@@ -1,7 +1,7 @@
-"""Quantizers that start from weights of floating numbers: which modules they take, and what each of them gets.
+"""Quantizers of floating-point weights, with the choice of modules and of the form of each part.
 
-options   skip ─► unquantized;  bits ─► another quantizer of these;  neither ─► this one
-parts     q, k, v of one matrix that are to get the same are one product; else each run of them is its own
+options   skip ─► unquantized;  bits ─► another quantizer of these;  neither ─► this quantizer
+parts     consecutive parts of one matrix (q, k, v) with the same quantizer are one product
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .options import WeightOnlyOptions
 from .rules import NamePatterns, names_of
 
 UNQUANTIZED = "none"
-NAMED = {4: "int4", 8: "int8", 16: UNQUANTIZED}  # what a number of bits stands for
+NAMED = {4: "int4", 8: "int8", 16: UNQUANTIZED}  # number of bits -> name of the quantizer
 MADE_BY = {
     "fp8": "eight:Fp8", "fp8-weight": "eight:Fp8WeightOnly", "int4": "int4:Int4", "int8": "int8:Int8",
     "int8-w8a8": "eight:Int8W8A8", "llm-int8": "eight:LlmInt8", "nf4": "nf4:Nf4",
@@ -35,8 +35,11 @@ FLOAT8_LEAST = (8, 9)  # compute capability
 
 
 class OnlineQuantizer(Quantizer):
-    """Linear layers and experts, the head and the embedding if asked, but for what ``skip`` names; what a pattern of
-    ``bits`` names as it says.  Routers stay as they are: few numbers decide much there."""
+    """A quantizer of linear layers and experts, and optionally of the head and the embedding.
+
+    Modules that ``skip`` names stay unquantized.  Patterns of ``bits`` give modules another number of bits.  Routers
+    stay unquantized, because their few numbers have a large effect.
+    """
 
     name = ""
     options: WeightOnlyOptions
@@ -99,7 +102,7 @@ class OnlineQuantizer(Quantizer):
         if kind in FLOAT8 and m.device.startswith("cuda") and torch.cuda.get_device_capability(m.device) < FLOAT8_LEAST:
             have = ".".join(map(str, torch.cuda.get_device_capability(m.device)))
             raise OptionError(
-                f"{self.name}: bits: {m.name} is to be {kind}, and this GPU has no float8 (compute capability {have}, "
+                f"{self.name}: bits: {m.name} has {kind}, but this GPU has no float8 (compute capability {have}, "
                 "expected 8.9 or more); use 'int8'"
             )
         if kind not in self._others:
@@ -117,14 +120,17 @@ class OnlineQuantizer(Quantizer):
         )
         if self.options.embedding and not self._met_embedding:
             raise OptionError(
-                f"{self.name}: embedding=true: this model's tokens are looked up by transformers: set embedding=false"
+                f"{self.name}: embedding=true: transformers looks up the tokens of this model; set embedding=false"
             )
 
 
 class SplitWeight(WeightScheme):
-    """Parts of one matrix in several forms: a product for each run of parts.  ``tensors`` "q.weight" ..."""
+    """Parts of one matrix in several forms, with a product for each run of parts.
 
-    rule = ""  # which form each part has
+    The names of ``tensors`` begin with the first part of a run, such as "q.weight".
+    """
+
+    rule = ""  # the form of each part, as text
 
     def __init__(self, info: ModuleInfo, runs: Sequence[tuple[ModuleInfo, WeightScheme]]) -> None:
         self.info, self.runs = info, runs

@@ -10,7 +10,7 @@ OfBits = Literal[4, 8, 16, "fp8", "fp8-weight", "int4", "int8", "int8-w8a8", "ll
 
 
 class WeightOnlyOptions(BaseModel):
-    """Which modules are quantized."""
+    """The choice of modules that are quantized."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,23 +39,25 @@ class WeightOnlyOptions(BaseModel):
 
 
 class Int8Options(WeightOnlyOptions):
-    """Weight-only int8, one symmetric scale per output channel."""
+    """Options of weight-only int8, with one symmetric scale per output channel."""
 
 
 class Int8W8A8Options(WeightOnlyOptions):
-    """int8 weights and activations: a scale per output channel, and one per row of activations as it comes."""
+    """Options of int8 weights and activations, with one scale per output channel and one per row of activations."""
 
 
 class Fp8WeightOptions(WeightOnlyOptions):
-    """Weight-only float8 (e4m3), one scale per output channel."""
+    """Options of weight-only float8 (e4m3), with one scale per output channel."""
 
 
 class Fp8Options(WeightOnlyOptions):
-    """float8 (e4m3) weights and activations: a scale per output channel, and one per row of activations as it comes."""
+    """Options of float8 (e4m3) weights and activations, with one scale per output channel and one per row of
+    activations.
+    """
 
 
 class Int4Options(WeightOnlyOptions):
-    """Weight-only int4, a scale for each group of inputs of an output channel."""
+    """Options of weight-only int4, with a scale for each group of inputs of an output channel."""
 
     group_size: Literal[32, 64, 128] = Field(
         default=32, description="Inputs that share a scale; the inputs of every module must be a multiple of it."
@@ -70,7 +72,9 @@ class Int4Options(WeightOnlyOptions):
 
 
 class Nf4Options(WeightOnlyOptions):
-    """Weight-only NF4, as bitsandbytes makes it: 16 quantiles of a normal distribution, a scale for each block."""
+    """Options of weight-only NF4 as in bitsandbytes, with 16 quantiles of a normal distribution and a scale for each
+    block.
+    """
 
     group_size: Literal[32, 64, 128] = Field(
         default=64, description="Inputs that share a scale; the inputs of every module must be a multiple of it."
@@ -78,7 +82,7 @@ class Nf4Options(WeightOnlyOptions):
 
 
 class LlmInt8Options(WeightOnlyOptions):
-    """LLM.int8(), as bitsandbytes does it: int8 weights and activations, but for activations that are large."""
+    """Options of LLM.int8() as in bitsandbytes, with int8 weights and activations, except large activations."""
 
     threshold: float = Field(
         default=6.0, gt=0, description="Elements of a row that are as large are not rounded, and do not make its steps."

@@ -1,4 +1,4 @@
-"""Weights that come quantized: from the tensors of a checkpoint, part by part, to the forms that are multiplied by."""
+"""Weights that are quantized in the checkpoint, converted part by part to the forms that products use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARLIN = "use the same model as checkpoint_format=gptq, which GPTQModel writes w
 
 
 class Want(NamedTuple):
-    """What a tensor of a checkpoint has to be."""
+    """The expected shapes and dtypes of a tensor of a checkpoint."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]  # one of these
@@ -46,15 +46,15 @@ class Want(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The outputs and inputs of a part in the checkpoint, and which of them are this process's."""
+    """The outputs and inputs of a part in the checkpoint, and this process's share of them."""
 
     outputs: int
     inputs: int
-    rows: slice | Tensor  # a tensor i64 where the rows of a part are not one after another
+    rows: slice | Tensor  # a tensor i64 if the rows of a part are not consecutive
     columns: slice
     dtype: torch.dtype
     device: str
-    fused: bool = False  # the outputs are those of other parts too
+    fused: bool = False  # whether the tensor also has the outputs of other parts
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
@@ -110,7 +110,10 @@ def _beside(m: ModuleInfo, part: str) -> list[str]:
 
 
 class PartLayout(ABC):
-    """How one part lies in a checkpoint.  ``want`` has the tensors that must come, ``why`` the settings by which."""
+    """The layout of one part in a checkpoint.
+
+    ``want`` has the required tensors, and ``why`` the settings that require them.
+    """
 
     why = ""
 
@@ -124,7 +127,7 @@ class PartLayout(ABC):
 
 
 class PlainLayout(PartLayout):
-    """A part that is not quantized, beside others that are."""
+    """The layout of a part that is not quantized, in a module with quantized parts."""
 
     def __init__(self, share: Share) -> None:
         super().__init__(share)
@@ -137,7 +140,7 @@ class PlainLayout(PartLayout):
 
 @dataclass
 class _Held:
-    """Rows of the module and what multiplies by them."""
+    """Rows of the module, and the scheme that multiplies by them."""
 
     parts: tuple[str, ...]
     rows: slice
@@ -150,11 +153,13 @@ class _Held:
 
 @dataclass(eq=False)
 class PackedWeight(WeightScheme):
-    """Takes the tensors of each part, in any order, and holds all parts as one weight if they can be; else each by
-    itself.  ``told`` is given what became of the module, if that is not what was asked for."""
+    """A weight whose parts are loaded from tensors in any order, and stored as one weight if their forms agree.
 
-    cuts_parts = True  # of a tensor that has several it is given all, once for each
-    cuts_groups = True  # also where the rows of a part are not one after another
+    ``told(what, module)`` is called with a note if the module could not be stored in the requested form.
+    """
+
+    cuts_parts = True  # a tensor with several parts is loaded as a whole, once for each part
+    cuts_groups = True  # also if the rows of a part are not consecutive
 
     info: ModuleInfo
     layouts: Mapping[str, PartLayout]
@@ -173,7 +178,8 @@ class PackedWeight(WeightScheme):
         layout = self.layouts[part]
         found = {name: want.shapes[0] for name, want in layout.want.items()}
         if found.get("weight") == (layout.share.outputs, layout.share.inputs) and not layout.share.fused:
-            found["weight"] = (self.info.out_features, self.info.in_features)  # the loader knows it by that
+            # the shape by which the loader recognizes the tensor
+            found["weight"] = (self.info.out_features, self.info.in_features)
         return found
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
@@ -188,7 +194,7 @@ class PackedWeight(WeightScheme):
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         layout.want[param].refuse(tuple(tensor.shape), dtype, layout.why)
         if param == "bias" and bool(tensor.any()):
-            raise ModelError("a bias that is not 0, which this architecture has no place for")
+            raise ModelError("a bias that is not 0, but this architecture has no bias here")
         given[param] = tensor
         if len(given) < len(layout.want):
             return
@@ -257,7 +263,10 @@ class PackedWeight(WeightScheme):
 
 
 def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
-    """Return whether a part comes as ``qweight``.  ModelError for one that has only what belongs ``beside`` it."""
+    """Return whether a part has a ``qweight``.
+
+    ModelError for a part without it that has a tensor of ``beside``, such as scales.
+    """
     if "qweight" in source.tensors:
         return True
     alone = next((name for name in beside if name in source.tensors), None)
@@ -272,7 +281,7 @@ def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
 
 
 class Settings:
-    """``quantization_config``, or a part of it, asked with what is wanted."""
+    """Access to ``quantization_config``, or a part of it, that checks values."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
         self.given, self.where = given, where
@@ -318,11 +327,14 @@ class Settings:
 
 
 class CheckpointQuantizer(Quantizer):
-    """Modules that come packed; which ones, and how, the tensors and config.json say together."""
+    """A quantizer for modules that are packed in the checkpoint.
+
+    Tensors and config.json together decide which and how.
+    """
 
     method = ""
-    packed_by: tuple[str, ...] = ()  # a tensor of one of these names says that a part is quantized
-    head = False  # whether the output head is, where nobody has looked
+    packed_by: tuple[str, ...] = ()  # names of tensors that show that a part is quantized
+    head = False  # whether the output head is quantized, if no checkpoint was read
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -386,7 +398,7 @@ class CheckpointQuantizer(Quantizer):
     def finish(self) -> None:
         if self._asked and not self._found:
             raise ModelError(
-                f"{WHERE}: quant_method={shown(self.method)}, and no module of the checkpoint is packed so: "
+                f"{WHERE}: quant_method={shown(self.method)}, but no module of the checkpoint has this format: "
                 f"expected tensors named {' or '.join(self.packed_by)}, or config.json without it"
             )
 

@@ -1,4 +1,4 @@
-"""Patterns over the names of modules, as the options ``skip`` and ``bits`` of quantizers have them."""
+"""Patterns for the names of modules, in the options ``skip`` and ``bits`` of quantizers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from fnmatch import fnmatchcase
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import OptionError, shown
 
-REGEX = "re:"  # begins a pattern that is a regular expression, as in configurations of compressed-tensors
+REGEX = "re:"  # prefix of a pattern that is a regular expression, as in configurations of compressed-tensors
 
 
 class NamePatterns:
-    """The patterns of an option, shell patterns or regular expressions for a whole name ("re:..."), and those of them
-    that have named no module so far.  OptionError for a regular expression that is none."""
+    """The patterns of an option, and the patterns among them that have matched no module so far.
+
+    A pattern is a shell pattern, or "re:" and a regular expression for a whole name.  OptionError for an invalid
+    regular expression.
+    """
 
     def __init__(self, option: str, patterns: Iterable[str]) -> None:
         self.option, self.patterns = option, tuple(patterns)
@@ -49,6 +52,6 @@ class NamePatterns:
 
 
 def names_of(m: ModuleInfo, part: str) -> list[str]:
-    """Return the names of a part: the module, the part, and if known the weight in the checkpoint."""
+    """Return the names of a part, which are the module, the part, and if known the weight in the checkpoint."""
     names = [m.name, f"{m.name}.{part}"] if part else [m.name]
     return [*names, m.names[part]] if part in m.names else names

@@ -1,4 +1,4 @@
-"""Weights that lie in a checkpoint as bytes [out, in] beside their scales: int8, or float8 (e4m3)."""
+"""Weights that are stored as bytes [out, in] with scales in a checkpoint, either int8 or float8 (e4m3)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
         return plain
     found = given["weight_g_idx"][share.columns].long().cpu()
     groups = -(-share.inputs // columns)
-    if bool((found == -1).all()):  # as it is before groups are sorted
+    if bool((found == -1).all()):  # -1 marks groups that have not been sorted
         return plain
     if bool(((found < 0) | (found >= groups)).any()):
         raise ModelError(f"weight_g_idx has groups beyond 0 to {groups - 1}, as many as there are scales")
@@ -52,12 +52,14 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
 def want_symmetric(zero: Tensor | None) -> None:
     """Raise ModelError for zero points other than 0 of a weight that is symmetric by its configuration."""
     if zero is not None and bool((zero.float() != 0).any()):
-        raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: expected symmetric=false")
+        raise ModelError("weight_zero_point is not 0, but config.json has symmetric=true: expected symmetric=false")
 
 
 class BytesLayout(PartLayout):
-    """``weight`` and ``scale_name``, of which ``rows`` outputs and ``columns`` inputs share each number; with zero
-    points ``weight_zero_point``, of the same shape."""
+    """The layout of ``weight`` and ``scale_name``, with a scale for blocks of ``rows`` outputs and ``columns`` inputs.
+
+    If there are zero points, ``weight_zero_point`` has the shape of the scales.
+    """
 
     def __init__(
         self, share: Share, dtype: str, rows: int, columns: int, why: str, scale_name: str, zero: bool = False

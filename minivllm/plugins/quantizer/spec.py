@@ -1,4 +1,4 @@
-"""Describe the built-in quantizers."""
+"""Specs of the built-in quantizers."""
 
 from minivllm.registration.spec import ANY, AtLeast, Spec
 
@@ -20,7 +20,7 @@ BITSANDBYTES = Spec(
     api=(1, 7),
     summary="checkpoints of bitsandbytes: NF4, FP4 (nested too), int8",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"bitsandbytes"}},
-    traits={"online": "nf4"},  # for an unquantized checkpoint
+    traits={"online": "nf4"},  # the quantizer for an unquantized checkpoint
 )
 COMPRESSED_TENSORS = Spec(
     impl="minivllm.plugins.quantizer.compressed:CompressedTensors",
@@ -73,7 +73,7 @@ INT4 = Spec(
     summary="int4 weights with a scale per group of inputs of an output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
-    traits={"bits": 4},  # and not sliceable: modules that the option ``bits`` gives 8 are int8's
+    traits={"bits": 4},  # and not sliceable, because modules for which the option ``bits`` sets 8 have the form of int8
 )
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
@@ -81,7 +81,7 @@ INT8 = Spec(
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
-    traits={"bits": 8},  # and not sliceable: a share of the inputs has row scales of its own
+    traits={"bits": 8},  # and not sliceable, because a share of the inputs has its own row scales
 )
 INT8_W8A8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Int8W8A8",

@@ -1,4 +1,4 @@
-"""Products of weights that are whole: of rows that share a scale, or a few rows at a time made numbers of."""
+"""Products with quantized weights that are complete in memory, with row scales or converted some rows at a time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from minivllm.device.layers.module import check_shape
 from minivllm.device.layers.stored_product import StoredProduct, stored_product, widened
 from minivllm.errors import ModelError
 
-AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
+AT_ONCE = {"cpu": 1 << 19}  # elements that are converted at a time, which a CPU's caches can hold
 AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
 
 
 class WholeWeight(WeightScheme):
-    """A weight that was given to the constructor: nothing is loaded.  A subclass multiplies by some of its rows."""
+    """A weight that is passed to the constructor, so that nothing is loaded.
+
+    A subclass multiplies by some of its rows.
+    """
 
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
         self.info = info
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.kernels: Any = None  # on a GPU
-        self.native: StoredProduct | None = None  # on a CPU, where it is faster than torch's product
+        self.native: StoredProduct | None = None  # the native product of a CPU if it is faster than torch's, else None
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
-        raise ModelError(f"{self.info.name} is whole, and takes no {param}")
+        raise ModelError(f"{self.info.name} is complete, and has no parameter {param}")
 
     @abstractmethod
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
@@ -57,7 +60,7 @@ class WholeWeight(WeightScheme):
 
 
 class Tiled(WholeWeight):
-    """A few rows at a time are in memory at full precision."""
+    """A weight that is converted to numbers a few rows at a time."""
 
     elsewhere = AT_ONCE_ELSEWHERE
 
@@ -84,11 +87,11 @@ class Tiled(WholeWeight):
 
 
 class MadeByTiles(Tiled):
-    """Made of a weight of floating numbers, a few rows of which are in memory at full precision."""
+    """A weight that is computed from floating-point numbers, a few rows at a time."""
 
     @abstractmethod
     def quantize(self, w: Tensor, rows: slice) -> None:
-        """Take w [rows, in], of any floating dtype on any device, as those rows."""
+        """Quantize w [rows, in], of any floating dtype on any device, and store it as the given rows."""
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.info.out_features, self.info.in_features)}

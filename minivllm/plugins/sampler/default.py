@@ -21,13 +21,13 @@ from .spec import SMALL_K
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-# variant bits; above them one bit per power of two that bounds a small top_k
+# variant bits; the bits above them mark the power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
-MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
-MIN_TOP_P = torch.finfo(torch.float32).tiny  # below, the column would hold 0, of which not even the best token is part
-MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
-COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # as the kernels take them
-CHUNK = 1 << 23  # logits that are sorted at a time: bounds the temporary memory to about 0.25 GB
+MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32, so the row is greedy
+MIN_TOP_P = torch.finfo(torch.float32).tiny  # below, the column would hold 0, which excludes even the best token
+MASS_SCALE = 2.0**40  # integer mass of the likeliest token, for which sums of 2**22 tokens fit in int64
+COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # the columns that the kernels read
+CHUNK = 1 << 23  # logits that are sorted at a time, which limits the temporary memory to about 0.25 GB
 
 
 class DefaultSampler(Sampler):
@@ -39,7 +39,7 @@ class DefaultSampler(Sampler):
 
     native = (
         GREEDY | DRAWN
-    )  # rows of these variants alone a captured step of a CPU draws; not so of classes made of this
+    )  # a captured step of a CPU only draws rows of these variants; subclasses do not inherit this
     any_dtype = True
     keeps_logits = True
     reads = frozenset(COLUMNS)
@@ -125,7 +125,7 @@ class DefaultSampler(Sampler):
             count = min(1 << (bounds.bit_length() - 1), width)
             best_first = x.topk(count, dim=1).values
             limit = _nucleus(best_first, floor, top_k, top_p)
-            # rows without a limit share the step: their floor must not come from the few best
+            # rows without a limit share the step, so their floor must not come from the few best logits
             free = (top_k == 0) & (top_p == 1)
             return torch.where(free, floor, limit)
         chunk = max(CHUNK // width, 1)

@@ -70,7 +70,7 @@ class MirostatSampler(DefaultSampler):
             return super().draw(logits, plain, state, out)
         surprise = _leave(logits, rows, state)
         super().draw(logits, plain, state, out)
-        out.peaks = None  # they would be those of what is left
+        out.peaks = None  # they would be the peaks after the exclusion
         tau = state["tau"][rows.slots]
         tokens = out.tokens.clamp(0, logits.shape[1] - 1)
         observed = surprise.gather(1, tokens[:, None]).squeeze(1)
@@ -93,7 +93,7 @@ class MirostatSampler(DefaultSampler):
 
 
 def _plain(rows: Rows) -> Rows:
-    """Return the rows as the default sampler takes them."""
+    """Return the rows with the variants of the default sampler."""
     return replace(rows, variant=rows.variant & (MIROSTAT - 1))
 
 

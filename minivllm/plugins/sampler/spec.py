@@ -1,4 +1,4 @@
-"""Describe the built-in samplers."""
+"""Specs of the built-in samplers."""
 
 from functools import partial
 
@@ -7,7 +7,8 @@ from minivllm.registration.spec import ANY, Param, Spec
 HERE = "minivllm.plugins.sampler"
 GRAPH_SAFE = frozenset({"graph_safe"})
 MULTI_POSITION = GRAPH_SAFE | {"multi_position"}
-SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
+# up to here the k best are selected; above, or for top-p alone, the row is sorted (kernels use bisection)
+SMALL_K = 1024
 
 _sampler = partial(Spec, api=(1, 4), limits={"device": ANY})
 _share = partial(Param, le=1, wanted="a number in (0, 1]")

@@ -26,7 +26,7 @@ from minivllm.device.kernels.launch import kernel, pdl, wait
 from .triton_noise import gumbel_noise, row_keys
 
 TILE = 4096
-GROUPS = 2048  # of lanes, at most, that a program holds the maxima of
+GROUPS = 2048  # largest number of groups of lanes whose maxima a program holds
 OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))  # a candidate is to be checked | drawn | not begun (top-k)
 
 
@@ -77,7 +77,7 @@ def _first(
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = load_tile(logits + row.to(tl.int64) * stride, tile, V, TILE)
-    highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf shows a NaN
+    highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf marks a NaN
     tl.store(peak + row * TILES + tile, highest)
     slot = tl.load(slots + row)
     if tl.load(top_k + slot) > 0:
@@ -128,7 +128,7 @@ def _pick(
             value = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
             tl.store(known + row * 8 + 4, value)
             after = tl.where((p >= 1) & ((value - best) * inv >= floor), DONE, OPEN)
-        bad = (best == float("inf")) | (best == float("-inf"))  # nothing can be drawn: the engine ends the row
+        bad = (best == float("inf")) | (best == float("-inf"))  # no token can be drawn, so the engine ends the row
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(state + row, tl.where(bad, DONE, after))
 
@@ -137,12 +137,12 @@ def _pick(
 class DrawWork:
     """The tensors that the kernels of a call share, for N rows of V logits in ``tiles`` tiles."""
 
-    peak: Tensor  # f32 [N, tiles] largest logit, inf where a NaN is
-    score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf: none
+    peak: Tensor  # f32 [N, tiles] largest logit, inf if there is a NaN
+    score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf for none
     index: Tensor  # i32 [N, tiles] its id
     known: Tensor  # f32 [N, 8] largest logit, 1 / T, floor of min-p, top_p, the candidate's logit
     state: Tensor  # i32 [N] OPEN, DONE, WAITS
-    top: Tensor  # f32 [N, groups] largest logits of groups of lanes, of rows with top-k
+    top: Tensor  # f32 [N, groups] largest logits of groups of lanes, for rows with top-k
     group: int  # lanes of a group
     rows: tuple[Tensor, ...]  # seed, position, sample i64 [N]
     slots: Tensor  # i64 [N]

@@ -58,7 +58,7 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
         whole += tl.where(key > bound, m, 0).to(tl.int64)
         edge = tl.maximum(edge, tl.where(key == bound, m, 0))
         below = tl.maximum(below, tl.where(key < bound, x, float("-inf")))
-    room = k - tl.sum(n, 0)  # of what ties with the k-th only so many count
+    room = k - tl.sum(n, 0)  # number of logits equal to the k-th that belong to the top k
     return tl.max(below, 0), tl.sum(whole, 0) + room.to(tl.int64) * tl.max(edge, 0).to(tl.int64)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-RECENT = 64  # new requests whose times and targets count
+RECENT = 64  # number of recent requests whose times and targets count
 WINDOW = 8  # steps of a window
 ENOUGH = 8  # windows, and new requests, before any request waits
 KEPT = 0.98  # weight of earlier windows, per window
@@ -158,8 +158,11 @@ class Adaptive(SchedulerPolicy):
         return float(min(self.options.max_hold, share))
 
     def figures(self) -> Mapping[str, float]:
-        """Return ``batch_wanted``, the number of requests to start together in the last plan; the learned times
-        ``step_ms``, ``prompts_ms`` and ``token_us``; and ``held``, the plans that held new requests back."""
+        """Return figures of the policy.
+
+        ``batch_wanted`` is the number of requests to start together in the last plan.  ``step_ms``, ``prompts_ms`` and
+        ``token_us`` are learned times.  ``held`` counts the plans that held new requests back.
+        """
         step, prompts, tokens = self.times.tolist()
         return {
             "batch_wanted": self.wanted,

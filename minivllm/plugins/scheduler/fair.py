@@ -125,9 +125,12 @@ class Fair(SchedulerPolicy):
         return int(order[-1])
 
     def figures(self) -> Mapping[str, float]:
-        """Return ``tenants``, the number of tenants with a counter; ``waiting``, how many of them are known to have
-        a waiting request; ``floor``, the smallest counter, in tokens of service, of the tenants that wait or waited
-        last; and ``lead``, by how many tokens the largest counter exceeds the floor."""
+        """Return figures of the policy.
+
+        ``tenants`` is the number of tenants with a counter, and ``waiting`` the number of these with a waiting request.
+        ``floor`` is the smallest counter, in tokens of service, of the tenants that wait or waited last.  ``lead`` is
+        the number of tokens by which the largest counter exceeds the floor.
+        """
         counters = self.counter[list(self.place.values())]
         largest = float(counters.max(initial=0.0))
         lead = max(largest - self.floor, 0.0)

@@ -1,4 +1,4 @@
-"""n independent samples of one prompt, whose blocks they share; or the likeliest n of best_of."""
+"""n independent samples of one prompt that share its blocks, or the n likeliest of best_of samples."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 class Parallel(DecodingStrategy):
-    """Branch i draws with sample number i; the answer is all of them, in that order.  With ``best_of`` > n it is the n
-    of the highest cumulative log-probability, best first; what failed or was aborted comes last."""
+    """A strategy in which branch i draws with sample number i, and the answer has all branches in that order.
+
+    With ``best_of`` > n the answer has the n branches with the highest cumulative log-probability, best first.
+    Branches that failed or were aborted are last.
+    """
 
     reads = frozenset({"best_of"})
 

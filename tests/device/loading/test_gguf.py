@@ -311,7 +311,7 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, mon
         "foreign": (whole.replace(b"llama", b"llamb"), "architecture 'llamb': expected one of llama, qwen2"),
         "lacks": (whole.replace(b"llama.block_count", b"llama.block_cound"), "lacks llama.block_count"),
         "split": ((tmp_path / "split.gguf").read_bytes(), "is one of 3 parts; merge them"),
-        "odd": ((tmp_path / "odd.gguf").read_bytes(), "tensor 'blk.0.ffn_gate_inp.weight' has no place in llama"),
+        "odd": ((tmp_path / "odd.gguf").read_bytes(), "tensor 'blk.0.ffn_gate_inp.weight' does not belong to llama"),
         "empty": (b"", "not a GGUF file"),
         "deep": (
             changed("block_count", 1 << 30),

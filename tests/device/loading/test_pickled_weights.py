@@ -77,7 +77,7 @@ def test_an_index_that_promises_a_tensor_or_points_elsewhere_is_refused(made):
     names = shards(path, tensors, 2)
     index = path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, names[0])}))
-    refuses(path, cfg, "which the index says is there")
+    refuses(path, cfg, "which the index lists")
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../" + names[0]}}))
     refuses(path, cfg, "expected the name of a .bin or .pt or .pth file in the same folder")
 
@@ -155,12 +155,12 @@ def test_a_file_that_is_broken_anywhere_is_refused_in_one_line(made):
 
 def test_what_is_there_decides_and_a_choice_is_never_guessed(made):
     path, cfg, tensors, _ = made
-    refuses(path, cfg, "load_format='pt', and there is no file of torch.save; expected *.bin, *.pt or *.pth")
+    refuses(path, cfg, "load_format='pt', but there is no file of torch.save; expected *.bin, *.pt or *.pth")
     (path / "model.safetensors").write_bytes(b"")
     refuses(path, cfg, "its weights are safetensors, which load_format='auto' reads")
     torch.save(tensors, path / "one.pt")
     torch.save(tensors, path / "other.bin")
-    refuses(path, cfg, "cannot tell which of one.pt, other.bin are the weights")
+    refuses(path, cfg, "cannot choose which of one.pt, other.bin are the weights")
 
 
 def test_a_missing_or_unknown_tensor_is_named(made):

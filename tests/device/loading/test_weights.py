@@ -242,7 +242,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     first, second = sorted(path.glob("model-*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: tensor}, second)
-    refuses(path, cfg, f"'{name}' is there twice")
+    refuses(path, cfg, f"'{name}' occurs twice")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"a": 1}'])
@@ -350,4 +350,4 @@ def bare(tensors, prefix):
 def test_a_tensor_that_is_there_with_and_without_the_root_is_refused(tiny):
     path, cfg, _ = tiny
     edit(path, lambda tensors: tensors.update({"norm.weight": tensors["model.norm.weight"].clone()}))
-    refuses(path, cfg, "there twice")
+    refuses(path, cfg, "occurs twice")

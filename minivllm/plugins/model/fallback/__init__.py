@@ -1,10 +1,10 @@
-"""Models of transformers that no family here serves, with the engine's attention, cache and layers inside.
+"""Models of transformers that no built-in family serves, with the engine's attention, cache and layers.
 
-blank       the model on torch's meta device, and why one is refused
-trace       one step of it there: what attention is asked for, who reads what
-plan        which of its modules become the engine's, and which weights stay its own
-experts     products of experts that no kernel of the engine takes
-layers      what stands in the place of a module
+blank       the model on torch's meta device, and the reasons for which a model is refused
+trace       one step of it there, which records the calls of attention and the inputs of modules
+plan        the modules that the engine replaces, and the weights that stay in the model's modules
+experts     products of experts that no kernel of the engine supports
+layers      the replacements of modules
 checkpoint  the names and tensors of a checkpoint, as transformers converts them
-arch        the plug-in: attention layers, rules, the model that runs
+arch        the plug-in with attention layers, rules and the model that runs
 """

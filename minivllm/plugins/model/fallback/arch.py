@@ -1,4 +1,4 @@
-"""The plug-in ``transformers``: any causal language model of transformers that attends as the engine does."""
+"""The plug-in ``transformers``, for causal language models of transformers whose attention the engine can compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .rope import leave, tables, with_apply
 
 
 class TransformersArch(ModelArch):
-    """Makes one plan for a configuration, however often it is asked."""
+    """The architecture plug-in, which computes the plan of a configuration once and keeps it."""
 
     _plan: Plan
 
@@ -74,7 +74,7 @@ class TransformersArch(ModelArch):
 
 
 class Fallback:
-    """ids [T] -> hidden [T, H] -> logits [N, V], by transformers' own forward."""
+    """A model that computes ids [T] -> hidden [T, H] -> logits [N, V] by transformers' own forward."""
 
     def __init__(self, plan: Plan, cfg: Any, parts: Any) -> None:
         if parts.heads(2 * plan.layers) != 2 * plan.layers:
@@ -146,8 +146,8 @@ class Fallback:
             empty += [f"{name}.{k}" for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta]
         if empty:
             raise ModelError(
-                f"transformers' {type(self.model).__name__}: {empty[0]} is computed while the model is made, and "
-                "nowhere else; use a model whose _init_weights computes it"
+                f"transformers' {type(self.model).__name__}: {empty[0]} is computed only in the model's constructor; "
+                "use a model whose _init_weights computes it"
             )
 
     def _attention(self, plan: Plan) -> None:
@@ -178,5 +178,5 @@ class Fallback:
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self.last.hidden = hidden = hidden[None]  # also for what looks at the shape of its input
+        self.last.hidden = hidden = hidden[None]  # [1, N, H], because some models read the shape of the body's output
         return self.model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits[0]

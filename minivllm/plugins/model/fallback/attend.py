@@ -1,4 +1,7 @@
-"""The attention function that transformers' modules call: it hands q, k and v of a layer to whoever listens."""
+"""The attention function that transformers' modules call.
+
+It passes q, k and v of a layer to the engine's layer, or to a listener.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from minivllm.core.interfaces.attention import QKPre
 from minivllm.core.interfaces.model import StepTensors
 
-NAME = "minivllm"  # in transformers' registry; with no mask function of that name it makes no masks
-SLOT = "minivllm_attends"  # the attribute of an attention module that has what it calls
+NAME = "minivllm"  # in transformers' registry; transformers makes no masks, because no mask function has this name
+SLOT = "minivllm_attends"  # the attribute of an attention module with the function that computes its attention
 _listener: ContextVar[Callable[..., Any]] = ContextVar("minivllm_attention")
 
 
@@ -48,13 +51,13 @@ def listening(listener: Callable[..., Any]) -> Iterator[None]:
 
 
 class Current:
-    """The step that runs: what attention needs and no module passes on."""
+    """The running step, with arguments of the engine's attention that no module of transformers passes on."""
 
     step: StepTensors
 
 
 class Attends:
-    """Between a module of transformers and a layer of the engine."""
+    """The attention of a module of transformers, computed by a layer of the engine."""
 
     def __init__(self, layer: Any, current: Current, pre: QKPre) -> None:
         self.layer, self.current, self.pre = layer, current, pre

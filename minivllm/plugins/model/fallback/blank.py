@@ -1,4 +1,4 @@
-"""A model of transformers without memory, and the lines that refuse one."""
+"""A model of transformers without memory for its weights, and the checks that refuse a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from .attend import NAME, register
 INSTEAD = "use a model that attends to all tokens of a sequence with softmax, or a family of minivllm's"
 FACT = "architecture"
 LENGTH_ROPES = ("dynamic", "longrope")
-WARNS = "warn_if_padding_and_no_attention_mask"  # it reads token ids on the host, in each step
+# a function of transformers that reads token ids on the host in each step
+WARNS = "warn_if_padding_and_no_attention_mask"
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
@@ -70,12 +71,14 @@ def _unknown(name: Any, kind: str, classes: list[str], has_code: bool) -> str:
 def _check_class(cls: Any) -> None:
     said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
     if getattr(cls, "_is_stateful", False):
-        raise ModelError(f"{said}it keeps a state beside keys and values (a state space, linear attention); {INSTEAD}")
+        raise ModelError(f"{said}it has a state besides keys and values (a state space, linear attention); {INSTEAD}")
 
 
 def own_attention(cls: Any) -> str:
-    """Return the line that refuses a class that cannot be traced and does not claim exchangeable attention; "" for one
-    that claims it.  Some classes without the claim are traced all the same, as StableLM's and BioGPT's."""
+    """Return why a class is refused if it cannot be traced, "" if it declares that its attention can be exchanged.
+
+    Some classes without this declaration, such as those of StableLM and BioGPT, can still be traced.
+    """
     compatible = getattr(cls, "is_backend_compatible", None)
     if compatible is not None and compatible():
         return ""
@@ -84,9 +87,9 @@ def own_attention(cls: Any) -> str:
 
 
 def check_config(cfg: Any) -> None:
-    """Refuse, naming the field, what the engine's attention does not do or does another way (ModelError)."""
+    """Raise ModelError, which names the field, for attention that the engine does not implement."""
     if getattr(cfg, "is_encoder_decoder", False):
-        raise ModelError(f"is_encoder_decoder=true: an encoder has no place in the engine; {INSTEAD}")
+        raise ModelError(f"is_encoder_decoder=true: the engine runs no encoders; {INSTEAD}")
     if getattr(cfg, "add_cross_attention", False):
         raise ModelError(f"add_cross_attention=true: attention to another sequence is not implemented; {INSTEAD}")
     check_causal(cfg)
@@ -112,8 +115,10 @@ def _ropes(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def blank_model(cls: Any, cfg: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model on the meta device, with the engine's attention and ``experts.multiply``.  ModelError if it
-    cannot be built of this config."""
+    """Return the model on the meta device, with the engine's attention and ``experts.multiply``.
+
+    ModelError if it cannot be built from this config.
+    """
     cfg = copy.deepcopy(cfg)
     for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
         if getattr(cfg, name, None):
@@ -131,8 +136,8 @@ def blank_model(cls: Any, cfg: Any, dtype: torch.dtype) -> nn.Module:
             setattr(module, WARNS, _no_warning)
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
             raise ModelError(
-                f"transformers' {cls.__name__}: {name} is a {type(module).__name__}, whose state between steps nobody "
-                f"keeps; {INSTEAD}"
+                f"transformers' {cls.__name__}: {name} is a {type(module).__name__}, whose state between steps the "
+                f"engine does not keep; {INSTEAD}"
             )
     return model
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the names, and in the form, that transformers' model has them."""
+"""The tensors of a checkpoint, with the names and in the form of transformers' model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .blank import one_line
 
 
 class HFConversion(Conversion):
-    """By transformers' own tables: old names, and experts that are stacked into one tensor."""
+    """The conversion of tensors by transformers' own tables, which rename tensors and stack experts into one tensor."""
 
     def __init__(self, model: Any) -> None:
         mapping = get_model_conversion_mapping(model) or []
@@ -60,8 +60,8 @@ class HFConversion(Conversion):
             converter.add_tensor(name, source, pattern, tensor)
         try:
             made = converter.convert(name, model=self.model, config=self.model.config)
-        except Exception as exc:  # as where one of them is missing
+        except Exception as exc:  # for instance if one of the tensors is missing
             what = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
-            raise ModelError(f"{name} cannot be made of the checkpoint's {what}; download it again") from exc
+            raise ModelError(f"{name} cannot be computed from the checkpoint's {what}; download it again") from exc
         for target, tensor in made.items():
             yield target, tensor[0] if isinstance(tensor, list) else tensor

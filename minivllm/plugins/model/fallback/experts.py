@@ -1,7 +1,7 @@
-"""The products of a layer's experts where no kernel of the engine takes them: transformers' own functions.
+"""Products of a layer's experts by transformers' own functions, for experts that no kernel of the engine supports.
 
-torch's grouped product reads rows of 16 bytes.  Experts of another width are multiplied token by token, in pieces of a
-bounded size: a slower path, which neither asks the host for values nor depends on them.
+torch's grouped product needs rows that are multiples of 16 bytes.  Experts of another width are multiplied token by
+token, in pieces of bounded size.  This path is slower.  It never waits for values on the host.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers.integrations.moe import (
 
 from .attend import NAME
 
-ALIGNED = 16  # bytes that each row of a grouped product's matrices is a multiple of
-MOST_BYTES = 64 << 20  # of the weights that are copied for the tokens of one piece
+ALIGNED = 16  # each row of a matrix of a grouped product must be a multiple of this number of bytes
+MOST_BYTES = 64 << 20  # bytes of the weights that are copied for the tokens of one piece, at most
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def register() -> None:
-    """Make ``multiply`` an implementation of experts that transformers' models can name."""
+    """Register ``multiply`` as an implementation of experts, so that transformers' models can select it."""
     if NAME not in ALL_EXPERTS_FUNCTIONS.valid_keys():
         ALL_EXPERTS_FUNCTIONS.register(NAME, multiply)
 
@@ -35,13 +35,13 @@ def weights_of(module: Any) -> list[Tensor]:
 
 
 def is_aligned(module: Any) -> bool:
-    """Return whether torch's grouped product takes the weights of a layer's experts, by their widths in bytes."""
+    """Return whether torch's grouped product supports the widths of a layer's experts."""
     widths = (size * w.element_size() for w in weights_of(module) for size in w.shape[1:])
     return all(width % ALIGNED == 0 for width in widths)
 
 
 def multiply(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs [T, H], of x [T, H] and ids and weights [T, k]."""
+    """Return the weighted sum of the chosen experts' outputs [T, H], for x [T, H] and ids and weights [T, k]."""
     if is_aligned(module):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     of_one = max(w[0].numel() * w.element_size() for w in weights_of(module))

@@ -1,4 +1,4 @@
-"""What stands in the place of a module of transformers: the engine's layers, with the shapes that modules have."""
+"""The engine's replacements for modules of transformers, which accept and return the shapes of the modules."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from minivllm.device.layers.fused import Normed
 
 
 class Replaced(nn.Module):
-    """Its call is its forward: nobody hooks it, and a model calls hundreds in a step."""
+    """A replaced module whose call runs its forward directly.
+
+    It has no hooks, which torch would check in each of hundreds of calls per step.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
 
 class Projection(Replaced):
-    """[..., in] -> [..., out] by a linear layer of the engine."""
+    """A linear layer of the engine that maps [..., in] to [..., out]."""
 
     def __init__(self, linear: Any, inp: int, out: int) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class SharedPiece(Replaced):
 
 
 class Gated(Replaced):
-    """An MLP with a gate: [..., hidden] -> [..., hidden]."""
+    """An MLP with a gate that maps [..., hidden] to [..., hidden]."""
 
     def __init__(self, up: Callable[[Normed], Tensor], down: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -84,8 +87,11 @@ class Gated(Replaced):
 
 
 class Routed:
-    """In the place of the forward of a layer's experts, on a GPU: transformers' own asks the host how many tokens each
-    expert has, unless the dtype is bfloat16.  The weights stay the module's; ``fixed``: see ``ExpertProducts``."""
+    """The forward of a layer's experts by the engine's kernels on a GPU.
+
+    Unless the dtype is bfloat16, transformers' own forward reads on the host how many tokens each expert has.  The
+    weights stay in the module.  ``fixed`` is described at ``ExpertProducts``.
+    """
 
     def __init__(self, module: Any, activation: str, fixed: bool) -> None:
         self.module, self.activation, self.fixed = module, activation, fixed
@@ -93,7 +99,7 @@ class Routed:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the experts' weighted outputs [T, H] for x [T, H], ids [T, k] and weights [T, k]."""
-        if self.products is None:  # made once the weights are loaded
+        if self.products is None:  # created at the first call, when the weights are loaded
             from minivllm.device.kernels.experts import ExpertProducts
 
             biases = (getattr(self.module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj"))
@@ -104,7 +110,7 @@ class Routed:
 
 
 class Norming(Replaced):
-    """[..., dim] -> the same, normalised."""
+    """A norm of the engine that maps [..., dim] to [..., dim]."""
 
     def __init__(self, norm: Any, dim: int) -> None:
         super().__init__()
@@ -119,14 +125,14 @@ class Norming(Replaced):
 
 
 class Passing(Replaced):
-    """In the place of a norm that attention applies."""
+    """The identity, in place of a norm that the engine's attention applies."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
 
 class FallbackHead(Replaced):
-    """[1, N, hidden] -> logits [1, N, V]; a bias is the model's own."""
+    """The output layer, which maps [1, N, hidden] to logits [1, N, V].  A bias is the model's own."""
 
     def __init__(self, head: Any, bias: Tensor | None, inp: int, out: int) -> None:
         super().__init__()
@@ -138,7 +144,7 @@ class FallbackHead(Replaced):
 
 
 class Outputs:
-    """What a body gives: hidden states [1, N, hidden], and of all else that may be asked for nothing."""
+    """The output of a model's body, with hidden states [1, N, hidden].  All other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -151,14 +157,16 @@ class Outputs:
 
 
 class GivenBody(nn.Module):
-    """In the place of the model's body, once the head is asked for logits of hidden states that are there already.
-    So it does where a model calls a part of its body, as OPT its decoder."""
+    """Replacement of the model's body for the head, which returns hidden states that were computed before.
+
+    A part of the body that the model calls itself, such as OPT's decoder, is replaced too.
+    """
 
     hidden: Tensor
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.__dict__["body"] = body  # not one of its modules
+        self.__dict__["body"] = body  # stored here, so that torch does not register it as a submodule
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["body"], name)
@@ -184,8 +192,11 @@ def place(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def fill_buffers(model: Any, device: str) -> list[str]:
-    """Compute what is not in checkpoints, such as the frequencies of rotary embeddings, as transformers does when it
-    loads a model.  Names of the buffers that it does not compute."""
+    """Compute buffers that are not in checkpoints, such as rotary frequencies, as transformers does when it loads a
+    model.
+
+    Return the names of the buffers that it does not compute.
+    """
     made = []
     for name, module in model.named_modules():
         empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]

@@ -1,4 +1,4 @@
-"""Which modules of a model become the engine's, and which weights stay its own."""
+"""The plan of a model, which lists the modules that the engine replaces and the weights that the model keeps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from minivllm.errors import ModelError
 from .blank import blank_model, check_config, class_of, own_attention
 from .trace import Call, trace_model
 
-MARK = torch.bfloat16  # the dtype of what has no dtype of its own, while nobody knows the model's
-# what is one product where all read the same tensor
+MARK = torch.bfloat16  # the dtype on the meta device of tensors that have the model's dtype, which is not known yet
+# names of matrices that form one product if all read the same tensor
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("gate_proj", "up_proj"), ("w1", "w3"),
 )  # fmt: skip
@@ -40,20 +40,22 @@ class Matrix:
 
 @dataclass
 class Plan:
-    """By the names that modules have in transformers' model."""
+    """The replacements in a model.  Keys are the names of modules in transformers' model."""
 
     calls: list[Call]
     matrices: dict[str, Matrix] = field(default_factory=dict)
-    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name of the product -> of its matrices
-    gated: dict[str, str] = field(default_factory=dict)  # an MLP -> its activation
-    experts: dict[str, str] = field(default_factory=dict)  # likewise, whose weights stay the module's own
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name of the product -> names of its matrices
+    gated: dict[str, str] = field(default_factory=dict)  # name of an MLP -> its activation
+    # name of the experts -> their activation; their weights stay in the module
+    experts: dict[str, str] = field(default_factory=dict)
     norms: dict[str, tuple[int, Norm]] = field(default_factory=dict)
-    # attention module -> norms of each head of q and k, which attention applies before it rotates
+    # attention module -> names of the norms of each head of q and k, which the engine's attention applies before it
+    # rotates
     head_norms: dict[str, tuple[str, str]] = field(default_factory=dict)
     embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows, dim
     head: str = ""
-    tied: str = ""  # the embedding whose weight the head has
-    # module -> parameter -> shape and dtype (None: the model's)
+    tied: str = ""  # name of the embedding whose weight the head shares
+    # module -> parameter -> shape and dtype, None for the model's dtype
     rest: dict[str, dict[str, tuple[tuple[int, ...], str | None]]] = field(default_factory=dict)
     layers: int = 0
 
@@ -135,8 +137,8 @@ def _choose_head(plan: Plan, model: Any, hidden: int) -> None:
     name = next((name for name, module in model.named_modules() if module is head), "")
     if type(head) is not nn.Linear or head.in_features != hidden or not name:
         raise ModelError(
-            f"transformers' {type(model).__name__}: its head is no matrix behind its hidden states; expected a causal "
-            "language model with one"
+            f"transformers' {type(model).__name__}: its head is not one matrix after the hidden states; expected a "
+            "causal language model with one"
         )
     plan.head = name
     same = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is head.weight)
@@ -190,7 +192,7 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
     try:
         found = probe(x)
     except Exception:
-        return None  # it wants something else
+        return None  # its inputs are not those of such an MLP
     for activation in ACTIVATIONS:
         wanted = (APPLY[activation](x @ gate.T) * (x @ up.T)) @ down
         if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4):
@@ -221,7 +223,7 @@ def experts_of(module: Any) -> str | None:
     try:
         found = module._apply_gate(x)
     except Exception:
-        return None  # it has numbers of its own
+        return None  # it has further parameters
     gate, value = x.chunk(2, dim=-1)
     for activation in ACTIVATIONS:
         wanted = APPLY[activation](gate) * value
@@ -231,7 +233,7 @@ def experts_of(module: Any) -> str | None:
 
 
 def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
-    """Return the norm that a leaf computes, None if it is no norm."""
+    """Return the norm that a module without children computes, None if it is no norm."""
     params = dict(module.named_parameters(recurse=False))
     vectors = params.keys() <= {"weight", "bias"} and "weight" in params and all(p.dim() == 1 for p in params.values())
     if not vectors or list(module.children()) or list(module.buffers(recurse=False)):
@@ -245,10 +247,10 @@ def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
 
 @torch.no_grad()
 def norm_of(module: nn.Module) -> Norm | None:
-    """Return the RMSNorm or LayerNorm that a leaf with vectors of parameters computes, None if it computes another
-    function.
+    """Return the RMSNorm or LayerNorm that a module computes, None if it computes another function.
 
-    The test uses random numbers of usual size, and small numbers whose results depend on epsilon.
+    The module has no children, and its parameters are vectors.  The test uses random numbers of usual size, and small
+    numbers whose results depend on epsilon.
     """
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
@@ -286,7 +288,7 @@ def _candidates(module: nn.Module, bias: bool) -> Iterator[Norm]:
 
 
 def _choose_rest(plan: Plan, model: Any, exact: Sequence[re.Pattern]) -> None:
-    """Add parameters, and buffers of checkpoints, of modules that are not replaced to the plan."""
+    """Add the parameters and stored buffers of modules that are not replaced to the plan."""
     taken = {*plan.matrices, *plan.norms, *plan.embeddings}
     sinks = {f"{call.module}.{call.sinks}" for call in plan.calls if call.sinks}
     seen: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""What a plan says in words, for ``minivllm explain``."""
+"""A description of a plan for ``minivllm explain``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .plan import Plan
 
 
 def report(plan: Plan) -> Mapping[str, str]:
-    """Return what the engine replaced in the model, by kind.  Kinds without a module are left out."""
+    """Return the modules that the engine replaced in the model, by kind.  Kinds without a module are left out."""
     together = {name for names in plan.merged.values() for name in names}
     alone = [name for name in plan.matrices if name not in together]
     turned = [call.module for call in plan.calls if call.rotation is not None]

@@ -1,9 +1,8 @@
-"""Rotary embeddings of transformers' models that are the engine's: then attention rotates q and k while it writes them.
+"""Rotary embeddings of transformers' models that the engine can apply, while its attention writes q and k.
 
-A layer is recognised by what it does.  Its forward calls the function ``apply_rotary_pos_emb`` of its module; what that
-gives reaches attention as it is; cos and sin come from a module that computes them of positions; and on random numbers
-the function rotates as the engine does.  Then this layer's forward gets a function in that place which gives q and k
-back as they are.
+A layer qualifies by four tests.  Its forward calls the function ``apply_rotary_pos_emb`` of its file.  The results
+reach attention unchanged.  A module computes cos and sin from positions.  With random numbers the function rotates as
+the engine does.  The layer's forward is then given a function that returns q and k unchanged.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ APPLY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Of one layer: the module that makes cos and sin, and what it is given beside the positions."""
+    """The rotary embedding of one layer, as the module that computes cos and sin and its arguments besides
+    positions.
+    """
 
     source: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    dim: int  # elements of a head that turn
+    dim: int  # number of rotated elements of a head
 
 
 class Ropes:
-    """Watches a step for rotary embeddings."""
+    """Records the rotary embeddings of a traced step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.made: dict[int, tuple[str, tuple[Any, ...], Mapping[str, Any], Any]] = {}  # by the id of cos
+        # id of cos -> module name, arguments and output
+        self.made: dict[int, tuple[str, tuple[Any, ...], Mapping[str, Any], Any]] = {}
         self.turned: dict[nn.Module, tuple[Tensor, Tensor, Any, dict[str, Any]]] = {}
         self.known: dict[tuple[Any, int, int], bool] = {}
 
@@ -80,7 +82,9 @@ class Ropes:
         return apply
 
     def of(self, module: nn.Module, query: Tensor, key: Tensor) -> Rotation | None:
-        """Return the rotation that the attention of a layer can do itself, None if the layer must do it."""
+        """Return the rotation that the engine's attention can apply for a layer, None if the layer must rotate
+        itself.
+        """
         q, k, cos, more = self.turned.get(module, (None, None, None, {}))
         made = self.made.get(id(cos))
         if q is not query or k is not key or made is None or made[3][1] is not more["sin"]:
@@ -114,7 +118,7 @@ def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[...,
         inner, names, closure = getattr(old, "__wrapped__", None), old.__globals__, old.__closure__
         if inner is None:
             names = {**names, APPLY: function}
-        else:  # a decorator, which has what it decorates in a cell
+        else:  # a decorator, whose closure holds the decorated function
             new = remade(inner)
             cells = (types.CellType(new) if cell.cell_contents is inner else cell for cell in closure or ())
             closure = tuple(cells)
@@ -142,7 +146,7 @@ def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
         found = function(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
         found = [x[0].transpose(0, 1) for x in found]
     except Exception:
-        return False  # it wants other shapes
+        return False  # it expects other shapes
     wanted = prepare_qk(q, k, torch.arange(5), QKPre(cos, sin))
     return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 

@@ -1,7 +1,7 @@
-"""One step of a model on the meta device: what its attention is asked for, and which modules read the same tensor.
+"""Trace one step of a model on the meta device, and record the calls of attention and modules with the same input.
 
-Values are nowhere, so what is computed of them on the host (``.item()``, a loop over experts) raises, and is refused:
-such a step could be neither captured nor planned ahead.
+The tensors have no values.  A model that reads values on the host (``.item()``, a loop over experts) therefore raises,
+and is refused.  Its steps could be neither captured nor planned ahead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .blank import INSTEAD, one_line
 from .layers import GivenBody, place
 from .rope import Ropes, Rotation
 
-TOKENS = 13  # of the step: a number that no dimension of a model is
-# what transformers passes on and attention over a paged cache has no use for
+TOKENS = 13  # tokens of the traced step, a number that is no dimension of any model
+# arguments that transformers passes and that attention over a paged cache does not need
 NEEDLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "dropout",
     "position_embeddings", "num_items_in_batch", "output_router_logits", "deterministic", "return_dict",
@@ -34,22 +34,25 @@ READ = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 
 @dataclass(frozen=True)
 class Call:
-    """What an attention layer asks for: ``module`` is its name, ``sinks`` the parameter that is passed as such."""
+    """A call of an attention layer.
+
+    ``module`` is its name, and ``sinks`` whether the parameter of that name is passed.
+    """
 
     module: str
     spec: AttnSpec
     sinks: str | None
     rotation: Rotation | None
-    # modules of which q and k are what they gave, each head by itself, before they are rotated and nothing else
+    # modules whose output for each head is q and k before rotation
     before: tuple[str, str] | None
 
 
 @dataclass
 class ModelTrace:
     calls: list[Call] = field(default_factory=list)
-    inputs: dict[str, Any] = field(default_factory=dict)  # of each leaf: the tensor itself
+    inputs: dict[str, Any] = field(default_factory=dict)  # name of a module without children -> its input tensor
     outputs: dict[str, Any] = field(default_factory=dict)
-    often: set[str] = field(default_factory=set)  # leaves that were called more than once
+    often: set[str] = field(default_factory=set)  # modules without children that were called more than once
     hidden: int = 0
 
 
@@ -65,13 +68,13 @@ class _Listener:
         name = self.names[module]
         said = f"{name} ({type(module).__name__})"
         if name in self.seen:
-            raise ModelError(f"{said} attends twice in a step: one call of a layer is served; {INSTEAD}")
+            raise ModelError(f"{said} calls attention twice in a step: expected one call per layer; {INSTEAD}")
         self.seen.add(name)
         if mask is not None:
             raise ModelError(f"{said} has a mask of its own: only causal attention is served; {INSTEAD}")
         strange = sorted(k for k, v in kwargs.items() if v is not None and k not in NEEDLESS | READ)
         if strange:
-            raise ModelError(f"{said} asks attention for {strange[0]}, which is not implemented; {INSTEAD}")
+            raise ModelError(f"{said} passes {strange[0]} to attention, which is not implemented; {INSTEAD}")
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
             raise ModelError(f"{said} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
         if query.shape[2] != TOKENS or key.shape[2] != TOKENS or value.shape[1] != key.shape[1]:
@@ -86,15 +89,16 @@ class _Listener:
         return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
 
     def leave_shared(self) -> None:
-        """Leave the computation of keys that several layers read to the model."""
+        """Mark keys that several layers read as computed by the model."""
         made = [_memory(key) for key in self.keys]
         for i, call in enumerate(self.trace.calls):
             if made.count(made[i]) > 1:
                 self.trace.calls[i] = replace(call, rotation=None, before=None)
 
     def _maker(self, name: str, x: Tensor) -> str | None:
-        """Return the leaf of an attention module whose output is x [1, heads, T, dim], or is x as [1, T, heads,
-        dim].
+        """Return the module that computes x [1, heads, T, dim] for an attention module, None if there is none.
+
+        Its output may also be x as [1, T, heads, dim].
         """
         for leaf, out in self.trace.outputs.items():
             if leaf.rpartition(".")[0] != name or not isinstance(out, Tensor) or out.dim() != 4:
@@ -138,7 +142,7 @@ def _memory(x: Tensor) -> Any:
 
 
 class _Counting(TorchFunctionMode):
-    """Notes whether positions are counted that the step already says."""
+    """Notes whether the model counts the step's tokens with ``arange``, instead of reading their positions."""
 
     counted = False
 
@@ -158,7 +162,7 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
     said = f"transformers' {type(model).__name__}"
     base, ids = model.base_model, torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     if base is model:
-        raise ModelError(f"{said}: its forward is not divided into a body and a head; {INSTEAD}")
+        raise ModelError(f"{said}: its forward does not call a separate body and head; {INSTEAD}")
     with ExitStack() as stack:
         for hook in _hooks(model, found):
             stack.callback(hook.remove)
@@ -187,7 +191,7 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the model's logits of hidden states."""
+    """Return the model's logits for hidden states."""
     body, stand_in = model.base_model, GivenBody(model.base_model)
     stand_in.hidden = hidden
     place(model, model.base_model_prefix, stand_in)
@@ -223,27 +227,29 @@ def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
 def _field(cfg: Any, name: str) -> Any:
     try:
         return getattr(cfg, name, None)
-    except Exception as exc:  # transformers' word for a field that differs from layer to layer
+    except Exception as exc:  # transformers' name for a field that differs between layers
         raise ModelError(f"per_layer_config: {name} differs from layer to layer, which is not implemented") from exc
 
 
 def _check_layers(found: ModelTrace, cfg: Any, said: str) -> None:
     layers, calls = getattr(cfg, "num_hidden_layers", None), found.calls
     if not calls:
-        raise ModelError(f"{said}: no layer calls the attention that it is given; {INSTEAD}")
+        raise ModelError(f"{said}: no layer calls the exchangeable attention function; {INSTEAD}")
     if layers is not None and len(calls) != layers:
         what = f"{len(calls)} of its num_hidden_layers={layers} layers attend"
-        raise ModelError(f"{said}: {what}; each has to, keys and values are all that is kept; {INSTEAD}")
+        raise ModelError(
+            f"{said}: {what}; expected a call of each layer, because only keys and values are stored; {INSTEAD}"
+        )
     types, window = _field(cfg, "layer_types"), _field(cfg, "sliding_window")
     if types is None:
         silent = isinstance(window, int) and getattr(cfg, "use_sliding_window", True)
         if silent and all(call.spec.window is None for call in calls):
-            raise ModelError(f"sliding_window={window}: no layer tells attention of it; set null, or {INSTEAD}")
+            raise ModelError(f"sliding_window={window}: no layer passes it to attention; set null, or {INSTEAD}")
         return
     for call, kind in zip(calls, types, strict=False):
         want = window if kind == "sliding_attention" else None
         if call.spec.window != want:
             raise ModelError(
-                f"{call.module} asks attention for sliding_window={call.spec.window}, and layer_types and "
+                f"{call.module} passes sliding_window={call.spec.window}, and layer_types and "
                 f"sliding_window say {want}; {INSTEAD}"
             )
