@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         WeightNames,
     )
     from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel, Head, HeadFiles
+    from minivllm.core.interfaces.encoder import EncoderContext, ImageEncoder, ImageFacts, ImageValues
     from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
     from minivllm.core.interfaces.executor import (
         AdapterWiring,
@@ -177,6 +178,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.compressor": "Compressor CompressorContext StoredTokens",
     # drafter
     "minivllm.core.interfaces.drafter": "Ask Drafter DrafterContext DraftModel Head HeadFiles",
+    # encoder
+    "minivllm.core.interfaces.encoder": "EncoderContext ImageEncoder ImageFacts ImageValues",
     # evictor
     "minivllm.core.interfaces.evictor": "BlockInfo Evictor EvictorContext",
     # executor
@@ -274,6 +277,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "Draw",
+    "EncoderContext",
     "Ended",
     "EngineView",
     "Evictor",
@@ -293,6 +297,9 @@ __all__ = [
     "HeadFiles",
     "HookContracts",
     "Hooks",
+    "ImageEncoder",
+    "ImageFacts",
+    "ImageValues",
     "ImageWiring",
     "Join",
     "KVFormat",

@@ -1,25 +1,26 @@
-"""Whether an engine reads images, and the facts of the checkpoint for them."""
+"""Choose the image encoder of a checkpoint, and find out whether an engine reads images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from minivllm import files
+from minivllm.core.interfaces.encoder import EncoderContext, ImageFacts
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.device.loading.tensor_names import OF_TEXT
-from minivllm.device.loading.vision import FAMILIES, TOWERS, merge_of, whole_config
-from minivllm.errors import ConfigError, ModelError, shown
-from minivllm.runtime.images.reader import NO_ENCODER, PROCESSOR
+from minivllm.errors import ConfigError, MinivllmError, ModelError, describe_error, shown
+from minivllm.registry import build_part
+from minivllm.runtime.images.reader import NO_ENCODER
 from minivllm.validation import begins, source_of
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part, Wiring
     from minivllm.device.loading.hf_config import Checkpoint
+    from minivllm.registry import Selection
 
-    from .values import EngineConfig
+    from .values import EngineConfig, PluginChoice
 
 EXECUTORS = ("minivllm/local", "minivllm/process")
 
@@ -31,43 +32,62 @@ def wire_images(
     wiring: Wiring,
     parts: Mapping[str, Part],
     notes: list[tuple[str, str]],
+    selection: Selection,
+    keep: Callable[[Selection, PluginChoice], Part],
 ) -> Wiring:
-    """Return the wiring with the options of images, or the reason if the engine reads none.  Add it to ``notes``.
+    """Return the wiring with the encoder and the options of images, or the reason if the engine reads none.
 
-    ConfigError if the user has set ``max_images`` and the engine cannot read images."""
-    reason = _why_not(config, checkpoint, wiring, parts)
+    ``selection`` is that of the seam encoder, and ``keep`` stores it.  The result is added to ``notes``.  ConfigError
+    if the user has set ``max_images`` or ``encoder`` and the engine cannot read images."""
+    named = config.encoder.name != "auto"
+    if named:
+        selection.require()
+    reason = _why_not(config, checkpoint, wiring, parts, selection)
     images = ImageWiring(why_not=reason)
     if not reason:
+        part = keep(selection, config.encoder)
         try:
-            images = _facts(config, checkpoint)
+            facts = _facts(part, checkpoint, wiring)
+            reason = _unsupported(facts, wiring, parts)
         except ModelError as exc:
             reason = str(exc)
-            images = ImageWiring(why_not=reason)
-    if not reason:
-        notes[:] = [note for note in notes if not note[1].startswith(OF_TEXT)]
+        images = ImageWiring(why_not=reason)
+        if not reason:
+            images = ImageWiring(config.max_images, cache_mb=config.image_cache_mb, facts=facts)
+            notes[:] = [note for note in notes if not note[1].startswith(OF_TEXT)]
+            wiring = replace(wiring, parts={**wiring.parts, "encoder": part})
     if reason != NO_ENCODER:
         notes.append(("images", f"none: {reason}" if reason else f"up to {images.max_images} in a request"))
-    fields = type(config).model_fields
-    if reason and config.max_images not in (0, fields["max_images"].default):
-        place = begins(source_of(origins, "max_images"))
-        raise ConfigError(f"{place}max_images={config.max_images}: {reason}; leave it out, or set it to 0")
+    if reason:
+        _refuse_options(config, origins, reason)
     return replace(wiring, images=images)
 
 
-def _why_not(config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
+def _refuse_options(config: EngineConfig, origins: Mapping[str, str], reason: str) -> None:
+    """Raise ConfigError if the user has set options of images, which the engine does not read."""
+    default = type(config).model_fields["max_images"].default
+    if config.max_images not in (0, default):
+        place = begins(source_of(origins, "max_images"))
+        raise ConfigError(f"{place}max_images={config.max_images}: {reason}; leave it out, or set it to 0")
+    if config.encoder.name != "auto" and config.max_images:
+        place = begins(source_of(origins, "encoder"))
+        raise ConfigError(f"{place}encoder={config.encoder.name}: {reason}; leave it out")
+
+
+def _why_not(
+    config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part], selection: Selection
+) -> str:
     """Return why an engine reads no images, "" if nothing forbids it."""
-    raw = checkpoint.raw
-    family = str(raw.get("model_type"))
-    if not isinstance(raw.get("vision_config"), dict):
-        return NO_ENCODER
-    if family not in FAMILIES:
-        return f"images of model_type={shown(family)} are not implemented; expected {', '.join(FAMILIES)}"
+    if selection.chosen is None:
+        if not isinstance(checkpoint.raw.get("vision_config"), dict):
+            return NO_ENCODER
+        served = {one for found in selection.candidates if found.spec for one in found.spec.listed("model_type")}
+        family = shown(checkpoint.raw.get("model_type"))
+        return f"images of model_type={family} are not implemented; expected {', '.join(sorted(served))}"
     if not config.max_images:
         return "max_images=0"
     if find_spec("PIL") is None:
         return 'Pillow is missing: pip install "minivllm[images]"'
-    if not files.is_there(checkpoint.folder / PROCESSOR):
-        return f"the checkpoint has no {PROCESSOR}"
     beside = {
         "tensor_parallel_size": wiring.parallel.tensor_parallel_size > 1,
         "drafter": wiring.speculation.num_speculative_tokens > 0,
@@ -78,46 +98,40 @@ def _why_not(config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts
         "load_format": config.load_format not in ("auto", "safetensors"),
         "executor": parts["executor"].name not in EXECUTORS,
     }
-    if FAMILIES[family].mrope:
-        beside["a rotary embedding that changes with the length"] = wiring.rope_switch is not None
-        # its first step may have more tokens than there are rotary rows for parts of images
-        beside["scheduler=static"] = parts["scheduler"].name == "minivllm/static"
     name = next((name for name, is_set in beside.items() if is_set), None)
     return "" if name is None else f"images are not implemented with {name}"
 
 
-def _check_sections(sections: tuple[Any, ...], text: Any, rope: Mapping[str, Any]) -> None:
-    """Raise ModelError if the parts of the rotary embedding for time, height and width are not half its dimensions."""
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    share = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None)) or 1.0
-    half = int(head * share) // 2
-    numbers = all(type(part) is int and part >= 0 for part in sections)
-    if len(sections) != 3 or not numbers or sum(sections) != half:
-        raise ModelError(f"mrope_section={shown(sections)}: expected three numbers with the sum {half}")
+def _facts(part: Part, checkpoint: Checkpoint, wiring: Wiring) -> ImageFacts:
+    """Return the facts that the encoder has about a checkpoint.  ModelError if it cannot serve the checkpoint."""
+    encoder = build_part("encoder", part, EncoderContext(str(checkpoint.folder), checkpoint.raw))
+    try:
+        facts: Any = encoder.facts()
+    except MinivllmError as exc:
+        raise ModelError(str(exc)) from exc
+    except Exception as exc:  # code of a package
+        raise ModelError(f"the image encoder cannot read the checkpoint: {describe_error(exc, encoder)}") from exc
+    if not isinstance(facts, ImageFacts):
+        raise ModelError(f"facts() of {part.name} gave a {type(facts).__name__}; expected ImageFacts")
+    vocab = checkpoint.hf_config().vocab_size
+    ids = {facts.token, *facts.before, *facts.after, *(c for _, _, c in facts.joined)}
+    wrong = sorted(one for one in ids if not 0 <= one < vocab)
+    if wrong:
+        raise ModelError(f"the image encoder writes the token id {wrong[0]}; expected 0 to {vocab - 1}")
+    if facts.levels < 1 or facts.merge < 1 or facts.span < 0 or len(facts.sections) not in (0, 3):
+        raise ModelError(f"{facts}: expected levels and merge >= 1, span >= 0, and three sections or none")
+    return facts
 
 
-def _facts(config: EngineConfig, checkpoint: Checkpoint) -> ImageWiring:
-    """Return the facts of a checkpoint with images.  ModelError for an encoder that is not implemented."""
-    whole = whole_config(checkpoint.raw)
-    vision: dict[str, Any] = whole.vision_config.to_dict()
-    family = str(checkpoint.raw["model_type"])
-    facts = FAMILIES[family]
-    if not facts.grid and vision.get("model_type") not in TOWERS:
-        raise ModelError(f"vision_config.model_type={shown(vision.get('model_type'))}: expected {' or '.join(TOWERS)}")
-    token = getattr(whole, "image_token_id", None)
-    if token is None:
-        raise ModelError("config.json has no image_token_id")
-    sections: tuple[int, ...] = ()
-    if facts.mrope:
-        rope = whole.get_text_config().rope_parameters or {}
-        sections = tuple(rope.get("mrope_section") or ())
-        _check_sections(sections, whole.get_text_config(), rope)
-    return ImageWiring(
-        max_images=config.max_images,
-        family=family,
-        token=int(token),
-        cache_mb=config.image_cache_mb,
-        merge=merge_of(vision),
-        sections=sections,
-        interleaved=facts.deepstack,
-    )
+def _unsupported(facts: ImageFacts, wiring: Wiring, parts: Mapping[str, Part]) -> str:
+    """Return why an engine cannot serve images with these facts, "" if it can."""
+    if facts.span:
+        return "images whose tokens attend to each other are not implemented"
+    if not facts.sections:
+        return ""
+    if wiring.rope_switch is not None:
+        return "images are not implemented with a rotary embedding that changes with the length"
+    if parts["scheduler"].name == "minivllm/static":
+        # its first step may have more tokens than there are rotary rows for parts of images
+        return "images are not implemented with scheduler=static"
+    return ""

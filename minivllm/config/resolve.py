@@ -1,7 +1,7 @@
 """Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
     hooks → tokenizer → device → executor → model → drafter → quantizer → KV format → processors → attention
-          → block size → evictor → scheduler → sampler → strategies → grammar → kvstore → compressor
+          → block size → evictor → scheduler → sampler → strategies → grammar → kvstore → compressor → encoder
 
 The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
@@ -311,7 +311,8 @@ class _Fold:
             hf_overrides=config.hf_overrides,
             own_models=own_models,
         )
-        return wire_images(config, self.origins, checkpoint, wiring, self.parts, self.notes)
+        found = self._select("encoder", config.encoder, ("device", "dtype"), {"model_type": checkpoint.model_type})
+        return wire_images(config, self.origins, checkpoint, wiring, self.parts, self.notes, found, self._keep)
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         """Store a fact for the next choices, and a note about it."""

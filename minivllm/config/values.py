@@ -316,6 +316,7 @@ class EngineConfig(Strict):
     grammar: One = PluginChoice()
     drafter: One = PluginChoice()
     compressor: One = PluginChoice()
+    encoder: One = PluginChoice()
     processors: Several = [PluginChoice(name=name) for name in PROCESSORS]
     strategies: Several = [PluginChoice(name="single"), PluginChoice(name="parallel"), PluginChoice(name="beam")]
     hooks: Several = []

@@ -55,9 +55,7 @@ def wiring_from_json(text: str) -> Wiring:
     values["speculation"] = SpeculationWiring(**speculation)
     values["parallel"] = ParallelWiring(**values["parallel"])
     values["adapters"] = AdapterWiring(**values["adapters"])
-    images = values["images"]
-    images["sections"] = tuple(images["sections"])
-    values["images"] = ImageWiring(**images)
+    values["images"] = ImageWiring.from_json(values["images"])
     return Wiring(**values)
 
 

@@ -126,7 +126,8 @@ def image_reader(resolved: Resolved, capacity: Capacity) -> ImageReader:
     if not why_not and not capacity.image_bytes:
         why_not = capacity.no_images or "the executor reads none"
     raw = {} if why_not else open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).raw
-    return ImageReader(wiring.images, wiring.model_dir, raw, wiring.max_model_len, why_not)
+    part = wiring.parts.get("encoder")
+    return ImageReader(wiring.images, part, wiring.model_dir, raw, wiring.max_model_len, why_not)
 
 
 def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]:

@@ -112,18 +112,18 @@ def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader |
         if sources:
             raise RequestError(f"{MULTI_MODAL}: this call reads text only", MULTI_MODAL)
         return read
-    from minivllm.runtime.images.reader import check_placeholders, place
+    from minivllm.runtime.images.placing import check_placeholders, place
 
     if sources:
         reader.check(len(sources))
-    check_placeholders(read.ids, len(sources), reader.wiring.token)
+    check_placeholders(read.ids, len(sources), reader.wiring.facts)
     if not sources:
         return read
     images: list[PreparedImage] = []
     for source in sources:
         images.append(reader.prepare(source))
         reader.check_tokens(images)
-    ids, placed = place(read.ids, images, reader.wiring.token)
+    ids, placed = place(read.ids, images, reader.wiring.facts)
     return read._replace(ids=ids, images=placed)
 
 

@@ -20,6 +20,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("drafter", "ngram", "minivllm.plugins.drafter.spec:NGRAM"),
     ("drafter", "none", "minivllm.plugins.drafter.spec:NONE"),
     ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),
+    ("encoder", "llava", "minivllm.plugins.encoder.spec:LLAVA"),
+    ("encoder", "qwen_vl", "minivllm.plugins.encoder.spec:QWEN_VL"),
     ("evictor", "agent-ttl", "minivllm.plugins.evictor.spec:AGENT_TTL"),
     ("evictor", "cost-aware", "minivllm.plugins.evictor.spec:COST_AWARE"),
     ("evictor", "fifo", "minivllm.plugins.evictor.spec:FIFO"),

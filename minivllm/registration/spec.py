@@ -113,6 +113,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
             ),
+            Kind("encoder", _SEAMS + "encoder:ImageEncoder", facts=("device", "dtype", "model_type")),
             Kind(
                 "evictor",
                 _SEAMS + "evictor:Evictor",
@@ -122,7 +123,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 9),
+                api=(2, 10),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),

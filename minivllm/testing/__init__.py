@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .attention import AttentionConformance
     from .compressor import CompressorConformance
     from .drafter import DrafterConformance
+    from .encoder import EncoderConformance
     from .evictor import EvictorConformance
     from .executor import ExecutorConformance
     from .grammar import GrammarConformance
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "CompressorConformance", "DrafterConformance", "EvictorConformance",
-    "ExecutorConformance",
+    "SUITES", "AttentionConformance", "CompressorConformance", "DrafterConformance", "EncoderConformance",
+    "EvictorConformance", "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
     "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",
     "SamplerConformance", "SchedulerConformance", "StrategyConformance", "TokenizerConformance", "run",

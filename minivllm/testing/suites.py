@@ -6,6 +6,7 @@ SUITES = {  # seam -> (module of this package, class)
     "attention": ("attention", "AttentionConformance"),
     "compressor": ("compressor", "CompressorConformance"),
     "drafter": ("drafter", "DrafterConformance"),
+    "encoder": ("encoder", "EncoderConformance"),
     "evictor": ("evictor", "EvictorConformance"),
     "executor": ("executor", "ExecutorConformance"),
     "grammar": ("grammar", "GrammarConformance"),

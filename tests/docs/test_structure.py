@@ -130,15 +130,15 @@ MAY_IMPORT = {
         "registry registration.spec device.native device.hardware"
     ),
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
-    "runtime.images": "runtime.text device.loading core.interfaces",
+    "runtime.images": "runtime.text core.interfaces registry",
     "frontend.record": (
         "runtime.text device.loading core.declared_params registration registration.given registration.spec "
         "device.native device.hardware"
     ),
     "plugins": (
-        "runtime.text device.worker device.layers device.kernels device.native runtime.hooks core core.wiring "
-        "runtime.replies core.interfaces core.json_schema runtime.processes registration.spec registration.fresh "
-        "device.loading.gguf_file"
+        "runtime.text device.worker device.loading device.layers device.kernels device.native runtime.hooks core "
+        "core.wiring runtime.replies core.interfaces core.json_schema runtime.processes registration.spec "
+        "registration.fresh device.loading.gguf_file"
     ),
     "runtime.text": (
         "core.engine core.interfaces registry runtime.replies runtime.processes registration.fresh "

@@ -28,7 +28,8 @@ Branch BranchEnd CacheWiring Capacity Channel ChannelClosed CodecError Column Co
 DecoderSpec DecodingStrategy Delta DeltaNames DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor
 EvictorContext Executor ExpertNames Experts FinishedStep GatedDelta
 Grammar GrammarContext GrammarSource GraphKey Grown Guide
-Compressor CompressorContext StoredTokens Head HeadFiles KVStore StoreContext
+Compressor CompressorContext StoredTokens EncoderContext ImageEncoder ImageFacts ImageValues
+Head HeadFiles KVStore StoreContext
 HookContracts Hooks Join KVFormat KVLayout LateInputs LayerSpec LinearModule Load LogProbs MLP MinivllmError Model
 ModelArch ModelError Module ModuleInfo Moves MultipleOf NULL_BLOCK Needs Norm OptionError ParallelWiring Param Part
 PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Processor QKPre Quantizer QueueView Range

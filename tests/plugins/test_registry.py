@@ -129,9 +129,9 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, compressor, drafter, evictor, "
-        "executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, scheduler, "
-        "strategy, tokenizer."
+        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, compressor, drafter, encoder, "
+        "evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, "
+        "scheduler, strategy, tokenizer."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
@@ -322,7 +322,7 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
     registry = discover(point("acme", "runs", "acme_spec:S", "executor"))["executor"]
     with pytest.raises(PluginError) as info:
         registry.select(PluginQuery(), "runs").require()
-    assert "contract version: expected 2.9, supports 1.0  (written for an older minivllm: upgrade it; " in str(
+    assert "contract version: expected 2.10, supports 1.0  (written for an older minivllm: upgrade it; " in str(
         info.value
     )
     assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)

@@ -11,9 +11,10 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from minivllm.core.interfaces.encoder import ImageFacts
 from minivllm.errors import RequestError
 from minivllm.runtime.images.decode import decoded
-from minivllm.runtime.images.reader import check_placeholders
+from minivllm.runtime.images.placing import check_placeholders
 
 GRAY = Image.fromarray((np.arange(200 * 200) % 251).astype(np.uint8).reshape(200, 200))
 
@@ -93,7 +94,7 @@ def test_an_animation_is_refused_after_its_second_frame(monkeypatch):
 
 def test_a_prompt_has_one_placeholder_for_each_image():
     ids = np.array([1, 7, 7, 2], np.int32)
-    check_placeholders(ids, 2, 7)
+    check_placeholders(ids, 2, ImageFacts(7))
     for count in (0, 1, 3):
         with pytest.raises(RequestError, match=f"has 2 placeholders of images .token id 7. and {count} images"):
-            check_placeholders(ids, count, 7)
+            check_placeholders(ids, count, ImageFacts(7))

@@ -230,7 +230,7 @@ class Images:
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:
         """Return token ids of the model for tokens i32 [n] of the prefix index."""
-        return np.where(tokens >= self.vocab, np.int32(self.wiring.token), tokens)
+        return np.where(tokens >= self.vocab, np.int32(self.wiring.facts.token), tokens)
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of ``Engine.stats``."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from minivllm.registration.spec import Part
 
+from .encoder import ImageFacts
 from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
@@ -20,8 +21,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
-# StepResult.shared
-API = (2, 9)
+# StepResult.shared; 2.10: ImageWiring.facts
+API = (2, 10)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -96,18 +97,21 @@ class AdapterWiring:
 
 @dataclass(frozen=True)
 class ImageWiring:
-    """The options of images in prompts, and the facts of the checkpoint's image encoder."""
+    """The options of images in prompts, and the facts of the checkpoint's images."""
 
     max_images: int = 0  # largest number of images of a request; 0 means that requests have none
     why_not: str = ""  # why requests have none
-    family: str = ""  # model type of the checkpoint
-    token: int = -1  # id of the token that stands for a part of an image
     cache_mb: int = 0  # MiB of image features on the device
-    merge: int = 1  # patches along each side of a square that becomes one token
-    # Number of rotary frequencies that follow the time, row and column of a part of an image.  Empty means that each
-    # token has one position.
-    sections: tuple[int, ...] = ()
-    interleaved: bool = False  # the sections alternate from one frequency to the next
+    facts: ImageFacts = field(default_factory=ImageFacts)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ImageWiring:
+        """Return the wiring whose fields were sent as JSON."""
+        facts = dict(values["facts"])
+        for name in ("before", "after", "sections"):
+            facts[name] = tuple(facts[name])
+        facts["joined"] = tuple(map(tuple, facts["joined"]))
+        return cls(**{**values, "facts": ImageFacts(**facts)})
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,8 @@ class Wiring:
     max_model_len: int
     batch_invariant: bool
     seed: int
-    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler, drafter, compressor
+    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler, drafter, compressor, and for
+    # encoder if requests may have images
     parts: Mapping[str, Part]
     cache: CacheWiring
     steps: StepWiring = StepWiring()

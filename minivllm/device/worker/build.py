@@ -15,6 +15,7 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.drafter import HeadFiles
+from minivllm.core.interfaces.encoder import EncoderContext
 from minivllm.core.interfaces.model import ModelArch, tap_points
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
@@ -32,6 +33,7 @@ from minivllm.registry import build_part, head_of
 from . import step
 from .adapters import Adapters
 from .capture import ALONE, release_unused, synchronize
+from .encoder import LoadedEncoder
 from .images import lacks_points
 from .recurrent import StateMemory, state_bytes
 from .start import Rehearsals, StartTimes
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
-    from minivllm.device.loading.vision import ImageEncoder
 
 CPU_CACHE_SHARE = 0.25  # share of the free memory; the system allocates a page when it is first written
 CPU_CACHE_LIMIT = 8 << 30
@@ -78,7 +79,7 @@ class Worker:
     # hidden states that a drafter reads, None without one
     target_states: TargetStates | None = None
     adapters: Adapters | None = None  # None if no adapters are served
-    encoder: ImageEncoder | None = None  # None if no images are read, for the reason ``no_images``
+    encoder: LoadedEncoder | None = None  # None if no images are read, for the reason ``no_images``
     no_images: str = ""
 
 
@@ -187,13 +188,12 @@ def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> Non
 
 
 def _load_images(worker: Worker, wiring: Wiring) -> None:
-    """Load the image encoder of the checkpoint, or note why images are not read."""
-    from minivllm.device.loading.vision import load_encoder
-
+    """Load the image encoder, or note why images are not read."""
     checkpoint = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides)
+    ctx = EncoderContext(str(checkpoint.folder), checkpoint.raw)
     try:
         with torch.inference_mode():
-            encoder = load_encoder(checkpoint.folder, checkpoint.raw, worker.parts.dtype, worker.device)
+            encoder = LoadedEncoder(wiring.parts["encoder"], ctx, wiring, worker.hidden_size)
         worker.no_images = lacks_points(tap_points(worker.model), encoder.levels)
     except ModelError as e:
         worker.no_images = str(e)
@@ -321,7 +321,7 @@ def _load(
         unfused=wiring.steps.unfused,
     )
     parts.arch = arch
-    if wiring.images.sections:
+    if wiring.images.facts.sections:
         parts.free_rows = wiring.max_num_batched_tokens
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)

@@ -19,18 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.external_calls import as_exception
-from minivllm.errors import describe_error
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from minivllm.core.interfaces.attention import AttnMeta
-    from minivllm.core.interfaces.executor import ImageWiring
+    from minivllm.core.interfaces.encoder import ImageFacts
     from minivllm.core.interfaces.model import StepTaps
     from minivllm.core.interfaces.plan import Delta, Join, StepPlan
-    from minivllm.device.loading.vision import ImageEncoder
 
+    from .encoder import LoadedEncoder
     from .state import DeviceState
 
 EMBEDDING = "embedding"
@@ -71,14 +68,14 @@ class ImageState:
 
     def __init__(
         self,
-        wiring: ImageWiring,
-        encoder: ImageEncoder,
+        facts: ImageFacts,
+        encoder: LoadedEncoder,
         state: DeviceState,
         tables: Sequence[tuple[Tensor, Tensor]],
         scratch: int,
     ) -> None:
         """Start without images.  ``tables`` are the rotary tables, whose rows from ``scratch`` on are free."""
-        self.wiring, self.encoder, self.state = wiring, encoder, state
+        self.facts, self.encoder, self.state = facts, encoder, state
         self.tables, self.scratch = tables, scratch
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
@@ -87,8 +84,8 @@ class ImageState:
         self.upto = np.zeros(slots, np.int64)  # end of the last image, 0 = none
         self.offset = np.zeros(slots, np.int64)  # of the positions behind the images
         self.axes: Tensor | None = None
-        if wiring.sections:
-            self.axes = axis_of_frequency(wiring).to(state.device)
+        if facts.sections:
+            self.axes = axis_of_frequency(facts).to(state.device)
 
     # ---- changes -------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class ImageState:
             if self.spans[source] or self.spans[to]:
                 self._set(to, self.spans[source])
                 changed.append(to)
-        if changed and self.wiring.sections:
+        if changed and self.facts.sections:
             slots = np.array(changed)
             assert self.state.rope_first is not None
             where, offsets = self.state.to(np.stack([slots, self.offset[slots]]))
@@ -119,7 +116,7 @@ class ImageState:
         try:
             self.features[number] = self.encoder(self.state.to(values), shape)
         except Exception as e:
-            self.failed[number] = f"the image encoder failed: {describe_error(as_exception(e))}"
+            self.failed[number] = self.encoder.describe(e)
 
     def _join(self, join: Join) -> list[int]:
         """Set the images of slots that join, and return the slots that have or had images."""
@@ -139,9 +136,9 @@ class ImageState:
 
     def _shift(self, span: Span) -> int:
         """Return the change of the positions behind an image: it takes as many as its longer side has tokens."""
-        if not self.wiring.sections:
+        if not self.facts.sections:
             return 0
-        return max(span.shape[1:]) // self.wiring.merge - span.tokens
+        return max(span.shape[1:]) // self.facts.merge - span.tokens
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -227,7 +224,7 @@ class ImageState:
         """Return the positions i64 [3, length] (time, row, column) of a part of an image."""
         span = piece.span
         before = sum(self._shift(one) for one in self.spans[piece.slot] if one.position < span.position)
-        merge = self.wiring.merge
+        merge = self.facts.merge
         frames, rows, columns = span.shape[0], span.shape[1] // merge, span.shape[2] // merge
         grid = np.indices((frames, rows, columns)).reshape(3, -1)
         return grid[:, piece.first : piece.first + piece.length] + span.position + before
@@ -277,10 +274,10 @@ class FeatureTaps:
         return x.index_add(0, self.index, self.values[level].to(x.dtype))
 
 
-def axis_of_frequency(wiring: ImageWiring) -> Tensor:
+def axis_of_frequency(facts: ImageFacts) -> Tensor:
     """Return the axis (0 time, 1 row, 2 column) that each element of a head follows, i64 [dim]."""
-    sections = wiring.sections
-    if wiring.interleaved:
+    sections = facts.sections
+    if facts.interleaved:
         axes = torch.zeros(sum(sections), dtype=torch.int64)
         for axis in (1, 2):
             axes[axis : 3 * sections[axis] : 3] = axis

@@ -74,7 +74,7 @@ class Runner:
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
-        offsets = w.encoder is not None and bool(wiring.images.sections)
+        offsets = w.encoder is not None and bool(wiring.images.facts.sections)
         self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None, offsets)
         self.state.recurrent = w.states
         self.compactor = None if part is None else Compactor(part, wiring, w, self.state)
@@ -83,7 +83,7 @@ class Runner:
         self.images: ImageState | None = None
         if w.encoder is not None:
             tables = w.parts.rotary_tables()
-            self.images = ImageState(wiring.images, w.encoder, self.state, tables, wiring.max_model_len + 1)
+            self.images = ImageState(wiring.images.facts, w.encoder, self.state, tables, wiring.max_model_len + 1)
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)

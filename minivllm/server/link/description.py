@@ -74,8 +74,8 @@ def _images(engine: Engine, resolved: Any) -> dict[str, Any]:
     facts = vars(reader)
     kept = {name: facts[name] for name in ("raw", "max_tokens", "why_not")}
     wiring = asdict(reader.wiring)
-    folder = str(reader.folder)
-    return {**kept, "folder": folder, "wiring": wiring}
+    part = None if reader.part is None else asdict(reader.part)
+    return {**kept, "folder": str(reader.folder), "wiring": wiring, "part": part}
 
 
 def _shape(config: Any) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.executor import ImageWiring
-from minivllm.runtime.images.reader import NO_ENCODER, ImageReader, place
+from minivllm.registration.spec import Part
+from minivllm.runtime.images.placing import place
+from minivllm.runtime.images.reader import NO_ENCODER, ImageReader
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.images import PlacedImage, PreparedImage
@@ -24,10 +26,9 @@ class ServedImages:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         """Make the reader of an engine with the ``facts`` of ``EngineInfo.images``."""
-        wiring = dict(facts["wiring"])
-        wiring["sections"] = tuple(wiring["sections"])
-        images = ImageWiring(**wiring)
-        self.reader = ImageReader(images, facts["folder"], facts["raw"], facts["max_tokens"], facts["why_not"])
+        part = None if facts["part"] is None else Part(**facts["part"])
+        images = ImageWiring.from_json(facts["wiring"])
+        self.reader = ImageReader(images, part, facts["folder"], facts["raw"], facts["max_tokens"], facts["why_not"])
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     @property
@@ -51,5 +52,5 @@ class ServedImages:
             async with self._turns:
                 prepared.append(await asyncio.to_thread(self.reader.prepare, source))
             self.reader.check_tokens(prepared)
-        whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.token)
+        whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.facts)
         return whole.tolist(), placed

@@ -8,7 +8,7 @@ from image_models import make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.taps import Tap
-from minivllm.device.loading.vision import ImageEncoder
+from minivllm.device.worker.encoder import LoadedEncoder
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 CHUNKS = {"kvcache_block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 2}
@@ -47,7 +47,7 @@ def tokens_of(output):
 @pytest.fixture
 def failing(monkeypatch):
     """Let the first call of the encoder fail, and return the list of its calls."""
-    plain, calls = ImageEncoder.__call__, []
+    plain, calls = LoadedEncoder.__call__, []
 
     def call(self, values, shape):
         calls.append(shape)
@@ -55,7 +55,7 @@ def failing(monkeypatch):
             raise torch.OutOfMemoryError("no room")
         return plain(self, values, shape)
 
-    monkeypatch.setattr(ImageEncoder, "__call__", call)
+    monkeypatch.setattr(LoadedEncoder, "__call__", call)
     return calls
 
 
@@ -117,13 +117,13 @@ def test_an_image_is_encoded_again_after_a_failed_step(family, monkeypatch, part
 
 def test_features_of_another_length_end_their_request_alone(family, monkeypatch):
     name, path, prompt, right = family
-    plain, calls = ImageEncoder.__call__, []
+    plain, calls = LoadedEncoder.__call__, []
 
     def cut(self, values, shape):
         calls.append(shape)
         return plain(self, values, shape)[:, len(calls) == 1 :]
 
-    monkeypatch.setattr(ImageEncoder, "__call__", cut)
+    monkeypatch.setattr(LoadedEncoder, "__call__", cut)
     with engine(path) as llm:
         wrong, good, text = generate(llm, prompt_with(name, 6), prompt, {"prompt_token_ids": [1, 2, 3]})
         assert "features; expected" in wrong.error

@@ -1,0 +1,100 @@
+"""The encoder seam: the vision tower and projector that turn images into inputs of the text model.
+
+    front end   facts() ── prepare(picture) ──► values, shape, tokens ──► placeholders in the prompt
+    worker      load(device, dtype) ── encode(values, shape) ──► features in place of the placeholders' embeddings
+
+The front end and each worker construct instances of their own.  The engine keeps the features under a hash of the
+values, frees them, and computes them again, so a plug-in stores nothing about an image.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
+    from torch import Tensor
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class EncoderContext:
+    """The arguments with which the engine constructs an encoder."""
+
+    folder: str  # directory of the checkpoint
+    config: Mapping[str, Any]  # its config.json, with the changes of hf_overrides
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """The facts of a checkpoint's images, as plain data."""
+
+    token: int = -1  # id of the token that stands for a part of an image in the model's input
+    placeholder: int = -1  # id that stands for a whole image in a prompt; -1 means ``token``
+    before: tuple[int, ...] = ()  # ids that the engine writes before the tokens of an image
+    after: tuple[int, ...] = ()  # ids that the engine writes behind them
+    # (a, b, c): where a and b meet at either end of these ids, the tokenizer writes the one token c
+    joined: tuple[tuple[int, int, int], ...] = ()
+    levels: int = (
+        1  # vectors of features of a token: one for its embedding, and one for each first layer
+    )
+    merge: int = 1  # patches along each side of a square that becomes one token
+    # Number of rotary frequencies that follow the time, row and column of a part of an image (m-rope).  Empty means
+    # that each token has one position, as text.
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False  # the sections alternate from one frequency to the next
+    # Largest number of tokens of an image, if all tokens of an image attend to each other; 0 means causal attention.
+    span: int = 0
+
+    @property
+    def prompt_token(self) -> int:
+        """Return the id that stands for a whole image in a prompt."""
+        return self.token if self.placeholder < 0 else self.placeholder
+
+
+class ImageValues(NamedTuple):
+    """An image after ``ImageEncoder.prepare``."""
+
+    values: np.ndarray  # f32, any shape
+    # three numbers that ``encode`` receives; with ``sections`` the grid of patches (time, rows, columns)
+    shape: tuple[int, int, int]
+    tokens: int  # number of placeholders
+
+
+class ImageEncoder(ABC):
+    """Turns images into features for the text model.
+
+    Contract.  The constructor is cheap: it loads neither weights nor torch.  ``facts`` and ``prepare`` are called in
+    processes without weights, ``prepare`` by several threads at once.  ``load`` is called once in each worker, before
+    ``encode``.  Results depend on the arguments alone, and no result is changed or used again by a later call."""
+
+    def __init__(self, options: Any, ctx: EncoderContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    @abstractmethod
+    def facts(self) -> ImageFacts:
+        """Return the facts of the checkpoint's images.  ModelError if the encoder cannot serve the checkpoint."""
+
+    @abstractmethod
+    def prepare(self, image: Image) -> ImageValues:
+        """Return the values of an upright PIL image in RGB.
+
+        An exception refuses the image, and its message is shown to the client."""
+
+    @abstractmethod
+    def load(self, device: str, dtype: str) -> int:
+        """Load the weights of the encoder in ``dtype`` on a device, and return their size in bytes.
+
+        ModelError for weights that are missing or have another shape."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """Return the features [levels, tokens, hidden] of an image, in the dtype of ``load``, on its device.
+
+        ``values`` f32 [n] are those of ``prepare``, flat, on the device, and ``shape`` is its shape.  An exception ends
+        the requests that read the image."""

@@ -1,0 +1,59 @@
+"""The image encoder of a worker: the plug-in with its weights, and the checks of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception, call_foreign
+from minivllm.errors import MinivllmError, PluginError, describe_error
+from minivllm.registry import build_part
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.encoder import EncoderContext, ImageEncoder
+    from minivllm.core.interfaces.executor import Part, Wiring
+
+
+class LoadedEncoder:
+    """The plug-in of the seam encoder on a device.  A call returns the features of one image."""
+
+    def __init__(self, part: Part, ctx: EncoderContext, wiring: Wiring, hidden: int) -> None:
+        """Build the plug-in and load its weights.  ``hidden`` is the number of elements of a token's features.
+
+        ModelError for weights that do not fit, torch.OutOfMemoryError, and PluginError for other failures."""
+        self.plugin: ImageEncoder = build_part("encoder", part, ctx)
+        self.levels, self.hidden = wiring.images.facts.levels, hidden
+        self.dtype: torch.dtype = getattr(torch, wiring.dtype)
+        try:
+            self.bytes = _checked_size(call_foreign(self.plugin.load, wiring.device, wiring.dtype))
+        except (MinivllmError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise PluginError(f"encoder {part.name} could not be loaded: {describe_error(e, self.plugin)}") from e
+
+    def __call__(self, values: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return features [levels, tokens, hidden] of an image with values f32 [n] of this shape.
+
+        PluginError for features of another form.  The number of tokens is checked where a row reads them."""
+        found: Any = call_foreign(self.plugin.encode, values, tuple(shape))
+        want = f"{self.dtype} [{self.levels}, tokens, {self.hidden}]"
+        if not isinstance(found, Tensor):
+            raise PluginError(f"encode() gave a {type(found).__name__}; expected a tensor {want}")
+        sizes = found.ndim == 3 and (found.shape[0], found.shape[2]) == (self.levels, self.hidden)
+        if not sizes or found.dtype != self.dtype or found.device.type != values.device.type:
+            raise PluginError(f"encode() gave {found.dtype} {list(found.shape)} on {found.device}; expected {want}")
+        return found.detach()
+
+    def describe(self, exc: BaseException) -> str:
+        """Return the message of a failed call, with its place in the code of the plug-in."""
+        return f"the image encoder failed: {describe_error(as_exception(exc), self.plugin)}"
+
+
+def _checked_size(size: Any) -> int:
+    """Return the bytes of the weights.  PluginError for other values."""
+    if type(size) is not int or size < 0:
+        raise PluginError(f"load() gave {size!r}; expected the bytes of the weights, an int >= 0")
+    return size

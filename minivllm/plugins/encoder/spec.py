@@ -1,0 +1,22 @@
+"""Describe the built-in image encoders."""
+
+from minivllm.registration.spec import ANY, Spec
+
+API = (1, 0)
+
+
+def _encoder(target: str, summary: str, *model_types: str) -> Spec:
+    """Return the spec of an encoder of this package for checkpoints of some model types."""
+    limits = {"device": ANY, "dtype": ANY, "model_type": set(model_types)}
+    return Spec(f"minivllm.plugins.encoder.{target}", API, summary, priority=10, limits=limits)
+
+
+LLAVA = _encoder("llava:Llava", "a tower of CLIP or SigLIP; positions as of text", "llava")
+QWEN_VL = _encoder(
+    "qwen_vl:QwenVL",
+    "patches of any resolution; a position for each axis",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)

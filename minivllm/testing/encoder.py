@@ -1,0 +1,357 @@
+"""The conformance suite of image encoders.
+
+Pictures of several sizes go through ``prepare`` and ``encode``, and the encoder serves an engine.  The process that
+prepares an image is another one than the process that encodes it, so the suite uses an instance for each.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.encoder import EncoderContext, ImageEncoder, ImageFacts, ImageValues
+from minivllm.core.interfaces.executor import ImageWiring
+from minivllm.core.interfaces.images import digest_of
+from minivllm.device.loading.hf_config import Checkpoint, open_checkpoint
+
+from .base import since
+from .kept import Lasting
+from .spec import SpecConformance
+from .tiny import tiny_dir
+from .tiny_images import CLASSES, make
+
+SIZES = ((40, 40), (90, 30), (30, 120), (64, 48), (33, 77))  # width and height
+THREADS = 6
+OUTPUT = 8  # tokens
+TOKEN = 60  # image_token_id of the checkpoint of text
+
+
+@cache
+def temporary() -> tempfile.TemporaryDirectory[str]:
+    """Return the directory of all checkpoints, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="minivllm-encoders-")
+
+
+@cache
+def text_checkpoint() -> Path:
+    """Return a small random Llama whose config.json has an ``image_token_id``."""
+    folder = Path(temporary().name) / "text"
+    path, *_ = tiny_dir(folder)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "image_token_id": TOKEN}))
+    return folder
+
+
+@cache
+def image_checkpoint(family: str) -> Path:
+    """Return a small random checkpoint of a model type that has an image encoder."""
+    folder = Path(temporary().name) / family
+    folder.mkdir()
+    make(folder, family)
+    return folder
+
+
+class EncoderConformance(Lasting, SpecConformance):
+    """The suite of image encoders.
+
+    ``checkpoint`` is the directory of a checkpoint that the encoder serves.  By default it is a small one of the first
+    model type in the spec's limits, or a small Llama with ``image_token_id`` in its config.json.  Features must
+    be equal when an image is encoded again, which ``repeatable`` False limits to a relative difference of 1e-5."""
+
+    kind = "encoder"
+    checkpoint: str | Path = ""
+    repeatable: bool = True
+
+    def folder(self) -> Path:
+        """Return the directory of the checkpoint."""
+        if self.checkpoint:
+            return Path(self.checkpoint)
+        known = [family for family in self.spec.listed("model_type") if family in CLASSES]
+        if self.spec.listed("model_type") and not known:
+            pytest.skip("the kit has no checkpoint of this model type: set ``checkpoint``")
+        return image_checkpoint(known[0]) if known else text_checkpoint()
+
+    def files(self) -> Checkpoint:
+        """Return the checkpoint as the engine reads it."""
+        return open_checkpoint(str(self.folder()))
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in besides its options."""
+        found = self.files()
+        return (EncoderContext(str(found.folder), found.raw),)
+
+    def made(self) -> ImageEncoder:
+        """Create an instance for ``prepare``."""
+        made: ImageEncoder = self.build(*self.context())
+        return made
+
+    def loaded(self, dtype: str = "float32") -> ImageEncoder:
+        """Create an instance with weights."""
+        made = self.made()
+        with torch.inference_mode():
+            size = made.load(self.place(), dtype)
+        assert type(size) is int and size >= 0, f"load() returned {size!r}: expected the bytes of the weights"
+        return made
+
+    def pictures(self) -> list[Any]:
+        """Return upright PIL images in RGB: random pixels of several sizes, a black and a white one."""
+        from PIL import Image
+
+        draw = np.random.default_rng(0)
+        found = [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for w, h in SIZES]
+        return [*found, Image.new("RGB", (50, 50)), Image.new("RGB", (50, 50), "white")]
+
+    def encoded(self, encoder: ImageEncoder, found: ImageValues) -> Tensor:
+        """Return the features of prepared values, given as the engine gives them."""
+        values = torch.from_numpy(np.ascontiguousarray(found.values, np.float32).reshape(-1)).to(self.place())
+        with torch.inference_mode():
+            return encoder.encode(values, tuple(found.shape))
+
+    def exercise(self, instance: ImageEncoder) -> Any:
+        """Prepare a few pictures, and return the values."""
+        return [np.asarray(instance.prepare(picture).values).tolist() for picture in self.pictures()[:2]]
+
+    def lasting(self) -> ImageEncoder:
+        """Create an instance that prepares many pictures."""
+        return self.made()
+
+    def once_more(self, instance: ImageEncoder, number: int) -> None:
+        """Prepare a new picture."""
+        from PIL import Image
+
+        pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), np.uint8)
+        instance.prepare(Image.fromarray(pixels))
+
+    def let_go(self, instance: ImageEncoder) -> None:
+        """Release an instance, which holds nothing."""
+
+    def same(self, a: Tensor, b: Tensor) -> bool:
+        """Return whether features of equal values are equal."""
+        if self.repeatable:
+            return torch.equal(a, b)
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    # ---- facts ---------------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_facts_are_plain_data_of_the_checkpoint(self) -> None:
+        """Check that each instance returns the same ``ImageFacts``, which go through JSON, with ids of the
+        vocabulary."""
+        facts = self.made().facts()
+        assert isinstance(facts, ImageFacts), f"facts() returned a {type(facts).__name__}: expected ImageFacts"
+        assert self.made().facts() == facts, "another instance returns other facts"
+        sent = json.loads(json.dumps(asdict(ImageWiring(facts=facts))))
+        assert ImageWiring.from_json(sent).facts == facts, "the facts change on their way through JSON"
+        vocab = self.files().hf_config().vocab_size
+        for one in (facts.token, *facts.before, *facts.after, *(c for *_, c in facts.joined)):
+            assert 0 <= one < vocab, f"facts name the token id {one}: expected 0 to {vocab - 1}"
+        assert facts.levels >= 1 and facts.merge >= 1 and facts.span >= 0, f"{facts}: expected positive numbers"
+
+    # ---- prepare -------------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_values_are_numbers_and_tokens_are_those_of_the_shape(self) -> None:
+        """Check that values are finite, that the shape has three numbers, and that the number of tokens is that of the
+        grid if tokens have a position for each axis."""
+        made = self.made()
+        facts = made.facts()
+        for picture in self.pictures():
+            values, shape, tokens = made.prepare(picture)
+            found = np.asarray(values)
+            assert np.isfinite(found).all(), "a value is not finite"
+            assert found.dtype == np.float32, f"values are {found.dtype}: expected float32"
+            assert len(shape) == 3 and all(int(n) == n and n > 0 for n in shape), f"shape={shape}: expected 3 sizes"
+            assert int(tokens) == tokens and tokens > 0, f"tokens={tokens}: expected a positive number"
+            assert not facts.span or tokens <= facts.span, f"{tokens} tokens, and facts().span is {facts.span}"
+            if facts.sections:
+                frames, rows, columns = shape
+                assert rows % facts.merge == 0 == columns % facts.merge, f"{shape}: no multiple of merge={facts.merge}"
+                want = frames * (rows // facts.merge) * (columns // facts.merge)
+                assert tokens == want, f"{tokens} tokens of a grid {shape}: expected {want}"
+
+    @since(1, 0)
+    def test_pixels_alone_decide_the_values(self) -> None:
+        """Check that equal pixels have equal values, whatever the object, its file name and the images before, and that
+        other pixels have other values.  The engine finds features again by a hash of the values."""
+        made = self.made()
+
+        def digest(picture: Any) -> bytes:
+            return _digest(made.prepare(picture))
+
+        pictures = self.pictures()
+        first = [digest(picture) for picture in pictures]
+        assert len(set(first)) == len(first), "two different pictures have the same values"
+        for number, picture in reversed(list(enumerate(pictures))):
+            other = picture.copy()
+            other.filename, other.info = f"picture{number}.png", {"comment": "another file"}
+            assert digest(other) == first[number], "a copy of a picture has other values"
+        for picture in pictures:
+            picture.filename = "one-name.png"
+        assert [digest(picture) for picture in pictures] == first, "the file name of a picture changes its values"
+
+    @since(1, 0)
+    def test_pictures_do_not_change(self) -> None:
+        """Check that ``prepare`` leaves the picture as it was, because the caller may use it again."""
+        made = self.made()
+        for picture in self.pictures():
+            before = picture.tobytes()
+            made.prepare(picture)
+            assert picture.tobytes() == before, "prepare changed the picture: copy it first"
+
+    @since(1, 0)
+    def test_threads_prepare_what_one_thread_prepares(self) -> None:
+        """Check that threads that prepare different pictures at the same time do not disturb each other, and that no
+        call changes the values of another one."""
+        made, pictures = self.made(), self.pictures() * 4
+        alone = [_digest(made.prepare(picture)) for picture in pictures]
+        with ThreadPoolExecutor(THREADS) as pool:
+            together = [_digest(found) for found in list(pool.map(made.prepare, pictures))]
+        assert together == alone, "a thread got other values than one thread alone, or a later call changed them"
+
+    # ---- encode --------------------------------------------------------------------------------------------------
+
+    @since(1, 0)
+    def test_features_have_the_form_that_facts_and_prepare_promise(self) -> None:
+        """Check that features are [levels, tokens, hidden] in each claimed dtype, on the device, and finite."""
+        made, hidden = self.made(), self.files().hf_config().hidden_size
+        for dtype in self.values("dtype", "float32", "bfloat16"):
+            encoder = self.loaded(dtype)
+            for picture in self.pictures():
+                found = made.prepare(picture)
+                features = self.encoded(encoder, found)
+                assert isinstance(features, Tensor), f"encode returned a {type(features).__name__}: expected a tensor"
+                want = (made.facts().levels, found.tokens, hidden)
+                assert tuple(features.shape) == want, f"features are {list(features.shape)}: expected {list(want)}"
+                assert features.dtype == getattr(torch, dtype), f"features are {features.dtype}: expected {dtype}"
+                assert features.device.type == torch.device(self.place()).type, f"features are on {features.device}"
+                assert features.isfinite().all(), "a feature is not finite"
+
+    @since(1, 0)
+    def test_features_are_those_of_the_image_and_stay_so(self) -> None:
+        """Check that features depend on the arguments of ``encode`` alone: they are the same after other images, in
+        reverse order and from another instance, differ between images, and are not changed by later calls."""
+        made, encoder = self.made(), self.loaded()
+        prepared = [made.prepare(picture) for picture in self.pictures()]
+        first = [self.encoded(encoder, found) for found in prepared]
+        copies = [features.clone() for features in first]
+        again = [self.encoded(encoder, found) for found in reversed(prepared)][::-1]
+        fresh = [self.encoded(self.loaded(), found) for found in prepared]
+        for a, b, c, kept in zip(first, again, fresh, copies, strict=True):
+            assert torch.equal(a, kept), "a later call changed features that were returned before"
+            assert self.same(kept, b), "an image has other features after other images"
+            assert self.same(kept, c), "another instance gives an image other features"
+        for i, a in enumerate(copies):
+            for b in copies[:i]:
+                differs = a.shape != b.shape or (a - b).abs().max() > 1e-6
+                assert differs, "two different images have the same features"
+
+    @since(1, 0)
+    def test_arguments_and_the_random_state_do_not_change(self) -> None:
+        """Check that ``encode`` changes no values, and draws nothing from torch's generator."""
+        made, encoder = self.made(), self.loaded()
+        state = torch.get_rng_state()
+        for picture in self.pictures():
+            found = made.prepare(picture)
+            values = torch.from_numpy(np.array(found.values, np.float32).reshape(-1)).to(self.place())
+            before = values.clone()
+            with torch.inference_mode():
+                encoder.encode(values, tuple(found.shape))
+            assert torch.equal(values, before), "encode changed its values: copy them first"
+        assert torch.equal(state, torch.get_rng_state()), "encode drew from torch's generator"
+
+    # ---- the engine ----------------------------------------------------------------------------------------------
+
+    def prompt(self, facts: ImageFacts, pictures: list[Any]) -> dict[str, Any]:
+        """Return a prompt with some pictures, and text before, between and behind them."""
+        ids = [5, 17, 3]
+        for i in range(len(pictures)):
+            ids += [facts.prompt_token, 7 + i, 11, 4]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+
+    def reference(self, ids: list[int], prepared: list[ImageValues]) -> Tensor | None:
+        """Return log-probabilities [tokens, vocabulary] of an independent model, or None if there is none.
+
+        ``ids`` have the tokens of the images.  By default the features stand for the embeddings of a text model of
+        transformers, if each token has one position and one level of features."""
+        facts = self.made().facts()
+        if self.files().raw.get("model_type") != "llama" or facts.sections or facts.levels > 1 or facts.span:
+            return None
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder(), dtype=torch.float32)
+        tokens, encoder = torch.tensor([ids]), self.loaded()
+        features = torch.cat([self.encoded(encoder, found)[0] for found in prepared]).cpu()
+        with torch.inference_mode():
+            embeddings = model.get_input_embeddings()(tokens)
+            embeddings[tokens == facts.token] = features
+            scores: Tensor = model(inputs_embeds=embeddings).logits[0].float().log_softmax(-1)
+        return scores
+
+    @since(1, 0)
+    def test_the_engine_serves_it(self) -> None:
+        """Check the answers of an engine: prompts alone, together, in chunks and behind prefix hits have the same
+        tokens, the order of images matters, and log-probabilities are those of ``reference``."""
+        made, pictures = self.made(), self.pictures()[:3]
+        facts = made.facts()
+        orders = [pictures[:1], pictures[1:2], pictures, pictures[::-1]]
+        prompts = [self.prompt(facts, some) for some in orders]
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
+        counts = [made.prepare(picture).tokens for picture in pictures]
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "device": self.place()}
+        options |= {
+            "max_num_seqs": 4,
+            "encoder": {"name": self.plugin, "options": dict(self.options)},
+            "kvcache_block_size": 4,
+        }
+        options |= {"num_kvcache_blocks": sum(counts) * 4 + 200, "max_model_len": sum(counts) + 64}
+        if ":" in self.plugin:
+            options["allow_targets"] = [self.plugin.partition(":")[0]]
+
+        def answers(llm: LLM, *asked: dict[str, Any]) -> list[Any]:
+            outputs = llm.generate(list(asked), params, use_tqdm=False)
+            for output in outputs:
+                assert output.error is None, f"a request with images ended with an error: {output.error}"
+            return outputs
+
+        def close(some: list[Any], others: list[Any]) -> bool:
+            pairs = zip(map(_scores, some), map(_scores, others), strict=True)
+            return all(a[0] == b[0] and np.abs(a[1] - b[1]).max() < 1e-4 for a, b in pairs)
+
+        with LLM(str(self.folder()), **options, enable_prefix_caching=False) as llm:
+            alone = [answers(llm, prompt)[0] for prompt in prompts]
+        with LLM(str(self.folder()), **options, max_num_batched_tokens=max(7, facts.span)) as llm:
+            assert close(answers(llm, *prompts), alone), "requests together and in chunks have other answers"
+            assert close(answers(llm, *prompts), alone), "requests behind prefix hits have other answers"
+        assert not close(alone[:1], alone[1:2]), "two pictures have the same answer"
+        assert not close(alone[2:3], alone[3:]), "pictures in reverse order have the same answer"
+        for output, some in zip(alone, orders, strict=True):
+            tokens, scores = _scores(output)
+            whole = [*output.prompt_token_ids, *tokens]
+            expected = self.reference(whole, [made.prepare(picture) for picture in some])
+            if expected is None:
+                continue
+            behind = expected[len(output.prompt_token_ids) - 1 : -1]
+            right = behind[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+            assert np.abs(right - scores).max() < 1e-4, "log-probabilities differ from the reference"
+
+
+def _digest(found: ImageValues) -> bytes:
+    """Return the hash of values, by which the engine finds features again."""
+    return digest_of(np.ascontiguousarray(found.values, np.float32).reshape(-1), found.shape)
+
+
+def _scores(output: Any) -> tuple[list[int], np.ndarray]:
+    """Return the tokens of an answer and their log-probabilities."""
+    (out,) = output.outputs
+    return list(out.token_ids), np.array([next(iter(one.values())).logprob for one in out.logprobs])

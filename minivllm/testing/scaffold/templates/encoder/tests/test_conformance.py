@@ -1,0 +1,5 @@
+from minivllm.testing import EncoderConformance
+
+
+class TestMyPlugin(EncoderConformance):
+    plugin = "my-plugin/my-plugin"

@@ -1,0 +1,234 @@
+"""The seam encoder: built-in families under the kit, a class of a user, and an encoder of a package."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from packages import environment
+from wrong.encoders import Colours, Grid
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError, PluginError, RequestError
+from minivllm.testing import EncoderConformance
+from minivllm.testing.encoder import TOKEN, image_checkpoint, text_checkpoint
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "num_kvcache_blocks": 60}
+OPTIONS["max_model_len"] = 96
+
+
+def picture(seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (40, 40, 3), np.uint8)
+
+
+def prompt(*pictures, token=TOKEN):
+    ids = [5, 17, *([token, 9] * len(pictures)), 3]
+    return {"prompt_token_ids": ids, "multi_modal_data": {"image": list(pictures)}}
+
+
+def answer(llm, asked):
+    (output,) = llm.generate([asked], PARAMS, use_tqdm=False)
+    assert output.error is None, output.error
+    return output.outputs[0].token_ids, [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_further_model_types_serve_an_engine_and_keep_their_features(family):
+    suite = EncoderConformance()
+    suite.plugin, suite.checkpoint = "qwen_vl", image_checkpoint(family)
+    suite.test_facts_are_plain_data_of_the_checkpoint()
+    suite.test_values_are_numbers_and_tokens_are_those_of_the_shape()
+    suite.test_features_are_those_of_the_image_and_stay_so()
+    suite.test_the_engine_serves_it()
+
+
+@pytest.mark.parametrize("cls", [Colours, Grid])
+def test_a_class_of_the_user_works_with_one_option_over_a_text_model(cls):
+    with LLM(str(text_checkpoint()), encoder=cls, **OPTIONS) as llm:
+        assert "up to 16 in a request" in llm.explain()
+        one, other, both = (answer(llm, prompt(*some)) for some in ([picture(1)], [picture(2)], [picture(1)] * 2))
+        assert one[1] != other[1] != both[1]
+        again = answer(llm, prompt(picture(1)))
+        assert again[0] == one[0] and np.allclose(again[1], one[1], atol=1e-5)
+        assert llm.stats()["images"]["encoded"] == 2
+
+
+def test_the_same_model_without_the_option_reads_text_only():
+    refused = pytest.raises(RequestError, match="the model has no image encoder")
+    with LLM(str(text_checkpoint()), **OPTIONS) as llm, refused:
+        llm.generate(prompt(picture()), PARAMS, use_tqdm=False)
+
+
+PACKAGE = {
+    "pyproject.toml": """[project]
+name = "acme-vision"
+version = "1.0"
+[project.entry-points."minivllm.encoder"]
+colours = "acme_vision.spec:COLOURS"
+""",
+    "acme_vision/__init__.py": "",
+    "acme_vision/spec.py": """from minivllm.plugin import ANY, Spec
+COLOURS = Spec("acme_vision.colours:Mean", (1, 0), "mean colours", priority=50,
+    limits={"device": ANY, "dtype": ANY, "model_type": {"llama"}})
+""",
+    "acme_vision/colours.py": """import numpy as np
+from minivllm.plugin import ImageEncoder, ImageFacts, ImageValues
+
+class Mean(ImageEncoder):
+    def facts(self):
+        return ImageFacts(self.ctx.config["image_token_id"])
+    def prepare(self, image):
+        return ImageValues(np.asarray(image.resize((2, 2)), np.float32).reshape(4, 3), (3, 2, 2), 4)
+    def load(self, device, dtype):
+        import torch
+        draw = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(3, self.ctx.config["hidden_size"], generator=draw).to(device, getattr(torch, dtype))
+        return self.weight.nbytes
+    def encode(self, values, shape):
+        return (values.view(1, 4, 3) / 255).to(self.weight.dtype) @ self.weight
+""",
+    "use.py": """import json, sys
+import numpy as np
+from minivllm import LLM, SamplingParams
+folder, options, executor = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+if __name__ == "__main__":
+    with LLM(folder, executor=executor, **options) as llm:
+        picture = np.full((9, 9, 3), 200, np.uint8)
+        asked = {"prompt_token_ids": [5, 60, 9], "multi_modal_data": {"image": picture}}
+        (output,) = llm.generate([asked], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
+        print(json.dumps([output.error, output.prompt_token_ids, output.outputs[0].token_ids]))
+        print(llm.explain("encoder"))
+""",
+}
+
+
+def test_an_encoder_of_a_package_is_chosen_by_model_type_in_each_executor(tmp_path):
+    for name, text in PACKAGE.items():
+        path = tmp_path / "acme" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    there = environment([tmp_path / "acme"], tmp_path / "metadata")
+    found = []
+    for executor in ("local", "process"):
+        command = [sys.executable, str(tmp_path / "acme" / "use.py"), str(text_checkpoint()), json.dumps(OPTIONS)]
+        done = subprocess.run([*command, executor], env=there, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        line, _, explained = done.stdout.partition("\n")
+        assert "acme-vision/colours" in explained
+        found.append(json.loads(line))
+    error, ids, tokens = found[0]
+    assert error is None and ids == [5, 60, 60, 60, 60, 9] and len(tokens) == 4
+    assert found[1] == found[0]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_for_another_model_type_is_refused_by_its_limits():
+    with pytest.raises(PluginError, match="model_type"):
+        LLM(str(text_checkpoint()), encoder="qwen_vl", **OPTIONS)
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"drafter": "ngram"}, "drafter"), ({"enable_lora": True}, "lora")])
+def test_a_named_encoder_beside_something_that_excludes_images_is_an_error(options, reason):
+    with pytest.raises(ConfigError, match=f"encoder=.*: images are not implemented with .*{reason}"):
+        LLM(str(text_checkpoint()), encoder=Colours, **OPTIONS, **options)
+
+
+class Raises(Colours):
+    def facts(self):
+        raise KeyError("no_such_field")
+
+
+class OutsideTheVocabulary(Colours):
+    def facts(self):
+        return super().facts().__class__(token=100000)
+
+
+class OtherFacts(Colours):
+    def facts(self):
+        return {"token": 3}
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [(Raises, "KeyError: 'no_such_field'"), (OutsideTheVocabulary, "token id 100000"), (OtherFacts, "ImageFacts")],
+)
+def test_wrong_facts_of_a_named_encoder_are_an_error_with_the_reason(cls, reason):
+    with pytest.raises(ConfigError, match=reason):
+        LLM(str(text_checkpoint()), encoder=cls, **OPTIONS)
+
+
+class WrongForm(Colours):
+    def encode(self, values, shape):
+        return super().encode(values, shape)[0]
+
+
+class WrongDtype(Colours):
+    def encode(self, values, shape):
+        return super().encode(values, shape).double()
+
+
+class WrongCount(Colours):
+    def encode(self, values, shape):
+        return super().encode(values, shape)[:, :-1]
+
+
+class Exits(Colours):
+    def encode(self, values, shape):
+        raise SystemExit("goodbye")
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (WrongForm, r"encode\(\) gave torch.float32 \[16, 32\] on cpu; expected torch.float32 \[1, tokens, 32\]"),
+        (WrongDtype, r"encode\(\) gave torch.float64"),
+        (WrongCount, r"gave 15 features; expected 16"),
+        (Exits, "goodbye"),
+    ],
+)
+def test_features_of_a_wrong_form_end_the_requests_of_the_image_alone(cls, reason):
+    with LLM(str(text_checkpoint()), encoder=cls, **OPTIONS) as llm:
+        text = {"prompt_token_ids": [4, 5, 6]}
+        failed, fine = llm.generate([prompt(picture()), text], PARAMS, use_tqdm=False)
+        with pytest.raises(AssertionError, match=reason):
+            assert failed.error is None, failed.error
+        assert fine.error is None and len(fine.outputs[0].token_ids) == 6
+
+
+class CannotLoad(Colours):
+    def load(self, device, dtype):
+        raise OSError("no such file")
+
+
+class NoSize(Colours):
+    def load(self, device, dtype):
+        super().load(device, dtype)
+
+
+@pytest.mark.parametrize(("cls", "reason"), [(CannotLoad, "OSError: no such file"), (NoSize, r"load\(\) gave None")])
+def test_an_encoder_that_cannot_be_loaded_stops_the_start(cls, reason):
+    with pytest.raises(PluginError, match=reason):
+        LLM(str(text_checkpoint()), encoder=cls, **OPTIONS)
+
+
+class RefusesPictures(Colours):
+    def prepare(self, image):
+        raise ValueError("too blue")
+
+
+class OtherResult(Colours):
+    def prepare(self, image):
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "reason"),
+    [(RefusesPictures, RequestError, "too blue"), (OtherResult, PluginError, r"prepare\(\) gave 7")],
+)
+def test_a_picture_that_prepare_refuses_is_refused_with_its_reason(cls, error, reason):
+    with LLM(str(text_checkpoint()), encoder=cls, **OPTIONS) as llm, pytest.raises(error, match=reason):
+        llm.generate(prompt(picture()), PARAMS, use_tqdm=False)
