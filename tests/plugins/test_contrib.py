@@ -69,8 +69,8 @@ def test_a_package_is_whole(package):
 
 
 # without a compiler FlexAttention is traced anew for each length: half a minute
-SLOW = ("minivllm-flex",)
-EXAMPLES = [pytest.param(p, marks=pytest.mark.slow if p.name in SLOW else (), id=p.name) for p in CONTRIB]
+MARKS = {"minivllm-flex": pytest.mark.slow, "minivllm-xformers": pytest.mark.gpu}
+EXAMPLES = [pytest.param(p, marks=MARKS.get(p.name, ()), id=p.name) for p in CONTRIB]
 
 
 @pytest.mark.parametrize("package", EXAMPLES)

@@ -1,0 +1,1 @@
+"""xFormers' memory-efficient attention.  This module imports nothing, so that reading the spec costs nothing."""
