@@ -12,6 +12,7 @@ from .models import SHAPES
 MOST = 4  # largest number of ranks on a machine with two cores
 POCKET = {"num_attention_heads": 4, "num_key_value_heads": 2}
 OWN = ("q", "k", "v")  # points of a layer of which each rank has a part
+ALONE = ("suffix", "mtp", "eagle3")  # drafters that several ranks refuse
 
 
 def sizes(model: str, most: int = MOST) -> list[int]:
@@ -42,7 +43,9 @@ def shared(case: Case, executor: str, most: int = MOST) -> Case:
         if executor == "ray":
             how["transport"] = rng.choice(["auto", "tcp"])
         checked = {"name": executor, "options": how}
-        more = {"batch_invariant": False, "quantizer": "none"} if size > 1 else {}
+        more: dict[str, object] = {"batch_invariant": False, "quantizer": "none"} if size > 1 else {}
+        if size > 1 and options.get("drafter") in ALONE:
+            more["drafter"] = "ngram"
         engines.append({**options, "executor": checked, "tensor_parallel_size": size, **more})
     asks = []
     for ask in case.asks:
