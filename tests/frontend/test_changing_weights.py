@@ -327,7 +327,7 @@ def test_a_failed_update_of_a_sleeping_engine_can_be_repeated(tiny, monkeypatch)
         monkeypatch.setattr(WeightUpdate, "write", broken)
         with pytest.raises(RequestError, match="undefined until the next update"):
             llm.update_weights(tensors)
-        with pytest.raises(RequestError, match="sleeps still"):
+        with pytest.raises(RequestError, match="still sleeps"):
             llm.wake()
         monkeypatch.setattr(WeightUpdate, "write", write)
         llm.wake()

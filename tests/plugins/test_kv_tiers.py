@@ -234,7 +234,7 @@ def test_what_cannot_be_saved_is_refused_with_its_reason(tmp_path):
             llm.save_prefix("a" * 61, TEXT)
         with pytest.raises(RequestError, match="no prefix is called 'b'; there are: none"):
             llm.drop_prefix("b")
-        with pytest.raises(RequestError, match="the blocks have no place in the tier"):
+        with pytest.raises(RequestError, match="the tier has no room for the blocks"):
             llm.save_prefix("a", TEXT)
         assert not llm.prefixes()
         assert llm.save_prefix("small", TEXT[:100]) > 0

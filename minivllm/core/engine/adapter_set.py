@@ -1,4 +1,4 @@
-"""An adapter (LoRA) as the engine handles it, and the adapters that one memory holds."""
+"""An adapter (LoRA) as the engine handles it, and the set of adapters in one memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NEW, LOADING, READY, FAILED = range(4)
 class Adapter:
     """An adapter that requests use, or that is in host memory."""
 
-    number: int  # key of its weights in the workers
+    number: int  # number of its weights in the workers
     request: LoRARequest
     files: AdapterFiles
     state: int = NEW
-    place: int = -1  # on the device; -1 for none
+    place: int = -1  # place on the device; -1 means none
     users: int = 0  # requests that have not ended
     used: int = 0  # number of its last admission
     waiting: int = 0  # ranks whose load has not ended
@@ -39,9 +39,10 @@ class Adapter:
 
 
 class ResidentSet:
-    """The adapters of one memory of ``size`` adapters, and the evictor that chooses who leaves it.
+    """The adapters of one memory for ``size`` adapters, and the evictor that chooses which one leaves.
 
-    Adapters in use are held.  They are released to the evictor, in the order of their last use, when one must leave."""
+    Adapters in use are held.  They are released to the evictor, in the order of their last use, when one must leave.
+    """
 
     def __init__(self, size: int, evictor: Evictor) -> None:
         self.size, self.evictor = size, evictor

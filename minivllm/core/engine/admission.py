@@ -24,8 +24,10 @@ COLUMNS = frozenset(f.name for f in fields(QueueView))
 
 
 class LazyView(QueueView):
-    """View of n sequences whose columns are built by ``column(name)`` when they are first read.  A policy that sorts a
-    thousand rows by arrival then does not wait for thirteen other columns."""
+    """View of n sequences whose columns are computed by ``column(name)`` when they are first read.
+
+    A policy that sorts a thousand rows by arrival then does not wait for thirteen other columns.
+    """
 
     _n: int
     _column: Callable[[str], np.ndarray]
@@ -88,7 +90,7 @@ def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None
 
 
 def session_column(seqs: Sequence[Seq], name: str) -> np.ndarray:
-    """Return a column of ``QueueView`` with a fact of the sessions of some sequences."""
+    """Return a column of ``QueueView`` with a fact about the sessions of some sequences."""
     absent = ABSENT[name]
     dtype = np.int32 if name == "budget" else np.dtype(type(absent))
     column = np.full(len(seqs), absent, dtype)

@@ -10,8 +10,8 @@ copies the last block and the columns (``Delta.fork``), so that nothing is compu
     after step 2    a1    a2    a3        b1 shared by three, b2 copied twice
     after step 3    a27   a24   a31       a1 is dropped: beam 0 takes over from beam 1
 
-``Beams.advance`` returns that as a ``BeamStep``, which the planner applies when it plans the next step (``forks``),
-where there may be other rows to preempt for the copies.
+``Beams.advance`` returns these decisions as a ``BeamStep``.  The planner applies it when it plans the next step
+(``forks``), because it may have to preempt other rows for the copies.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class BeamFork(NamedTuple):
 class BeamStep:
     """Decisions of a search after a step, to be applied in the order of the fields."""
 
-    drop: tuple[int, ...]  # live beams that do not continue: their blocks are released
+    drop: tuple[int, ...]  # live beams that do not continue, whose blocks are released
     fork: tuple[BeamFork, ...]
     # (beam, its new last token) of each beam that is live after this step
     append: tuple[tuple[int, SearchNode], ...]
-    outputs: int  # continuations that were kept
+    outputs: int  # number of continuations that were kept
     done: bool  # the search has ended, and the fields above are not applied
 
 
@@ -204,8 +204,11 @@ class Beams:
         return SearchNode(self.tail[beam], token, entry)
 
     def outputs(self, cut: Finish | None) -> list[Kept]:
-        """Return the outputs of the search, best first.  ``cut`` is the reason if the search ends early, else None;
-        live branches then fill up the outputs to n.  ValueError if a finished search has no output."""
+        """Return the outputs of the search, best first.
+
+        ``cut`` is the reason if the search ends early, else None.  Live branches then complete the outputs to n.
+        ValueError if a finished search has no output.
+        """
         n, last = self.request.params.n, len(self.kept) - 1
         order = dict.fromkeys(
             checks.whole(i, 0, last, "result() gave") for i in self.search.result()

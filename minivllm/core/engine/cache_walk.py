@@ -1,5 +1,8 @@
-"""The full walk over the KV cache: every block, every table, every chain.  For tests, ``LLM.check`` and
-MINIVLLM_CHECK=1.  ``BlockPool.audit`` is the cheap check of every step.  AssertionError names the inconsistency."""
+"""The full check of the KV cache, with every block, every table and every chain.
+
+It is for tests, ``LLM.check`` and MINIVLLM_CHECK=1.  ``BlockPool.audit`` is the fast check of every step.
+AssertionError names the inconsistency.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def walk(pools: list[BlockPool], s: Slots, retired: Sequence[tuple[int, np.ndarr
         for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
             row = s.tokens[slot, i * s.block : (i + 1) * s.block]
             if not lead.published(block):
-                break  # its key collided: this block and all later ones are unpublished
+                break  # its key collided, so this block and all later ones are unpublished
             assert lead.parent[block] == before, (
                 f"slot {slot}: block {i} hangs on a block or salt of others"
             )

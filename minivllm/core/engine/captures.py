@@ -10,14 +10,14 @@ from minivllm.errors import EngineDeadError
 VERB = "captures"
 # Seconds without work before the first capture.  A client that sends one request after another would wait for each.
 QUIET = 0.05
-COMPILING = 0.02  # seconds until the executor is called again while it compiles
+COMPILING = 0.02  # seconds until the next call of an executor that still compiles
 
 
 class IdleCaptures:
     """Calls the executor in idle turns until no capture is left."""
 
     def __init__(self) -> None:
-        self.left = 0  # captures that are still to be made
+        self.left = 0  # number of captures that are left
         self.pause: float | None = (
             None  # seconds to wait before the next idle turn; None if nothing is left
         )
@@ -39,7 +39,7 @@ class IdleCaptures:
             self.left, worked = int(answer["left"]), bool(answer["worked"])
         except EngineDeadError:
             raise
-        except Exception:  # an executor without this verb makes its captures before it is ready
+        except Exception:  # an executor without this verb makes its captures at the start
             self._implemented, self.pause = False, None
             return
         self.pause = None if not self.left else 0.0 if worked else COMPILING

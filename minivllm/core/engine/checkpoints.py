@@ -1,12 +1,13 @@
-"""Copies of recurrent states behind cached blocks: a prefix hit needs the KV blocks and the state behind the last one.
+"""Copies of recurrent states behind cached blocks.  A prefix hit needs the KV blocks and the state behind the last
+block.
 
     block    [b4]──[b9]──[b7]──[b2]──[b5]        cached chain of a prompt
     states          c1          c0               a hit is the first four blocks, or the first two
 
-A row copies its states while it computes its prompt (``Delta.save``): near the end of the prompt, where the next turn
-of a chat continues, and where the prompt leaves a cached chain, because later prompts may leave it there too.  A copy
-belongs to a block once that block is published, and is freed with it.  If all copies are in use, the least recently
-used one is evicted.
+A row copies its states at two points of its prompt (``Delta.save``).  One is near the end, where the next turn of a
+chat continues.  The other is where the prompt leaves a cached chain, because later prompts may leave it there too.  A
+copy belongs to a block once that block is published, and is freed with it.  If all copies are in use, the least
+recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-# Tokens before the end of a prompt that a copy leaves out: a chat template ends a prompt with a few tokens that open
-# the answer, and the next turn may render the answer without them.
+# Tokens between a copy and the end of the prompt. A chat template ends a prompt with a few tokens that open the answer,
+# and the next turn may render the answer without them.
 OPENING = 16
 
 
 class Checkpoints:
-    """The copies of recurrent states, by the block of the leading group that they stand behind.
+    """The copies of recurrent states, by the block of the leading group behind which they are.
 
-    ``first`` is the index of the first copy among all states, ``count`` the number of copies."""
+    ``first`` is the index of the first copy among all states, and ``count`` the number of copies.
+    """
 
     def __init__(self, first: int, count: int) -> None:
         self.count = count
         self.free = list(range(first + count - 1, first - 1, -1))
         self.of_block: dict[int, int] = {}  # block -> index, the least recently used first
-        # slot -> (blocks before the copy, index) of copies that are not made or not published
+        # slot -> (blocks before the copy, index), for copies that are not yet made or published
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
-        self.changes = 0  # how often a block got or lost a copy
+        self.changes = 0  # number of times that a block got or lost a copy
         # callbacks (block, index) for each block that gets a copy, and (index) for each that loses its copy
         self.published: Callable[[int, int], None] | None = None
         self.dropped: Callable[[int], None] | None = None
 
     def usable(self, chain: np.ndarray) -> int:
-        """Return how many blocks of a cached chain a hit may have: up to the last one with a copy behind it."""
+        """Return the number of blocks of a cached chain that a hit may have, which end at the last copy."""
         for n in range(len(chain), 0, -1):
             if int(chain[n - 1]) in self.of_block:
                 return n
@@ -65,7 +67,9 @@ class Checkpoints:
         return index
 
     def publish(self, slot: int, table: np.ndarray, blocks: int) -> None:
-        """Assign the copies behind the first ``blocks`` blocks of a row's ``table``, all published, to these."""
+        """Assign the copies behind the first ``blocks`` blocks of a row's ``table`` to these blocks, which are
+        published.
+        """
         pending = self.pending.get(slot)
         if pending is None:
             return
@@ -95,7 +99,7 @@ class Checkpoints:
             self.changes += 1
 
     def release(self, slot: int) -> None:
-        """Free the copies that a row has not published: its stay in the slot has ended."""
+        """Free the copies of a row that leaves its slot before it has published them."""
         self.free += [index for _, index in self.pending.pop(slot, ())]
 
     def stats(self, state_bytes: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The feedback about evicted blocks, and the question whether an evictor reads facts of sessions."""
+"""The feedback about evicted blocks, and the test whether an evictor reads facts of sessions."""
 
 from __future__ import annotations
 

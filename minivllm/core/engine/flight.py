@@ -1,4 +1,4 @@
-"""A step in flight: planned and submitted, its result not yet published."""
+"""A step in flight, which is submitted and whose result is not yet published."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """Step in flight: its plan, and the serial numbers of its rows' stays in their slots."""
+    """A step in flight, with its plan and the serial numbers of its rows' stays in their slots."""
 
     plan: StepPlan
     slots: np.ndarray  # i64 [R] slots of the plan
-    serial: np.ndarray  # i64 [R] ``Slots.serial`` of each row when planned
-    after: np.ndarray  # i32 [R] tokens with KV once the step has run
+    serial: np.ndarray  # i64 [R] ``Slots.serial`` of each row at the time of the plan
+    after: np.ndarray  # i32 [R] tokens with KV after the step
     drawn: np.ndarray  # i64 [N] slots of the rows that sample
     position: np.ndarray  # i32 [N] positions of their new tokens
-    begun: float = 0.0  # when it was submitted, seconds of the engine's clock
+    begun: float = 0.0  # time of submission in seconds of the engine's clock
 
     @classmethod
     def of(cls, plan: StepPlan, slots: Slots) -> Flight:

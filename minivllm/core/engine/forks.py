@@ -1,6 +1,6 @@
-"""Rows that share computed tokens while a step is planned: the branches of a request, and the beams of a search.
+"""Rows that share computed tokens, which are the branches of a request and the beams of a search.
 
-All changes that a search or a fork makes to slots, blocks and the next delta are made here.
+All changes of a search or a fork to slots, blocks and the next delta are made here, while a step is planned.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def fork_ready(planner: ForkPlanner) -> None:
     for slot in s.running[s.forking[s.running]].tolist():
         seq = s.seq[slot]
         if seq is None:
-            continue  # preempted to free blocks for the branches of another row
+            continue  # the row was preempted to free blocks for the branches of another row
         if s.partner[slot] >= 0:
             release(s, slot)
             continue
         at = int(s.computed[slot])
         if at < s.schedulable[slot] or s.step[slot] > s.published:
-            continue  # the shared KV must be computed, not only planned
+            continue  # the shared KV must have been computed, not only planned
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
         if not room_for(planner, slot, len(branches) * (at % s.block > 0)):
@@ -104,7 +104,7 @@ def apply_pending(planner: ForkPlanner) -> None:
     ends."""
     for beams in list(planner.searches):
         if beams.pending is None:
-            continue  # preempted while the step was pending
+            continue  # the beams were preempted while the step was pending
         drop_beams(planner, beams)
         fits = _fits(planner, beams)
         if not fits and room_for(planner, beams.seqs[0].slot, beams.width - 1):

@@ -3,11 +3,11 @@
     lead     p p p p p p p .  g g g        the request's sequence
     guide    q q q . . . . .  g g g        its guide, with its own slot and prompt
 
-The last known token of each waits (.) until all other tokens of both are computed.  From then on both lack one token,
-so a step contains both or neither.  The device samples from the logits of both and appends the same token to both.
-They enter and leave their slots together, and wait in the queue as the lead.
+The last known token of each row waits (.) until all other tokens of both are computed.  From then on both lack one
+token, so a step contains both or neither.  The device samples from the logits of both and appends the same token to
+both.  They enter and leave their slots together, and wait in the queue as the lead.
 
-A guide has an internal request of its own, without a sink, processors or masks.  It ends together with its lead.
+A guide has its own internal request, without a sink, processors or masks.  It ends together with its lead.
 """
 
 from __future__ import annotations

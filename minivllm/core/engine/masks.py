@@ -1,7 +1,7 @@
-"""Masks of late rows: the tokens that a row may draw, computed on the host while the layers of its step run.
+"""Masks of late rows, which are the tokens that a row may draw, computed on the host during the layers of its step.
 
-A row has a mask by its grammar, by ``allowed_tokens_fn``, or by both, which then must agree.  Matchers
-receive tokens here only: all tokens since the last mask, so that preemption and branches need no special case.
+A row has a mask by its grammar, by ``allowed_tokens_fn``, or by both, and then only tokens that both allow.  Matchers
+receive tokens only here.  They receive all tokens since the last mask, so preemption and branches need no special case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Ends:
     """Token ids that rows of a mask must avoid as long as another token is allowed."""
 
     def __init__(self, at: Sequence[int], ids: Sequence[tuple[int, ...]]) -> None:
-        """Store the ids to avoid: ``ids[i]`` belongs to mask row ``at[i]``."""
+        """Store the ids to avoid.  ``ids[i]`` belongs to mask row ``at[i]``."""
         found: dict[tuple[int, ...], list[int]] = {}
         for i, some in enumerate(ids):
             if some:
@@ -63,11 +63,13 @@ class _Ends:
 
 
 class _Late:
-    """The late rows of a step, whose masks are computed while the step runs.  The next step usually has the same rows,
-    so all unchanged data is kept to save time per row."""
+    """The late rows of a step, whose masks are computed while the step runs.
+
+    The next step usually has the same rows, so unchanged data is kept to save time per row.
+    """
 
     def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
-        # stays: serial of each row's stay in its slot, -1 if the row has left
+        # serial number of each row's stay in its slot, -1 if the row has left
         self.slots, self.stays = slots, stays
         stay = np.flatnonzero(stays >= 0).tolist()
         there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in stay]  # type: ignore[misc]
@@ -134,7 +136,7 @@ class RowMasks:
         self.memory = memory
         # mask memory of the last step, whose sampling has finished
         self._held: np.ndarray | None = None
-        self._late: _Late | None = None  # late rows of the last step; None if one has ended since
+        self._late: _Late | None = None  # late rows of the last step; None if one of them has ended
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The
@@ -173,7 +175,7 @@ class RowMasks:
             if not matchers:
                 self.seams.run("grammar", late.start, plugin)
                 matchers = late.matchers
-            gates = self.grammars.gates  # they keep the tokens of reasoning from the matchers
+            gates = self.grammars.gates  # gates keep the tokens of reasoning from the matchers
             behind, new = gates.passed(late.seqs, *late.news(known, self.slots.tokens))
             those = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
             took = (
@@ -224,7 +226,7 @@ class RowMasks:
             function: Any = seq.request.params.allowed_tokens_fn
             ids = call_foreign(
                 lambda: checks.allowed_tokens(function(so_far), self.vocab)
-            )  # converting the result may run user code too
+            )  # the conversion of the result may run user code too
         except Exception as e:  # an error in the user's code ends only its own request
             self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1

@@ -51,7 +51,7 @@ class OwnerShares:
         self._spent: Counter[int] = Counter()
 
     def most(self, owner_number: int) -> int:
-        """Return the tokens that an owner may still have in this step."""
+        """Return the number of tokens that an owner may still use in this step."""
         return min(self.left, self._each - self._spent[owner_number])
 
     def spend(self, owner_number: int, tokens: int) -> None:
@@ -59,8 +59,10 @@ class OwnerShares:
         self._spent[owner_number] += tokens
 
     def join(self) -> bool:
-        """Stop dividing the budget, so that any owner may spend the rest.  Return False if nothing is left, or if it
-        was not divided."""
+        """Stop dividing the budget, so that any owner may spend the rest.
+
+        Return False if nothing is left, or if the budget was not divided.
+        """
         divided, self._each = self._each < sys.maxsize, sys.maxsize
         return divided and self.left > 0
 

@@ -9,14 +9,14 @@ from math import inf, sqrt
 
 import numpy as np
 
-FEWEST = 16  # tokens that a step may always have
-GROWTH = 4  # a step may have this many times the tokens of the largest step so far
-KEPT = 0.6  # weight of the earlier measurements after a step of full size
-CONTEXT = 1024  # prior assumption: so many keys cost as much as the rest of a token
+FEWEST = 16  # tokens that a step may always have, at least
+GROWTH = 4  # limit of a step's tokens, as a multiple of the largest step so far
+KEPT = 0.6  # weight of earlier measurements after a step of full size
+CONTEXT = 1024  # prior assumption about the number of keys that cost as much as the rest of a token
 PRIOR = (
     0.05,
     256.0,
-)  # strength of the prior: a share of the measured weight, at a context so many keys from the mean
+)  # strength of the prior, as a share of the measured weight and a distance in keys from the mean
 
 
 class Pace:
@@ -29,11 +29,11 @@ class Pace:
         self.budget = budget
         self.reach = min(
             first, budget
-        )  # tokens that the next step may have after the largest so far (``GROWTH``)
+        )  # limit of the tokens of the next step from the largest step so far (``GROWTH``)
         self.each, self.key = (
             0.0,
             0.0,
-        )  # seconds of a token, and of each key that it attends to; 0 means unknown
+        )  # seconds per token, and per key that it attends to; 0 means unknown
         self.mean = 0.0  # recent mean seconds of a token
         self._bound = self.reach  # tokens of a step of full size
         # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token

@@ -1,13 +1,13 @@
-"""Policy + token budget + blocks -> StepPlan.  Host only: numpy columns and the policy; no torch, no waiting.
+"""The planner, which makes a StepPlan from policy, token budget and blocks on the host, without torch or waiting.
 
-One rule: *computed tokens catch up with known tokens*.  A row whose next token is all that is missing decodes, any
-other computes a chunk of its prompt; decodes come first, the rest of the budget goes to chunks, then to newcomers::
+Computed tokens catch up with known tokens.  A row that lacks one token decodes, and any other row computes a chunk of
+its prompt.  Decodes come first.  The rest of the budget is used for chunks, and then for new rows::
 
     budget 16 |d d d|p p p p p p|n n n n n n n|      d: one token each, p: a running row's chunk, n: admitted now
 
-A planned step counts as done: ``computed`` and ``known`` move ahead of the device, so the next step can be planned
-before the tokens of this one are seen.  Progress is provable: the oldest running row is never preempted, a request is
-accepted only if it fits alone, and a row that was preempted ``PROTECTED_AFTER`` times comes back with all the blocks
+A planned step counts as done.  ``computed`` and ``known`` run ahead of the device, so the next step can be planned
+before the tokens of this one are collected.  Progress is guaranteed.  The oldest running row is never preempted.  A
+request is accepted only if it fits alone.  A row that was preempted ``PROTECTED_AFTER`` times returns with all blocks
 that it needs.
 """
 
@@ -98,23 +98,22 @@ class Planner:
         self.step_id = 0
         # most prompt tokens in a step; a server lowers it if steps would take too long
         self.most_prefill = max_tokens
-        self.reserved = 0  # slots kept for branches that will fork
-        self.wake_at = 0.0  # time before which the policy admits no sequence; 0 = no hold
+        self.reserved = 0  # slots that are reserved for branches that will fork
+        self.wake_at = 0.0  # time before which the policy admits no sequence; 0 means no hold
         self.preemptions = 0
-        # by serial: sequences that left their slot with steps in flight
+        # serial number -> sequence that left its slot with steps in flight
         self.departed: dict[int, Seq] = {}
-        self.left: list[int] = []  # slots left since the last plan
+        self.left: list[int] = []  # slots that were left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
         self.forgotten: list[int] = []  # preempted sequences that ended since the last plan
-        self.steady: Steady | None = None  # the last plan, if the next may repeat it
+        self.steady: Steady | None = None  # the last plan, if the next step may repeat it
         # (slot, token) chosen on the host since the last plan
         self.chosen: list[tuple[int, int]] = []
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
-        self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
+        self.forks: list[tuple[int, int, Seq]] = []  # new (parent slot, slot, branch)
         self.searches: list[Beams] = []  # beam searches with decisions that are not applied yet
-        # ended since the last plan, for a policy that defines ``ended``
-        self._ended: list[Seq] = []
-        self.shared = False  # some request names its owner (see ``owners``)
+        self._ended: list[Seq] = []  # ended since the last plan, for policies with ``ended``
+        self.shared = False  # whether a request has an owner (see ``owners``)
         # waiting sequence of an owner without a row, for which the last plan had no room
         self.stuck: Seq | None = None
         # the last refused sequence had no place for its adapter, or no memory for its images
@@ -216,7 +215,7 @@ class Planner:
         if shape.kind != "mix" and not chunks:
             decode = self._decode(self.need(s.running))
         if not len(decode) and not chunks and s.forking[s.running].any():
-            # a newcomer whose prompt was cached, or is one token long, can fork at once
+            # a new row whose prompt was cached, or has one token, can fork at once
             fork_ready(self)
             decode = self._decode(self.need(s.running))
         return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
@@ -299,8 +298,10 @@ class Planner:
         return (upto - s.computed[run]) * may
 
     def _decode(self, need: np.ndarray) -> np.ndarray:
-        """Return the rows that lack one token and have the blocks for it.  Rows are preempted if blocks are missing.
-        ``need`` holds the missing tokens of each running row."""
+        """Return the rows that lack one token and have the blocks for it.
+
+        Rows are preempted if blocks are missing.  ``need`` holds the missing tokens of each running row.
+        """
         s = self.slots
         rows = s.running[need == 1][: self.max_tokens]
         missing = self.cache.missing(rows, s.computed[rows] + 1)
@@ -339,7 +340,7 @@ class Planner:
         """Preempt the row of ``rows`` that the policy selects, and return its slot; None if no row may be preempted.
         Candidates belong to the owner with most of the rows.  ``protected`` allows rows that were preempted often."""
         s = self.slots
-        rows = rows[s.id[rows] != s.id[s.running].min()]  # beams have one id
+        rows = rows[s.id[rows] != s.id[s.running].min()]  # beams of one request have one id
         if not protected:
             # Rows that wait to fork and beams have no blocks reserved for branches, so they may be preempted.
             rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.beam[rows]]
@@ -448,7 +449,7 @@ class Planner:
         s, new, promised, refused = self.slots, dict[int, int](), 0, None
         self.placeless = False
         self.underway.refresh()
-        delayed: list[Seq] = []  # wait for a prefix that a running row computes
+        delayed: list[Seq] = []  # sequences that wait for a prefix that a running row computes
         planned = ChainMap(new, chunks)
         try:
             for seq in self._newcomers(now, None if static else parts):
@@ -459,7 +460,7 @@ class Planner:
                     delayed.append(seq)
                     continue
                 if not self._enter(seq, promised):
-                    refused = seq  # no later sequence overtakes the first that does not fit
+                    refused = seq  # no later sequence overtakes the first one that does not fit
                     break
                 seq.request.scheduled = seq.request.scheduled or now
                 owner_number = seq.request.owner_number
@@ -470,7 +471,7 @@ class Planner:
                         new[slot], blocks = self.cache.room(slot, want, promised)
                         promised += blocks
                         parts.spend(owner_number, new[slot])
-        finally:  # they wait on even if a plug-in raises
+        finally:  # they continue to wait even if a plug-in raises
             self.underway.delayed = delayed
             for seq in delayed:
                 self.waiting.push(seq, seq.key, seq.lane, row_of(seq))

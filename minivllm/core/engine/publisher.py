@@ -1,9 +1,10 @@
-"""StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows;
-Python runs per row only for rows that ended, that a client watches (a server does so in columns), or that filled a
-block.
+"""Publish step results to sequences, which stores tokens, ends sequences, sends streams and publishes prefixes.
 
-A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay,
-noted when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
+The work is vectorized over the rows.  Python code per row runs only for rows that ended, that a client watches (a
+server does so in columns), or that filled a block.
+
+A result may arrive for a row that has left its slot (finished, aborted, preempted).  The serial number that was noted
+in the plan then differs from the slot's, and the sequence is in ``planner.departed``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-FLUSH_LOGPROBS = 32  # most tokens whose log-probabilities wait before they become entries
+# number of tokens whose log-probabilities wait before they become entries, at most
+FLUSH_LOGPROBS = 32
 
 
 class Publisher:
@@ -66,7 +68,7 @@ class Publisher:
         self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
         self.events, self.now, self.speculation = events, now, speculation
         self.tokens = self.overshoot = 0
-        # steps that read shared prefixes of decoding rows once, and such rows in all of them
+        # number of steps that read shared prefixes of decoding rows once, and of such rows in all of them
         self.shared_steps = self.shared_rows = 0
 
     def stats(self) -> dict[str, int]:
@@ -105,7 +107,7 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += len(mine)
-        if len(plan.guided):  # a guide repeats its row's token, so it is not counted
+        if len(plan.guided):  # a guide repeats its row's token, so its token is not counted
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
         sequence = partial(self._sequence, flight, live)
         if result.prompt is not None:
@@ -125,7 +127,7 @@ class Publisher:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
                 seq.defer_logprobs(result.logprobs, j)
-                # spread over the steps, because converting all at the end takes long
+                # spread over the steps, because converting all of them at the end takes long
                 if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                     seq.flush_logprobs()
         self._tell(flight, result, live, ok)
@@ -163,8 +165,10 @@ class Publisher:
         return self.slots.serial[flight.slots] == flight.serial
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
-        """Send new tokens of watched rows to their sinks, and end the rows that have ended.  ``live`` marks the step's
-        rows that still hold their slot.  ``ok`` marks the sampled rows that received a token."""
+        """Send new tokens of watched rows to their sinks, and end the rows that have ended.
+
+        ``live`` marks the step's rows that still hold their slot.  ``ok`` marks the sampled rows that received a token.
+        """
         s, plan, slots, at = self.slots, flight.plan, flight.drawn, flight.position
         if not s.watched and not np.count_nonzero(result.flags):
             return
@@ -297,7 +301,7 @@ class Publisher:
         if len(result.pooled):
             finite = np.isfinite(result.pooled).all(axis=1)
             full[flight.plan.pooled[~finite, 0]] = False
-        if s.tapping:  # whether memory sufficed to steer the row is known only with its first token
+        if s.tapping:  # the first token shows whether memory sufficed to steer the row
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if np.count_nonzero(full):
             mine = slots[full]

@@ -100,8 +100,10 @@ def finish_beams(
 
 
 def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
-    """Fill a sequence of the answer with an output and send it to the sink.  Return the error message if the sink
-    raises, else None."""
+    """Fill a sequence of the answer with an output and send it to the sink.
+
+    Return the error message if the sink raises, else None.
+    """
     ids, seq.logprobs = unwind(out.last)
     seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
     seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score

@@ -1,15 +1,15 @@
-"""Speculation on the host: the number of drafts in a step, the accepted drafts, and whether speculation pays.
+"""Speculation on the host, which decides the number of drafts in a step and whether speculation is worthwhile.
 
-Drafts are accepted with some probability and cost time; beyond some batch size a step with drafts takes longer than
-the accepted tokens save.  Both are measured, for each class of batch sizes (powers of two): the time of a step without
-drafts and with k drafts per row, and the share of rows whose first, second ... draft was accepted.  The number of
-drafts is the k with the largest gain, and speculation is on while this gain is at least 1:
+Drafts are accepted with some probability and cost time.  Beyond some batch size a step with drafts takes longer than
+the accepted tokens save.  Both are measured for each class of batch sizes (powers of two).  The measurements are the
+time of a step without drafts and with k drafts per row, and the share of rows whose first, second ... draft was
+accepted.  The number of drafts is the k with the largest gain.  Speculation is on while this gain is at least 1::
 
     gain(k) = (1 + share of the first + ... + share of the k-th) * milliseconds without / milliseconds with k
 
-Times of a k that was not tried lie on the line between the neighbouring ones.  A trial begins with the most drafts,
-whose shares tell those of fewer, and goes on with the best k until that was timed too.  Where speculation is off it is
-tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial determines the wait
+The time of a k that was not tried is interpolated between its neighbours.  A trial begins with the most drafts, which
+also gives the shares of fewer drafts.  It continues with the best k until that is timed too.  While speculation is off
+it is tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial determines the wait
 before the next one.
 """
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 log = logging.getLogger("minivllm")
-# steps of a trial; the first is not timed, because the step before was of the other kind
+# steps of a trial; the first is not timed, because the preceding step was of the other kind
 TRIES = 8
-FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until it is tried again
+FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until the next trial, at first and at most
 RENEW = 512  # steps with drafts after which steps without are timed again
-WEIGHT = 0.1  # weight of a new step in the running means
+WEIGHT = 0.1  # weight of a new step in running means
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
-# wait this many times a trial's duration before the next, so that trials take a twentieth of the time
+# the wait before the next trial as a multiple of its duration, so that trials take a twentieth of the time
 TRIAL_COST = 20
-KEEP = 1.02  # another number of drafts is used if its gain is larger by this factor
+KEEP = 1.02  # the number of drafts changes only if the gain grows by this factor
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Class:
     """Measurements of one class of batch sizes.  ``most`` is the largest number of drafts of a row."""
 
     most: int
-    ms: dict[int, float] = field(default_factory=dict)  # drafts of a row -> milliseconds of a step
+    ms: dict[int, float] = field(default_factory=dict)  # drafts per row -> milliseconds of a step
     k: int = 0  # drafts of a row while the class speculates
     on: bool = False
     left: int = TRIES  # steps until the next decision
@@ -58,7 +58,7 @@ class Class:
         self.k = self.k or self.most
         # share of the rows of a step whose first, second ... draft was accepted, with all before
         self.shares = np.zeros(self.most)
-        self.observed = np.zeros(self.most, bool)  # shares that were measured
+        self.observed = np.zeros(self.most, bool)  # whether the share of each draft was measured
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a row in a step with k drafts."""
@@ -82,13 +82,17 @@ class Class:
         return self.gain_of(self.k)
 
     def best(self) -> int:
-        """Return the number of drafts with the largest gain.  Of about equal ones the current one stays."""
+        """Return the number of drafts with the largest gain.  The current number stays if gains are about equal."""
         gains = {k: self.gain_of(k) for k in range(1, max(self.ms) + 1)}
         best = max(gains, key=lambda k: gains[k])
         return best if gains[best] > KEEP * gains.get(self.k, 0.0) else self.k
 
     def note(self, drafts: int, ms: float, shares: np.ndarray) -> None:
-        """Add a step with so many drafts per row, and the shares f64 [most] of its rows, to the running means."""
+        """Add a step to the running means.
+
+        ``drafts`` is its number of drafts per row, ``ms`` its milliseconds, and ``shares`` f64 [most] the shares of its
+        rows.
+        """
         if drafts and self.trial:
             self.spent += ms
         old = self.ms.get(drafts)
@@ -127,14 +131,14 @@ class Class:
         return False
 
     def _stop(self) -> None:
-        """Switch off until the next trial, which uses the number of drafts that lost least."""
+        """Switch speculation off until the next trial, which uses the number of drafts that lost least."""
         self.left = max(self.wait, int(TRIAL_COST * self.spent / self.ms[0]))
         self.wait = min(2 * self.wait, MOST_WAIT)
         self.on = self.trial = False
         self.k = self.best()
 
     def _changed(self) -> bool:
-        """Choose the best number of drafts; return whether it still has to be timed."""
+        """Choose the best number of drafts, and return whether it still has to be timed."""
         before, self.k = self.k, self.best()
         return self.k != before and self.k not in self.ms
 
@@ -147,7 +151,7 @@ class Speculation:
     k: int
     drafter: str
     always: bool = False
-    # per processor, the sampler last: True if it handles several positions of a row in one step
+    # for each processor, and the sampler last: whether it handles several positions of a row in one step
     able: tuple[bool, ...] = ()
     failed: str = ""  # error of a failed drafter, which is not called any more
     steps: int = 0

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import StepPlan
 
-AUTO = 8.0  # with "auto" the prompts of a step may take this many times as long as its decodes
-LEAST_MS = 20.0  # with "auto" the prompts of a step may take at least these milliseconds
+AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of its decodes
+LEAST_MS = 20.0  # with "auto", the least milliseconds that the prompts of a step may take
 LEAST_SHARE = 0.25  # share of the target that prompts get even if the decodes take the whole target
-CHUNK = 128  # tokens of prompts that a step may have, if they take no longer than the target
-SIZES = 16  # groups of numbers of rows whose times are learned apart: 1, 2 to 3, 4 to 7, ...
-DOUBT = 0.05  # share of a step's time that its prompts take at least, as the time of its decodes is an estimate
-KEPT = 0.8  # weight of the earlier measurements of a group
+CHUNK = 128  # tokens of prompts that a step may have if they take no longer than the target
+SIZES = 16  # groups of numbers of rows whose times are learned separately: 1, 2 to 3, 4 to 7, ...
+# least share of a step's time that its prompts take, because the time of its decodes is an estimate
+DOUBT = 0.05
+KEPT = 0.8  # weight of earlier measurements of a group
 
 
 class StepBudget:

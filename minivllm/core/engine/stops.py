@@ -1,8 +1,8 @@
-"""The stop rule of a request: the token ids that end its sequences, the length from which they apply, and the ids
-that a mask avoids.
+"""The stop rule of a request, with the token ids that end its sequences and the length from which they apply.
 
-The device applies it to all rows of a step (``Join``, ``worker.sampling.stop_flags``).  Here it is applied to one token
-that the host chose, or to a candidate of a beam search.
+It also has the ids that a mask avoids.  The device applies the rule to all rows of a step (``Join``,
+``worker.sampling.stop_flags``).  Here it is applied to one token that the host chose, or to a candidate of a beam
+search.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StopRule:
     Without a grammar no id of ``ids`` is drawn while the length is below ``min_end``.  A grammar may allow only such an
     id.  Its mask avoids these ids while other tokens are allowed, and an id that it cannot avoid ends the sequence."""
 
-    ids: tuple[int, ...] = ()  # the first ``n_eos`` are end-of-sequence ids
+    ids: tuple[int, ...] = ()  # ids; the first ``n_eos`` are end-of-sequence ids
     n_eos: int = 0
     min_end: int = 0  # length in tokens below which no stop id ends a sequence
     end: int = 0  # length in tokens at which a sequence ends in any case

@@ -36,7 +36,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         made = next((made for made in able if call_foreign(made.takes, p)), None)
         for _, one in strategies if made is None else ():
             if one.reads & set(p.extra):
-                call_foreign(one.start, p)  # its own error explains the refusal
+                call_foreign(one.start, p)  # the error that it raises explains the refusal
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":

@@ -1,11 +1,11 @@
-"""Whether the partly filled last blocks of ended sequences (tails) are worth their place in the cache."""
+"""The decision whether the partly filled last blocks of ended sequences (tails) are worth their place in the cache."""
 
 from __future__ import annotations
 
-LEARNED = 64  # tails that are kept before their use is judged
-LEAST = 1 / 16  # uses of a tail, from which tails are worth their blocks in a full cache
-TRIED = 16  # in a full cache each of so many tails is kept anyway, so that a new use is seen
-WINDOW = 1024  # tails after which the counts are halved, so that later tails count more
+LEARNED = 64  # number of tails that are kept before their use is judged
+LEAST = 1 / 16  # uses per tail from which on tails are kept in a full cache
+TRIED = 16  # in a full cache one of this many tails is kept anyway, to detect a new use
+WINDOW = 1024  # number of tails after which the counts are halved, so that later tails count more
 
 
 class TailUse:

@@ -1,4 +1,4 @@
-"""Whether a request loads pages from a tier, or computes them: the faster way by measured speeds."""
+"""The choice whether a request loads pages from a tier or computes them, by measured speeds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NEW = 0.3  # weight of a new measurement in the mean
-PROMPT = 4  # tokens of a row in a step, from which the step counts as one of prompts
-RECENT = 24  # steps from which the speed of computing is measured
-WAITS = 9  # requests from whose waits the time beyond the loads is measured
-APART = 0.25  # share of the largest step by which two steps differ at least, for a slope
-# a tier that was slow counts as faster by this factor after each request that did not load from it, so that it is
-# measured again
+PROMPT = 4  # tokens of a row from which on a step counts as one of prompts
+RECENT = 24  # number of recent steps from which the speed of computing is measured
+WAITS = 9  # number of recent requests whose waits beyond the loads are measured
+APART = 0.25  # least difference between two steps for a slope, as a share of the largest step
+# A slow tier counts as faster by this factor after each request that did not load from it, so that it is measured
+# again.
 HOPE = 0.97
 
 
@@ -53,23 +53,27 @@ class Slope:
 
 
 class LoadChoice:
-    """Measured speeds, and what came of the choices.  A speed that was not measured counts as infinite for loads, so
-    that they are tried, and as zero for computing."""
+    """Measured speeds, and counts of the choices.
+
+    A speed that was not measured counts as infinite for loads, so that they are tried, and as zero for computing.
+    """
 
     def __init__(self, always: list[bool]) -> None:
         """Begin without measurements.  ``always`` marks the tiers from which pages are loaded in any case."""
         self.always = always
-        self.steps = Slope()  # seconds by tokens: what a token adds to a step that runs in any case
-        # seconds that recent requests waited longer than their loads should take, and the median:
-        # the time in queues and between polls
+        # seconds by tokens, which gives the time that a token adds to a step that runs anyway
+        self.steps = Slope()
+        # Seconds that recent requests waited beyond the expected time of their loads, and their median. This is time in
+        # queues and between polls.
         self.longer: deque[float] = deque(maxlen=WAITS)
         self.wait_seconds = 0.0
         self.byte_seconds: list[float | None] = [None] * len(
             always
-        )  # to load a byte from each tier
-        self.write_seconds = 0.0  # to write a byte to the device
+        )  # seconds to load a byte from each tier
+        self.write_seconds = 0.0  # seconds to write a byte to the device
         self.loaded = self.computed = 0  # requests
-        self.waited = 0  # requests whose loads have ended, with the sums of the following times
+        # number of requests whose loads have ended, and the sums of the following times
+        self.waited = 0
         self.predicted_seconds = self.measured_seconds = self.error_seconds = 0.0
 
     def step_ended(self, q_len: np.ndarray, milliseconds: float) -> None:

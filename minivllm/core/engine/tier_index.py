@@ -1,4 +1,4 @@
-"""The index of one tier: which pages it has, which of them go when it is full, and its counters."""
+"""The index of one tier, with its pages, the pages to evict when it is full, and its counters."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ class TierIndex:
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
         self.used = 0
-        self.pinned: dict[
-            bytes, int
-        ] = {}  # pages that are never evicted, and how many names they have
-        self.dropped: list[bytes] = []  # to remove from the store
-        self.overdue: set[int] = set()  # tickets of loads that no request waits for any longer
-        self.hits = self.misses = 0  # pages that requests looked for
+        self.pinned: dict[bytes, int] = {}  # pages that are never evicted -> number of their names
+        self.dropped: list[bytes] = []  # pages to remove from the store
+        self.overdue: set[int] = set()  # tickets of loads for which no request waits any longer
+        self.hits = self.misses = 0  # counts of pages that requests looked for
         self.stores = self.loads = self.evictions = 0  # pages
-        self.skipped = 0  # pages that were not stored, because the queue or the tier was full
-        self.late = 0  # loads that ended after their requests had given them up
-        self.lost = 0  # loads that found no usable page
+        # count of pages that were not stored, because the queue or the tier was full
+        self.skipped = 0
+        self.late = 0  # count of loads that ended after their requests had given them up
+        self.lost = 0  # count of loads that found no usable page
         self.store_bytes = self.load_bytes = 0
         self.load_seconds = 0.0
-        self.faults = 0  # exceptions and damaged pages in the workers
+        self.faults = 0  # count of exceptions and damaged pages in the workers
 
     def has(self, key: bytes) -> bool:
         """Return True if the tier has a page, and no load of it hangs."""
@@ -68,7 +67,7 @@ class TierIndex:
         session: int = 0,
         kind: int = 0,
     ) -> bool:
-        """Add a page that is about to be stored, and evict others for it.  Return False if it has no place."""
+        """Add a page that is about to be stored, and evict others for it.  Return False if there is no room for it."""
         number = evictor_key(key)
         if key in self.size or number in self.by_number or size > self.limit:
             return False
@@ -128,8 +127,9 @@ class TierIndex:
             call(numbers)
 
     def report(self, event: str, pages: Sequence[bytes], turn: SessionTurn) -> None:
-        """Report to the evictor that a request of a session ``began`` or ``ended``, with those of its pages that the
-        tier has and may evict."""
+        """Report to the evictor that a request of a session ``began`` or ``ended``, with its pages that the tier may
+        evict.
+        """
         loose = [key for key in pages if key in self.stored and key not in self.pinned]
         keys = np.array([evictor_key(key) for key in loose], np.uint64)
         report = getattr(self.evictor, event)

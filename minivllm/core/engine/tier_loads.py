@@ -1,4 +1,4 @@
-"""Pages of the KV cache on their way between the device and its tiers."""
+"""Pages of the KV cache that are transferred between the device and its tiers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Staged:
     tier: int
     key: bytes
     size: int
-    users: int = 0  # sequences that may still use it
+    users: int = 0  # number of sequences that may still use it
     acks: int = 0
     failed: bool = False
     done: bool = False
-    void: bool = False  # the tiers were reset meanwhile
+    void: bool = False  # whether the tiers were reset since
     seconds: float = 0.0
 
     @property
@@ -40,14 +40,14 @@ class Staged:
 class PageLoad:
     """The pages that a waiting sequence gets, by (KV group, block); the last group are recurrent states."""
 
-    begun: float  # seconds of the engine's clock
+    begun: float  # start in seconds of the engine's clock
     patience: float
     wanted: dict[tuple[int, int], tuple[int, bytes]]  # (tier, key)
     pages: dict[tuple[int, int], Staged] = field(
         default_factory=dict
-    )  # empty until there is room for them
+    )  # tickets; empty until there is room for the loads
     ready: bool = False
-    predicted: float = 0.0  # seconds until all pages are staged
+    predicted: float = 0.0  # expected seconds until all pages are staged
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prefixes with a name: their pages stay in a tier until the name is forgotten, also over restarts."""
+"""Prefixes with a name, whose pages stay in a tier until the name is dropped, also over restarts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .tier_index import TierIndex
     from .tier_loads import Named
 
-    Place = tuple[int, int, Named]  # KV group, block, and the name of its page
+    Place = tuple[int, int, Named]  # KV group, block, and the key of its page
 
-LONGEST = 60  # bytes of a name in UTF-8
-WAIT = 60.0  # seconds that the pages of a prefix may take to be stored
+LONGEST = 60  # largest number of bytes of a name in UTF-8
+WAIT = 60.0  # seconds that storing the pages of a prefix may take
 
 
 class NameOwner(Protocol):
@@ -50,12 +50,12 @@ class NamedPrefixes:
     """The names of one tier, which is the first that keeps names."""
 
     def __init__(self, owner: NameOwner, opened: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the pages of the names that the store has.  ``opened`` is the answer of each rank."""
+        """Keep the pages of the names in the store.  ``opened`` has the answer of each rank."""
         self.owner = owner
         keeping = [i for i, facts in enumerate(opened[0]["tiers"]) if facts["keeps_names"]]
         self.tier = keeping[0] if keeping else -1
         self.keys: dict[str, list[bytes]] = {}
-        self.marks: list[list[Any]] = []  # orders of the next call
+        self.marks: list[list[Any]] = []  # names to keep or drop, for the next call
         self.marking: dict[int, list[bool]] = {}  # ticket -> answers of the ranks
         self.ranks = len(opened)
         found = opened[0]["tiers"][self.tier]["names"] if keeping else {}
@@ -115,7 +115,7 @@ class NamedPrefixes:
         return self.tokens()[name]
 
     def _longest(self, keys: list[bytes], there: set[bytes]) -> list[bytes]:
-        """Return the pages of the longest prefix of which all are ``there``."""
+        """Return the pages of the longest prefix whose pages are all in ``there``."""
         for m in range(len(keys), 0, -1):
             pages = [self.owner.page_key(keys[i], g) for g, i in self.owner.pages_of(0, m)]
             if there.issuperset(pages):
@@ -123,14 +123,14 @@ class NamedPrefixes:
         return []
 
     def _store(self, places: list[Place], call: Callable[..., Any]) -> None:
-        """Store blocks, and wait for it.  RequestError if one has no place."""
+        """Store blocks, and wait until they are stored.  RequestError if there is no room for one."""
         end, todo = time.monotonic() + WAIT, list(places)
         while todo or self.owner.storing:
             while todo and self.owner.order(self.tier, *todo[0]):
                 todo.pop(0)
             if (todo and not self.owner.storing) or time.monotonic() > end:
                 raise RequestError(
-                    "the blocks have no place in the tier; raise its option bytes, or drop other names"
+                    "the tier has no room for the blocks; raise its option bytes, or drop other names"
                 )
             self.owner.turn(call, True)
             time.sleep(1e-3)

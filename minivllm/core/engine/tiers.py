@@ -1,15 +1,15 @@
-"""The tiers behind the KV cache of the device, such as CPU memory and a disk: which pages go there and come back.
+"""The tiers behind the KV cache of the device, such as CPU memory and a disk, with the transfers of their pages.
 
     published, evicted ──► orders ──► delta ──► worker reads the block ──► thread stores the page ──► index
 
     new request ──► pages of its prompt that a tier has ──► loads ──► staged in the worker
-                    (it waits beside the queue)                          │
-    queue ◄── all loads have ended, or its patience has ─────────────────┘
-    admitted ──► blocks of its own ──► delta.fill ──► published with its first step, as computed blocks are
+                    (it waits outside the queue)                         │
+    queue ◄── all loads have ended, or the time limit has ───────────────┘
+    admitted ──► its own blocks ──► delta.fill ──► published with its first step, as computed blocks are
 
-A loaded page reaches a block only by a delta, in the order of the steps.  So a load that ends late, or whose request
-has ended, changes no block.  Every page has a key made of all tokens before its end, the salt and the identity of the
-model, so a page is right wherever it comes from.
+A loaded page is written to a block only by a delta, in the order of the steps.  So a load that ends late, or whose
+request has ended, changes no block.  The key of a page is made of all tokens up to its end, the salt and the identity
+of the model, so a page is correct wherever it was computed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "kv_tiers"  # of ``Executor.call``
-QUEUE = 256 << 20  # bytes of pages on their way to a tier, beyond which no page is ordered
+QUEUE = 256 << 20  # bytes of pages in transfer to a tier, beyond which no page is ordered
 STAGED = (
     1 << 30
 )  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
-POLL = 1e-3  # seconds between two looks at loads and stores while steps run
-FLUSH = 10.0  # seconds that the end of the engine waits for pages to be stored
+POLL = 1e-3  # seconds between two polls of loads and stores while steps run
+FLUSH = 10.0  # seconds that the end of the engine waits until pages are stored
 
 
 def halves(key: bytes) -> list[int]:
@@ -111,14 +111,15 @@ class Tiers:
         self.found: dict[tuple[int, str], tuple[int, int]] = {}
         self.prefixes = NamedPrefixes(self, opened)
         self.choice = LoadChoice([facts["always"] for facts in opened[0]["tiers"]])
-        self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]  # by block of each group
+        # block -> key of its page, for each group
+        self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]
         self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
-        self.rows: list[tuple[int, ...]] = []  # of ``Delta.store``, since the last delta
+        self.rows: list[tuple[int, ...]] = []  # rows of ``Delta.store`` since the last delta
         self.fills: list[tuple[int, int, int]] = []  # of ``Delta.fill``, likewise
-        self.gets: list[list[Any]] = []  # of the next call
+        self.gets: list[list[Any]] = []  # orders to load pages, for the next call
         self.storing: dict[int, Stored] = {}
-        self.loading: dict[int, Staged] = {}  # by ticket, until all ranks have ended it
-        self.staged: dict[bytes, Staged] = {}  # by key, while sequences use it
+        self.loading: dict[int, Staged] = {}  # ticket -> page, until all ranks have ended its load
+        self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use it
         self.waits: dict[Seq, PageLoad] = {}  # sequences outside the queue
         self.queued = self.staged_bytes = 0
         self.next_ticket = 0
@@ -272,8 +273,10 @@ class Tiers:
     # ---- back to the device ------------------------------------------------------------------------------------------
 
     def begin(self, seq: Seq) -> bool:
-        """Order the pages that extend the prefix hit of a sequence without a slot.  Return True if it must wait for
-        them."""
+        """Order the pages that extend the prefix hit of a sequence without a slot.
+
+        Return True if the sequence must wait for them.
+        """
         cache, request = self.cache, seq.request
         usable = (most_cached(seq, seq.known) - 1) // cache.block
         if not cache.prefix or request.beams is not None or usable <= 0:
@@ -427,13 +430,14 @@ class Tiers:
 
     @property
     def active(self) -> bool:
-        """Return True if a page is on its way, or a sequence waits for one."""
+        """Return True while a page is in transfer, or a sequence waits for one."""
         return bool(self.waits or self.storing or self.loading or self.backlog)
 
     def turn(self, call: Callable[..., Any], idle: bool) -> list[Seq]:
-        """Send orders to the workers, note what they have done, and return the sequences that need not wait any longer.
+        """Send orders to the workers, note their results, and return the sequences that need not wait any longer.
 
-        ``idle`` means that no step is in flight, so that blocks may be read and written at once."""
+        ``idle`` means that no step is in flight, so that blocks may be read and written at once.
+        """
         args: dict[str, Any] = {}
         if self.gets:
             args["get"], self.gets = self.gets, []
@@ -451,7 +455,7 @@ class Tiers:
         return self._ready() if self.waits else []
 
     def _note(self, rank: Mapping[str, Any]) -> None:
-        """Count what one rank has done."""
+        """Count the results of one rank."""
         for ticket, ok, size, microseconds in rank["done"]:
             if ticket in self.prefixes.marking:
                 self.prefixes.marked(ticket, bool(ok))
@@ -494,7 +498,7 @@ class Tiers:
             tier.arrived(order.key)
             tier.stores += 1
             return
-        tier.arrived(order.key)  # a key is evictable before it is dropped
+        tier.arrived(order.key)  # the page becomes evictable before its order is dropped
         tier.remove(order.key)
         tier.dropped.append(order.key)
         tier.skipped += 1
@@ -526,7 +530,7 @@ class Tiers:
             self.fills.append((RELEASE, 0, page.ticket))  # another rank may have staged its part
 
     def _ready(self) -> list[Seq]:
-        """Return the waiting sequences whose loads have ended, or whose patience has."""
+        """Return the waiting sequences whose loads or time limits have ended."""
         found, now = [], self.now()
         for seq, load in self.waits.items():
             if not load.pages:
@@ -541,7 +545,7 @@ class Tiers:
         return found
 
     def flush(self, call: Callable[..., Any], sleep: Callable[[float], None]) -> None:
-        """Store the blocks that eager tiers lack, and wait for it for up to FLUSH seconds.  No step is in flight."""
+        """Store the blocks that eager tiers lack, and wait for up to FLUSH seconds.  No step is in flight."""
         for _ in range(int(FLUSH / POLL)):
             self.turn(call, idle=True)
             if not self.storing and not self.backlog:
@@ -601,7 +605,7 @@ class Tiers:
         s = self.cache.slots
         for slot in s.running.tolist():
             if s.dropped[:, slot].any():
-                continue  # its blocks hold the tokens that a compression has kept
+                continue  # its blocks hold only the tokens that a compression has kept
             n, salt = int(s.prefix_published[slot]), s.at(slot).request.salt
             tokens = s.tokens[slot, : n * s.block]
             keys = self.keys_of(tokens, salt, [], n)

@@ -1,4 +1,4 @@
-"""Prefixes that running rows compute at the moment.  A newcomer with the same prefix waits for them.
+"""Prefixes that running rows are computing.  A new request with the same prefix waits for them.
 
 Blocks are published once the step that computes them was collected.  Requests that arrive together would otherwise all
 compute the prompt that they share::
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from .request import Seq
     from .slots import Slots
 
-LEAST_TOKENS = 256  # of a prefix for which a newcomer waits
-MOST_PASSED = 64  # waiting newcomers that a plan passes over; the others are not looked up
+LEAST_TOKENS = 256  # least tokens of a prefix for which a new request waits
+# number of waiting requests that a plan skips for this reason; further ones are not looked up
+MOST_PASSED = 64
 
 
 class Computing(NamedTuple):
     """A running row that computes its prompt."""
 
-    serial: int  # of the row's stay in its slot
-    blocks: int  # full blocks of the tokens that were known when it entered
-    published: int  # blocks published when its key was stored
-    key: int  # of the first block that is not published
+    serial: int  # serial number of the row's stay in its slot
+    blocks: int  # full blocks of the tokens that were known when the row entered
+    published: int  # blocks published when the key was stored
+    key: int  # key of the first block that is not published
 
 
 class Underway:
@@ -47,8 +48,8 @@ class Underway:
         self.of_key: dict[int, int] = {}  # key -> slot
         # models with recurrent states hit at checkpoints, which need not lie at the end of a common prefix
         self.usable = cache.prefix and cache.checkpoints is None
-        self.waits = 0  # times that a newcomer was passed over
-        self.delayed: list[Seq] = []  # the newcomers that the last plan passed over
+        self.waits = 0  # number of times that a new request was skipped
+        self.delayed: list[Seq] = []  # the requests that the last plan skipped
 
     def enter(self, slot: int) -> None:
         """Note a row that has just entered, if its prompt is long enough."""
@@ -84,7 +85,7 @@ class Underway:
         if slot is None or self.rows[slot].blocks < least:
             return False
         if slot not in planned and s.step[slot] <= s.published:
-            return False  # the row waits for blocks
+            return False  # the row itself waits for blocks
         if self._keys(seq, least) != self._keys(s.at(slot), least):
             return False
         self.waits += 1

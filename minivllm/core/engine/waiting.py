@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     # (key, unique id, sequence, its row for the policy)
     Entry = tuple[float, int, Seq, bytes]
 
-FRONT = 512  # entries after which the later half of a front goes to the back
+FRONT = 512  # entries of a front above which its later half is moved to the back
 
 
 class _Lane:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "weights"
-RECOMPUTE, KEEP = "recompute", "keep"  # what happens to the keys and values of running requests
+RECOMPUTE, KEEP = "recompute", "keep"  # handling of the keys and values of running requests
 LEVELS = (1, 2)
 
 
@@ -57,9 +57,10 @@ class Weights:
     def __init__(self, engine: ChangingEngine) -> None:
         self.engine = engine
         self.version, self.level = 0, 0
-        self.tag = ""  # of the last update; "" for the weights from the start
+        self.tag = ""  # random tag of the last update; "" for the weights from the start
         self.paused = False
-        self.dropped = False  # the weights were dropped by ``sleep``, and not updated since then
+        # whether ``sleep`` dropped the weights and no update has replaced them
+        self.dropped = False
 
     @property
     def within(self) -> str:
@@ -163,7 +164,7 @@ class Weights:
         return self.version
 
     def _take_back(self, error: str) -> None:
-        """Take a failed update back, and raise RequestError."""
+        """Restore the old weights after a failed update, and raise RequestError."""
         broken = self._call("restore")
         if broken:
             what = f"an update of the weights failed ({error}), and the old weights could not be restored: {broken[0]}"
@@ -202,8 +203,10 @@ class Weights:
             raise
 
     def _renew(self, keep: bool) -> None:
-        """Forget keys and values of the old weights.  Those of running rows stay if ``keep``; otherwise the rows are
-        computed again."""
+        """Drop keys and values of the old weights.
+
+        With ``keep`` those of running rows stay, otherwise the rows are computed again.
+        """
         engine = self.engine
         if not keep:
             self._leave_slots()
@@ -221,7 +224,7 @@ class Weights:
         engine.drop_prefixes()
 
     def _rename(self, seq: Seq, request: Request) -> None:
-        """Give a sequence without a slot the prefix keys of the current weights."""
+        """Set the prefix keys of a sequence without a slot for the current weights."""
         request.salt = self.salted(salt_of(request, self.engine.wiring))
         seq.keys.clear()
         seq.page_keys.clear()
@@ -287,7 +290,7 @@ class Weights:
     def _wake(self, reload: bool) -> None:
         errors = self._call("wake", reload=reload)
         if errors:
-            raise RequestError(f"the engine sleeps still, because it could not wake: {errors[0]}")
+            raise RequestError(f"the engine still sleeps, because it could not wake: {errors[0]}")
         self.level, self.dropped = 0, False
         if reload and self.version:
             self._count()
