@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from .invariants import check
 from .ledger import Ledger
 from .pool import Pool
 from .shrink import keep, plainer_asks, plainer_engines
+from .ties import Ties
 from .worker import Player
 
 QUICK = (1, 4, 11, 62)  # one seed for each way of driving, and one with several engines
@@ -394,3 +396,14 @@ def test_every_rule_of_an_answer_can_be_broken(player):
     assert kinds(logprobs=[tied, *out.logprobs[1:]], cumulative=None) == {"ties"}
     short = replace(answer, prompt_logprobs=answer.prompt_logprobs[1:])
     assert {k for k, _ in check(params, "llama", prompt, 512, "raw_logprobs", short)} == {"logprob"}
+
+
+@pytest.mark.parametrize("chosen, tie", [({}, False), ({"choose_fn": ["hashed", 0]}, True)])
+def test_noise_decides_between_near_logits_only_where_tokens_are_drawn(chosen, tie):
+    params = {"temperature": 1.5, "seed": 3, **chosen}
+    ties = Ties(None, {"model": "qwen3", "quantizer": "none", "kv_format": "auto"}, [1, 2], params)
+    ties._logits = lambda forced: np.linspace(1.0, 1.0005, 40)
+    got, want = (SimpleNamespace(tokens=[token], index=0) for token in (7, 9))
+    noise = ties._noise(0, 0, 40)
+    assert abs(noise[7] - noise[9]) > 0.1
+    assert ties(got, want, 0) is tie

@@ -47,7 +47,8 @@ class Ties:
         a, b = got.tokens[at], want.tokens[at]
         if not (np.isfinite(x[a]) and np.isfinite(x[b])):
             return False
-        t = p.get("temperature", 1.0)
+        # choose_fn takes a rank of the logits, so neither temperature nor noise matter
+        t = 0.0 if "choose_fn" in p else p.get("temperature", 1.0)
         x = x / t if t else x
         drawn = x + (self._noise(at, want.index, len(x)) if t else 0)
         if abs(drawn[a] - drawn[b]) <= self.near * max(1.0, abs(float(x[a]))):
