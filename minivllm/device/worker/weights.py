@@ -185,8 +185,9 @@ class RunningWeights:
     def _move(self, tensors: list[Tensor]) -> None:
         """Move tensors from a GPU to host memory."""
         for storage in storages(tensors):
-            host = torch.UntypedStorage(storage.nbytes()).pin_memory()
-            host.copy_(storage)
+            # pinned from the start, because pin_memory() would copy the memory once more
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+            host.copy_(storage, non_blocking=True)
             self._moved.append((storage, host))
         synchronize()
         free(tensors, self._weights)
