@@ -16,7 +16,7 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38, 4, 6]
 
 
 def write_adapter(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """Let PEFT write a random adapter of a model of transformers, and leave the model as it was."""
+    """Write a random adapter for a model of transformers with PEFT, and leave the model unchanged."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def difference(output: Any, reference: torch.Tensor, tokens: list[int]) -> float
 
 
 def all_scores(tokens: int = 8, **options: Any) -> SamplingParams:
-    """Return greedy parameters that ask for all log-probabilities."""
+    """Return greedy parameters that request all log-probabilities."""
     return SamplingParams(
         temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=VOCAB, prompt_logprobs=VOCAB, **options
     )

@@ -1,4 +1,4 @@
-"""Beam search on plain lists: transformers' rules, token by token, without a cache or a batch."""
+"""Beam search on plain lists by transformers' rules, token by token, without a cache or a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def beam_search(
     eos: Collection[int] = (),
     min_tokens: int = 0,
 ) -> list[tuple[float, list[int]]]:
-    """(score, tokens) of the ``n`` best outputs; ``logprobs(ids)`` are those of the token after ``ids``."""
+    """Return (score, tokens) of the ``n`` best outputs.
+
+    ``logprobs(ids)`` are the log-probabilities of the token after ``ids``.
+    """
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     outputs: list[tuple[float, list[int]]] = []
     for length in range(1, most + 1):

@@ -1,4 +1,4 @@
-"""The engine without a model through any order of events that the block manager knows."""
+"""A state machine of the engine without a model, with every order of events that affects the block manager."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from minivllm.testing.sim import Clock, outputs, request, sim_engine
 
 
 class CacheMachine(EngineMachine):
-    """Beside ``EngineMachine``'s add, step (which grows and finishes), abort, failing step and reset: prompts that part
-    inside a block, forks, and preemption and eviction at any time.  After every rule: every pool is walked against the
-    block tables (free + held + idle = all; references = tables; no block twice in the free list; the index holds what
-    its keys say); at the end nothing is left waiting, running or held; and the device compares every KV slot that it
-    reads with the tokens, tenant and salt of the row that reads it."""
+    """Add events to ``EngineMachine``: prompts that differ inside a block, forks, and preemption and eviction at any
+    time.
+
+    After every rule each pool is compared with the block tables: free + held + idle = all, references = tables, no
+    block twice in the free list, and an index that agrees with its keys.  At the end nothing waits, runs or is held.
+    The device compares every KV slot that it reads with the tokens, tenant and salt of the row.
+    """
 
     @initialize(
         depth=st.integers(0, 2),
@@ -30,14 +32,14 @@ class CacheMachine(EngineMachine):
     def start(self, depth, windows, blocks, budget, weak):
         self.clock, self.budget = Clock(), budget
         self.engine = sim_engine(slots=5, max_len=40, blocks=blocks, windows=windows, depth=depth, budget=budget)
-        if weak == 0:  # keys that collide all the time
+        if weak == 0:  # all keys collide
             for pool in self.engine.cache.pools:
                 pool.hash_fn = lambda parent, tokens: 1 + tokens[0] % 5
         self.watch = PolicyWatch(self.engine.planner.policy)
         self.made, self.gone = [], set()
         self.n = self.failed = 0
 
-    go_on = None  # ``next_turn`` and ``again_when_nothing_runs`` do that here
+    go_on = None  # replaced by ``next_turn`` and ``again_when_nothing_runs``
 
     @rule(
         parts=st.lists(st.sampled_from([(1, 2, 3, 4, 5, 6), (1, 2, 7), (8,), (9, 1, 2, 3)]), min_size=1, max_size=4),
@@ -59,7 +61,7 @@ class CacheMachine(EngineMachine):
     @precondition(lambda self: any(r.done for r in self.made))
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), min_size=1, max_size=3))
     def next_turn(self, data, more):
-        """The prompt is what a request that has ended read and wrote, and goes on."""
+        """Add a request whose prompt is the prompt and answer of an ended request, and more tokens."""
         r = data.draw(st.sampled_from([r for r in self.made if r.done]))
         parts = [outputs(r)[0][0], more]
         owner = r.params.tenant, r.params.cache_salt
@@ -68,7 +70,9 @@ class CacheMachine(EngineMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data(), n=st.integers(1, 3))
     def again_when_nothing_runs(self, data, n):
-        """The same prompt, which is cached but for its last token: it may fork before anything is computed."""
+        """Add the same prompt again, which is cached except for its last token, so that it may fork before anything is
+        computed.
+        """
         for _ in range(300):
             if self.engine.busy:
                 self.clock.turn(self.engine)
@@ -84,7 +88,7 @@ class CacheMachine(EngineMachine):
 
     @rule(n=st.integers(1, 12))
     def evict(self, n):
-        """As a row does that takes n blocks and ends."""
+        """Evict blocks as a row does that takes n blocks and ends."""
         for pool in self.engine.cache.pools:
             blocks = pool.take(min(n, pool.available))
             pool.release(blocks)

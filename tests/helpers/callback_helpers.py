@@ -1,4 +1,4 @@
-"""Functions that raise anything, the engines that call them, and what is left when they have."""
+"""Functions that raise any exception, the engines that call them, and checks of the state afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS = {
 
 
 def after(calls, act):
-    """A function that acts in its call of that number, and does nothing in those before."""
+    """Return a function that acts in its call number ``calls``, and does nothing in earlier calls."""
     left = iter(range(calls))
     return lambda: None if next(left, None) is not None else act()
 
@@ -50,7 +50,7 @@ def plain(**more):
 
 
 def quiet(engine):
-    """Nothing is left of any step or request."""
+    """Check that nothing is left of any step or request."""
     assert engine.dead is None and not engine.within and not engine.executor._running
     at_rest(engine)
 
@@ -91,7 +91,7 @@ def once(true, left):
 
 
 class Odd:
-    """Converts to nothing."""
+    """An object that cannot be converted to anything."""
 
     def __len__(self):
         raise RuntimeError("no length")

@@ -62,7 +62,7 @@ class Headed:
         return self.found[key]
 
     def wrong(self, seen):
-        """Return the drafts that differ from those of the reference."""
+        """Return the drafts that differ from the drafts of the reference."""
         known = {}
         for row, guesses in seen:
             key = (*row, -1, len(guesses))
@@ -108,7 +108,9 @@ def states_of_the_token_before(monkeypatch):
 
 
 def first_pass_of_one_pair(monkeypatch):
-    """The keys and values of drafts that were accepted are those of the head's own states."""
+    """Compute one pair in the first pass, so that the keys and values of accepted drafts are those of the head's own
+    states.
+    """
     init, most = CapturedPasses.__init__, HeadModel.most_pending
 
     def narrow(self, *args):
@@ -151,7 +153,7 @@ def test_rejected_drafts_that_are_accepted_change_tokens(noisy, monkeypatch):
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """Return the folder of a tiny model, and the drafter whose model is the same but for some noise."""
+    """Return the folder of a tiny model, and a drafter whose model is the same with some noise."""
     folder, _, model = tiny_dir(tmp_path_factory.mktemp("model"), "qwen3")
     with torch.no_grad():
         torch.manual_seed(1)
@@ -257,13 +259,13 @@ def test_the_kernel_accepts_drafts_as_the_definition_does(seed):
     other.stopped[8], other.known[8] = True, 0  # the spare slot
     given, best = torch.zeros(size, dtype=torch.int64), torch.zeros(size, 1)
     given[:n], best[:n] = drawn, best_of_tiles(logits)
-    # results of an earlier step, which may not remain
+    # results of an earlier step, which must be overwritten
     out, total = torch.full((3, size), 5, dtype=torch.int32), torch.full((size,), 5, dtype=torch.int32)
     drafts.commit(table[:size], table[size : 2 * size], given, best, other, out, total, width, 3)
     assert torch.equal(given[:n], want[0]) and all(map(torch.equal, out[:, :n], (want[0].int(), *want[1:])))
     heads, _, count = step.by_slot(state, draft, want[0], want[1])
     assert total[heads].tolist() == count.tolist() and total.sum() == count.sum()
-    kept = slice(0, 8)  # all but the spare slot
+    kept = slice(0, 8)  # all slots except the spare one
     for name in ("tokens", "known", "stopped"):
         assert torch.equal(getattr(other, name)[kept], getattr(state, name)[kept]), name
 

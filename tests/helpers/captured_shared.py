@@ -40,7 +40,7 @@ def short_prefixes(monkeypatch):
         monkeypatch.setattr(module, "LEAST_TOKENS", 32)
     monkeypatch.setattr(triton_shared, "LEAST_CHUNK", 32)
     monkeypatch.setattr(triton_shared, "TILE", triton_shared.Tile(programs=4))
-    monkeypatch.setattr(triton_decode, "PROGRAMS", 4)  # the interpreter is slow
+    monkeypatch.setattr(triton_decode, "PROGRAMS", 4)  # few programs, because the interpreter is slow
 
 
 def play(folder, items, params, mode, **options):

@@ -1,8 +1,8 @@
-"""Captured steps on a CPU against the same steps as separate launches; run by engine/test_graphs.py.
+"""Captured steps on a CPU, compared with the same steps as separate launches; run by engine/test_graphs.py.
 
-The captures are recordings that run no Python when they are replayed (``cpu_captures``), the kernels of a step's ends
-run under Triton's interpreter: padded sizes, what is copied in and which capture a step takes are those of
-a GPU.  What only CUDA can show (streams, memory that captures share) is tested there, in engine/test_gpu.py.
+The captures are recordings that run no Python when they are replayed (``cpu_captures``), and the kernels at the ends of
+a step run under Triton's interpreter.  Padded sizes, copied inputs and the choice of a capture are as on a GPU.
+Properties that only CUDA has (streams, memory shared by captures) are tested in engine/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WINDOW = dict(num_hidden_layers=3, use_sliding_window=True, sliding_window=20, m
 
 
 class Waits(Processor):
-    """Asks the device, although it says that it can be captured."""
+    """A back end that waits for the device, although its spec allows captures."""
 
     spec = replace(LOGIT_BIAS, impl=f"{__name__}:Waits")
     reads = frozenset({"waits"})
@@ -81,7 +81,10 @@ def engine(folder, **options):
 
 
 def play(folder, params, captures, taps=None, lora=None, **options):
-    """(what each request got, the captures): prompts of many lengths, twice, so that the second time hits prefixes."""
+    """Return the results of all requests and the captures.
+
+    The prompts have many lengths.  All run twice, so that the second run hits prefixes.
+    """
     items = prompts(61, [1 + 13 * i % 50 for i in range(len(params))])
     seen = []
     listening = progress.listening(lambda *report: seen.append(report))
@@ -102,7 +105,7 @@ def play(folder, params, captures, taps=None, lora=None, **options):
             state, spare = runner.state, seqs
             assert state.stopped[spare] and not state.known[spare] and not state.tokens[spare].any()
         graphs = runner.graphs
-        if graphs is not None:  # a closed runner has none of these
+        if graphs is not None:  # a closed runner has no captures
             graphs.runner = SimpleNamespace(drafted=runner.drafted, drafting=runner.drafting)
         return outs, graphs
 
@@ -238,7 +241,7 @@ def adapters_of(folder, model, count):
 
 @pytest.mark.parametrize("options", [{"run_ahead": 1}, {"run_ahead": 2, "num_kvcache_blocks": 9, "max_loras": 1}])
 def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypatch, options):
-    """Separate launches without kernels give what captures with the interpreted kernels give."""
+    """Separate launches without kernels give the results of captures with the interpreted kernels."""
     folder, _, model = tiny_dir(tmp_path / "adapted", "qwen3")
     one, two = adapters_of(folder, model, 2)
     params = asked(*[{"temperature": 0}] * 6, max_tokens=6, ignore_eos=True, logprobs=2)

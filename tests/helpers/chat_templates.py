@@ -349,7 +349,7 @@ RAG = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 
-# name -> (template, the form of content, the form of arguments, whether it prints tools, whether it prints calls)
+# name -> (template, form of content, form of arguments, whether it prints tools, whether it prints calls)
 TEMPLATES = {
     "llama3": (LLAMA3, "text", "mapping", True, True),
     "qwen2.5": (QWEN25, "text", "mapping", True, True),

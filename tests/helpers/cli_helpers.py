@@ -8,7 +8,7 @@ from minivllm.cli import main
 
 
 def said(capsys: Any, *args: str) -> tuple[Any, str, str]:
-    """Exit code, standard output and standard error of a command."""
+    """Return exit code, standard output and standard error of a command."""
     try:
         code = main(list(args))
     except SystemExit as exc:

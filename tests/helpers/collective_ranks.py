@@ -1,4 +1,4 @@
-"""One rank that makes collective calls, for ``tests/device/test_collectives.py``: prints its results as JSON."""
+"""One rank that makes collective calls, for ``tests/device/test_collectives.py``, and prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from minivllm.device.layers.communicator import LostRank, ProcessGroup
 
 SHAPES = {"small": (1, 5), "odd": (7, 33), "large": (64, 1000)}
-SECONDS = 30.0  # a wait for another rank, at most
+SECONDS = 30.0  # seconds of a wait for another rank, at most
 DTYPES = ("float32", "bfloat16")
 
 
@@ -34,7 +34,7 @@ def results(group: ProcessGroup, device: str) -> dict:
             x = input_of(group.rank, shape, dtype).to(device)
             group.all_reduce(x)
             found["sums"][f"{name} {dtype}"] = bits(x)
-    # the first row of the odd tensor alone: its sum must have the same bits as within the tensor
+    # the first row alone must have the same bits in its sum as within the tensor
     row = input_of(group.rank, SHAPES["odd"], "float32")[:1].clone().to(device)
     group.all_reduce(row)
     found["row"] = bits(row)
@@ -59,7 +59,7 @@ def main() -> None:
     if ends == "1":
         if rank == size - 1:
             print(json.dumps(found), flush=True)
-            os._exit(0)  # without leaving the group
+            os._exit(0)  # end without leaving the group
         begin = time.monotonic()
         try:
             for _ in range(2):

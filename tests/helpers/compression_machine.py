@@ -1,4 +1,4 @@
-"""The engine without a model through any order of events, while its rows are compressed."""
+"""A state machine of the engine without a model, with every order of events, while its rows are compressed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Device(SimExecutor):
 
 
 class CompressionMachine(CacheMachine):
-    """Compress rows at their prompt's end and while they generate, beside all events of ``CacheMachine``.
+    """Compress rows at the end of their prompt and while they generate, in addition to all events of ``CacheMachine``.
 
     The device keeps random tokens of a compressed row.  It checks that the row's blocks hold these tokens and no
-    others, and that a compression reads tokens of its own row only."""
+    others, and that a compression reads only tokens of its own row.
+    """
 
     @initialize(
         depth=st.integers(0, 2),

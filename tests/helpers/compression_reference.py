@@ -1,4 +1,4 @@
-"""What compressed rows must compute: a model of transformers whose queries do not see the removed keys."""
+"""The reference for compressed rows, a model of transformers whose queries do not see the removed keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Recorder:
 
 
 def logits_of(model, tokens: list[int], recorder: Recorder) -> torch.Tensor:
-    """Return the logits f32 [tokens, V] of a model of transformers whose queries see what ``recorder`` kept."""
+    """Return the logits f32 [tokens, V] of a model of transformers whose queries see the tokens that
+    ``recorder`` kept.
+    """
 
     def attend(module, query, key, value, mask, scaling=None, softcap=None, sliding_window=None, **_):
         heads, n = query.shape[1], query.shape[2]

@@ -1,5 +1,7 @@
-"""Random config.json files of the native families: each key present, absent or null, in old and new spelling, alone and
-in conflict; and the comparison of a file's model with transformers' model of the same file."""
+"""Random config.json files of the native families, and the comparison of a file's model with transformers' model.
+
+Each key is present, absent or null, in old and new spelling, alone and in conflict.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ ROPES: tuple[dict[str, Any], ...] = (
      "original_max_position_embeddings": 16},
     {"kind": "default"}, {"kind": "default", "partial_rotary_factor": 0.5},
 )  # fmt: skip
-# key -> values that a file may give it, for the families that have it and, now and then, for the others
+# key -> values in files of families that have it, and sometimes of others
 KEYS: Mapping[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1, 2, 4, None, ABSENT), "head_dim": (8, 16, None, ABSENT),
     "tie_word_embeddings": (True, False, None, ABSENT),
@@ -84,7 +86,7 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 PLACES = {"num_hidden_layers": (1, 2, 3), "hidden_size": (32,), "num_attention_heads": (4,), "vocab_size": (61, 64),
           "intermediate_size": (48, 37)}  # fmt: skip
-LONG = {"layer_types", "no_rope_layers"}  # one entry a layer
+LONG = {"layer_types", "no_rope_layers"}  # keys with one entry for each layer
 
 
 def rope_of(choose: random.Random, nested: bool) -> dict[str, Any]:
@@ -126,13 +128,13 @@ def model_of(family: str) -> dict[str, Any]:
     small = {k: v for k, v in SMALL.items() if k in own}
     if "linear_num_key_heads" in own:
         small["layer_types"] = ["linear_attention", "full_attention"]
-    elif family == "lfm2_moe":  # its class has no default
+    elif family == "lfm2_moe":  # its class has no default for it
         small["layer_types"] = ["conv", "full_attention"]
     return {"model_type": family, "architectures": [FAMILIES[family][0]], **small}
 
 
 def make_file(family: str, seed: int, plain: bool = False) -> dict[str, Any]:
-    """Return a config.json of a family with random keys; ``plain``: few that the family does not have."""
+    """Return a config.json of a family with random keys.  ``plain`` adds few keys that the family does not have."""
     choose, cls = random.Random(f"{family} {seed}"), CONFIG_MAPPING[family]
     own = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
     raw = model_of(family)
@@ -141,7 +143,7 @@ def make_file(family: str, seed: int, plain: bool = False) -> dict[str, Any]:
     for key, values in KEYS.items():
         if choose.random() < (0.35 if key in own else 0.001 if plain else 0.02):
             value = choose.choice(values)
-            if value is None and choose.random() < 0.7:  # many classes take no null
+            if value is None and choose.random() < 0.7:  # many classes refuse null
                 continue
             if key in LONG and isinstance(value, list) and choose.random() < 0.9:
                 value = (value * 2)[:layers]
@@ -158,7 +160,7 @@ def make_file(family: str, seed: int, plain: bool = False) -> dict[str, Any]:
 
 
 def judge(raw: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    """Return ("equal" | "refused" | "no such config" | "wrong", why) of a file, read as the engine reads it."""
+    """Return ("equal" | "refused" | "no such config" | "wrong", reason) of a file, read as by the engine."""
     family = raw["model_type"]
     try:
         with quiet():

@@ -1,4 +1,4 @@
-"""What tests have seats do: see ``minivllm.runtime.processes.confined``."""
+"""The work of confined processes in tests (``minivllm.runtime.processes.confined``)."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def make(hello):
         if kind == "regex":
             import re
 
-            re.fullmatch("(a*)*b", "a" * 64)  # in C, where no signal handler of Python's would run
+            re.fullmatch("(a*)*b", "a" * 64)  # runs in C code, in which no Python signal handler runs
         if kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "raise":

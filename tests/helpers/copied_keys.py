@@ -1,5 +1,7 @@
-"""Attention of long rows over a copy of bytes in 16 bits, beside what it is over the bytes; on a CPU under Triton's
-interpreter (interpreted_attention.py) and on a GPU (plugins/test_kv_copies.py)."""
+"""Attention of long rows over a 16-bit copy of one-byte keys and values, compared with attention over the bytes.
+
+It runs on a CPU under Triton's interpreter (interpreted_attention.py) and on a GPU (plugins/test_kv_copies.py).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ SHAPES = [
     (2, 2, 80, 48, 40, 16), (6, 2, 64, 64, 33, 48),
 ]  # fmt: skip
 ROWS = [(2, 1, 9), (0, 70, 70), (3, 9, 133), (1, 2, 12)]  # slot, queries, keys
-NAN_BLOCK = 0  # the null block, in the place of blocks that a window has left behind
+NAN_BLOCK = 0  # the null block, which replaces blocks before a window
 
 
 class Case:
-    """A layer of KV group 1 of two, rows of random keys and values, and what is behind a window taken from them."""
+    """A layer of KV group 1 of two, and rows of random keys and values whose blocks before the window are gone."""
 
     def __init__(self, fmt: Any, shape: tuple[Any, ...], device: str, dtype: str) -> None:
         from minivllm.plugins.attention.triton_backend import Triton
@@ -77,7 +79,7 @@ def check(monkeypatch: Any, fmt: Any, shape: tuple[Any, ...], device: str, dtype
     for want, got in zip(bytes_read, copied, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=near, atol=near)
     rows = GraphKey("mixed", len(ROWS), len(case.q))
-    case.meta.decode_rows = len(ROWS)  # as a captured step has it
+    case.meta.decode_rows = len(ROWS)  # as in a captured step
     assert torch.equal(case.run(rows)[0], bytes_read[0]) and len(copies) == 1, "a copy in a captured step"
     case.meta.decode_rows = 1
     monkeypatch.setattr(triton_widen, "_most_bytes", lambda device: 1000)

@@ -1,10 +1,11 @@
-"""Captures without a GPU: a step's operators and kernels are recorded once, and replayed on the tensors that they had.
+"""Captures without a GPU, in which the operators and kernels of a step are recorded once and replayed on the same
+tensors.
 
-    record   run() ──► [operator, its tensors, what it gave] ...      kernels run under Triton's interpreter
-    replay   each again, in order; what it gives is written where it was given when it was recorded
+    record   run() ──► [operator, its tensors, its results] ...       kernels run under Triton's interpreter
+    replay   each again, in order; results are written to the tensors of the recorded results
 
-So a replay is what CUDA makes of one: no line of Python runs again, every number is the one of the recording, and a
-tensor is what now lies at its address.  An operator that would wait for the device ends the recording, as there.
+As in a replay of CUDA, no Python code runs again, every number is that of the recording, and a tensor has the current
+content of its address.  An operator that would wait for the device ends the recording with an error.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WAITS = (
 
 
 class OnDevice(AttentionBackend):
-    """Attention over all that a row's table has, which asks the host for nothing."""
+    """Attention over all blocks of a row's table, which reads nothing on the host."""
 
     spec = replace(
         SDPA,
@@ -68,9 +69,9 @@ class OnDevice(AttentionBackend):
 
 
 def memory(value: Any) -> Iterator[int]:
-    """The storages of all tensors in a value."""
+    """Yield the storages of all tensors in a value."""
     if isinstance(value, Tensor):
-        if not value.is_mkldnn:  # weights in an order of the library's: nothing is a view of them
+        if not value.is_mkldnn:  # weights in the library's own order have no views
             yield value.untyped_storage()._cdata
     elif isinstance(value, (list, tuple)):
         for part in value:
@@ -78,7 +79,7 @@ def memory(value: Any) -> Iterator[int]:
 
 
 class Recording(TorchDispatchMode):
-    """What runs under it, operator by operator; its graph is the list of them."""
+    """A mode that records the operators that run under it; the graph is the list of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ def _indices(func: Any, args: Any) -> Any:
 
 
 def put(found: Any, where: Any) -> None:
-    """What an operator gave now, to where it was when it was recorded."""
+    """Write the new result of an operator to the tensor of its recorded result."""
     if isinstance(where, Tensor):
         where.copy_(found)
     elif isinstance(where, (list, tuple)):
@@ -122,10 +123,10 @@ def put(found: Any, where: Any) -> None:
 
 
 class CpuRecorder:
-    """Stand in for ``GraphRecorder``."""
+    """A replacement of ``GraphRecorder``."""
 
-    launch_ms = 1000.0  # of separate launches, so that captures of all sizes save time
-    recorded: list[Recording] = []  # by all of them, in order
+    launch_ms = 1000.0  # time of separate launches, so that captures of all sizes save time
+    recorded: list[Recording] = []  # recordings of all recorders, in order
 
     def capture(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         run()
@@ -149,7 +150,7 @@ class CpuRecorder:
 
 @contextmanager
 def cpu_captures() -> Iterator[list[Recording]]:
-    """Engines that are made and run in it capture their steps on a CPU."""
+    """Let engines that are made and run in this context capture their steps on a CPU."""
     kept = graphs.GraphRecorder, graphs.replay_ms, runner.has_kernels, runner.to_host
     graphs.GraphRecorder, graphs.replay_ms = CpuRecorder, lambda graph: 1.0
     runner.has_kernels = lambda wiring: True

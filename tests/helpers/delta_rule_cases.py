@@ -1,4 +1,4 @@
-"""The Triton kernels of the gated delta rule on a device, against the functions in torch that they stand for."""
+"""Comparison of the Triton kernels of the gated delta rule with the reference functions in torch, on any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.device.layers import delta_net
 
 # (key heads, value heads, key dim, value dim, width of the convolution)
 SHAPES = ((1, 1, 16, 16, 4), (2, 4, 8, 12, 4), (2, 2, 32, 40, 3), (1, 3, 16, 8, 2))
-LONG_SHAPES = ((1, 2, 64, 64, 4), (2, 2, 128, 64, 4), (1, 3, 64, 128, 2))  # of long rows in 16 bits
+LONG_SHAPES = ((1, 2, 64, 64, 4), (2, 2, 128, 64, 4), (1, 3, 64, 128, 2))  # shapes of long rows in 16 bits
 
 
 def make_step(
@@ -26,7 +26,7 @@ def make_step(
     behind = torch.minimum(draw(0, most_folded + 1), start)
     drafts = (draw(0, 2) > 0) & (n <= most_folded)
     behind = torch.where(draw(0, 8) == 0, UNUSABLE, behind)
-    drafts &= (start > 0) & (behind >= 0)  # elsewhere what is stored before drafts is never read
+    drafts &= (start > 0) & (behind >= 0)  # for other rows the memory before drafts is never read
     cu_q = torch.zeros(rows + 1, dtype=torch.int32)
     cu_q[1:] = n.cumsum(0)
     states = torch.randperm(4 * rows, generator=g)
@@ -74,7 +74,7 @@ def check_one(
     step.behind.clamp_(max=0)
     step.drafts.zero_()
     at = step.save_at
-    at.copy_(torch.where(at >= 0, step.start[:, None] + 1 + (at % 2), at))  # many copies are due in this step
+    at.copy_(torch.where(at >= 0, step.start[:, None] + 1 + (at % 2), at))  # so that many copies are due in this step
     tokens = int(step.cu_q[-1])
     given, memory = make_memory(device, dtype, shape, shape[4], rows, tokens, seed)
     x, ab, *weights = given
@@ -152,7 +152,7 @@ def check_scan(
 
 
 def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Compare the gated norm, of a gate whose rows lie apart."""
+    """Compare the gated norm, with a gate whose rows are not adjacent."""
     torch.manual_seed(3)
     from minivllm.device.kernels import delta_rule
 

@@ -1,18 +1,18 @@
-"""Runs a page of documentation and compares what it shows with what is printed.
+"""Run the examples of a documentation page and compare the shown output with the printed one.
 
 Blocks run in order, in one folder and one Python namespace:
 
-    console     each ``$ minivllm ...`` and ``$ python -m minivllm.testing ...`` is run; the lines below it are what the
-                command prints on both outputs, in order.  ``...`` alone on a line stands for any lines, at the end of
-                one for the rest of it.  Other commands (pip, git) are only read
-    python      is run; ``print(...)  # → text`` must print exactly that.  With ``# name.ext`` as its first line it is a
-                file of that name, as a ``toml`` block is
-    text        behind a Python block: the lines that it printed, without those that ``# →`` shows
-    bash        commands that nobody runs here: they must parse, and files that they name must be in the repository
+    console     each ``$ minivllm ...`` and ``$ python -m minivllm.testing ...`` is run; the lines below it are its
+                output on both streams, in order.  A line ``...`` stands for any lines, and ``...`` at the end of a line
+                for the rest of it.  Other commands (pip, git) are only parsed
+    python      is run; ``print(...)  # → text`` must print exactly this text.  With ``# name.ext`` as its first line it
+                is a file of that name, and so is a ``toml`` block
+    text        after a Python block, the lines that it printed, except those that ``# →`` shows
+    bash        commands that are not run; they must parse, and files that they name must be in the repository
 
-What differs from run to run is compared in shape: times and rates, dates, hashes, the folder (``MASKS``).  A block that
-is not compared has a line ``<!-- not compared: why -->`` before it, one whose figures are of a machine or of a day
-``<!-- measured: when, on what -->``.
+Output that differs between runs is compared in shape: times and rates, dates, hashes, the folder (``MASKS``).  A block
+that is not compared has the line ``<!-- not compared: reason -->`` before it, and a block with measured figures ``<!--
+measured: date, machine -->``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from minivllm.testing import base
 from minivllm.testing.cli import main as conformance
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTED = ": first difference at "  # of a command that ends so with an exit code of its own
+PARTED = ": first difference at "  # at the end of the output of a command that reports a difference by its exit code
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>(?:not compared|measured): [^>]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -46,13 +46,16 @@ MASKS = (
     (r"^(  \w*(?:seconds|_ms)\w* +)\S.*", r"\1#"),
     (r"('\w+_ms': )[\d.]+", r"\1#"),
     (r" +$", ""),
-    (r"(?<=\S)  +", "  "),  # columns are as wide as their longest cell
+    (r"(?<=\S)  +", "  "),  # because columns are as wide as their longest cell
 )
 
 
 @dataclass(frozen=True)
 class Block:
-    """``mark``: what stands in the comment before it, "" if none does; ``line`` is where it begins."""
+    """A block of a page.
+
+    ``mark`` is the text of the comment before it, "" without one, and ``line`` its first line.
+    """
 
     kind: str
     text: str
@@ -80,7 +83,7 @@ def masked(text: str) -> list[str]:
 
 
 def agrees(shown: list[str], printed: list[str]) -> bool:
-    """Whether all that was printed is shown, in order, where ``...`` stands for the rest."""
+    """Return whether all printed lines are shown, in order, where ``...`` stands for further ones."""
     if not shown:
         return not printed
     if shown[0].strip() == "...":
@@ -93,16 +96,19 @@ def agrees(shown: list[str], printed: list[str]) -> bool:
 
 
 class Page:
-    """A page that is run in the current folder.  ``count``: commands and Python blocks that were run."""
+    """A page that is run in the current folder.
+
+    ``count`` is the number of commands and Python blocks that were run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.count = path, 0
-        self.wrong: list[str] = []  # what is not as shown
+        self.wrong: list[str] = []  # differences from the page
         self._space = {"__name__": path.stem}
-        self._printed: list[str] | None = None  # by the block before, if that is a Python one
+        self._printed: list[str] | None = None  # output of the preceding block if it is a Python block
 
     def run(self) -> int:
-        """AssertionError tells of all that is not as shown."""
+        """Run all blocks.  AssertionError lists all differences."""
         for block in blocks(self.path):
             before, self._printed = self._printed, None
             at = f"{self.path.name}:{block.line}"
@@ -153,7 +159,7 @@ class Page:
             with both() as out:
                 code = run_kit(words[3:]) if kit else run_command(words[1:])
             want, printed = masked(shown), masked(out.getvalue())
-            if block.mark:  # measured: the same lines, with figures of another day
+            if block.mark:  # measured blocks have the same lines with figures of another day
                 want, printed = ([re.sub(r"\d[\d.,]*", "#", line) for line in lines] for lines in (want, printed))
             if not agrees(want, printed):
                 self.wrong.append(f"{at}: $ {command}\nshows\n" + "\n".join(want) + "\nprints\n" + "\n".join(printed))
@@ -165,7 +171,7 @@ class Page:
 
 @contextlib.contextmanager
 def both():
-    """What is written to both outputs, in order."""
+    """Collect the output of both streams, in order."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out
@@ -173,7 +179,7 @@ def both():
 
 def run_kit(words: list[str]) -> int:
     base.find.cache_clear()
-    forget("my_")  # its files may have changed
+    forget("my_")  # the files of these modules may have changed
     return conformance(words)
 
 
@@ -185,14 +191,14 @@ def run_command(words: list[str]) -> int:
 
 
 def forget(*names, known=()):
-    """Modules of packages whose names begin so."""
+    """Remove modules of packages whose names begin with ``names``."""
     for name in set(sys.modules) - set(known):
         if name.partition(".")[0].startswith(names):
             del sys.modules[name]
 
 
 def parse(text: str) -> list[str]:
-    """What is wrong with commands that are shown and not run."""
+    """Return the faults of commands that are shown and not run."""
     wrong = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)

@@ -1,4 +1,4 @@
-"""A counter of joules for machines that have none: Linux's powercap as files, and a thread that moves it."""
+"""A counter of joules for machines without one, in the form of Linux's powercap files that a thread updates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 class Powercap:
-    """``folder`` is for ``energy=rapl:FOLDER``; the counter gives ``watts`` from ``start`` on, told each ``each``
-    seconds."""
+    """The files of powercap.  ``folder`` is for ``energy=rapl:FOLDER``.
+
+    The counter grows by ``watts`` from ``start`` on, and is updated every ``each`` seconds.
+    """
 
     def __init__(self, folder: Path, watts: float = 50.0, each: float = 0.01) -> None:
         self.folder, self.watts, self.each = folder, watts, each
@@ -24,7 +26,7 @@ class Powercap:
     def tell(self, joules: float) -> None:
         new = self.file.with_suffix(".new")
         new.write_text(str(round(1e6 * joules)))
-        new.replace(self.file)  # who reads it sees one or the other, whole
+        new.replace(self.file)  # so that a reader sees either the old or the new file
 
     @property
     def joules(self) -> float:

@@ -1,5 +1,6 @@
-"""What the kernels of experts must give, on any device: run under the interpreter (``interpreted.py``) and on a GPU
-(``models/test_expert_kernels.py``)."""
+"""Checks of the kernels of experts on any device, under the interpreter (``interpreted.py``) and on a GPU
+(``models/test_expert_kernels.py``).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ROUTERS = [
     Router(SOFTMAX, scale=0.5, rounded=False),
     Router(SIGMOID, normalize=True, floor=0.3, rounded=False),
 ]
-# tokens, experts, chosen, hidden, inner, activation, biases, whether the norm is not yet divided, fixed
+# tokens, experts, chosen, hidden, inner, activation, biases, whether the division of the norm is missing, fixed
 SHAPES = [
     (1, 8, 2, 64, 32, "silu", False, True, False),
     (4, 8, 2, 64, 48, CLAMPED, True, False, False),
@@ -40,7 +41,7 @@ SHAPES = [
 ]
 
 
-# form (see ``packed``) of both weights or of each, and a shape as above
+# form (see ``packed``) of both weights or of each, and a shape of the table above
 PACKED = [
     ("u4 32", (1, 8, 2, 64, 32, "silu", False, True, False)),
     ("u4 32 z", (5, 8, 3, 64, 32, "gelu", True, True, False)),
@@ -58,7 +59,7 @@ def check_routes(device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     for experts, chosen in ((5, 5), (8, 1), (60, 4), (128, 8)):
         logits = torch.randn(33, experts, generator=generator).to(device, dtype)
-        logits[7] = logits[7, 0]  # of equal ones the lower id
+        logits[7] = logits[7, 0]  # equal logits, for which the lower id is chosen
         bias = torch.randn(experts, generator=generator).to(device)
         for how in ROUTERS:
             given = bias if how.choice_bias else None
@@ -69,7 +70,7 @@ def check_routes(device: str, dtype: torch.dtype) -> None:
 
 
 def check_bad_logits(device: str) -> None:
-    """Whatever a row holds, its ids are experts, each once."""
+    """Check that the ids of a row with any content are experts, each once."""
     logits = torch.randn(4, 8, device=device)
     logits[0], logits[1, 3], logits[2] = float("nan"), float("nan"), float("-inf")
     for how in ROUTERS[:3]:
@@ -78,7 +79,7 @@ def check_bad_logits(device: str) -> None:
 
 
 def check_assignment(device: str) -> None:
-    """Each pair is in one block of its expert, and what is left of the blocks is nobody's."""
+    """Check that each pair is in one block of its expert, and that other places of blocks are empty."""
     for tokens, experts, chosen, bm in ((1, 4, 2, 16), (50, 8, 3, 16), (900, 16, 4, 64), (700, 3, 3, 16)):
         ids = torch.rand(tokens, experts, device=device).topk(chosen).indices.int()
         order, expert = assign(ids, experts, bm)
@@ -112,8 +113,10 @@ def experts_in_float64(x: Tensor, ids: Tensor, weights: Tensor, kernel: ExpertPr
 
 
 def packed(rows: int, inputs: int, form: str, device: str) -> tuple[StoredWeight, Tensor]:
-    """A quantized weight of normal numbers by 0.1, and the numbers float64 [rows, inputs]; ``form``: the dtype, the
-    inputs of a group, and "z" if it has zero points, as "u4 32 z"."""
+    """Return a quantized weight of normally distributed numbers times 0.1, and the numbers float64 [rows, inputs].
+
+    ``form`` has the dtype, the inputs of a group, and "z" if there are zero points, such as "u4 32 z".
+    """
     dtype, size, *more = form.split()
     group = int(size) or inputs
     generator = torch.Generator().manual_seed(rows)
@@ -139,7 +142,7 @@ def packed(rows: int, inputs: int, form: str, device: str) -> tuple[StoredWeight
 
 
 def check_packed_products(device: str, dtype: torch.dtype, shape: tuple, form: str) -> None:
-    """The same of experts whose weights are quantized."""
+    """Check the products of experts with quantized weights."""
     _, count, _, hidden, inner, activation, *_ = shape
     of_up, of_down = (form.split(", ") * 2)[:2]
     up, wide_up = packed(count * 2 * inner, hidden, of_up, device)
@@ -155,7 +158,7 @@ def check_packed_products(device: str, dtype: torch.dtype, shape: tuple, form: s
 
 
 def check_products(device: str, dtype: torch.dtype, shape: tuple) -> None:
-    """The sum over a token's experts, and what the stream and its norm become with it."""
+    """Check the sum over a token's experts, and the stream and its norm with the sum."""
     _, count, _, hidden, inner, activation, *_, fixed = shape
     generator = torch.Generator().manual_seed(3)
     up, down = (
@@ -171,7 +174,7 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple) -> None:
 
 
 def _check(device: str, dtype: torch.dtype, shape: tuple, made: Any) -> None:
-    """``made``, given biases and a limit, gives what is called and what has its weights in numbers."""
+    """Compare the products of ``made``, with biases and a limit, with those of the weights in numbers."""
     tokens, count, chosen, hidden, inner, activation, biased, undivided, *_ = shape
     generator = torch.Generator().manual_seed(1)
     make = lambda *size, by=1.0: (torch.randn(*size, generator=generator) * by).to(device, dtype)  # noqa: E731
@@ -203,7 +206,7 @@ def _check(device: str, dtype: torch.dtype, shape: tuple, made: Any) -> None:
 
 
 def check_twice_the_same_expert(device: str) -> None:
-    """A token whose router was overridden may go to one expert several times."""
+    """Check a token whose overridden router chooses one expert several times."""
     make = lambda *size: torch.randn(*size, generator=torch.Generator().manual_seed(2)).to(device) / 8  # noqa: E731
     kernel = ExpertProducts(make(4, 64, 64), make(4, 64, 32))
     for tokens in (2, 20, 60):
@@ -214,7 +217,7 @@ def check_twice_the_same_expert(device: str) -> None:
 
 
 def check_a_row_alone(device: str, dtype: torch.dtype) -> None:
-    """``fixed``: a token has the bits that it has alone, whatever is beside it."""
+    """Check that with ``fixed`` a token has the same bits alone and beside any other tokens."""
     generator = torch.Generator().manual_seed(3)
     make = lambda *size: torch.randn(*size, generator=generator).to(device, dtype) / 8  # noqa: E731
     kernel = ExpertProducts(make(8, 2 * 48, 64), make(8, 64, 48), fixed=True)
@@ -226,7 +229,7 @@ def check_a_row_alone(device: str, dtype: torch.dtype) -> None:
 
 
 def check_an_odd_width(device: str, dtype: torch.dtype) -> None:
-    """An inner width that kernels cannot read 16 bytes at a time gives what float64 gives, with biases and without."""
+    """Compare an inner width that kernels cannot read 16 bytes at a time with float64, with and without biases."""
     generator = torch.Generator().manual_seed(5)
     make = lambda *size: (torch.randn(*size, generator=generator) / 4).to(device, dtype)  # noqa: E731
     for inner, biased, fixed in ((13, True, True), (7, False, False)):
@@ -250,7 +253,7 @@ def check_an_odd_width(device: str, dtype: torch.dtype) -> None:
 
 
 def check_those_of_transformers(device: str) -> None:
-    """The fallback's ``Routed`` gives what the forward gives in whose place it is."""
+    """Compare the fallback's ``Routed`` with the forward that it replaces."""
     from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
     from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 

@@ -12,7 +12,7 @@ GREEDY = dict(temperature=0, max_tokens=32, ignore_eos=True)
 
 def hf_greedy(model, prompt, n=32):
     ids = torch.tensor([prompt])
-    all_real = torch.ones_like(ids)  # or token 0 would be taken for padding
+    all_real = torch.ones_like(ids)  # otherwise token 0 would count as padding
     out = model.generate(
         ids, attention_mask=all_real, max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0
     )

@@ -1,5 +1,6 @@
-"""What the kernels of bytes in groups must give, on any device: run under the interpreter (``interpreted_quantize.py``)
-and on a GPU (``models/test_grouped_kernels.py``)."""
+"""Checks of the kernels of bytes in groups on any device, under the interpreter (``interpreted_quantize.py``) and on a
+GPU (``models/test_grouped_kernels.py``).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SHAPES = [
 
 
 def make(dtype: torch.dtype, n: int, k: int, group: int, zeros: bool, device: str) -> tuple[GroupedProduct, Tensor]:
-    """(the kernels, what the weight holds in float64)."""
+    """Return (the kernels, the stored weight in float64)."""
     generator = torch.Generator().manual_seed(n)
     codes = torch.randn(n, k, generator=generator)
     codes = (codes * 100).clamp(-448, 448) if dtype == torch.float8_e4m3fn else (codes * 40 + 128 * zeros).round()

@@ -1,4 +1,4 @@
-"""A hook that hears everything, and simulated engines with hooks."""
+"""A hook plug-in that records all hooks, and simulated engines with hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.testing.sim import VOCAB, request, sim_engine
 
 
 class Told(Hooks):
-    """Writes down everything."""
+    """A hook plug-in that records all hooks."""
 
     def __init__(self, options=None):
         super().__init__(options)
@@ -51,7 +51,7 @@ class Told(Hooks):
 
 
 def hooked(*plugins, **options):
-    """A simulated engine that was started with plug-ins, named a, b, ..."""
+    """Return a simulated engine with plug-ins named a, b, ..."""
     names = [f"acme/{'abcdef'[i]}" for i in range(len(plugins))]
     manager = HookManager(zip(names, plugins, strict=True))
     engine = sim_engine(**options)

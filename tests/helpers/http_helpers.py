@@ -1,4 +1,4 @@
-"""A real server on the loopback interface, with pocket, for tests of HTTP: uvicorn in a thread."""
+"""A real server with pocket on the loopback interface for tests of HTTP, which runs uvicorn in a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ GOLDEN = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "logp
 
 
 def near(a: Any, b: Any) -> bool:
-    """Equal, but for the last bits of numbers: other steps may have computed the prefix that is in the cache."""
+    """Return whether two values are equal except for the last bits of numbers.
+
+    They may differ because other steps have computed the cached prefix.
+    """
     if isinstance(a, float) and isinstance(b, float):
         return abs(a - b) < 1e-4
     if isinstance(a, dict) and isinstance(b, dict):
@@ -32,7 +35,7 @@ def near(a: Any, b: Any) -> bool:
 
 
 class Running:
-    """A server; ``url``, ``client`` (httpx), ``app``.  ``do`` runs something on its event loop."""
+    """A server with ``url``, ``client`` (httpx) and ``app``.  ``do`` runs a function on its event loop."""
 
     def __init__(self, keys: list[str] = (), engine: dict[str, Any] | None = None, **server: Any) -> None:
         from minivllm.config import load_config
@@ -83,7 +86,7 @@ class Running:
         if loaded.server.uds is not None:
             where = {"base_url": "http://localhost", "transport": httpx.HTTPTransport(uds=loaded.server.uds)}
         self.client = httpx.Client(**where, headers=headers, timeout=60, trust_env=False)
-        self.post("/v1/completions", GOLDEN)  # the next ones find its prompt in the cache
+        self.post("/v1/completions", GOLDEN)  # later requests find its prompt in the cache
         self.golden = self.post("/v1/completions", GOLDEN).json()["choices"]
 
     def do(self, make: Any) -> Any:
@@ -93,7 +96,7 @@ class Running:
         return self.client.post(path, json=body, **more)
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream, the last as text."""
+        """Return the events of a stream, the last one as text."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -103,7 +106,7 @@ class Running:
         return [one if one == "[DONE]" else json.loads(one) for one in found]
 
     def raw(self, data: bytes, seconds: float = 5.0) -> bytes:
-        """What comes back for bytes, until the connection ends or says nothing more."""
+        """Return the answer to some bytes, until the connection ends or is silent."""
         with socket.create_connection((self.host, self.port), timeout=seconds) as link:
             link.sendall(data)
             got = b""
@@ -116,8 +119,9 @@ class Running:
         return self.do(self.app.service.client.stats)
 
     def at_rest(self, seconds: float = 20.0) -> None:
-        """Nobody is inside, nothing runs or waits, every block is free or a cached prefix; the golden request is as it
-        was."""
+        """Check that no request is inside, nothing runs or waits, every block is free or cached, and the golden answer
+        is unchanged.
+        """
         end = time.monotonic() + seconds
         while True:
             stats = self.stats()
@@ -141,7 +145,9 @@ class Running:
 
 
 def served(*args: Any, **options: Any) -> Any:
-    """A fixture: one server for the tests of a module, made by ``Running(*args, **options)``, at rest at its end."""
+    """Return a fixture with one server for the tests of a module, made by ``Running(*args, **options)``, at rest at its
+    end.
+    """
 
     @pytest.fixture(scope="module")
     def server() -> Iterator[Running]:
@@ -154,7 +160,7 @@ def served(*args: Any, **options: Any) -> Any:
 
 
 def make_certificate(folder: Any) -> tuple[str, str]:
-    """(certificate, key) for 127.0.0.1, made by OpenSSL; skips the test where that is not."""
+    """Return (certificate, key) for 127.0.0.1, made by OpenSSL.  Without OpenSSL the test is skipped."""
     if shutil.which("openssl") is None:
         pytest.skip("needs the command openssl")
     cert, key = folder / "cert.pem", folder / "key.pem"

@@ -1,4 +1,4 @@
-"""A Hugging Face cache made by hand, and a hub on the loopback interface that serves a folder's files."""
+"""A Hugging Face cache that is made by hand, and a hub on the loopback interface that serves the files of a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 
 
 def put_into_cache(cache, name, source, commit=COMMIT, refs=("main",), without=()):
-    """A snapshot as the hub's library lays it out: blobs, links to them, and refs.  Its folder."""
+    """Write a snapshot in the layout of the hub's library (blobs, links, refs), and return its folder."""
     home = Path(cache) / f"models--{name.replace('/', '--')}"
     snapshot = home / "snapshots" / commit
     for folder in (snapshot, home / "blobs", home / "refs"):
@@ -33,14 +33,18 @@ def put_into_cache(cache, name, source, commit=COMMIT, refs=("main",), without=(
 
 
 class Hub:
-    """``served``: id -> (folder, {revision: commit}).  ``asked`` are the paths of all requests; ``refuses``: id -> the
-    code (``GatedRepo``) with which its files are refused; ``broken``: the status of every answer, if not 0."""
+    """A hub.
+
+    ``served`` maps an id to (folder, {revision: commit}).  ``asked`` has the paths of all requests.  ``refuses`` maps
+    an id to the code (``GatedRepo``) with which its files are refused.  ``broken`` is the status of every answer, if
+    not 0.
+    """
 
     def __init__(self):
         self.served, self.asked, self.refuses, self.broken = {}, [], {}, 0
 
     def answer(self, path):
-        """(status, headers, body) of a path."""
+        """Return (status, headers, body) for a path."""
         if self.broken:
             return self.broken, {}, b""
         api = path.removeprefix("/api/models/")
@@ -66,7 +70,7 @@ class Hub:
 
 @contextlib.contextmanager
 def served_hub():
-    """(hub, its URL)."""
+    """Yield (hub, its URL)."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -68,7 +68,9 @@ class Reference:
         return out.logits[0].float().log_softmax(-1)
 
     def check(self, tokens: list[int], scores: list[float]) -> None:
-        """Assert that tokens behind the prompt are the likeliest ones, and that their log-probabilities are right."""
+        """Assert that the tokens behind the prompt are the likeliest ones, and that their log-probabilities are
+        correct.
+        """
         found = self.logprobs([*self.ids, *tokens])[len(self.ids) - 1 : -1]
         best, which = found.max(-1)
         assert which.tolist() == tokens

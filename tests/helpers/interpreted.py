@@ -1,7 +1,7 @@
-"""The Triton kernels on a CPU, under Triton's interpreter, against their references in torch; run by test_kernels.py.
+"""Comparison of the Triton kernels with their references in torch, under the interpreter; run by test_kernels.py.
 
-The interpreter cuts bfloat16 off instead of rounding it, so float32 is what is tested here; the conformance kit tests
-every dtype on a GPU.
+The interpreter truncates bfloat16 instead of rounding it, so float32 is tested here.  The conformance kit tests every
+dtype on a GPU.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ LIMITS = (
 
 
 def draws(logits, limits, fused, first=0):
-    """Tokens of rows with these limits; the noise of row j is that of row ``first + j``."""
+    """Return tokens of rows with these limits.  The noise of row j is that of row ``first + j``."""
     n, width = logits.shape
     sampler = DefaultSampler(None, SamplingContext(width, 100, ()))
     state, row = ProcessorState(sampler, n, logits.device), torch.arange(n, device=logits.device)
@@ -158,7 +158,7 @@ def spread(kind, n, width):
         return (torch.randn(n, width) * 2).round() / 2
     if kind == "same":
         return torch.zeros(n, width)
-    if kind == "sorted":  # the best stand side by side
+    if kind == "sorted":  # the best logits are adjacent
         return torch.linspace(3, -9, width).expand(n, width).clone()
     logits = torch.randn(n, width) * 4
     logits[:, 1:].masked_fill_(torch.rand(n, width - 1) < 0.7, -torch.inf)
@@ -217,7 +217,7 @@ def test_rows_without_a_distribution_end_and_leave_the_others_alone():
 def test_log_probabilities_ranks_and_the_order_of_equals_are_those_of_the_reference(width, kind):
     torch.manual_seed(width)
     logits, chosen = spread(kind, 4, width), torch.tensor([0, width - 1, width // 2, 1])
-    logits[3, 1:] = -torch.inf  # one token has all the probability there is
+    logits[3, 1:] = -torch.inf  # one token has the whole probability
     logits[2, ::7] = 0.0
     logits[2, ::14] = -0.0
     found = {k: logprobs.logprobs_of(logits, chosen, k, sampling.best_of) for k in (0, 1, 5, 20, logprobs.MOST, 40)}
@@ -287,11 +287,11 @@ def test_a_mask_forbids_in_the_rows_that_have_one(width):
     logits = torch.randn(4, width + 3)[:, :width]
     got, want = logits.clone(), logits.clone()
     held = mask.DeviceMasks(4, width, torch.device("cpu"))
-    for rows in (np.array([0]), np.array([3, 1])):  # what the first step left is not the second one's
+    for rows in (np.array([0]), np.array([3, 1])):  # results of the first step must not remain in the second
         held.put(rows, bits[: len(rows)].numpy())
     held.mask.zero_()
     held.host[:2] = bits.numpy()
-    held.put(rows, held.host[:2])  # written where they are read from
+    held.put(rows, held.host[:2])  # written to the memory from which they are copied
     assert held.index.tolist() == [-1, 1, -1, 0]
     mask.apply(got, held.index, held.mask)
     sampling.apply_mask(want, bits, torch.tensor([3, 1]))
@@ -329,7 +329,7 @@ def test_begin_reads_token_position_and_slot_of_each_row():
     assert position.tolist() == [29, 16, 7] and kv_len.tolist() == [[30, 17, 8]] * 2
     assert torch.equal(ids, state.tokens[slots, position].long())
     want = state.table[:, slots, position // 4].long() * 4 + position % 4
-    want[:, 2] = 0  # it has ended: the null block
+    want[:, 2] = 0  # it has ended, so it writes to the null block
     assert torch.equal(slot_map, want)
     got = step.gather(slots, (state.known, state.end, state.min_end, state.n_eos))
     assert [x.tolist() for x in got] == [[30, 17, 8], [31, 39, 39], [0, 0, 0], [1, 1, 1]]

@@ -1,7 +1,7 @@
-"""Triton's attention on a CPU, under Triton's interpreter, against the kit and against itself; run by test_kernels.py.
+"""Comparison of Triton's attention with the kit and with itself, under the interpreter; run by test_kernels.py.
 
-The interpreter cuts bfloat16 off instead of rounding it, so float32 and float16 are what is tested here; the
-conformance kit tests every dtype on a GPU.
+The interpreter truncates bfloat16 instead of rounding it, so float32 and float16 are tested here.  The conformance kit
+tests every dtype on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minivllm.testing.attention_world import make_meta
 
 class TestTriton(AttentionConformance):
     plugin, device = "triton", "cpu"
-    # What is kept between calls is the same in kernels that are compiled; here a hundred calls would take half an hour.
+    # Compiled kernels keep the same data between calls. A hundred calls would take half an hour here.
     test_what_has_ended_leaves_nothing_behind = None
 
     @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_keys_are_copied_whole_for_the_kits_larger_heads(monkeypatch):
 
 
 def paged(window, kv_heads=1, heads=7, dim=16, block=4, blocks=40):
-    """A layer of the Triton back end on the CPU, its cache zero, and the back end."""
+    """Return a layer of the Triton back end on the CPU with a cache of zeros, and the back end."""
     spec = AttnSpec(heads, kv_heads, dim, dim, window=window)
     ctx = AttentionContext("cpu", "float32", Fp32(), block, 4, 64, prepare_qk)
     cache = {name: torch.zeros(blocks, block, kv_heads, dim) for name in "kv"}
@@ -98,7 +98,7 @@ def paged(window, kv_heads=1, heads=7, dim=16, block=4, blocks=40):
 
 @pytest.mark.parametrize("computed, chunk", [(30, 9), (21, 1), (40, 3), (0, 33)])
 def test_a_window_reads_nothing_of_blocks_that_were_given_back(computed, chunk):
-    """They are the null block in the row's table: whatever lies there, NaN too, takes no part."""
+    """The row's table has the null block for them, whose content, NaN too, must have no effect."""
     torch.manual_seed(computed)
     layer, backend = paged(window=6)
     length = computed + chunk
@@ -130,7 +130,7 @@ def test_a_copy_of_bytes_in_16_bits_gives_the_long_rows_what_the_bytes_give(fmt,
 def test_what_belongs_to_nobody_is_not_written():
     layer, backend = paged(window=None)
     meta = make_meta([(0, 3, 3)], np.ones((1, 4, 17), np.int32), 4, "cpu")
-    meta.slot_map = torch.tensor([[0, 5, 3]])  # the null block's are those below 4
+    meta.slot_map = torch.tensor([[0, 5, 3]])  # slots below 4 belong to the null block
     x = torch.full((3, 1, 16), torch.nan)
     x[1] = 2.0
     backend.write(layer, torch.zeros(3, 7, 16), x, x.clone(), meta, None)

@@ -1,9 +1,10 @@
-"""The kernels between GPUs, on a CPU: each rank is a process, regions are files that all map, and Triton interprets.
+"""Checks of the kernels between GPUs on a CPU, where ranks are processes, regions are mapped files, and Triton
+interprets.
 
-    python interpreted_peers.py FOLDER RANK SIZE       one rank, which checks what it got against float64 sums
+    python interpreted_peers.py FOLDER RANK SIZE       one rank, which compares its results with float64 sums
 
-``tests/device/kernels/test_peer_kernels.py`` starts them.  On GPUs ``benchmarks/peer_sums.py`` checks the same and
-times it.
+``tests/device/kernels/test_peer_kernels.py`` starts the ranks.  On GPUs ``benchmarks/peer_sums.py`` makes the same
+checks and measures times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from minivllm.device.layers import peer_memory
 from minivllm.device.layers.peer_memory import PeerMemory, RegionLayout
 
-# programs that wait for each other take turns on few cores: as few of them as show all that there is
+# Programs that wait for each other take turns on few cores, so there are only as many as the checks need.
 peer_memory.BLOCKS, peer_memory.MOVERS, peer_memory.PLACE, peer_memory.TILES, peer_memory.DRAWN = (
     2,
     3,
@@ -99,15 +100,15 @@ def main(folder: str, rank: int, size: int) -> None:
         for r in range(size)
     ]
     memory = PeerMemory(rank, torch.tensor([region.data_ptr() for region in regions]), regions)
-    for dtype in (torch.float32, torch.float16):  # the interpreter cuts bfloat16 off instead of rounding it
+    for dtype in (torch.float32, torch.float16):  # the interpreter truncates bfloat16 instead of rounding it
         for way in ways(size):
             check_sums(rank, memory, dtype, way, 3, 48)
-        check_sums(rank, memory, dtype, "flags", 7, 16)  # more rows than programs, several a meeting
+        check_sums(rank, memory, dtype, "flags", 7, 16)  # more rows than programs, so a meeting handles several
         check_sums(rank, memory, dtype, "words", 3, 2)  # a row has fewer words than there are ranks
         for rows, columns, vocab in ((3, 40, 40 * size), (2, 150, 150 * size - 3), (1, 31, 31 * size - 1)):
-            for tile in (0, 128, 32, 64):  # places are the same, whatever was moved before
+            for tile in (0, 128, 32, 64):  # places are the same for every earlier move
                 check_gather(rank, memory, dtype, rows, columns, vocab, tile)
-    for seed in range(3):  # both places, and one of them again
+    for seed in range(3):  # uses both places, and one of them again
         check_drawn(rank, memory, seed)
 
 

@@ -1,6 +1,6 @@
-"""The kernels of quantized weights on a CPU, under Triton's interpreter; run by test_kernels.py.
+"""Checks of the kernels of quantized weights on a CPU, under Triton's interpreter; run by test_kernels.py.
 
-Its float8 is another one and its bfloat16 is cut off, so that rows are tested in int8, and words in float16.
+Its float8 differs and its bfloat16 is truncated, so rows are tested in int8, and words in float16.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_row_that_float8_holds_has_by_eights_the_products_that_elements_give(m
     monkeypatch.setattr(quant_vector, "SHORT", 0 if "BK" in second else 4096)
     kernels, _ = quant_kernels.make("fp8", 40, 640, 0, False, "cpu")
     x = (torch.randn(1, 640) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).half() / 64
-    x[0, 3] = 7.0  # the largest of float8 in these steps
+    x[0, 3] = 7.0  # the largest float8 number in these steps
     tops = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
     tile = dict(BN=8, STAGES=stages, num_warps=1, **second)
     for mode in (PLAIN, GATED):

@@ -1,5 +1,6 @@
-"""The kernels of ``minivllm quantize``, and of checkpoints' bytes in groups, on a CPU, under Triton's interpreter; run
-by test_kernels.py."""
+"""Checks of the kernels of ``minivllm quantize``, and of grouped bytes of checkpoints, under Triton's interpreter; run
+by test_kernels.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What tests of JSON and of expressions share: both libraries over bytes, texts drawn under masks, random schemas."""
+"""Shared code of tests of JSON and of regular expressions, with both libraries over bytes, texts drawn under masks, and
+random schemas.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def library(request):
 
 
 def compiled(library, kind, text, **more):
-    """None if it is refused, which says by name what."""
+    """Return a compiled grammar, or None if it is refused with the name of the unsupported part."""
     source = GrammarSource(kind, text if kind == "regex" else json.dumps(text), **{"any_whitespace": False, **more})
     try:
         return library.compile(source)
@@ -43,7 +45,7 @@ def allowed(library, matcher):
 
 
 def takes(library, grammar, text):
-    """Whether the masks let this text through to its end."""
+    """Return whether the masks allow this text up to its end."""
     matcher = library.start(grammar)
     for byte in text.encode():
         if byte not in allowed(library, matcher) or library.accept([matcher], [[byte]])[0] != 1:
@@ -52,7 +54,7 @@ def takes(library, grammar, text):
 
 
 def draw(library, grammar, rng, most=160):
-    """A text drawn at random, with a liking for what is hard; None if it got too long."""
+    """Draw a text at random with a preference for difficult characters.  Return None if it becomes too long."""
     matcher, text = library.start(grammar), b""
     hurry = rng.choice([0.2, 0.6])
     while len(text) < most:
@@ -85,7 +87,7 @@ BOUNDS = [0, 1, -1, 5, 10, -10, 99, 2**31, -(2**40), 0.5, -0.25, 1.1, -3.7, 1e-3
 
 
 class Maker:
-    """Schemas at random; the properties of no two objects have a name in common."""
+    """Random schemas; the properties of no two objects have a common name."""
 
     def __init__(self, seed):
         self.rng, self.objects = random.Random(seed), 0
@@ -179,7 +181,7 @@ def declared(schema):
 
 
 def check(schema, text):
-    """It is strict JSON without a declared name given twice, and fits."""
+    """Check that a text is strict JSON that fits, without a declared name given twice."""
     twice, names = [], set(declared(schema))
 
     def read(pairs):
@@ -188,7 +190,7 @@ def check(schema, text):
         return dict(pairs)
 
     value = json.loads(text, object_pairs_hook=read)
-    json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+    json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     assert not twice, f"{text}: {twice} given twice"
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     jsonschema.Draft202012Validator(schema, format_checker=checker).validate(value)

@@ -9,12 +9,14 @@ import signal
 from minivllm.errors import MinivllmError
 from minivllm.runtime.processes.confined import allow, limit_memory
 
-SECONDS, MEGABYTES = 5.0, 256  # CPU time, memory beyond what the test has already
+SECONDS, MEGABYTES = 5.0, 256  # CPU seconds, and memory beyond the present use
 
 
 def limited(call, seconds=SECONDS, megabytes=MEGABYTES):
-    """Return ("done", text of the result) or (name of the error, message) of ``call()``; "time" or "memory" where it
-    exceeded a limit, "bug" where it raised what is no MinivllmError."""
+    """Return ("done", text of the result) or (name of the error, message) of ``call()``.
+
+    The name is "time" or "memory" if a limit was exceeded, and "bug" for an error that is no MinivllmError.
+    """
     read, write = os.pipe()
     if not (child := os.fork()):
         try:

@@ -11,7 +11,7 @@ NOBODY = ("", "")  # a salt
 
 
 def byte_level(specials, **flags):
-    """Byte-level BPE, as GPT-2's descendants have it; the special tokens are a part of its vocabulary too."""
+    """Return byte-level BPE as in GPT-2 and its successors, whose vocabulary includes the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: i for i, piece in enumerate([*specials, *alphabet, "he", "us", "er", "user", "|>", "<|"])}
     merges = [("h", "e"), ("u", "s"), ("e", "r"), ("us", "er"), ("|", ">"), ("<", "|")]
@@ -20,12 +20,12 @@ def byte_level(specials, **flags):
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(s, **{"special": True, "normalized": False, **flags}) for s in specials])
-    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])  # added and not special, as Qwen's are
+    backend.add_tokens([AddedToken("<think>"), AddedToken("</think>")])  # added but not special, as in Qwen
     return backend
 
 
 def sentencepiece(specials):
-    """BPE with byte fallback and a space before the text, as Llama 2 has it."""
+    """Return BPE with byte fallback and a space before the text, as in Llama 2."""
     words = ["<unk>", *specials, *(f"<0x{b:02X}>" for b in range(256)), *map(chr, range(33, 127)), "▁", "▁t", "he"]
     vocab = {w: i for i, w in enumerate(dict.fromkeys(words))}
     backend = Backend(models.BPE(vocab, [("▁", "t"), ("h", "e")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -37,7 +37,9 @@ def sentencepiece(specials):
 
 
 def unigram(specials):
-    """Its vocabulary holds the spellings with the best score of all, as T5's does; a first word has a space."""
+    """Return a unigram tokenizer as in T5, in which the spellings of special tokens have the best score, and a first
+    word has a space.
+    """
     chars = [(c, -9.0) for c in [*map(chr, range(32, 127)), "▁", "\n"]]
     backend = Backend(models.Unigram([("<unk>", 0.0), *((s, 0.0) for s in specials), *chars], 0, True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -47,7 +49,7 @@ def unigram(specials):
 
 
 def normalizing(specials):
-    """Looks for its special tokens in the text as it normalizes it: other characters spell them too."""
+    """Return a tokenizer that searches special tokens in the normalized text, so other characters spell them too."""
     backend = byte_level(specials, normalized=True)
     backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     backend.add_special_tokens([AddedToken(s, special=True, normalized=True) for s in specials])
@@ -121,7 +123,7 @@ IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"]
 PHIS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 FULLWIDTH = ["<｜begin▁of▁sentence｜>", "<|im_start|>", "<|im_end|>"]
-MODELS = {  # name -> tokenizer, special tokens, template, more of tokenizer_config.json
+MODELS = {  # name -> tokenizer, special tokens, template, further fields of tokenizer_config.json
     "chatml": (byte_level(IM), IM, CHATML, {}),
     "llama 3": (byte_level(HEADERS), HEADERS, LLAMA3, {"bos_token": "<|begin_of_text|>"}),
     "qwen": (byte_level(IM), IM, QWEN, {}),

@@ -1,4 +1,4 @@
-"""What the tests of the native part share: the build hook as a module, and libraries of a few lines."""
+"""Shared code of tests of the native part, with the build hook as a module and libraries of a few lines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HOOK = "hatch_build.py"
 
 
 def build_hook(root=ROOT):
-    """``hatch_build.py`` of a tree, as a module."""
+    """Return ``hatch_build.py`` of a tree as a module."""
     spec = importlib.util.spec_from_file_location("hatch_build", root / HOOK)
     module = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # none beside the sources
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # write no bytecode next to the sources
     try:
         spec.loader.exec_module(module)
     finally:
@@ -28,13 +28,13 @@ def build_hook(root=ROOT):
 
 
 def compiler():
-    """A C++ compiler; without one the test is skipped."""
+    """Return a C++ compiler.  Without one the test is skipped."""
     found = next(filter(None, map(shutil.which, build_hook().COMPILERS)), None)
     return found or pytest.skip("no C++ compiler is here")
 
 
 def compile_one(target, functions):
-    """A library of functions without arguments: name -> what it returns."""
+    """Compile a library of functions without arguments, from name -> result."""
     source = target.with_suffix(".cpp")
     source.write_text(
         "".join(f'extern "C" int {name}(void) {{ return {value}; }}\n' for name, value in functions.items())
@@ -43,7 +43,7 @@ def compile_one(target, functions):
 
 
 def small_tree(folder):
-    """A copy of what a build reads, where the sources are a few lines: they compile in no time."""
+    """Copy the files that a build reads, with short sources that compile at once."""
     native = folder / "minivllm" / "device" / "native"
     native.mkdir(parents=True)
     for name in (HOOK, "pyproject.toml", "README.md", "LICENSE", ".gitignore", "minivllm/__init__.py"):
@@ -67,5 +67,5 @@ def small_tree(folder):
 
 
 def clean(**values):
-    """The environment without what a build reads, and with these values."""
+    """Return the environment without variables that a build reads, and with these values."""
     return {k: v for k, v in os.environ.items() if k not in ("CXX", "MINIVLLM_NATIVE", "PYTHONPATH")} | values

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(params=HERE)
 def each_isa(request, monkeypatch):
-    """The kernels of each instruction set that this CPU and the environment allow."""
+    """Run a test with the kernels of each instruction set that this CPU and the environment allow."""
     monkeypatch.setattr(program, "isa", lambda: request.param)
     return request.param
 
@@ -44,7 +44,7 @@ def prompt(n: int, seed: int = 0, vocab: int = 61) -> list[int]:
 
 
 def checkpoint(path: Path, architecture: str, **values: Any) -> str:
-    """A tiny random model of an architecture of transformers."""
+    """Write a tiny random model of an architecture of transformers, and return its folder."""
     cls = getattr(transformers, architecture)
     with quiet():
         return str(save(tiny_model(small_config(cls.config_class, **values), 0, cls), path))
@@ -55,7 +55,7 @@ def engine(path: str, **options: Any) -> LLM:
 
 
 def ask(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int]]]:
-    """The tokens of each sample of each prompt."""
+    """Return the tokens of each sample of each prompt."""
     params = SamplingParams(**{"temperature": 0, "max_tokens": 32, "ignore_eos": True, **params})
     outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [[o.token_ids for o in out.outputs] for out in outs]
@@ -63,22 +63,24 @@ def ask(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[list[int
 
 @dataclass
 class Watched:
-    """What the captured steps did."""
+    """Counts and largest differences of the captured steps."""
 
-    steps: int = 0  # FORWARD of which ran in the native part, and that draw
-    draws: int = 0  # SAMPLE likewise
-    others: int = 0  # FORWARD as separate operations
+    steps: int = 0  # steps whose FORWARD ran in the native part, and that draw
+    draws: int = 0  # steps whose FORWARD ran as separate operations
+    others: int = 0  # tokens of each native step
     tokens: list[int] = field(default_factory=list)  # of each native step
-    mixed: int = 0  # native steps with chunks beside decodes
+    mixed: int = 0  # native steps with both chunks and decodes
     drafted: int = 0  # native steps with drafts
-    hidden: float = 0.0  # the largest difference of hidden states, relative to the largest of a step
+    hidden: float = 0.0  # largest difference of hidden states, relative to the largest value of a step
     logits: float = 0.0
-    states: float = 0.0  # of recurrent states and their rings
+    states: float = 0.0  # largest difference of recurrent states and their rings
 
 
 @contextmanager
 def watched(compare: bool = True) -> Iterator[Watched]:
-    """Engines that run in it compute each captured step again, by separate operations, before they draw."""
+    """Let engines that run in this context compute each captured step again, by separate operations, before
+    they draw.
+    """
     seen, forward, sample, native = Watched(), Runner.forward, NativeSteps.sample, NativeSteps.forward
     before: list[list[torch.Tensor]] = [[]]
 
@@ -124,7 +126,7 @@ def watched(compare: bool = True) -> Iterator[Watched]:
 
 
 def states_of(state: Any) -> list[torch.Tensor]:
-    """The tensors of recurrent states, and the tokens that each state covers."""
+    """Return the tensors of recurrent states, and the number of tokens that each state covers."""
     memory = state.recurrent
     return [] if memory is None else [memory.valid, *(x for layer in memory.memory for x in layer.values())]
 
@@ -137,4 +139,4 @@ def replace(state: Any, tensors: list[torch.Tensor]) -> None:
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
     assert got.shape == want.shape and got.dtype == want.dtype and bool(want.isfinite().all())
     found = float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-30))
-    return found if found == found else float("inf")  # a NaN is the largest
+    return found if found == found else float("inf")  # a NaN counts as the largest difference

@@ -1,4 +1,4 @@
-"""Packages that are not installed, made visible as pip would: their sources and the metadata of their entry points."""
+"""Packages that are not installed, made visible by their sources and the metadata of their entry points, as by pip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ else:
 
 
 def write_metadata(pyproject: Path, into: Path) -> str:
-    """The dist-info folder that pip would write for a package; returns the distribution's name."""
+    """Write the dist-info folder of a package as pip does, and return the distribution's name."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     info = into / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True)
@@ -33,7 +33,7 @@ def write_metadata(pyproject: Path, into: Path) -> str:
 
 
 def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
-    """Environment of a process that sees the packages (folders with a pyproject.toml) as installed."""
+    """Return the environment of a process in which the packages (folders with a pyproject.toml) are installed."""
     paths = [str(metadata)]
     for folder in packages:
         write_metadata(folder / "pyproject.toml", metadata)
@@ -42,12 +42,12 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root])}
 
 
-# What a package may import of minivllm, beside what ``import minivllm`` offers.
+# Modules of minivllm that a package may import, besides the names of ``import minivllm``.
 PUBLIC = ("minivllm.plugin", "minivllm.testing", "minivllm.device.layers", "minivllm.device.kernels")
 
 
 def public_imports(folder: Path) -> list[str]:
-    """What the Python files of a package import of minivllm although it is not public: "file: name" each."""
+    """Return the imports of private names of minivllm in a package, each as "file: name"."""
     wrong = []
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -55,7 +55,7 @@ def public_imports(folder: Path) -> list[str]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                # ``from minivllm import LLM`` is public, ``from minivllm import core`` is a module
+                # ``from minivllm import LLM`` is public, but ``from minivllm import core`` is a module
                 one = node.module in ("minivllm", "minivllm.core")
                 names = [f"{node.module}.{a.name}" for a in node.names] if one else [node.module]
             for name in names:

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, written by the documented layouts, and what they stand for in floating numbers."""
+"""Quantized checkpoints in their documented layouts, and their weights as floating-point numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minivllm.testing.quantizer_data import dequantized
 from minivllm.testing.quantizer_written import awq_words, packed
 from minivllm.testing.tiny import ARCHS, tiny_dir
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 64}  # of a tiny model
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 64}  # sizes of a tiny model
 LLM_SIZES = {
     "max_num_seqs": 4, "num_kvcache_blocks": 64, "max_model_len": 64, "device": "cpu", "dtype": "float32",
     "skip_tokenizer_init": True,
@@ -36,7 +36,7 @@ PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
 
 @dataclass(frozen=True)
 class Coded:
-    """w[n, k] = (codes[n, k] - zero[n, g]) * scale[n, g], g = group_of[k]; all but the last [n, ...]."""
+    """A weight w[n, k] = (codes[n, k] - zero[n, g]) * scale[n, g] with g = group_of[k]."""
 
     codes: Tensor  # i64
     scale: Tensor  # f32 with the digits of float16
@@ -49,7 +49,10 @@ class Coded:
 
 
 def coded(outputs: int, inputs: int, bits: int, group: int, symmetric: bool = True, order: bool = False) -> Coded:
-    """Random numbers, of which every code and every zero point comes up; ``order``: groups lie anyhow (act-order)."""
+    """Return random numbers in which every code and every zero point occurs.
+
+    ``order`` assigns inputs to groups in random order (act-order).
+    """
     group = inputs if group == -1 else group
     groups = -(-inputs // group)
     codes = torch.randint(0, 1 << bits, (outputs, inputs))
@@ -83,7 +86,7 @@ def awq(c: Coded) -> dict[str, Tensor]:
 
 
 def compressed(c: Coded, bits: int, symmetric: bool, act_order: bool = False) -> dict[str, Tensor]:
-    """As pack-quantized has it; zero points along the outputs."""
+    """Return the tensors of pack-quantized, with zero points packed along the outputs."""
     made = {
         "weight_packed": packed(c.codes, bits),
         "weight_scale": c.scale.half(),
@@ -97,7 +100,7 @@ def compressed(c: Coded, bits: int, symmetric: bool, act_order: bool = False) ->
 
 
 class Four:
-    """A random weight of 4 bits as bitsandbytes writes it, element after element."""
+    """A random weight of 4 bits in the layout of bitsandbytes, element after element."""
 
     def __init__(self, n, k, kind="nf4", nested=False, block=64, stored=torch.uint8):
         codes = torch.randint(0, 16, (n * k,))
@@ -129,12 +132,15 @@ class Eight:
         }
 
 
-Code = Callable[[str, int, int], "Coded | None"]  # name of a module, outputs, inputs -> None: it stays plain
+# (name of a module, outputs, inputs) -> the codes, or None for a plain weight
+Code = Callable[[str, int, int], "Coded | None"]
 
 
 def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, kind: str = "llama", **more: Any) -> Any:
-    """A tiny model whose linear layers are what ``code`` gives, written by ``write``; (config, transformers' model of
-    the same weights in floating numbers)."""
+    """Write a tiny model whose linear layers are the results of ``code``, by ``write``.
+
+    Return (config, transformers' model with the same weights as floating-point numbers).
+    """
     path, cfg, hf = tiny_dir(path, kind, **{**SIZES, **more})
     state, tensors = hf.state_dict(), load_file(path / "model.safetensors")
     for name in [n for n in tensors if MATRIX.search(n)]:
@@ -151,7 +157,7 @@ def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, ki
 
 
 def _place(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """Where transformers has a weight; of experts it has one tensor."""
+    """Return the weight in transformers' model, which has one tensor for all experts."""
     expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight", name)
     if expert is None:
         return state[name]
@@ -162,13 +168,13 @@ def _place(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def say(path: Path, config: Mapping[str, Any]) -> None:
-    """What config.json has as ``quantization_config``."""
+    """Set ``quantization_config`` in config.json."""
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "quantization_config": dict(config)}))
 
 
 def change(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """The tensors of a checkpoint, changed in place."""
+    """Change the tensors of a checkpoint in place."""
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -180,7 +186,7 @@ def info(rows=(24, 8), inp=64, name="layers.3.attn.qkv", **more) -> ModuleInfo:
 
 
 def loaded(quantizer: Any, m: ModuleInfo, tensors: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """The scheme of a module, given the tensors of each part."""
+    """Return the scheme of a module, loaded with the tensors of each part."""
     scheme = quantizer.scheme(m)
     for part, given in tensors.items():
         for param, tensor in given.items():
@@ -194,12 +200,12 @@ def held(scheme: Any) -> Tensor:
 
 
 def forms(scheme: Any) -> list[type]:
-    """What multiplies by the parts of a module, or by all of them."""
+    """Return the types of the schemes for the parts of a module, or for all of them."""
     return [type(one.scheme) for one in scheme._held]
 
 
 def logits_of(path: Path, cfg: Any, hf: Any, quantizer: Any, kind: str = "llama") -> tuple[Harness, Tensor, Tensor]:
-    """(a harness, our logits of a prompt, transformers')."""
+    """Return (a harness, the engine's logits of a prompt, transformers' logits)."""
     harness = Harness(path, ARCHS[kind](), cfg, quantizer=quantizer(None, cfg.quantization_config))
     with torch.inference_mode():
         return harness, harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
@@ -208,7 +214,7 @@ def logits_of(path: Path, cfg: Any, hf: Any, quantizer: Any, kind: str = "llama"
 def scaled(
     dtype: torch.dtype, rows: int, columns: int, outputs: int = 96, inputs: int = 192, zero: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(the tensors of a weight in bytes, of which blocks share a scale; the weight)."""
+    """Return (the tensors of a weight in bytes whose blocks share a scale, the weight)."""
     codes = torch.randint(-127, 128, (outputs, inputs)).float()
     codes = (codes if dtype == torch.int8 else codes * 3).to(dtype)
     shape = (-(-outputs // rows), -(-inputs // columns))

@@ -9,7 +9,7 @@ from minivllm.registry import Catalog
 
 
 class Points(list):
-    """What importlib.metadata.entry_points() returns, as far as it is used."""
+    """A replacement for the result of importlib.metadata.entry_points(), with the methods that are used."""
 
     @property
     def groups(self):
@@ -33,8 +33,10 @@ def point(dist, name, value, kind="attention", version="1.0", group=None):
 
 
 def install(folder, name, points, version="1.0", metadata="", **modules):
-    """A distribution in ``folder`` as pip leaves it: metadata, modules by name, and ``points``, which is the text of
-    entry_points.txt or group -> {name: target}."""
+    """Write a distribution into ``folder`` as pip does, with metadata and modules by name.
+
+    ``points`` is the text of entry_points.txt, or group -> {name: target}.
+    """
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
@@ -52,7 +54,7 @@ def discover(*points, environ=None):
 
 
 def write_package(tmp_path, monkeypatch):
-    """Writes modules that third parties could have; they are forgotten afterwards."""
+    """Return a function that writes modules as third parties do; they are removed from sys.modules afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     names = []
 

@@ -1,4 +1,4 @@
-"""A simulated engine under a policy, whose steps take as long as they have tokens, on a clock of the test's own."""
+"""A simulated engine under a policy, on the clock of a test, in which the time of a step depends on its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICIES = sorted(label.partition("/")[2] for kind, label in builtins() if kind 
 
 
 def policy(name, **options):
-    """What ``sim_engine`` takes: a built-in policy by name, with options."""
+    """Return the argument of ``sim_engine`` for a built-in policy by name, with options."""
     registry = Catalog.discover()["scheduler"]
     chosen = registry.select(Asked(), f"minivllm/{name}").require()
     made = registry.load(chosen)
@@ -20,8 +20,11 @@ def policy(name, **options):
 
 
 class Bench:
-    """``add`` and ``turn``; a step takes ``base`` seconds, ``per_token`` for each of its tokens and ``per_prefill`` if
-    it computes prompts, before its results are there.  ``steps``: (start, slots, q_len) of each."""
+    """The engine and its clock.
+
+    A step takes ``base`` seconds, plus ``per_token`` for each of its tokens, plus ``per_prefill`` if it computes
+    prompts.  ``steps`` has (start, slots, q_len) of each step.
+    """
 
     def __init__(self, name, base=0.01, per_token=0.0, per_prefill=0.0, sim=None, **options):
         self.clock, self.base, self.per_token = Clock(), base, per_token
@@ -53,7 +56,7 @@ class Bench:
         return worked
 
     def run(self, until=None, limit=50_000):
-        """Until everything has ended, or the clock says ``until``."""
+        """Run until everything has ended, or until the clock reaches ``until``."""
         for _ in range(limit):
             if not self.engine.busy or (until is not None and self.clock.now >= until):
                 return self
@@ -61,7 +64,7 @@ class Bench:
         raise AssertionError("the engine does not come to rest")
 
     def play(self, trace):
-        """``trace``: (seconds from now, id, prompt, params), sorted by time."""
+        """Play a ``trace`` of (seconds from now, id, prompt, params), sorted by time."""
         start = self.clock.now
         for at, rid, prompt, params in trace:
             self.run(until=start + at)
@@ -70,5 +73,5 @@ class Bench:
         return self.run()
 
     def order(self):
-        """Ids in the order of their first tokens."""
+        """Return the ids in the order of their first tokens."""
         return [r.id for r in sorted(self.made, key=lambda r: r.first_token)]

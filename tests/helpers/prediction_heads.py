@@ -179,8 +179,9 @@ class Eagle3Reference(torch.nn.Module):
 def watch_drafts(monkeypatch, prompts=(), want=()):
     """Return a list to which each proposal of a drafter appends (known tokens, drafts) of its rows.
 
-    Random heads guess badly.  So in every other call the engine gets the right tokens instead, and accepts them:
-    ``want`` has the tokens of the answer to each of ``prompts``."""
+    Drafts of random heads are rarely right.  So every other call returns the right tokens instead, which the engine
+    accepts: ``want`` has the tokens of the answer to each of ``prompts``.
+    """
     found, calls = [], itertools.count()
     texts = [prompt + answer[0] for prompt, answer in zip(prompts, want, strict=True)]
 

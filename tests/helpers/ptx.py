@@ -1,9 +1,8 @@
-"""Instructions of PTX in numpy, as far as kernels write them by ``tl.inline_asm_elementwise``.
+"""PTX instructions in numpy, for those that kernels write by ``tl.inline_asm_elementwise``.
 
-Triton's interpreter does not run such instructions, so that without a GPU nothing would.  ``run`` packs operands as
-Triton does: of ``pack`` elements at a time each operand has as many registers as they fill, one after the other, and
-those of all operands follow each other: outputs first.  Elements of 8 and 16 bits share a register; one of 64 bits has
-one of its own.
+Triton's interpreter cannot run such instructions.  ``run`` packs operands as Triton does.  For ``pack`` elements at a
+time each operand has as many registers as the elements fill.  The registers of the outputs come first, then those of
+the inputs.  Elements of 8 and 16 bits share a register, and one of 64 bits has its own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class InlinePtx(NamedTuple):
 
 
 def written_in(file: str, function: str) -> list[InlinePtx]:
-    """Those of a function of a file of the package, in their order."""
+    """Return the inline assembly of a function of a file of the package, in order."""
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
     calls = [n for n in ast.walk(found) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == ASM]
@@ -46,7 +45,10 @@ def _read(call: ast.Call) -> InlinePtx:
 
 
 def bits_of_bfloat16(x: np.ndarray) -> np.ndarray:
-    """float64 -> uint32 with the nearest bfloat16 in its lower half; of exact sums and products, so rounded once."""
+    """Return uint32 with the bfloat16 nearest to float64 x in its lower half.
+
+    Sums and products in float64 are exact, so the result is rounded once.
+    """
     bits = np.ascontiguousarray(x, dtype=np.float64).view(np.uint64)
     rest = np.uint64(52 - 7)
     odd = (bits >> rest) & np.uint64(1)
@@ -55,7 +57,7 @@ def bits_of_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def bfloat16_of(bits: np.ndarray) -> np.ndarray:
-    """The lower half of each word as float64."""
+    """Return the lower half of each word, a bfloat16, as float64."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
 
 
@@ -143,7 +145,10 @@ WORDS: dict[str, Callable[..., Words]] = {
 
 
 def run(ptx: InlinePtx, operands: Sequence[np.ndarray], outputs: Sequence[type]) -> list[np.ndarray]:
-    """The outputs, [n] each of these unsigned types; ``operands`` [n] each, in unsigned types, n a multiple of pack."""
+    """Return the outputs, [n] each of these unsigned types.
+
+    ``operands`` are [n] each, in unsigned types, and n is a multiple of pack.
+    """
     n, pack = len(operands[0]), ptx.pack
     registers: dict[str, Words] = {}
     wide = [max(pack * np.dtype(kind).itemsize // 4, 1) for kind in outputs]

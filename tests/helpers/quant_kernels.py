@@ -1,5 +1,6 @@
-"""What the kernels of quantized weights must give, on any device: run under the interpreter (``interpreted_quant.py``)
-and on a GPU (``models/test_quant_kernels.py``)."""
+"""Checks of the kernels of quantized weights on any device, under the interpreter (``interpreted_quant.py``) and on a
+GPU (``models/test_quant_kernels.py``).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from minivllm.device.kernels.quant_vector import VectorProduct
 from minivllm.device.kernels.quant_words import takes
 from minivllm.plugins.quantizer.spec import NF4_TABLE
 
-# of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out
+# allowed errors of the product, relative to sums of absolute values; bfloat16 rounds each weight of a group and the
+# result
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 EIGHT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # form, outputs, inputs, group, zero points (True: fractions)
@@ -29,11 +31,11 @@ SHAPES = [
     ("int4", 36, 384, 128, False),
     ("nf4", 36, 192, 64, False),
 ]
-SPLIT = dict(BM=16, BN=16, BK=128, SK=2, STAGES=2, num_warps=4)  # a sum in two parts, also where one of them is empty
+SPLIT = dict(BM=16, BN=16, BK=128, SK=2, STAGES=2, num_warps=4)  # a sum in two parts, one of which may be empty
 
 
 def make(form: str, n: int, k: int, group: int, zeros: bool | str, device: str) -> tuple[Quantized, Tensor]:
-    """Kernels, and the weight that they hold in float64 on the CPU."""
+    """Return kernels, and their stored weight in float64 on the CPU."""
     generator = torch.Generator().manual_seed(n + k)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     if form in EIGHT:
@@ -57,7 +59,7 @@ def make(form: str, n: int, k: int, group: int, zeros: bool | str, device: str) 
 
 
 def close(got: Tensor, x: Tensor, held: Tensor, what: str, sizes: Tensor | None = None) -> None:
-    """Relative to the sums of the absolute values of x times ``sizes``; None: those of the weights."""
+    """Check the error relative to the sums of the absolute values of x times ``sizes``, or of the weights for None."""
     want, size = x.double().cpu() @ held.T, x.double().cpu().abs() @ (held if sizes is None else sizes).abs().T
     assert got.shape == want.shape
     off = float(((got.double().cpu() - want).abs() / (size + 1e-30)).amax()) if want.numel() else 0.0
@@ -65,7 +67,7 @@ def close(got: Tensor, x: Tensor, held: Tensor, what: str, sizes: Tensor | None 
 
 
 def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...]) -> None:
-    """Each form gives x W^T, twice the same bits, and no other row or memory matters."""
+    """Check that each form computes x W^T, twice with the same bits, and independent of other rows and memory."""
     kernels, held = make(*shape, device)
     for m in rows:
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
@@ -87,7 +89,7 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[in
 
 
 def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int = 0) -> None:
-    """Any number of rows, of any strides, into ``out`` of any strides."""
+    """Check any number of rows of any strides, written to ``out`` of any strides."""
     kernels, held = make(form, 48, 64, group, False, device)
     for m in (0, 1, 5, 66):
         wide = torch.randn(m, 67, generator=torch.Generator().manual_seed(m)).to(device, dtype)
@@ -114,7 +116,7 @@ TILES = [("int8", 48, 256, 0, False), ("int4", 36, 384, 128, True), ("int4", 40,
 
 
 def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: dict[str, int] | None) -> None:
-    """int8 by whole numbers of 15 bits: no element of x is off by more than that of its row's largest."""
+    """Check int8 with whole numbers of 15 bits, where the error of x is at most that of its row's largest element."""
     for n, k in ((48, 256), (40, 640)):
         kernels, held = make("int8", n, k, 0, False, device)
         for m in rows:
@@ -130,7 +132,7 @@ def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: di
 def check_tiles(
     device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int] | None
 ) -> None:
-    """The product by tiles, whole and with the sum in parts; None: by those that are chosen for so many rows."""
+    """Check the product by tiles, with whole sums and with sums in parts.  ``tile`` None means the chosen tile."""
     kernels, held = make(*shape, device)
     for m in rows:
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
@@ -141,8 +143,10 @@ def check_tiles(
 
 
 def check_joined(kind, device: str, dtype: torch.dtype, shape: tuple, rows, tile: dict[str, int], rounded=False):
-    """``kind`` of product (``SlimProduct``, ``VectorProduct``) with what comes before and behind it: the norm of the
-    inputs, bias, gate, stream and norm."""
+    """Check a ``kind`` of product (``SlimProduct``, ``VectorProduct``) with its epilogue.
+
+    This includes the norm of the inputs, bias, gate, residual stream and the next norm.
+    """
     kernels, held = make(*shape, device)
     n, k = held.shape
     generator = torch.Generator().manual_seed(n)
@@ -178,7 +182,7 @@ def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, in
 
 
 def check_slim_four(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int] | None) -> None:
-    """Beside that, the same bits twice, of rows that are large and small."""
+    """Check also equal bits in two runs, for large and small rows."""
     kernels, held = make(*shape, device)
     check_joined(SlimFourProduct, device, dtype, shape, (2, 4, 5, 8), tile)
     x = torch.randn(3, kernels.k, generator=torch.Generator().manual_seed(3)).to(device, dtype)
@@ -193,8 +197,11 @@ def check_slim_four(device: str, dtype: torch.dtype, shape: tuple, tile: dict[st
 
 
 def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    """Beside that, a gate tells the largest element, and a row of which it is known has the same products.  With 4 bits
-    no row is too large or too small: of a row times a power of two they are as many times as large, to the bit."""
+    """Check also the largest element that a gate returns, with which a row has the same products.
+
+    With 4 bits no row is too large or too small.  A row times a power of two has products times the same power, to the
+    bit.
+    """
     check_joined(VectorProduct, device, dtype, shape, (1,), tile, rounded)
     kernels, held = make(*shape, device)
     x = torch.randn(1, held.shape[1], generator=torch.Generator().manual_seed(1)).to(device, dtype)
@@ -213,9 +220,11 @@ def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, 
 
 
 def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict[str, int]) -> None:
-    """An element at the end of a row that is too large for what the others would be multiplied by, told or not; and
-    what is told is what is used.  It is multiplied by a code before the zero point is subtracted, so what is rounded
-    is a part of the largest weight even where its own weight is 0."""
+    """Check a large element at the end of a row, which changes the scale of all others, whether it is passed or not.
+
+    The passed value must be used.  The element is multiplied by a code before the zero point is subtracted, so the
+    error is relative to the largest weight even if its own weight is 0.
+    """
     x, largest = x.clone(), held.abs().amax(1, keepdim=True).expand_as(held)
     x[0, -1] = 27000.0
     known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
@@ -225,6 +234,6 @@ def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:
-    """Relative to the norm of what is wanted."""
+    """Check the error relative to the norm of the expected result."""
     off = float((got.double().cpu() - want).norm() / want.norm())
     assert got.shape == want.shape and off <= near, f"{what}: off by {off:.1e}"

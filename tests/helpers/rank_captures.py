@@ -1,7 +1,8 @@
-"""Ranks that capture their steps and share memory, without GPUs: the worker of ``multiprocess`` for a test.
+"""Ranks that capture their steps and share memory, without GPUs, as the worker of ``multiprocess`` in a test.
 
-Captures are those of ``cpu_captures``, regions are files that all ranks map, kernels run under Triton's interpreter.  A
-kernel that waits for another rank does not run while it is recorded, as on a GPU: nobody would come.
+Captures are those of ``cpu_captures``, regions are files that all ranks map, and kernels run under Triton's
+interpreter.  As on a GPU, a kernel that waits for another rank does not run while it is recorded, because the other
+rank would not come.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from minivllm.device.layers.communicator import ProcessGroup
 from minivllm.device.worker import build, graphs
 from minivllm.plugins.executor import multiprocess_worker
 
-# programs that wait for each other take turns on few cores: as few of them as show all that there is
+# Programs that wait for each other take turns on few cores, so there are only as many as the checks need.
 peer_memory.BLOCKS, peer_memory.MOVERS, peer_memory.TILES, peer_memory.DRAWN = 2, 2, ((1, 32),), 4
 recording = False
 
 
 class RankRecorder(CpuRecorder):
-    """What runs while it is recorded runs on all ranks alike, but for the gathering of logits, which rank 0 records
-    alone."""
+    """A recorder whose recordings run the same calls on all ranks, except the gathering of logits, which only rank 0
+    records.
+    """
 
     def capture(self, run: Any) -> tuple[Recording, Any]:
         global recording

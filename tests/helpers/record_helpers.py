@@ -1,4 +1,4 @@
-"""What the tests of records share; a module makes fixtures of the first three."""
+"""Shared code of tests of records; a module makes fixtures of the first three functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_thread():
 
 
 def bills(model, monkeypatch):
-    """Bills of configurations, without running them."""
+    """Return bills of configurations without running them."""
     monkeypatch.setattr(machine, "git_state", lambda *_: None)
     package, installed = sources.package_source(), importlib.metadata.packages_distributions()
     monkeypatch.setattr(sources, "package_source", lambda: package)
@@ -60,7 +60,7 @@ def lines(a, b):
 
 
 def changed(record, **parts):
-    """A copy with other values: ``versions__torch="9"``."""
+    """Return a copy with other values, such as ``versions__torch="9"``."""
     found = copy.deepcopy(record)
     for path, value in parts.items():
         *folders, name = path.split("__")

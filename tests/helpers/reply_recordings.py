@@ -1,4 +1,4 @@
-"""Texts as models write them in each format of replies, made by seed, and what a parser finds in them."""
+"""Texts as models write them in each format of replies, made by seed, and the expected results of a parser."""
 
 import itertools
 import random

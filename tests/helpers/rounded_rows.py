@@ -1,5 +1,6 @@
-"""Rows of 8 bits that a norm or a gate gives, on any device: run under the interpreter (``interpreted_quant.py``) and
-on a GPU (``device/kernels/test_quant_kernels.py``)."""
+"""Checks of 8-bit rows from a norm or a gate on any device, under the interpreter (``interpreted_quant.py``) and on a
+GPU (``device/kernels/test_quant_kernels.py``).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def alike(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], dtype
 
 
 def check_rounding(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, k: int) -> None:
-    """Codes and scales are those that the kernel of rows makes of a norm and of a gate."""
+    """Check that codes and scales are those that the kernel of rows computes from a norm and a gate."""
     x, residual = drawn(1, m, k).to(device, dtype), drawn(2, m, k).to(device, dtype)
     weight = (drawn(3, k) * torch.logspace(-1, 2, k)).to(device, dtype)
     y, stream = add_rms_norm(x, residual.clone(), weight, EPS)
@@ -76,7 +77,7 @@ def off(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Scaled(WeightScheme):
-    """Weight and rows of 8 bits; ``asked`` counts products of rows as they are."""
+    """A weight and rows of 8 bits.  ``asked`` counts products of unrounded rows."""
 
     def __init__(self, n: int, k: int, eight: torch.dtype, device: str) -> None:
         weight = drawn(n + k, n, k).mul_(40).clamp_(-127, 127).to(eight).to(device)
@@ -98,13 +99,13 @@ class Scaled(WeightScheme):
 
 
 class Plain(Scaled):
-    """That takes rows as they are only."""
+    """A weight that accepts unrounded rows only."""
 
     joined = WeightScheme.joined
 
 
 def run(schemes: dict[str, Scaled], fuse: bool, x: torch.Tensor, residual: torch.Tensor, shards: int) -> tuple:
-    """What the layers of a block behind attention give, and the next block's first."""
+    """Return the results of the layers of a block behind attention, and of the first layer of the next block."""
     device, group = str(x.device), SimpleNamespace(peers=None, all_reduce=lambda y: y.mul_(2))
     made = {}
     for name, (n, k) in SIZES.items():
@@ -126,8 +127,10 @@ def run(schemes: dict[str, Scaled], fuse: bool, x: torch.Tensor, residual: torch
 
 
 def check_followed(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, shards: int = 1) -> None:
-    """Products of rows that were handed over are those of products that round them, of more than 8 rows; whose product
-    takes rows as they are, gets them so."""
+    """Check that products of passed rounded rows equal products that round them, for more than 8 rows.
+
+    A product that accepts unrounded rows only must receive them unrounded.
+    """
     x, residual = drawn(1, m, HIDDEN).to(device, dtype), drawn(2, m, HIDDEN).to(device, dtype)
     for plain in ((), ("up",), ("down",), ("qkv",)):
         schemes = {n: (Plain if n in plain else Scaled)(*size, eight, device) for n, size in SIZES.items()}

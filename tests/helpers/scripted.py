@@ -4,8 +4,8 @@
         ...                     # each request gets the next text; script.prompts has the prompts
     python tests/helpers/scripted.py --port 8010 texts.json      a server for a client that is tried by hand
 
-The engine is not used: the client of the engine feeds the tokens of the text to the stream of the request.  Everything
-behind it (detokenizer, stop strings, parser, protocol) is the server's.
+The engine is not used.  Its client feeds the tokens of the text to the stream of the request.  Everything behind it
+(detokenizer, stop strings, parser, protocol) is the server's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Script:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, header: dict[str, Any], columns: Any = None) -> None:
-        """Take a command to the engine."""
+        """Handle a command to the engine."""
         if kind == "add":
             task = asyncio.get_running_loop().create_task(self._answer(header["number"], columns["prompt"]))
             self.tasks.add(task)

@@ -1,4 +1,4 @@
-"""What the tests of grammars and of structured answers share."""
+"""Shared code of tests of grammars and of structured answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine without a model, with tiers behind its KV cache, through any order of events.
+"""A state machine of the engine without a model, with tiers behind its KV cache and every order of events.
 
 Stores do their work when a rule runs it, one piece at a time, so that a load ends early, late, or never while its
 request waits.  A store may lose pages, raise, return pages of a wrong size, or refuse new ones.
@@ -35,7 +35,7 @@ class WeakStore(KVStore):
         super().__init__(options, ctx)
         self.pages: dict[bytes, np.ndarray] = {}
         self.next_faults: list[str] = []
-        self.refused = 0  # pages, for lack of room
+        self.refused = 0  # pages refused for lack of room
 
     @property
     def limit(self) -> int:
@@ -74,7 +74,7 @@ class WeakStore(KVStore):
 
 
 class EagerStore(WeakStore):
-    """Gets blocks as soon as they are published."""
+    """A store that receives blocks as soon as they are published."""
 
     eager = True
 
@@ -119,7 +119,7 @@ def part(cls) -> Part:
 
 
 class TierMachine(CacheMachine):
-    """Beside the events of ``CacheMachine``: stores that work, hang and fail."""
+    """Add events to those of ``CacheMachine``: stores that work, hang and fail."""
 
     @initialize(
         depth=st.integers(0, 2),
@@ -183,7 +183,9 @@ class TierMachine(CacheMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data(), n=st.integers(1, 3), branches=st.integers(1, 2))
     def again_after_eviction(self, data, n, branches):
-        """The same prompt, of which the device has lost blocks: it comes from a tier, perhaps several times at once."""
+        """Add a prompt again whose blocks the device has lost, so that it is loaded from a tier, perhaps several times
+        at once.
+        """
         for _ in range(300):
             if self.engine.busy:
                 self.clock.turn(self.engine)

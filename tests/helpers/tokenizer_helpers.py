@@ -46,7 +46,7 @@ def byte_level(steps=()):
     pieces = [bytes([b]) for b in range(256)]
     whole = ["日本", "é", "🙂🙂", " the", "\n\n", "l'été", "\ufffd"]
     pieces += [w.encode() for w in whole]
-    # tokens that begin or end inside a character, as trained vocabularies have them
+    # tokens that begin or end inside a character, as in trained vocabularies
     pieces += [
         "日".encode()[:2],
         "日".encode()[1:],
@@ -89,7 +89,7 @@ TOKENIZERS = {
 
 
 def ids_of(tokenizer):
-    """Any ids: runs of bytes, valid and not, words, special tokens, ids that are no token."""
+    """Return random ids: runs of valid and invalid bytes, words, special tokens, and ids without a token."""
     size = tokenizer.vocab_size
     any_id = st.integers(0, size + 3)
     first = tokenizer.token_id("<0x00>" if tokenizer.token_id("<0x00>") is not None else BYTE_SPELLING[0])

@@ -1,5 +1,8 @@
-"""A simulated engine in trouble of every kind at once: tiny pools and windows, policies that answer anything, forks,
-preemption and eviction at any time, aborts in any state, failing steps, keys that collide, few remembered salts."""
+"""A simulated engine with every kind of trouble at once.
+
+It has tiny pools and windows, policies with arbitrary results, forks, preemption and eviction at any time, aborts in
+any state, failing steps, colliding keys, and few remembered salts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MAX_LEN = 40
 
 
 def all_of(seam):
-    """Every built-in of a seam with its default options, called with (None, context)."""
+    """Return every built-in plug-in of a seam with its default options, called with (None, context)."""
     registry = Catalog.discover()[seam]
     for kind, label in builtins():
         if kind == seam:
@@ -32,8 +35,10 @@ def all_of(seam):
 
 
 def anything(rng):
-    """A policy that answers anything that its contract allows, and twice in its life what it does not allow, which
-    costs a turn (three in a row would end the engine)."""
+    """Return a policy with arbitrary allowed results, and two results that are not allowed, each of which costs a turn.
+
+    Three such turns in a row would end the engine.
+    """
 
     class Anything(SchedulerPolicy):
         window = rng.choice([1, 2, 3, 256])
@@ -76,7 +81,10 @@ def anything(rng):
 
 @dataclass
 class Trouble:
-    """One seed of it.  After each event every pool is walked; at the end all that was not aborted has its answer."""
+    """One seed of the trouble.
+
+    Each pool is checked after every event, and at the end every request that was not aborted has its answer.
+    """
 
     seed: int
 
@@ -166,7 +174,7 @@ class Trouble:
             params["allowed_tokens_fn"] = lambda ids: range(VOCAB)
         elif rng.random() < 0.2:
             params |= {"n": 1, "choose_fn": lambda logits, ids: int(np.argmax(logits))}
-        with contextlib.suppress(RequestError):  # too long, too wide, or its key is NaN
+        with contextlib.suppress(RequestError):  # the request is too long or too wide, or its key is NaN
             self.made.append(request(self.engine, f"r{len(self.made)}", prompt, arrival=self.clock.now, **params))
 
     def step(self):
@@ -194,7 +202,7 @@ class Trouble:
             pool.release(pool.take(min(self.rng.randint(1, 8), pool.available)))
 
     def fail(self):
-        if self.engine.planner.step_id >= self.failed + 6:  # three in a row would end the engine
+        if self.engine.planner.step_id >= self.failed + 6:  # three failed steps in a row would end the engine
             self.failed = self.engine.planner.step_id + 1
             self.engine.executor.fail_at.add(self.failed)
 

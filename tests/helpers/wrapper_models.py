@@ -48,7 +48,7 @@ GEMMA4 = {
     "sliding_window": 6,
     "use_bidirectional_attention": "vision",
 }
-# the model type of a whole checkpoint -> what its text model needs beside the small sizes
+# model type of a whole checkpoint -> fields of its text model besides the small sizes
 NATIVE: dict[str, dict[str, Any]] = {
     "deepseek_vl": {}, "deepseek_vl_hybrid": {}, "gemma3": {"sliding_window": 6}, "glm46v": HALF, "glm4v": HALF,
     "glm_ocr": HALF, "glmasr": {}, "got_ocr2": {}, "granite_speech": {}, "idefics2": {}, "idefics3": {}, "internvl": {},
@@ -57,7 +57,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "qwen2_audio": {}, "qwen2_vl": MROPE, "qwen3_asr": {}, "qwen3_omni_moe_thinker": TURNS, "qwen3_vl": TURNS,
     "qwen3_vl_moe": TURNS, "smolvlm": {}, "video_llama_3": {}, "video_llava": {}, "vipllava": {}, "voxtral": {},
 }  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {  # whose text models run by transformers' own classes
+OTHERS: dict[str, dict[str, Any]] = {  # checkpoints whose text models run by transformers' own classes
     "aria": {}, "exaone4_5": {}, "gemma4": GEMMA4, "gemma4_unified": GEMMA4,
     "glm4v_moe": {**HALF, **EXPERTS, "n_routed_experts": 6, "n_group": 1, "topk_group": 1},
     "hyperclovax_vision_v2": {}, "kimi_k25": MLA,
@@ -66,13 +66,13 @@ WHOLE: dict[str, dict[str, Any]] = {"gemma4": {"vision_config": {}}, "gemma4_uni
 
 
 def small_part(cls: Any, own: dict[str, Any]) -> Any:
-    """An encoder's configuration with the fields of ``ENCODER`` that it has, and ``own``."""
+    """Return an encoder's configuration with those fields of ``ENCODER`` that it has, and ``own``."""
     known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
     return cls(**copy.deepcopy({**{k: v for k, v in ENCODER.items() if k in known}, **own}))
 
 
 def small_whole(model_type: str, text: dict[str, Any], **more: Any) -> Any:
-    """The configuration of a whole checkpoint: the text model as in ``tiny.SMALL``, its encoders small, too."""
+    """Return the configuration of a whole checkpoint, with the text model as in ``tiny.SMALL`` and small encoders."""
     cls, parts = CONFIG_MAPPING[model_type], {}
     default, more = cls(), {**WHOLE.get(model_type, {}), **more}
     for name in default.sub_configs:
@@ -99,7 +99,7 @@ def make(path: Path, model_type: str, seed: int = 0, text: dict[str, Any] | None
 
 @torch.inference_mode()
 def logits(hf: Any, ids: list[int]) -> Tensor:
-    """[tokens, V] of text alone."""
+    """Return the logits [tokens, V] of text alone."""
     return hf(input_ids=torch.tensor([ids])).logits[0].float()
 
 
@@ -110,7 +110,7 @@ def greedy(hf: Any, ids: list[int], n: int) -> list[int]:
     return ids[-n:]
 
 
-# what a layout calls the body and the head of the text model, and what comes before other models' names
+# layout -> names of the body and the head of the text model, and prefixes of other models
 LAYOUTS = {
     "transformers 5": ("model.language_model.", "lm_head.", "model."),
     "transformers 4": ("language_model.model.", "language_model.lm_head.", ""),
@@ -125,7 +125,7 @@ BODIES = re.compile(r"^model\.(language_model|text_model)\.")
 
 
 def relay(path: Path, hf: Any, layout: str) -> int:
-    """Write the tensors of a model under the names of a layout; return how many are not of the text model."""
+    """Write the tensors of a model under the names of a layout, and return how many do not belong to the text model."""
     body, head, other = LAYOUTS[layout]
     tensors, others = {}, 0
     for name, tensor in hf.state_dict().items():

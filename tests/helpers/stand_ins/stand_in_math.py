@@ -1,7 +1,7 @@
-"""Attention over a paged NHD cache by its definition, in float32: what the stand-ins for libraries compute.
+"""Attention over a paged NHD cache by its definition, in float32, which the stand-ins for libraries compute.
 
-The stand-ins take what the libraries take, refuse what the libraries refuse, and are written from the libraries'
-documentation, so that the glue around the real ones can be tested without a GPU.
+The stand-ins accept and refuse the same inputs as the libraries.  They are written from the libraries' documentation,
+so that the code that calls the real libraries can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import torch
 
 
 def keys_of(cache, pages, length):
-    """The first ``length`` tokens [length, kv_heads, dim] of a row whose pages are ``pages``; no other slot is read."""
+    """Return the first ``length`` tokens [length, kv_heads, dim] of a row whose pages are ``pages``.
+
+    No other slot is read.
+    """
     page = cache.shape[1]
     at = torch.arange(length)
     return cache[pages[at // page].long(), at % page].float()
 
 
 def attend(q, k, v, scale, left, softcap=0.0, sink=None):
-    """q [n, heads, dim] are the last n of len(k) positions; a query sees ``left`` positions before its own, -1 all.
+    """Return out [n, heads, dim] and the natural logarithm of the denominator [n, heads], both float32.
 
-    Returns out [n, heads, dim] and the natural logarithm of the denominator [n, heads], both float32."""
+    The queries q [n, heads, dim] are the last n of len(k) positions.  A query sees ``left`` positions before its own,
+    or all for -1.
+    """
     n, length = len(q), len(k)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     s = torch.einsum("nhd,lhd->nhl", q.float(), k) * scale
@@ -39,7 +44,7 @@ def attend(q, k, v, scale, left, softcap=0.0, sink=None):
 
 
 def rows(q, cu_q):
-    """The queries of each row."""
+    """Yield the queries of each row."""
     edges = cu_q.tolist()
     return [q[a:b] for a, b in pairwise(edges)]
 

@@ -1,6 +1,6 @@
-"""Wrong plug-ins, one planted fault each: the conformance kit must catch every one of them.
+"""Wrong plug-ins with one planted fault each, all of which the conformance kit must catch.
 
-Each module has ``SEAM``, ``FAULTS`` (class -> the tests of the suite that catch it) and ``RIGHT`` (classes beside the
-built-ins that must pass); ``DEVICE`` if it is not the first that is claimed, and ``SUITE`` (class -> what its author's
-test class overrides).
+Each module has ``SEAM``, ``FAULTS`` (class -> the tests of the suite that catch it) and ``RIGHT`` (further classes that
+must pass).  It may have ``DEVICE``, if this is not the first claimed device, and ``SUITE`` (class -> overrides of its
+author's test class).
 """

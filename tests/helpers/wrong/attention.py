@@ -1,5 +1,7 @@
-"""Right attention back ends, written otherwise than the built-in ones.  ``RowByRow`` claims everything; the wrong ones
-in the modules beside this are made of it."""
+"""Right attention back ends that are written differently from the built-in ones.
+
+``RowByRow`` claims everything.  The wrong back ends in the neighbouring modules are derived from it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def spec(name, features=ALL, module=__name__, **more):
 
 
 class RowByRow(AttentionBackend):
-    """Right: one row and one KV head after another, softmax spelled out in float32."""
+    """Right.  It computes one row and one KV head after another, with an explicit softmax in float32."""
 
     spec = spec("RowByRow")
 
@@ -35,7 +37,7 @@ class RowByRow(AttentionBackend):
         start = 0
         for row, n in enumerate(meta.host_q_len.tolist()):
             length = self.length(layer, meta, row)
-            if self.ctx.batch_invariant:  # a query alone, with the keys that it sees: as if it came by itself
+            if self.ctx.batch_invariant:  # each query separately, with the keys that it sees
                 for i in range(n):
                     at = slice(start + i, start + i + 1)
                     self.row(layer, q, meta, out, lse, row, at, length - n + i + 1)
@@ -47,7 +49,8 @@ class RowByRow(AttentionBackend):
         spec = layer.spec
         group = spec.heads // spec.kv_heads
         k, v = self.keys(layer, meta, row, length)
-        if spec.window is not None:  # what lies before every query's window may be the null block's: NaN
+        # keys before the window of all queries may be in the null block, whose content may be NaN
+        if spec.window is not None:
             v[: max(length - (at.stop - at.start) + 1 - spec.window, 0)] = 0
         for head in range(spec.heads):
             kv = self.kv_head(head, group, spec)
@@ -102,8 +105,11 @@ class RowByRow(AttentionBackend):
 
 
 class Tiled(AttentionBackend):
-    """Right: as fast kernels do it.  All heads of a KV head at once, block after block with a running softmax in base
-    2, probabilities in the model's dtype, the context cut into parts of 64 keys that are joined at the end."""
+    """Right.  It works as fast kernels do.
+
+    All heads of a KV head are computed at once, block after block, with a running softmax in base 2 and probabilities
+    in the model's dtype.  The context is split into parts of 64 keys, which are joined at the end.
+    """
 
     spec = spec("Tiled", frozenset({"window", "sinks", "softcap", "lse", "repeatable"}))
 
@@ -156,7 +162,11 @@ class Tiled(AttentionBackend):
 
 
 class HeadsFirst(RowByRow):
-    """Right: a layout of its own, [kv_heads, block, dim].  What only the author's ``load`` can read is skipped."""
+    """Right.
+
+    It has its own layout [kv_heads, block, dim].  Tests that need the plain layout, except by the author's ``load``,
+    are skipped.
+    """
 
     spec = spec("HeadsFirst", ALL - {"v_in_k"})
 
@@ -180,7 +190,7 @@ class HeadsFirst(RowByRow):
 
 
 class RotatesInPlace(RowByRow):
-    """Right: what ``write`` is given of q and k is its own to change."""
+    """Right.  It changes the q and k that are passed to ``write`` in place, which is allowed."""
 
     spec = spec("RotatesInPlace")
 
@@ -193,13 +203,13 @@ class RotatesInPlace(RowByRow):
 
 
 class AnyFormat(RowByRow):
-    """Right: reads through whatever KV format it is given."""
+    """Right.  It reads through any KV format."""
 
     spec = spec("AnyFormat", kv_format=ANY)
 
 
 class FewSizes(Sdpa):
-    """Right: claims little, as a kernel that was made for one model does."""
+    """Right.  It claims few sizes, as a kernel for one model does."""
 
     spec = Spec(
         f"{__name__}:FewSizes", (1, 0), "one model's sizes",

@@ -35,7 +35,7 @@ def spec(name: str) -> Spec:
 
 
 class LastKeys(AttentionBackend):
-    """Right: every query attends to the 20 keys before it, and to the first."""
+    """Right.  Every query attends to the 20 keys before it, and to the first key."""
 
     spec, most, reads = spec("LastKeys"), 21, 0
 
@@ -79,7 +79,7 @@ class LastKeys(AttentionBackend):
 
 
 class ReadsOneMore(LastKeys):
-    """Attends to the second key too, and does not say so."""
+    """Attends to the second key too, and does not declare it."""
 
     spec = spec("ReadsOneMore")
 
@@ -117,7 +117,7 @@ class NaNWhereNothingFits(SelectsNothing):
 
 
 class LooksAhead(LastKeys):
-    """The first query of a chunk sees the second one's key."""
+    """The first query of a chunk attends to the key of the second one."""
 
     spec = spec("LooksAhead")
 

@@ -1,5 +1,8 @@
-"""Attention back ends that are right by themselves and wrong as a device runs them, behind the host and from captures:
-one fault each, seen on a CPU."""
+"""Attention back ends that are right when they run alone and wrong on a device that runs behind the host, or in
+captures.
+
+Each has one fault, which is also visible on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,10 @@ def spec(name):
 
 
 class Gathered(AttentionBackend):
-    """Right: for each token all positions that the host's bound allows, hidden by what the device knows; nothing waits
-    for the device, so that a step can be captured."""
+    """Right.  For each token it gathers all positions up to the host's bound, and masks them by the device's lengths.
+
+    Nothing waits for the device, so a step can be captured.
+    """
 
     spec = spec("Gathered")
 
@@ -103,7 +108,7 @@ class SeesByThePlaceInTheTables(Gathered):
 
 
 class ReadsBelowTheWindow(Gathered):
-    """What lies before the window has a probability of 0, and is multiplied by it."""
+    """Keys before the window have a probability of 0, but are multiplied by it."""
 
     spec = spec("ReadsBelowTheWindow")
 
@@ -113,7 +118,7 @@ class ReadsBelowTheWindow(Gathered):
 
 
 class WholeFirstTile(Gathered):
-    """Tiles begin at multiples of 32; the one in which a window begins is read from its first key on."""
+    """Tiles begin at multiples of 32, and the tile in which a window begins is read from its first key on."""
 
     spec = spec("WholeFirstTile")
 
@@ -124,7 +129,7 @@ class WholeFirstTile(Gathered):
 
 
 class PaddingInTheSum(Gathered):
-    """A batch is as long as its longest row; what a shorter one lacks is read from the null block."""
+    """A batch is as long as its longest row, and missing keys of shorter rows are read from the null block."""
 
     spec = spec("PaddingInTheSum")
 
@@ -136,7 +141,7 @@ class PaddingInTheSum(Gathered):
 
 
 class TableOfTheCapture(Gathered):
-    """A copy of the block table, made when a size is captured, is what its replays read."""
+    """Replays read a copy of the block table from the time of the capture."""
 
     spec = spec("TableOfTheCapture")
 
@@ -165,7 +170,7 @@ class LengthsOfTheCapture(Gathered):
 
 
 class RowsOfTheHost(Gathered):
-    """Which token is whose is worked out from the host's row lengths, which in a capture are bounds."""
+    """Tokens are assigned to rows by the host's row lengths, which are only bounds in a capture."""
 
     spec = spec("RowsOfTheHost")
 
@@ -176,7 +181,7 @@ class RowsOfTheHost(Gathered):
 
 
 class TokensBehindTheLastRow(Gathered):
-    """What fills up the tokens of a capture is stored in the block where the first row begins."""
+    """The padding tokens of a capture are stored in the block where the first row begins."""
 
     spec = spec("TokensBehindTheLastRow")
 
@@ -189,7 +194,7 @@ class TokensBehindTheLastRow(Gathered):
 
 
 class ScratchOfALongerRow(RowByRow):
-    """Partial sums lie in one buffer; a row adds up all that are there, those of a longer row before it too."""
+    """Partial sums are in one buffer, and a row adds all of them, including sums of a longer row before it."""
 
     spec = partial(any_spec, module=__name__)("ScratchOfALongerRow", frozenset({"window"}))
 

@@ -1,5 +1,8 @@
-"""Attention back ends that keep what belongs to a step, known again by its tensors; and running softmaxes that stop
-running: one fault each."""
+"""Attention back ends that keep data of a step and recognize the step by its tensors, or whose running softmax stops
+too early.
+
+Each has one fault.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class LengthsById(Keeps):
 
 
 class Running(RowByRow):
-    """Right: the softmax runs over tiles of 16 keys."""
+    """Right.  The softmax runs over tiles of 16 keys."""
 
     spec = spec("Running")
     tile = 16
@@ -102,7 +105,7 @@ class Running(RowByRow):
 
 
 class PeakOf32Blocks(Running):
-    """The maximum of 512 keys is taken for that of all."""
+    """The maximum of the first 512 keys is used for all keys."""
 
     spec = spec("PeakOf32Blocks")
     last = 32
@@ -117,7 +120,7 @@ class PeakOf2048Keys(PeakOf32Blocks):
 
 
 class SumsAreNotScaled(Running):
-    """What was summed up is scaled in the first loop and not in the second."""
+    """The sums are rescaled in the first loop but not in the second."""
 
     spec = spec("SumsAreNotScaled")
 
@@ -126,7 +129,9 @@ class SumsAreNotScaled(Running):
 
 
 class PeakOfTheLastBlock(Running):
-    """The maximum begins anew in a loop of its own, and what was summed up loses its scale where that is smaller."""
+    """The maximum begins anew in a loop of its own, and the sums so far lose their scale if the new maximum is
+    smaller.
+    """
 
     spec = spec("PeakOfTheLastBlock")
 

@@ -1,4 +1,4 @@
-"""Attention back ends that read what they should not, or compute otherwise than the definition: one fault each."""
+"""Attention back ends that read memory which they must not read, or differ from the definition, with one fault each."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class WindowTooLong(RowByRow):
 
 
 class WindowOnlyInDecode(RowByRow):
-    """All queries of a chunk see what the first of them sees."""
+    """All queries of a chunk see the keys that the first query sees."""
 
     spec = spec("WindowOnlyInDecode")
 
@@ -115,7 +115,7 @@ class HostLengths(RowByRow):
 
 
 class TopLeft(RowByRow):
-    """A chunk's first query sees one key."""
+    """The first query of a chunk sees one key (top-left alignment of the mask)."""
 
     spec = spec("TopLeft")
 
@@ -147,7 +147,7 @@ class GroupZero(RowByRow):
 
 
 class ZeroTimesNan(RowByRow):
-    """Hides what lies behind a row's end by its score alone."""
+    """Masks the keys behind a row's end only by their scores, so their values are still multiplied by 0."""
 
     spec = spec("ZeroTimesNan")
 
@@ -183,7 +183,7 @@ class HalfSoftmax(RowByRow):
 
 
 class SumsInBfloat16(RowByRow):
-    """Adds the weighted values up in bfloat16; float32 is not claimed, where everybody would see it."""
+    """Adds weighted values in bfloat16.  It does not claim float32, where the error would be obvious."""
 
     spec = spec("SumsInBfloat16", dtype={"bfloat16"}, kv_format={"bf16"})
 

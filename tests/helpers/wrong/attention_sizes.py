@@ -55,7 +55,7 @@ class SixteenRows(RowByRow):
 
 
 class MaskOf512(RowByRow):
-    """The causal mask is made once, for 512 queries; those behind see all keys."""
+    """The causal mask is made once for 512 queries, and later queries see all keys."""
 
     spec = spec("MaskOf512")
 
@@ -66,7 +66,7 @@ class MaskOf512(RowByRow):
 
 
 class TableOf4500Keys(RowByRow):
-    """There is room for the partial sums of 4,500 keys; of more the first ones are lost."""
+    """There is memory for partial sums of 4,500 keys, and for longer rows the first ones are lost."""
 
     spec = spec("TableOf4500Keys")
 
@@ -86,7 +86,7 @@ class KeepsItsOutputs(RowByRow):
 
 
 class GrowsAWorkspace(RowByRow):
-    """Right: partial results lie in memory of its own, which is as large as the largest step wanted."""
+    """Right.  Partial results are in its own memory, which grows with the largest step."""
 
     spec = spec("GrowsAWorkspace")
     space = torch.empty(0)

@@ -1,5 +1,6 @@
-"""Attention back ends that write what they should not, keep what is a step's, or claim what they do not do: one fault
-each."""
+"""Attention back ends that write wrong places, keep data beyond its step, or make a false claim, with one
+fault each.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class WritesBehindOut(RowByRow):
 
 
 class LeavesOutOfTheLastRow(RowByRow):
-    """The last query of the last row is for the next step, it thinks."""
+    """Leaves the last query of the last row to the next step."""
 
     spec = spec("LeavesOutOfTheLastRow")
 
@@ -89,7 +90,7 @@ class ScalesQueriesInPlace(RowByRow):
 
 
 class CleansTheCache(RowByRow):
-    """Clears the null block, so that what is read there is harmless."""
+    """Clears the null block, so that its content is harmless."""
 
     spec = spec("CleansTheCache")
 
@@ -110,7 +111,7 @@ class CountsInMeta(RowByRow):
 
 
 class StalePlan(RowByRow):
-    """Keeps what it prepared for the next step of the same shape."""
+    """Uses the data that it prepared for a step again for the next step of the same shape."""
 
     spec = spec("StalePlan")
 

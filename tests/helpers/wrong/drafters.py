@@ -128,7 +128,7 @@ class DraftsAgainstItsSpec(NGram):
 
 
 class SkipsDraws(ModelDrafter):
-    """Asks for the logits of every draft before it draws one."""
+    """Requests the logits of every draft before it draws one."""
 
     spec = spec(
         "SkipsDraws", features=frozenset({"draft_model"}), options="minivllm.plugins.drafter.options:ModelOptions"
@@ -204,7 +204,7 @@ class LastAgain(NGram):
 
 
 class Random(NGram):
-    """Right: any guess is, as long as it is a function of the row."""
+    """Right.  Random drafts are allowed if they are a function of the row."""
 
     spec = spec("Random")
 

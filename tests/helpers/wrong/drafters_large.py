@@ -27,7 +27,7 @@ def spec(name):
 
 
 class ReadsOnPast64(NGram):
-    """Behind 64 known tokens goes on with what is there."""
+    """Reads beyond the known tokens of rows with more than 64 tokens."""
 
     spec = spec("ReadsOnPast64")
 
@@ -76,7 +76,7 @@ class KeepsHistories(NGram):
 
 
 class OnTheHost(NGram):
-    """Right: Python's lists; fewer drafts than wanted where there are no more."""
+    """Right.  It uses Python lists, and returns fewer drafts than requested if there are no more."""
 
     spec = spec("OnTheHost")
 

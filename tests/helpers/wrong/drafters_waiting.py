@@ -42,7 +42,7 @@ def spec(name: str) -> Spec:
 
 
 class AsksTheHost(NGram):
-    """Right: it reads the columns that are on the host, and fills by a mask."""
+    """Right.  It reads columns that are on the host, and uses a mask."""
 
     spec = spec("AsksTheHost")
 

@@ -55,7 +55,7 @@ def patches_of(image):
 
 
 class Colours(ImageEncoder):
-    """A token for each patch, whose features are a projection of its pixels."""
+    """An encoder with one token for each patch, whose features are a projection of the patch's pixels."""
 
     spec = spec("Colours")
 

@@ -63,7 +63,7 @@ class FreesAtTheEndOfATurn(Lru):
 
 
 class EvictsAnEndedTurn(Lru):
-    """Forgets the free blocks of a session whose next turn is far away, as if they were evicted at once."""
+    """Drops the free blocks of a session whose next turn is late, as if they had been evicted."""
 
     spec = Spec(f"{__name__}:EvictsAnEndedTurn", (1, 2), "a planted fault")
 
@@ -138,7 +138,7 @@ class ParentsFirst(Lru):
 
 
 class MostRecentFirst(Lru):
-    """Says lru and is not: of two sequences the one that was freed last goes first."""
+    """Claims to be lru, but evicts the sequence that was freed last."""
 
     spec = spec("MostRecentFirst", "lru")
 
@@ -148,7 +148,7 @@ class MostRecentFirst(Lru):
 
 
 class GivesTwice(Lru):
-    """Does not forget what it gave."""
+    """Returns the same victim twice."""
 
     spec = spec("GivesTwice")
 
@@ -181,7 +181,7 @@ class ScansAll(Lru):
 
 
 class Tombstones(Lru):
-    """Deletes lazily: what went once is skipped for ever, also when it is cached again."""
+    """Deletes lazily, so that an evicted key is skipped for ever, even after it is cached again."""
 
     spec = spec("Tombstones", "lru")
 
@@ -224,7 +224,7 @@ class DepthOfTheParent(Lru):
 
 
 class FixedArrays(Lru):
-    """Right: room for as many keys as the context says, and for no more."""
+    """Right.  It has memory for exactly the number of keys in the context."""
 
     spec = spec("FixedArrays", "lru")
 
@@ -247,7 +247,7 @@ class FixedArrays(Lru):
 
 
 class Fifo(Evictor):
-    """Right: the block that was cached first goes first, if no cached block hangs on it."""
+    """Right.  It evicts the block that was cached first and has no cached child."""
 
     spec = spec("Fifo", "fifo")
 

@@ -1,4 +1,4 @@
-"""Wrong evictors: too slow, too small or too full after a while; a right one that is seldom tidy."""
+"""Wrong evictors that become too slow, too small or too full after a while, and a right one that cleans up rarely."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LooksInAList(Evictor):
 
 
 class GrowsAnArray(Lru):
-    """All keys that are cached in an array, of which each call makes a new one."""
+    """Keeps all cached keys in an array that each call allocates anew."""
 
     spec = spec("GrowsAnArray")
 
@@ -92,7 +92,7 @@ class Gives1024AtOnce(Lru):
 
 
 class Ghosts(Lru):
-    """How often each key was cached, of those that are gone too."""
+    """Counts how often each key was cached, also for evicted keys, without a bound."""
 
     spec = spec("Ghosts")
 
@@ -106,7 +106,7 @@ class Ghosts(Lru):
 
 
 class GhostsOfAPool(Ghosts):
-    """Right: of as many as the pool has."""
+    """Right.  It counts for as many evicted keys as the pool has blocks."""
 
     spec = spec("GhostsOfAPool")
 

@@ -31,8 +31,10 @@ def spec(name: str, order: str = "") -> Spec:
 
 
 class Queue(Evictor):
-    """Right: least recently used, by entries (stamp, key) of which the last of a key counts; those that were passed
-    over are thrown away when there are many."""
+    """Right.  Least recently used, with entries (stamp, key) of which only the last one of a key counts.
+
+    Outdated entries are removed when there are many.
+    """
 
     spec = spec("Queue", "lru")
     most = 64
@@ -75,7 +77,7 @@ class Queue(Evictor):
 
 
 class LosesAfter21Rounds(Queue):
-    """Counts the rounds since the last victim, and then keeps what it has seen in them."""
+    """Counts the rounds since the last victim, and then keeps the keys that it has read in them."""
 
     spec = spec("LosesAfter21Rounds", "lru")
 
@@ -107,7 +109,7 @@ class LosesTheOldHalf(Queue):
 
 
 class ForgetsEmptyRounds(Queue):
-    """Tidies up in ``victims`` too, and loses what it looked at when none was wanted."""
+    """Also cleans up in ``victims``, and loses the entries that it reads when no victim is requested."""
 
     spec = spec("ForgetsEmptyRounds", "lru")
 
@@ -141,7 +143,7 @@ class StampOfAByte(Queue):
 
 
 class Lfu(Queue):
-    """Least often used, of equal ones least recently; it scans, which is too slow."""
+    """Least frequently used, and among equal counts least recently used.  It scans all keys, which is too slow."""
 
     spec = spec("Lfu", "lfu")
 

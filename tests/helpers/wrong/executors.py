@@ -1,4 +1,4 @@
-"""Wrong executors: ``Local`` with one fault each; and a right one that is not like it."""
+"""Wrong executors, which are ``Local`` with one fault each, and a right one that differs from it."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ class AnyVerb(Local):
 
 
 class RawErrors(Local):
-    """What went wrong in there is told as it came."""
+    """Errors of the worker are raised unchanged, without the executor's name."""
 
     spec = spec("RawErrors")
 
@@ -316,7 +316,7 @@ class StopsOnce(Local):
 
 
 class StopWaitsForMasks(Local):
-    """Finishes what is in flight before it ends."""
+    """Waits for the steps in flight before it stops."""
 
     spec = spec("StopWaitsForMasks")
 
@@ -373,7 +373,7 @@ class WrongSampleRow(Local):
 
 
 class InAThread(Executor):
-    """Right: a thread of its own runs the steps, results come through a queue; nothing runs in ``submit``."""
+    """Right.  A separate thread runs the steps, results arrive through a queue, and ``submit`` computes nothing."""
 
     spec = spec("InAThread")
 

@@ -1,8 +1,8 @@
-"""Executors over a device that runs behind the host, in steps of a few captured sizes; with one fault each, as they are
-made where a buffer is reused, a pointer is kept or something is enqueued in the wrong order.
+"""Executors over a device that runs behind the host in steps of a few captured sizes, with one fault each.
 
-The device is a queue: what is submitted runs when its result is asked for, and not a step earlier.  So each of these is
-seen on a CPU, where it would need luck on a GPU.
+The faults occur when a buffer is reused, a pointer is kept, or work is enqueued in a wrong order.  The device is a
+queue in which a step runs only when its result is requested.  So each fault is visible on a CPU, while on a GPU it
+would depend on timing.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def spec(name: str) -> Spec:
 
 
 class Queued(Local):
-    """Right: nothing runs before somebody waits for it, and then no more than that takes."""
+    """Right.  A step runs only when its result is requested, and no further step runs with it."""
 
     spec = spec("Queued")
 
     def start(self, wiring):
         self.jobs: deque = deque()
-        self.left = 0  # steps whose results have not been handed over
+        self.left = 0  # number of steps whose results were not returned
         return super().start(wiring)
 
     def submit(self, plan):
@@ -139,7 +139,7 @@ class ClearsMasksLate(Queued):
 
 
 class MasksOfTheStepBefore(Queued):
-    """A draw is enqueued ahead of the copy of its masks; the first one finds none."""
+    """A draw is enqueued before the copy of its masks, so the first one has none."""
 
     spec = spec("MasksOfTheStepBefore")
 
@@ -164,7 +164,7 @@ class OneMaskMemoryForAll(Queued):
 
 
 class MasksByPlaceInTheStep(Queued):
-    """The rows that the first step's masks were for keep being those that masks are for."""
+    """The rows of the first step's masks are used for the masks of all later steps."""
 
     spec = spec("MasksByPlaceInTheStep")
 
@@ -210,7 +210,7 @@ class CopiesOneByOne(Queued):
 
 
 class OvershootStores(Queued):
-    """A row that has ended stores its keys where its table says."""
+    """A row that has ended stores its keys in the blocks of its table."""
 
     spec = spec("OvershootStores")
 
@@ -262,7 +262,7 @@ class Padded(Queued):
 
 
 class PadsWithTheLastSlot(Padded):
-    """The slot behind the last one belongs to nobody; this is the last one."""
+    """Uses the last slot of a sequence as the spare slot for padding."""
 
     spec = spec("PadsWithTheLastSlot")
 
@@ -271,7 +271,7 @@ class PadsWithTheLastSlot(Padded):
 
 
 class PadsWithItsLastRow(Padded):
-    """What fills up a step is its last row again, which draws the same, and counts twice."""
+    """Pads a step with its last row, which then draws twice and counts twice."""
 
     spec = spec("PadsWithItsLastRow")
 
@@ -299,7 +299,7 @@ class ForksLate(Queued):
 
 
 class ForksNoProcessors(Queued):
-    """A branch has its source's history, and what processors know of nobody."""
+    """A branch gets its source's history, but not the columns of processors."""
 
     spec = spec("ForksNoProcessors")
 
@@ -341,7 +341,7 @@ class KeepsBehindTheStep(Queued):
 
 
 class LeavesBehindTheStep(Queued):
-    """Which rows leave is told to the device behind the step that it came with."""
+    """The slots of leaving rows are sent to the device after the step with which they came."""
 
     spec = spec("LeavesBehindTheStep")
 
@@ -397,7 +397,9 @@ class FlagsOfTheStepBefore(Queued):
 
 
 class LogprobsOfTheFirstRows(Queued):
-    """Log-probabilities are found for all rows of a step; the first ones are given for those that draw."""
+    """Log-probabilities are computed for all rows of a step, and those of the first rows are returned for the drawing
+    rows.
+    """
 
     spec = spec("LogprobsOfTheFirstRows")
 
@@ -424,7 +426,7 @@ class LogprobsOfTheFirstRows(Queued):
 
 
 class LogprobsOfTheFirstCapture(Queued):
-    """How many of the best are given is what the first step asked for, which was captured."""
+    """The number of returned log-probabilities is that of the first step, which was captured."""
 
     spec = spec("LogprobsOfTheFirstCapture")
 
@@ -435,7 +437,7 @@ class LogprobsOfTheFirstCapture(Queued):
 
 
 class WritesIntoThePlan(Queued):
-    """Turns slots into those of a tensor-parallel rank, in the arrays that it was given."""
+    """Renumbers slots for a tensor-parallel rank in the arrays of the plan."""
 
     spec = spec("WritesIntoThePlan")
 

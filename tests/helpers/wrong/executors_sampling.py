@@ -1,4 +1,4 @@
-"""Wrong executors: ``Local`` with a fault in what draws depend on, in ends or in log-probabilities."""
+"""Wrong executors, which are ``Local`` with a fault in the inputs of draws, in ends or in log-probabilities."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec(name: str) -> Spec:
 
 
 class Joins(Local):
-    """Changes what sequences join with."""
+    """Changes the values with which sequences join."""
 
     def submit(self, plan):
         if plan.delta.join is not None:
@@ -138,7 +138,7 @@ class NoPromptScores(Edited):
 
 
 class PromptScoresOneLater(Edited):
-    """Of the token before the one that is asked for."""
+    """Returns the prompt's log-probabilities of the preceding token."""
 
     spec = spec("PromptScoresOneLater")
 
@@ -222,7 +222,7 @@ class AddsToEverybody(Local):
 
 
 class AddsToTheNextOwner(Local):
-    """What was added in a slot is added to whoever has it next, at all points that were ever asked for."""
+    """A vector of a slot is added for later owners of the slot too, at all points that were ever used."""
 
     spec = spec("AddsToTheNextOwner")
 

@@ -53,7 +53,7 @@ Base = template()
 
 
 class Trie(Base):
-    """Right: the tokens that may follow are found by walking a tree of all texts."""
+    """Right.  The allowed tokens are found by a walk over a tree of all texts."""
 
     spec = spec("Trie")
 
@@ -82,7 +82,7 @@ class BytesOnly(Base):
 
 
 class OneEnd(Base):
-    """Of several end-of-sequence ids it knows the first."""
+    """Uses only the first of several end-of-sequence ids."""
 
     spec = spec("OneEnd")
 
@@ -114,7 +114,7 @@ class SpecialToo(Base):
 
 
 class TakesAnything(Base):
-    """It trusts that nobody draws what it forbids."""
+    """Accepts every token, in the belief that forbidden tokens are never drawn."""
 
     spec = spec("TakesAnything")
 
@@ -124,7 +124,7 @@ class TakesAnything(Base):
 
 
 class AllOrNothing(Base):
-    """It does not say how many it took."""
+    """Does not return how many tokens it accepted."""
 
     spec = spec("AllOrNothing")
 
@@ -201,7 +201,7 @@ class AcceptsTheMalformed(Base):
 
 
 class AlwaysTight(Base):
-    """Of a schema with one property of two values it knows the two objects, without whitespace."""
+    """Allows only the two objects of a schema with one property of two values, without whitespace."""
 
     spec = spec("AlwaysTight", "json")
 

@@ -27,7 +27,7 @@ def spec(name):
 
 
 class OneTokenForItsBytes(Base):
-    """Finds tokens in a dictionary by their bytes, the last of those that are equal."""
+    """Finds tokens in a dictionary by their bytes, so the last of equal ones replaces the others."""
 
     spec = spec("OneTokenForItsBytes")
 
@@ -75,7 +75,7 @@ class ThreadsForEachFill(Base):
 
 
 class KeepsAHundred(Base):
-    """Right: what may follow is kept, for a hundred texts."""
+    """Right.  It keeps the allowed tokens for a hundred texts."""
 
     spec = spec("KeepsAHundred")
 

@@ -182,7 +182,7 @@ class SharesItsList(Hooks):
 
 
 class Counter(Hooks):
-    """Right: adds up."""
+    """Right.  It counts."""
 
     spec = spec("Counter")
     tokens = 0
@@ -193,7 +193,7 @@ class Counter(Hooks):
 
 
 class Tracer(Hooks):
-    """Right: times the halves of a turn."""
+    """Right.  It times the halves of a turn."""
 
     spec = spec("Tracer")
 
@@ -216,7 +216,7 @@ class Tracer(Hooks):
 
 
 class Mirror(Hooks):
-    """Right: keeps the keys that are in the prefix cache, for each KV group."""
+    """Right.  It keeps the keys in the prefix cache, for each KV group."""
 
     spec = spec("Mirror")
 

@@ -1,4 +1,4 @@
-"""Wrong KV formats: the plain ones with one fault each; and right ones that are not plain."""
+"""Wrong KV formats, which are the plain ones with one fault each, and right formats of other kinds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def flat(t):
 
 
 class Int8(KVFormat):
-    """Right: eight bits with a scale for each token and head."""
+    """Right.  Eight bits with a scale for each token and head."""
 
     spec = spec("Int8")
     dtype = "int8"
@@ -78,7 +78,7 @@ class Int8(KVFormat):
 
 
 class Float8(Bf16):
-    """Right: float8 without scales."""
+    """Right.  float8 without scales."""
 
     spec = spec("Float8")
     dtype = "float8_e4m3fn"
@@ -97,7 +97,7 @@ class Float8(Bf16):
 
 
 class OneTensor(KVFormat):
-    """Right: keys and values side by side in one tensor, heads first."""
+    """Right.  Keys and values are in one tensor, heads first."""
 
     spec = spec("OneTensor", "bfloat16", "float16", "float32")
     dtype = "float32"
@@ -150,7 +150,7 @@ class WritesTwo(Fp32):
 
 
 class ClearsTheRestOfTheBlock(Fp32):
-    """What stands behind a token in its block is of an older owner, it thinks."""
+    """Clears the rest of a token's block, in the belief that it belongs to an earlier owner."""
 
     spec = spec("ClearsTheRestOfTheBlock")
 
@@ -164,7 +164,7 @@ class ClearsTheRestOfTheBlock(Fp32):
 
 
 class ScaleOfTheBlock(Int8):
-    """One scale for the heads of a block: a new token changes what the others of its block are."""
+    """Has one scale for the heads of a block, so that a new token changes the other tokens of its block."""
 
     spec = spec("ScaleOfTheBlock")
 
@@ -250,7 +250,7 @@ class AssumesContiguous(Fp32):
 
 
 class NormalisesInPlace(Int8):
-    """Divides k by its scale where it stands."""
+    """Divides k by its scale in place."""
 
     spec = spec("NormalisesInPlace")
 
@@ -260,7 +260,7 @@ class NormalisesInPlace(Int8):
 
 
 class FailsOnNothing(Fp32):
-    """Looks at the first token before it asks whether there is one."""
+    """Reads the first token before it checks whether there is one."""
 
     spec = spec("FailsOnNothing")
 
@@ -270,7 +270,9 @@ class FailsOnNothing(Fp32):
 
 
 class SumsDuplicates(Fp32):
-    """Adds, with what was there taken off first: rows that go to one slot add up, and rounding stays."""
+    """Adds to the stored values after subtracting them, so that rows for one slot add up, and rounding errors
+    remain.
+    """
 
     spec = spec("SumsDuplicates")
 

@@ -1,4 +1,4 @@
-"""Wrong KV formats: many heads, large heads, many tokens, many slots; and results that do not last."""
+"""KV formats with faults for many heads, large heads, many tokens or many slots, or whose results are overwritten."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spec(name: str) -> Spec:
 
 
 class OneResult(Fp32):
-    """What is loaded lies in one piece of memory for each shape."""
+    """Loaded values of one shape are always in the same memory."""
 
     spec = spec("OneResult")
 

@@ -1,4 +1,4 @@
-"""KV formats whose scales end before the keys and values do, and a right one that says where."""
+"""KV formats whose scales have a smaller range than keys and values, and a right one that declares the range."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(name):
 
 
 class Scaled(KVFormat):
-    """Eight bits with a scale for each token and head; the scale's dtype and its unit vary."""
+    """Eight bits with a scale for each token and head, whose dtype and unit vary."""
 
     dtype, scales, unit = "int8", "float32", 127
 
@@ -75,7 +75,7 @@ class HalfStep(Scaled):
 
 
 class HalfScaleWithinLimits(HalfScale):
-    """Right: the test class says how large its numbers may be; small ones have a floor."""
+    """Right.  The test class declares how large its numbers may be, and small numbers have a lower bound."""
 
     spec = spec("HalfScaleWithinLimits")
 
@@ -84,7 +84,7 @@ class HalfScaleWithinLimits(HalfScale):
 
 
 class BrainScale(Scaled):
-    """Right: a bfloat16 scale, rounded up so that no element is cut."""
+    """Right.  A bfloat16 scale that is rounded up, so that no element is clipped."""
 
     spec, scales, unit = spec("BrainScale"), "bfloat16", 1
 

@@ -1,4 +1,4 @@
-"""KV formats that take some sizes only, and wrong ones that know a step by its tensors."""
+"""KV formats that support some sizes only, and wrong ones that recognize a step by its tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec(name: str) -> Spec:
 
 
 class SixteenAtATime(Fp32):
-    """Right: heads of multiples of 16 elements, and says so."""
+    """Right.  It supports heads of multiples of 16 elements, and declares this."""
 
     spec = spec("SixteenAtATime")
 
@@ -38,7 +38,7 @@ class SixteenAtATime(Fp32):
 
 
 class OnlyOneSize(Fp32):
-    """Right: its test class says which."""
+    """Right.  It supports one size, which its test class declares."""
 
     spec = spec("OnlyOneSize")
 
@@ -48,7 +48,7 @@ class OnlyOneSize(Fp32):
 
 
 class NoneInTheKeys(Fp32):
-    """Right: keys and values of one size, in tensors of their own."""
+    """Right.  Keys and values have one size and are in separate tensors."""
 
     spec = spec("NoneInTheKeys")
 
@@ -84,7 +84,7 @@ class Trips(Fp32):
 
 
 class SlotsById(Fp32):
-    """Copies the slots to where it wants them, once for each tensor."""
+    """Copies the slots to its own memory once for each tensor object."""
 
     spec = spec("SlotsById")
 

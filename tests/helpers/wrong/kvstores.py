@@ -1,4 +1,4 @@
-"""Wrong stores: one in memory, and one in files, with one fault each; and right ones."""
+"""Wrong stores in memory and in files with one fault each, and right ones."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class WindowInEveryLayer(Qwen2):
 
 
 class NormAfter(Llama):
-    """Normalises what a sublayer gives, not what it takes."""
+    """Normalizes the output of a sublayer instead of its input."""
 
     spec = spec("NormAfter")
 
@@ -274,7 +274,7 @@ class IgnoresInSilence(Llama):
 
 
 class IgnoresWhatCounts(Llama):
-    """Says that a field changes nothing, and it does."""
+    """Declares a field as ignored that changes the result."""
 
     spec = spec("IgnoresWhatCounts", "llama", ("pretraining_tp", "mlp_bias"))
 
@@ -317,7 +317,7 @@ class StreamInEightBits(Llama):
 
 
 class ShortTable(Llama):
-    """A table of 512 positions, whose last one serves all that come later."""
+    """Has a table of 512 positions, whose last entry is used for all later positions."""
 
     spec = spec("ShortTable")
 
@@ -328,7 +328,7 @@ class ShortTable(Llama):
 
 
 class RemembersTheFirst(Llama):
-    """What one instance was asked changes what the next one answers."""
+    """The first call of one instance changes the results of other instances."""
 
     spec = spec("RemembersTheFirst")
     asked: list = []
@@ -339,7 +339,7 @@ class RemembersTheFirst(Llama):
 
 
 class PicksAnother(Llama):
-    """Gives the hidden states of the tokens before those that are wanted."""
+    """Returns the hidden states of the tokens before the requested ones."""
 
     spec = spec("PicksAnother")
 
@@ -358,14 +358,14 @@ class _PicksAnother(Decoder):
 
 
 class PlainLlama(ModelArch):
-    """Right: Llama with a matrix of its own for each projection, no shared classes, no old-style configs."""
+    """Right.  Llama with a separate matrix for each projection, without shared classes and old configs."""
 
     spec = spec("PlainLlama")
 
     def attention(self, cfg):
         if cfg.hidden_act not in ("silu", "swish"):
             raise ModelError(f"hidden_act={cfg.hidden_act}: expected 'silu'")
-        if Llama().switch(cfg) is not None:  # which also says what is refused
+        if Llama().switch(cfg) is not None:  # the method also refuses unsupported values
             raise ModelError("rope_parameters: expected a rope_type that is the same for all lengths")
         kv = cfg.num_key_value_heads
         return [AttnSpec(cfg.num_attention_heads, kv, cfg.head_dim, cfg.head_dim)] * cfg.num_hidden_layers

@@ -72,7 +72,7 @@ class TakesPairsForHalves(Glm4):
 
 
 class MlpBehindAttention(Cohere):
-    """The MLP sees what attention has added."""
+    """The MLP reads the stream to which attention was added, in a parallel layer."""
 
     spec = spec("MlpBehindAttention", "cohere")
 
@@ -100,7 +100,7 @@ class NeverLong(Phi3):
 
 
 class PointOfABlock(Llama):
-    """A model whose blocks run otherwise where they are tapped."""
+    """A model whose blocks compute differently if they are tapped."""
 
     block: type
 

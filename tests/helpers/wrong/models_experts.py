@@ -155,7 +155,7 @@ class _Deaf(Mixture):
 
 
 class RoutesWithoutItsTap(Mixed, Qwen3Moe):
-    """What is added to the router's logits is dropped."""
+    """Ignores the vector that is added to the router's logits."""
 
     spec = spec("RoutesWithoutItsTap", QWEN3_MOE)
     mixture = _Deaf

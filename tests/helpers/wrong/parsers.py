@@ -65,7 +65,7 @@ class Plain:
 
 
 class WithoutTags(ReplyParser):
-    """Right: all text is content, and the kit cannot write its format."""
+    """Right.  All text is content, and the kit cannot write its format."""
 
     spec = spec("WithoutTags")
 

@@ -84,7 +84,7 @@ class ByRow(Penalties):
 
 
 class LeaksTheVariant(Penalties):
-    """Does to every row what one of them asked for: a bit of the step is taken for the row's own."""
+    """Applies a parameter of one row to every row, because it treats a bit of the step as a bit of the row."""
 
     spec = spec("LeaksTheVariant")
 
@@ -95,7 +95,7 @@ class LeaksTheVariant(Penalties):
 
 
 class WritesToRows(Penalties):
-    """Moves the engine's rows to the token before, for what comes after it too."""
+    """Changes the engine's rows to the preceding token, also for later plug-ins."""
 
     spec = spec("WritesToRows")
 
@@ -208,7 +208,7 @@ class OnForAll(Penalties):
 
 
 class TakesAnyBias(LogitBias):
-    """Lets scatter find out that an id is not in the vocabulary."""
+    """Detects an id outside the vocabulary only by the error of scatter."""
 
     spec = spec("TakesAnyBias")
 
@@ -217,7 +217,7 @@ class TakesAnyBias(LogitBias):
 
 
 class NamesNoParameter(LogitBias):
-    """Raises what Python raises."""
+    """Raises Python's own error without the parameter's name."""
 
     spec = spec("NamesNoParameter")
 
@@ -229,7 +229,7 @@ class NamesNoParameter(LogitBias):
 
 
 class ReadsMore(Penalties):
-    """Is greedy about the temperature too, and does not say so."""
+    """Also reads the temperature, and does not declare it."""
 
     spec = spec("ReadsMore")
 
@@ -241,7 +241,7 @@ class ReadsMore(Penalties):
 
 
 class IgnoresOne(Penalties):
-    """Says that it reads frequency_penalty; requests with it are taken and served without."""
+    """Declares frequency_penalty, so that requests with it are accepted, but ignores it."""
 
     spec = spec("IgnoresOne")
 
@@ -266,7 +266,7 @@ class ShortRow(LogitBias):
 
 
 class SlowPenalties(Processor):
-    """Right: row by row in float64, on the host."""
+    """Right.  It computes row by row in float64 on the host."""
 
     spec = spec("SlowPenalties")
     reads = Penalties.reads
@@ -292,7 +292,10 @@ class SlowPenalties(Processor):
 
 
 class Watermark(Processor):
-    """Right: reads no parameter, the config turns it on; the token before decides which tokens are favoured."""
+    """Right.
+
+    It reads no parameter, because the config enables it.  The preceding token decides which tokens are preferred.
+    """
 
     spec = spec("Watermark")
 
@@ -306,6 +309,6 @@ class Watermark(Processor):
 
 
 class Captured(Penalties):
-    """Right: the built-in one, which may be captured in a graph."""
+    """Right.  The built-in processor, which may be captured in a graph."""
 
     spec = spec("Captured", "graph_safe")

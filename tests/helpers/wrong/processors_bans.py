@@ -1,4 +1,4 @@
-"""Wrong processors: what bans tokens or schedules the temperature, with one fault each."""
+"""Wrong processors that ban tokens or schedule the temperature, with one fault each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WordsOfThePrompt(BadWords):
 
 
 class GramsOfTheOutput(NoRepeatNgram):
-    """Repeats what is in the prompt."""
+    """Repeats n-grams of the prompt."""
 
     spec = spec("GramsOfTheOutput")
 
@@ -56,7 +56,7 @@ class GramsOfTheOutput(NoRepeatNgram):
 
 
 class StaleGrams(NoRepeatNgram):
-    """Takes what lies behind the history for a part of it."""
+    """Reads the memory behind the history as part of it."""
 
     spec = spec("StaleGrams")
 

@@ -32,7 +32,7 @@ def spec(name: str, *features: str) -> Spec:
 
 
 class Counter(Processor):
-    """frequency_penalty as a running count in a column; right in itself."""
+    """frequency_penalty as a running count in a column, which is right."""
 
     reads = frozenset(("frequency_penalty",))
 
@@ -52,13 +52,13 @@ class Counter(Processor):
 
 
 class CountedFrequency(Counter):
-    """Right: state in a column, kept by commit."""
+    """Right.  The state is in a column, updated by commit."""
 
     spec = spec("CountedFrequency")
 
 
 class CountsAndClaims(Counter):
-    """Its count knows of no draft."""
+    """Its count ignores drafts, although it claims to handle several positions."""
 
     spec = spec("CountsAndClaims", "multi_position")
 
@@ -142,7 +142,7 @@ class KeptInTheInstance(Counter):
 
 
 class BoundOnTheHost(Counter):
-    """Remembers in bind what apply needs: they are two instances."""
+    """Stores data in bind for apply, although these run in different instances."""
 
     spec = spec("BoundOnTheHost")
 
@@ -159,7 +159,7 @@ class BoundOnTheHost(Counter):
 
 
 class CapsEverySlot(Counter):
-    """Caps the counts of all slots, not of those in the step."""
+    """Limits the counts of all slots, not only of those in the step."""
 
     spec = spec("CapsEverySlot")
 
@@ -169,7 +169,7 @@ class CapsEverySlot(Counter):
 
 
 class ForkForgets(Counter):
-    """Starts the count anew for a slot that it has not seen at its first token."""
+    """Starts the count anew for a slot whose first token it has not processed."""
 
     spec = spec("ForkForgets")
 

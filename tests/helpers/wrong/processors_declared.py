@@ -1,4 +1,4 @@
-"""Processors with declared parameters: a right one, and those whose spec and class do not say the same."""
+"""Processors with declared parameters, a right one and some whose spec and class differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec(name: str, *params: Param) -> Spec:
 
 
 class Recent(Processor):
-    """Right: takes ``recent`` from the logit of the token that came last."""
+    """Right.  It subtracts ``recent`` from the logit of the newest token."""
 
     spec = spec("Recent", RECENT)
     reads = spec.reads
@@ -74,7 +74,7 @@ class NeverLooks(Recent):
 
 
 class LooksForAnothers(Recent):
-    """Off where n-grams are banned, which it does not say."""
+    """It is off if n-grams are banned, which it does not declare."""
 
     spec = spec("LooksForAnothers", RECENT)
 

@@ -1,4 +1,4 @@
-"""Wrong processors: what is long is cut off, where nobody is told."""
+"""Wrong processors that silently cut off long inputs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class RemembersBinds(Penalties):
 
 
 class LastRowFirst(Penalties):
-    """Right: works on a copy, from the last row to the first."""
+    """Right.  It works on a copy, from the last row to the first."""
 
     spec = spec("LastRowFirst")
 

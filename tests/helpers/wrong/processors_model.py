@@ -1,4 +1,4 @@
-"""Processors with a model of their own: a right one, and those that read its logits or claim it wrongly."""
+"""Processors with their own model, a right one and some that read its logits or claim it wrongly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spec(name: str, *more: str, options: str = "minivllm.plugins.drafter.options
 
 
 class Added(Processor):
-    """Right: adds the logits of its own model."""
+    """Right.  It adds the logits of its own model."""
 
     spec = spec("Added")
     reads = spec.reads
@@ -64,7 +64,7 @@ class OfAnotherRow(Added):
 
 
 class WithoutOption(Added):
-    """Nothing says which model."""
+    """No option names the model."""
 
     spec = spec("WithoutOption", options="")
 

@@ -32,7 +32,7 @@ def spec(name: str) -> Spec:
 
 
 class RepeatedTail(Processor):
-    """Right: the token that followed the last ``length`` tokens when they came before becomes less likely."""
+    """Right.  It makes a token less likely that has followed the last ``length`` tokens before."""
 
     spec = spec("RepeatedTail")
     reads = frozenset({"tail"})
@@ -60,14 +60,14 @@ class RepeatedTail(Processor):
 
 
 class LongTail(RepeatedTail):
-    """Right: a tail of six."""
+    """Right.  It uses a tail of six tokens."""
 
     spec = spec("LongTail")
     length = 6
 
 
 class SecondTime(RepeatedTail):
-    """Right: a token that came twice in succession is not to come a third time."""
+    """Right.  A token that occurred twice in succession must not occur a third time."""
 
     spec = spec("SecondTime")
 
@@ -120,7 +120,7 @@ class AsksWhetherItIsThere(RepeatedTail):
 
 
 class Never(RepeatedTail):
-    """Waits for a tail that is longer than what it looks at."""
+    """Waits for a tail that is longer than the tokens that it reads."""
 
     spec = spec("Never")
 
@@ -129,7 +129,7 @@ class Never(RepeatedTail):
 
 
 class ReturnsANumber(RepeatedTail):
-    """Thinks that the value is enough."""
+    """Returns a bare number instead of a Row."""
 
     spec = spec("ReturnsANumber")
 

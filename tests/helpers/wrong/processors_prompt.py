@@ -19,7 +19,7 @@ def spec(name: str) -> Spec:
 
 
 class OutputToo(PromptPenalty):
-    """What was drawn counts as if it were of the prompt."""
+    """Counts drawn tokens as tokens of the prompt."""
 
     spec = spec("OutputToo")
 
@@ -31,7 +31,7 @@ class OutputToo(PromptPenalty):
 
 
 class FirstPromptForAll(PromptPenalty):
-    """Remembers the first prompt."""
+    """Uses the first prompt for all requests."""
 
     spec = spec("FirstPromptForAll")
     first = None
@@ -42,7 +42,7 @@ class FirstPromptForAll(PromptPenalty):
 
 
 class SixteenBits(PromptPenalty):
-    """Knows ids up to 65,535."""
+    """Supports ids up to 65,535 only."""
 
     spec = spec("SixteenBits")
 

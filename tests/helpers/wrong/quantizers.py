@@ -92,7 +92,7 @@ class Quantizes(Int8Weight):
 
 
 class ScaleOfTheInput(Faulty):
-    """Multiplies x by the scales where the matrix is square and nothing tells the sides apart."""
+    """Multiplies x by the scales if the matrix is square and the sides cannot be distinguished."""
 
     spec = spec("ScaleOfTheInput")
 
@@ -121,7 +121,7 @@ class Truncates(Faulty):
 
 
 class WrapsAround(Faulty):
-    """Takes 128 steps, of which int8 has one too few."""
+    """Uses 128 steps, but int8 has only 127 on the positive side."""
 
     spec = spec("WrapsAround")
 
@@ -185,7 +185,7 @@ class SumsUnscaled(Faulty):
 
 
 class OneTokenUnscaled(Faulty):
-    """The path for one token forgets what the others do."""
+    """The path for one token omits the scale that other paths apply."""
 
     spec = spec("OneTokenUnscaled")
 
@@ -239,7 +239,7 @@ class ScalesX(Faulty):
 
 
 class LosesTheTail(Faulty):
-    """Works on tiles of 64 tokens; what is left over behind a whole one is not done."""
+    """Works on tiles of 64 tokens, and omits the rest behind the last whole tile."""
 
     spec = spec("LosesTheTail")
 
@@ -285,7 +285,7 @@ class KeepsTheWeight(Faulty):
 
 
 class KeepsTheWeightElsewhere(Faulty):
-    """In a cache that no scheme knows of."""
+    """Keeps the weight in a cache that no scheme declares."""
 
     spec = spec("KeepsTheWeightElsewhere")
 
@@ -327,7 +327,7 @@ class AddsTheBiasToo(Faulty):
 
 
 class TakesAnyShape(Faulty):
-    """What is too long is cut, what is too short is repeated."""
+    """Cuts tensors that are too long, and repeats those that are too short."""
 
     spec = spec("TakesAnyShape")
 

@@ -1,4 +1,4 @@
-"""Wrong quantizers: large modules and steps, and what loading does to a checkpoint."""
+"""Wrong quantizers for large modules and steps, and faults in loading a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong quantizers that keep more than they say, once they are used; right ones with many scales."""
+"""Wrong quantizers that store more than they declare once they are used, and right ones with many scales."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DenseOnTheHost(Faulty):
 
 
 class DenseElsewhere(Faulty):
-    """In a dictionary of the module, where no scheme is asked for it."""
+    """Keeps the weight in a dictionary of the module, which is not counted."""
 
     spec = spec8("DenseElsewhere")
 
@@ -117,7 +117,7 @@ class TensorsOnTheFirst(Faulty):
 
 
 class BytesOnTheFirst(Faulty):
-    """``bytes`` is counted once, before the first product, and not what is there then."""
+    """``bytes`` is computed once, before the first product, and not updated."""
 
     spec = spec8("BytesOnTheFirst")
 
@@ -134,7 +134,7 @@ class BytesOnTheFirst(Faulty):
 
 
 class XByAddress(Faulty):
-    """Inputs in memory that it knows are taken for those that were there."""
+    """Reuses results for inputs at an address that it has seen before."""
 
     spec = spec8("XByAddress")
 
@@ -171,14 +171,14 @@ class Grouped(Int4Weight):
 
 
 class BitAndAHalfOfScales(Int4):
-    """Right: a float16 scale and a zero point of a byte for 16 inputs."""
+    """Right.  A float16 scale and a one-byte zero point for 16 inputs."""
 
     spec = spec4("BitAndAHalfOfScales")
     made = Grouped
 
 
 class TwoPlanes(Int4):
-    """Right: the low and the high half of each byte in tensors of their own."""
+    """Right.  The low and the high half of each byte are in separate tensors."""
 
     spec = spec4("TwoPlanes")
 

@@ -33,7 +33,7 @@ def spec(name: str, bits: int | None, *features: str, checkpoint: str = "none") 
 
 
 class Int4Weight(WeightScheme):
-    """Two elements in a byte, the even input in the low half; one float32 scale per output row."""
+    """Two elements in a byte, the even input in the low half, and one float32 scale per output row."""
 
     def __init__(self, info):
         self.info, self.width = info, (info.in_features + 1) // 2
@@ -71,7 +71,7 @@ class Int4Weight(WeightScheme):
 
 
 class Int4(Quantizer):
-    """Right: four bits."""
+    """Right.  Four bits."""
 
     spec = spec("Int4", 4)
     made: type = Int4Weight
@@ -116,7 +116,7 @@ class ClaimsFewerBits(Int4):
 
 
 class Transposed(Int4):
-    """Right: no bits are lost, the weight lies the other way round, and slices are slices."""
+    """Right.  The weight is stored transposed without loss, and slices are correct."""
 
     spec = spec("Transposed", None, "sliceable")
 
@@ -141,7 +141,7 @@ class Transposed(Int4):
 
 
 class Groups(Int4):
-    """Right: eight bits with a scale for each 32 inputs, and no module that they do not divide."""
+    """Right.  Eight bits with a scale for each 32 inputs, for modules that 32 divides."""
 
     spec = spec("Groups", 8)
 
@@ -185,7 +185,10 @@ class _GroupsWeight(WeightScheme):
 
 
 class Prepacked(Int4):
-    """Right: reads a checkpoint of int8 weights and scales, ``tests/plugins/test_quantizers.py`` says how it looks."""
+    """Right.
+
+    It reads a checkpoint of int8 weights and scales, in the layout of ``tests/plugins/test_quantizers.py``.
+    """
 
     spec = spec("Prepacked", 8, checkpoint="prepacked")
 

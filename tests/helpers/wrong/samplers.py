@@ -108,7 +108,7 @@ class Inverse(Plain):
 
 
 class Exponential(DefaultSampler):
-    """Right: the race of exponential clocks, over the limits of the default sampler."""
+    """Right.  The race of exponential clocks, after the limits of the default sampler."""
 
     spec = spec("Exponential")
 
@@ -128,7 +128,7 @@ class Exponential(DefaultSampler):
 
 
 class Greedier(DefaultSampler):
-    """Right: reads the temperature and nothing else."""
+    """Right.  It reads only the temperature."""
 
     spec = spec("Greedier")
     reads = frozenset(("temperature",))
@@ -185,7 +185,7 @@ class OneMore(DefaultSampler):
 
 
 class ForgetsTopK(DefaultSampler):
-    """Says that it reads top_k."""
+    """Declares top_k and ignores it."""
 
     spec = spec("ForgetsTopK")
 
@@ -195,7 +195,7 @@ class ForgetsTopK(DefaultSampler):
 
 
 class NotTheCrossing(Plain):
-    """top_p keeps what lies wholly below it (and the best)."""
+    """top_p keeps only tokens that are wholly below it, and the best token."""
 
     spec = spec("NotTheCrossing")
 
@@ -204,7 +204,7 @@ class NotTheCrossing(Plain):
 
 
 class TopPOfAll(Plain):
-    """top_p counts the mass of all tokens, not of what top-k left."""
+    """top_p uses the mass of all tokens, not of the tokens that top-k kept."""
 
     spec = spec("TopPOfAll")
 
@@ -265,7 +265,9 @@ class LowIsNever(DefaultSampler):
 
 
 class EndOfTheSum(Plain):
-    """In float32 the largest uniform number times the sum is the sum: what lies behind the last token is drawn."""
+    """In float32 the largest uniform number times the sum equals the sum, so an index behind the last token is
+    drawn.
+    """
 
     spec = spec("EndOfTheSum")
 
@@ -341,7 +343,7 @@ class ByRow(DefaultSampler):
 
 
 class Scribbles(DefaultSampler):
-    """Says that the logits stay as they are, and bans in place."""
+    """Declares that the logits are unchanged, but bans tokens in place."""
 
     spec = spec("Scribbles")
 
@@ -351,7 +353,7 @@ class Scribbles(DefaultSampler):
 
 
 class PeakOfSome(DefaultSampler):
-    """Its peaks leave out the first token, whose logit may be the largest, or a NaN."""
+    """Its peaks omit the first token, whose logit may be the largest, or a NaN."""
 
     spec = spec("PeakOfSome")
 
@@ -361,6 +363,6 @@ class PeakOfSome(DefaultSampler):
 
 
 class Captured(DefaultSampler):
-    """Right: the built-in one, which may be captured in a graph."""
+    """Right.  The built-in sampler, which may be captured in a graph."""
 
     spec = spec("Captured", "graph_safe")

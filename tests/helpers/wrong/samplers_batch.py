@@ -1,4 +1,4 @@
-"""Wrong samplers: what may be drawn for a row depends on the rows beside it, or on how many they are."""
+"""Wrong samplers in which the allowed tokens of a row depend on other rows, or on their number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAULTS = {
 RIGHT = ("TopA",)
 OWN = {"params": lambda self, vocab: [{"extra": {"top_a": a}} for a in (0.02, 0.3)],
        "wrong_params": lambda self, vocab: [{"extra": {"top_a": a}} for a in (-1, 2, "a")]}  # fmt: skip
-SUITE = dict.fromkeys([*FAULTS, *RIGHT], OWN)  # what a test class overrides
+SUITE = dict.fromkeys([*FAULTS, *RIGHT], OWN)  # overrides of a test class
 
 
 def spec(name: str) -> Spec:
@@ -33,7 +33,7 @@ def spec(name: str) -> Spec:
 
 
 class TopA(DefaultSampler):
-    """Right: tokens of at least a times the square of the largest probability."""
+    """Right.  It keeps tokens of at least a times the square of the largest probability."""
 
     spec = spec("TopA")
     reads = frozenset({"temperature", "top_a"})
@@ -68,7 +68,7 @@ class TopA(DefaultSampler):
 
 
 class BestOfTheBatch(TopA):
-    """The largest probability is that of any row."""
+    """The largest probability is taken over all rows."""
 
     spec = spec("BestOfTheBatch")
 
@@ -135,7 +135,7 @@ class LongestTail(TopA):
 
 
 class SilentBest(BestOfTheBatch):
-    """Does not say what it draws from."""
+    """Does not declare the distribution from which it draws."""
 
     spec = spec("SilentBest")
     drawn_from = Sampler.drawn_from

@@ -1,4 +1,4 @@
-"""Wrong samplers: ``DefaultSampler`` with a fault in the noise, or in what it does to the rows that it is given."""
+"""Wrong samplers, which are ``DefaultSampler`` with a fault in the noise, or that change the passed rows."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class SizeOfTheSeed(Keyed):
 
 
 class WritesToRows(DefaultSampler):
-    """Moves the engine's rows on for what comes after it."""
+    """Moves the engine's rows forward for later plug-ins."""
 
     spec = spec("WritesToRows")
 
@@ -142,7 +142,7 @@ class WritesToRows(DefaultSampler):
 
 
 class SixteenBits(Sampler):
-    """Noise of 16 bits: what is less likely than 2**-16 beside another token hardly comes."""
+    """Noise of 16 bits, so that tokens less likely than 2**-16 hardly occur."""
 
     spec = spec("SixteenBits")
 

@@ -31,7 +31,7 @@ def spec(name: str) -> Spec:
 
 
 class Changed(DefaultSampler):
-    """``change`` gets at what a request asks for."""
+    """A sampler in which ``change`` alters the parameters of a request."""
 
     def bind(self, params, prompt_len):
         return super().bind(self.change(params), prompt_len)
@@ -65,7 +65,7 @@ class NucleusOf1024(Changed):
 
 
 class NearlyOneIsOne(Changed):
-    """A top_p above 0.95 costs a sort for nothing, it thinks."""
+    """Ignores a top_p above 0.95 to save a sort."""
 
     spec = spec("NearlyOneIsOne")
 
@@ -74,7 +74,7 @@ class NearlyOneIsOne(Changed):
 
 
 class LaneOf16Bits(DefaultSampler):
-    """The noise of a token is that of the token 65,536 ids before."""
+    """The noise of a token equals that of the token 65,536 ids before it."""
 
     spec = spec("LaneOf16Bits")
 
@@ -97,7 +97,7 @@ class SixtyFourRows(DefaultSampler):
 
 
 class KeepsItsRows(DefaultSampler):
-    """What was drawn is put aside for a report that nobody asks for."""
+    """Stores drawn tokens for a report that is never requested."""
 
     spec = spec("KeepsItsRows")
 
@@ -107,7 +107,7 @@ class KeepsItsRows(DefaultSampler):
 
 
 class InHalves(DefaultSampler):
-    """Right: the best of either half of the vocabulary, and then of both."""
+    """Right.  It finds the best token of each half of the vocabulary, and then of both."""
 
     spec = spec("InHalves")
 
@@ -136,7 +136,7 @@ class SeedsForGood(Changed):
 
 
 class LooksAtTheTemperature(DefaultSampler):
-    """Asks the device whether any row is drawn."""
+    """Reads from the device whether any row is sampled."""
 
     spec = replace(spec("LooksAtTheTemperature"), features=frozenset({"graph_safe"}))
 

@@ -1,4 +1,4 @@
-"""Wrong samplers: typical and mirostat with one fault each; what they keep, and what they leave out."""
+"""Wrong samplers, which are typical and mirostat with one fault each in their state or their exclusions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LearnsFromTheDraw(MirostatSampler):
 
 
 class CountsNothing(MirostatSampler):
-    """Learns from tokens that were not accepted."""
+    """Updates its state with tokens that were not accepted."""
 
     spec = spec("CountsNothing")
 
@@ -68,7 +68,7 @@ class CountsNothing(MirostatSampler):
 
 
 class LearnsAgain(MirostatSampler):
-    """Takes the surprise of the token that was drawn for that of each one that is committed."""
+    """Uses the surprise of the drawn token for each committed token."""
 
     spec = spec("LearnsAgain")
 
@@ -99,7 +99,7 @@ class HalfOfTheTarget(MirostatSampler):
 
 
 class SaysTypicalIsAll(TypicalSampler):
-    """Log-probabilities of the draw are those before typical has its say."""
+    """Returns the log-probabilities before typical excludes tokens."""
 
     spec = spec("SaysTypicalIsAll")
 
@@ -115,7 +115,7 @@ class SaysMirostatIsAll(MirostatSampler):
 
 
 class SaysInPlace(MirostatSampler):
-    """Writes what it draws from into the logits, which the draw sees next."""
+    """Writes the distribution into the logits, which the draw reads afterwards."""
 
     spec = spec("SaysInPlace")
 

@@ -57,7 +57,7 @@ def spec(name: str, *features: str) -> Spec:
 
 
 class ShortestFirst(SchedulerPolicy):
-    """Without ageing, and says that nobody starves."""
+    """Has no ageing, but declares that no request starves."""
 
     spec = spec("ShortestFirst", "starvation_free")
 
@@ -122,7 +122,7 @@ class HalfPrecision(SchedulerPolicy):
 
 
 class ForgetsThePreempted(SchedulerPolicy):
-    """Who was preempted comes back behind all others."""
+    """Queues preempted requests behind all others."""
 
     spec = spec("ForgetsThePreempted", "starvation_free")
 
@@ -140,7 +140,7 @@ class OverdueLast(SchedulerPolicy):
 
 
 class NewTenantsFirst(SchedulerPolicy):
-    """Fair over all time: a tenant pays for ever for what it got once."""
+    """Fair over all time, so a tenant pays for ever for earlier service."""
 
     spec = spec("NewTenantsFirst", "starvation_free")
 
@@ -256,7 +256,7 @@ class AlwaysHolds(SchedulerPolicy):
 
 
 class NoPrefill(SchedulerPolicy):
-    """Caps prefill by what is left of a pool that is always rather full."""
+    """Limits prefill by the free part of a pool that is always nearly full."""
 
     spec = spec("NoPrefill")
 
@@ -272,7 +272,7 @@ class UnknownShape(SchedulerPolicy):
 
 
 class KnowsOnlyWhatItQueued(SchedulerPolicy):
-    """Keeps a record of each sequence that it gave a key; branches fork and never had one."""
+    """Keeps a record of each sequence that got a key, but forked branches never got one."""
 
     spec = spec("KnowsOnlyWhatItQueued")
 
@@ -301,7 +301,7 @@ class SharedServed(SchedulerPolicy):
 
 
 class AgedPriority(SchedulerPolicy):
-    """Right: a level of priority is worth 30 seconds of waiting."""
+    """Right.  A level of priority is worth 30 seconds of waiting."""
 
     spec = spec("AgedPriority", "starvation_free")
 
@@ -313,7 +313,7 @@ class AgedPriority(SchedulerPolicy):
 
 
 class ShortestJob(SchedulerPolicy):
-    """Right: shortest job first, which may let a long one starve and says nothing else."""
+    """Right.  Shortest job first, which may starve long jobs and declares nothing else."""
 
     spec = spec("ShortestJob")
 
@@ -325,7 +325,7 @@ class ShortestJob(SchedulerPolicy):
 
 
 class PrefillFirst(SchedulerPolicy):
-    """Right: separate phases, cached prefixes first, a small window, a list as the order."""
+    """Right.  Separate phases, cached prefixes first, a small window, and a list as the order."""
 
     spec = spec("PrefillFirst")
     window = 4
@@ -338,7 +338,7 @@ class PrefillFirst(SchedulerPolicy):
 
 
 class PreemptsTheOldest(SchedulerPolicy):
-    """Right, if foolish: the engine's protection ends what it begins."""
+    """Right, if inefficient, because the engine's protection limits its preemptions."""
 
     spec = spec("PreemptsTheOldest", "starvation_free")
 
@@ -347,7 +347,7 @@ class PreemptsTheOldest(SchedulerPolicy):
 
 
 class Gathers(SchedulerPolicy):
-    """Right: newcomers are admitted together, the first waits for 0.2 seconds at most."""
+    """Right.  New requests are admitted together, and the first waits for at most 0.2 seconds."""
 
     spec = spec("Gathers", "starvation_free")
 
@@ -357,7 +357,7 @@ class Gathers(SchedulerPolicy):
 
 
 class FairShare(SchedulerPolicy):
-    """Right: a virtual clock for each tenant, which never lags behind the arrivals; forks are not in its books."""
+    """Right.  A virtual clock for each tenant never lags behind the arrivals, and forks are not counted."""
 
     spec = spec("FairShare", "starvation_free")
 
@@ -399,7 +399,7 @@ class CountsSinceLastAsked(Counts):
 
 
 class PlansByWhoAsked(Counts):
-    """Asked for its figures, it forgets who came first."""
+    """A call of its figures changes the order of arrival that it stores."""
 
     spec = Spec(f"{__name__}:PlansByWhoAsked", (1, 1), "a planted fault")
     asked = False

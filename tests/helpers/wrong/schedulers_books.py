@@ -1,4 +1,4 @@
-"""Policies with books by what differs from request to request, which nobody closes, and a right one with a bound."""
+"""Policies that keep data for each request for ever, and a right one with a bound."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class CountersOfTenants(SchedulerPolicy):
 
 
 class LastTenants(Books):
-    """Right: the books of the last 200 tenants."""
+    """Right.  It keeps data of the last 200 tenants."""
 
     spec, most = spec("LastTenants"), 200

@@ -1,4 +1,4 @@
-"""Wrong policies: keys that mean nothing beside those of other calls, and books that nobody closes."""
+"""Wrong policies whose keys cannot be compared between calls, or that keep data for ever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec(name: str) -> Spec:
 
 
 class ShareOfTheLargest(SchedulerPolicy):
-    """Divides by the longest prompt of those that came together."""
+    """Divides by the longest prompt among the sequences of the call."""
 
     spec = spec("ShareOfTheLargest")
 
@@ -33,7 +33,7 @@ class ShareOfTheLargest(SchedulerPolicy):
 
 
 class WorkInInt32(SchedulerPolicy):
-    """Prompt times answer, in the type of the columns."""
+    """Multiplies prompt and answer in the dtype of the columns."""
 
     spec = spec("WorkInInt32")
 
@@ -70,7 +70,10 @@ class WritesALog(SchedulerPolicy):
 
 
 class TenantsInTurn(SchedulerPolicy):
-    """Right: a lane for each tenant, those that run least first; a list of Python's numbers is the order."""
+    """Right.
+
+    A lane for each tenant, the tenants with the fewest rows first, and a list of Python numbers as the order.
+    """
 
     spec = spec("TenantsInTurn")
 
@@ -83,7 +86,7 @@ class TenantsInTurn(SchedulerPolicy):
 
 
 class OneAtATime(SchedulerPolicy):
-    """Right: a window of one, indices of eight bits."""
+    """Right.  A window of one, and 8-bit indices."""
 
     spec = spec("OneAtATime")
     window = 1
@@ -96,7 +99,7 @@ class OneAtATime(SchedulerPolicy):
 
 
 class ForgetsWhoEnded(NeverForgets):
-    """Right: the book is closed."""
+    """Right.  It drops its data about ended sequences."""
 
     spec = spec("ForgetsWhoEnded")
 
@@ -106,7 +109,7 @@ class ForgetsWhoEnded(NeverForgets):
 
 
 class LastHundred(WritesALog):
-    """Right: the last hundred steps."""
+    """Right.  It keeps the last hundred steps."""
 
     spec = spec("LastHundred")
 

@@ -115,7 +115,7 @@ class KeepsPartOfAView(KeepsAView):
 
 
 class KeepsWhoEnded(SchedulerPolicy):
-    """Counts those that ended when it is next asked for a shape."""
+    """Counts ended sequences only at the next call of ``shape``."""
 
     spec = spec("KeepsWhoEnded")
 
@@ -133,7 +133,7 @@ class KeepsWhoEnded(SchedulerPolicy):
 
 
 class KeepsColumns(SchedulerPolicy):
-    """Right: keeps the columns that it needs, and says which tenant has a lane."""
+    """Right.  It keeps only the columns that it needs, and assigns tenants to lanes."""
 
     spec = spec("KeepsColumns", "starvation_free")
     priority = np.zeros(0)

@@ -81,7 +81,7 @@ class FromOne(Parallel):
 
 
 class OneMore(Parallel):
-    """A spare branch, to choose from; nobody keeps room for it."""
+    """Adds a spare branch to choose from, for which no room is reserved."""
 
     spec = spec("OneMore")
 
@@ -102,7 +102,7 @@ class OnlyOne(Single):
 
 
 class TakesAndRefuses(Single):
-    """Stands in the way of the strategies behind it."""
+    """Accepts requests and then refuses them, so that later strategies never get them."""
 
     spec = spec("TakesAndRefuses")
 
@@ -207,7 +207,7 @@ class GreedyOnce(Parallel):
 
 
 class SeedIsTruth(Parallel):
-    """For requests without a seed; 0 is one, which takes() does not see."""
+    """Treats the seed 0 as no seed."""
 
     spec = spec("SeedIsTruth")
 
@@ -230,7 +230,7 @@ class WantsItsExtra(Parallel):
 
 
 class ByExtra(Parallel):
-    """Right: takes what asks for it by a parameter of its own, so a test class has to override params()."""
+    """Right.  It accepts requests with its own parameter, so a test class must override params()."""
 
     spec = spec("ByExtra")
     reads = Parallel.reads | {"rank"}
@@ -252,7 +252,7 @@ class ReadsUndeclared(ByExtra):
 
 
 class AsksUndeclared(Parallel):
-    """A switch for those who know of it."""
+    """Reads an undeclared parameter."""
 
     spec = spec("AsksUndeclared")
 
@@ -276,7 +276,7 @@ class DeclaresAField(Parallel):
 
 
 class NotInItsSpec(Parallel):
-    """Its class reads a parameter that its spec says nothing of."""
+    """Its class reads a parameter that its spec does not declare."""
 
     spec = Spec(f"{__name__}:NotInItsSpec", (1, 3), "a planted fault")
     reads = Parallel.reads | {"shuffled"}
@@ -295,7 +295,7 @@ class NeverLooksForIt(Parallel):
 
 
 class BestFirst(DecodingStrategy):
-    """Right: all branches, the likeliest first."""
+    """Right.  All branches, the likeliest first."""
 
     spec = spec("BestFirst")
 
@@ -307,7 +307,11 @@ class BestFirst(DecodingStrategy):
 
 
 class BestOnly(BestFirst):
-    """Right: of n branches the one that is the likeliest a token, a failed one only if there is no other."""
+    """Right.
+
+    Of n branches it returns the one with the highest log-probability per token, and a failed one only if there is no
+    other.
+    """
 
     spec = spec("BestOnly")
 
@@ -317,7 +321,7 @@ class BestOnly(BestFirst):
 
 
 class UpToFour(BestFirst):
-    """Right: leaves wide requests to others."""
+    """Right.  It leaves wide requests to other strategies."""
 
     spec = spec("UpToFour")
 
@@ -334,7 +338,7 @@ class UpToFour(BestFirst):
 
 
 class _Changed(Beam):
-    """``change(moves, grown)`` gets at what the search decides."""
+    """A search whose moves ``change(moves, grown)`` alters."""
 
     def search(self, params, most):
         made = super().search(params, most)
@@ -344,7 +348,7 @@ class _Changed(Beam):
 
 
 class GoesOnPastItsEnd(_Changed):
-    """What is an output goes on as well."""
+    """Continues a branch that is also an output."""
 
     spec = spec("GoesOnPastItsEnd")
 
@@ -421,7 +425,7 @@ class _Tree(Search):
 
 
 class GreedyTree(Beam):
-    """Right: no beam search at all."""
+    """Right.  It is no beam search."""
 
     spec = spec("GreedyTree")
 

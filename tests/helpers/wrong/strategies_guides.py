@@ -70,7 +70,7 @@ class PromptOfText(Guided):
 
 
 class GuidesBeams(Beam):
-    """Beams are asked after each step."""
+    """Adds guides to beams, which are chosen after each step."""
 
     spec = spec("GuidesBeams")
 

@@ -95,7 +95,7 @@ class KeepsSearches(Beam):
 
 
 class Lazy(Parallel):
-    """Right: gives what can be looped over once."""
+    """Right.  It returns an iterable that can be read once."""
 
     spec = spec("Lazy")
 

@@ -1,4 +1,4 @@
-"""Strategies whose answers come in a wrong order, and a right one with an order of its own."""
+"""Strategies whose answers are in a wrong order, and a right one with its own order."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def spec(name):
 
 
 class AsItIs(TokenizerBackend):
-    """Right: a token for each byte."""
+    """Right.  One token for each byte."""
 
     spec = spec("AsItIs")
     bytewise = True
@@ -93,7 +93,7 @@ class AsItIs(TokenizerBackend):
 
 
 class Slow(AsItIs):
-    """Right: the engine decodes windows of tokens."""
+    """Right.  The engine decodes windows of tokens."""
 
     spec = spec("Slow")
     bytewise = False

@@ -1,4 +1,6 @@
-"""FlashAttention-2's package, which must not be imported to learn whether it is there: the real one imports torch."""
+"""The package of FlashAttention-2, which must not be imported to test its presence, because the real one
+imports torch.
+"""
 
 from .flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 

@@ -1,4 +1,4 @@
-"""A stand-in for FlashAttention-2: what the glue uses of its interface, for caches in pages."""
+"""A stand-in for FlashAttention-2, with the interface that the back end uses, for caches in pages."""
 
 import torch
 from stand_in_math import attend, check_cache, check_i32, keys_of, rows

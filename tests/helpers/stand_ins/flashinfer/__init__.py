@@ -1,10 +1,10 @@
-"""A stand-in for FlashInfer: what the glue uses of its interface, for caches in pages, layout NHD."""
+"""A stand-in for FlashInfer, with the interface that the back end uses, for caches in pages of layout NHD."""
 
 from stand_in_math import attend, check_cache, check_i32, keys_of, rows
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """Planned on the host, once a step for each kind of layer."""
+    """A wrapper that is planned on the host, once a step for each kind of layer."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
         assert kv_layout == "NHD" and not use_cuda_graph and backend in ("fa2", "fa3")
@@ -33,7 +33,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert all(t.device.type == "cpu" for t in host), "a plan on the device's tensors waits for the device"
         assert len(paged_kv_indices) == int(paged_kv_indptr[-1]) and causal and not logits_soft_cap
         assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
-        # copies, because the library sends all but the indices to the device at once
+        # copies, because the library copies all of them but the indices to the device at once
         self.indptr, self.last, self.cu_q = (t.clone() for t in (paged_kv_indptr, paged_kv_last_page_len, qo_indptr))
         self.indices, self.shape = paged_kv_indices, (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self.scale, self.left, self.dtypes = sm_scale, window_left, (q_data_type, kv_data_type)

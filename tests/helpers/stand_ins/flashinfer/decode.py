@@ -1,4 +1,4 @@
-"""XQA: tensors are read by their addresses, so all of them must be dense."""
+"""XQA, which reads tensors by their addresses, so that all must be dense."""
 
 from stand_in_math import attend, check_cache, check_i32, keys_of
 

@@ -1,11 +1,14 @@
-"""A stand-in for FlashAttention-4: what the glue uses of its interface, for caches in pages."""
+"""A stand-in for FlashAttention-4, with the interface that the back end uses, for caches in pages."""
 
 import torch
 from stand_in_math import attend, check_cache, check_i32, keys_of, rows
 
 
 def key_tiles(dim, local):
-    """Tokens of a key tile of the Hopper kernels: pages of that size are loaded with what lies behind a row's end."""
+    """Return the tokens of a key tile of the Hopper kernels.
+
+    Pages of that size are loaded including the part behind a row's end.
+    """
     return 128 if dim <= 128 else (96 if local else 112) if dim <= 192 else 64 if local else 80
 
 
@@ -47,6 +50,6 @@ def flash_attn_varlen_func(
         for x, line, n in zip(queries, page_table, lengths, strict=True)
     ]
     out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
-    behind = len(q) - len(out)  # tokens of no row, as a captured step has them: there is space for their results
+    behind = len(q) - len(out)  # tokens that belong to no row, as in a captured step; there is memory for their results
     out, lse = (torch.cat([x, x.new_zeros(behind, *x.shape[1:])]) for x in (out, lse))
     return out.to(q.dtype), lse.t().contiguous() if return_lse else None
