@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz import power
 from fuzz.cases import DEFAULT_DTYPES, KINDS, VERSION, Case, case_of, dtype_of
-from fuzz.configs import quantized
+from fuzz.configs import VOCAB, quantized
 from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
@@ -111,14 +111,22 @@ class Tally:
 
 
 def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
-    """Yield earlier failures, then new seeds."""
+    """Yield earlier failures, then new seeds, both only with one of ``args.models`` if there are any."""
     first = ledger.next if args.first_seed == "auto" else int(args.first_seed)
     for seed, dtype in list(ledger.failed):
-        if dtype in args.dtypes:
-            yield of_seed(args, seed, dtype)
+        case = of_seed(args, seed, dtype)
+        if dtype in args.dtypes and has_model(case, args.models):
+            yield case
     for seed in range(first, first + args.configs):
         args.last_seed = seed
-        yield of_seed(args, seed, dtype_of(seed, args.dtypes))
+        case = of_seed(args, seed, dtype_of(seed, args.dtypes))
+        if has_model(case, args.models):
+            yield case
+
+
+def has_model(case: Case, models: list[str]) -> bool:
+    """Return whether an engine of the case has one of the models; no models mean any."""
+    return not models or any(options["model"] in models for options in case.engines)
 
 
 def fuzz(args: argparse.Namespace, folder: Path) -> int:
@@ -217,6 +225,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine; mixtures in float32")
     parser.add_argument("--scheduler", default="", help="of every engine, whatever is drawn; without --ledger")
+    parser.add_argument("--models", default="", help="run only seeds with an engine of one of these, with commas")
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")
@@ -232,6 +241,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.dtypes = args.dtypes.split(",") if args.dtypes else list(DEFAULT_DTYPES[args.device])
     args.ignore = [kind for kind in args.ignore.split(",") if kind]
+    args.models = [name for name in args.models.split(",") if name]
+    if unknown := set(args.models) - set(VOCAB):
+        parser.error(f"--models: {', '.join(sorted(unknown))}: expected some of {', '.join(VOCAB)}")
     if unknown := set(args.ignore) - set(KINDS):
         parser.error(f"--ignore: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
     if args.quantized and args.ledger:

@@ -407,3 +407,13 @@ def test_noise_decides_between_near_logits_only_where_tokens_are_drawn(chosen, t
     noise = ties._noise(0, 0, 40)
     assert abs(noise[7] - noise[9]) > 0.1
     assert ties(got, want, 0) is tie
+
+
+def test_seeds_are_run_only_with_the_models_that_the_command_line_names(tmp_path):
+    argv = ["--configs", "60", "--first-seed", "0", "--models", "lfm2,qwen3_5"]
+    args = run.parse(argv)
+    found = list(run.cases(Ledger("cpu", [tmp_path / "none.jsonl"], ""), args))
+    assert 0 < len(found) < 60 and args.last_seed == 59
+    assert all({"lfm2", "qwen3_5"} & {options["model"] for options in case.engines} for case in found)
+    with pytest.raises(SystemExit):
+        run.parse(["--models", "lfm3"])
