@@ -16,7 +16,7 @@ from minivllm.runtime.text.outputs import RequestMetrics, RequestOutput, StopPro
 from minivllm.validation import flaw
 
 from .prompts import read_prompt, with_salt, with_token_ids
-from .tap_values import values_of
+from .tap_values import route_outputs, routes_of, values_of
 from .text import RequestText
 
 if TYPE_CHECKING:
@@ -163,6 +163,16 @@ class Tracked(RequestText):
         if self.done is not None:
             self.done(self)
 
+    def routes(self) -> list[tuple[Any, int]]:
+        """Return (routes [positions, layers, k], experts of a layer) of each sequence whose routes were read."""
+        found = []
+        for seq in self.request.sequences:
+            routes = routes_of(seq, seq.emitted or None)
+            if routes is not None:
+                assert seq.request.tapped is not None and seq.request.tapped.routes is not None
+                found.append((routes, seq.request.tapped.routes.layers[0].experts))
+        return found
+
     def output(self) -> RequestOutput:
         """Return the answer so far.  It is complete once the request has ended."""
         r = self.request
@@ -173,7 +183,9 @@ class Tracked(RequestText):
                 out.set_versions(by_sample[text.index].weights)
         if r.tapped is not None:
             for out, text in zip(outputs, self.answer, strict=True):
-                out.taps = values_of(by_sample[text.index], len(text.token_ids) or None)
+                seq, tokens = by_sample[text.index], len(text.token_ids) or None
+                out.taps = values_of(seq, tokens)
+                out.routes, out.route_counts = route_outputs(seq, tokens)
         if self.late and self.order is not None:  # outputs are numbered by rank
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)

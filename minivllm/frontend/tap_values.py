@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from minivllm.core.interfaces.routes import RouteParams, count_routes, smallest
 from minivllm.core.interfaces.taps import LOGITS
 
 if TYPE_CHECKING:
@@ -20,10 +21,34 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
     ``tokens`` limits the result to the values of so many generated tokens.
     """
     taps = seq.request.tapped
+    asked = {tap.point for tap in seq.request.taps if tap.read}
     parts = parts_of(seq, tokens)
-    if taps is None or parts is None:
+    if taps is None or parts is None or not asked:
         return None
-    return {name: _joined(parts[name], width) for name, width in taps.read.values()}
+    return {name: _joined(parts[name], width) for name, width in taps.read.values() if name in asked}
+
+
+def routes_of(seq: Seq, tokens: int | None = None) -> np.ndarray | None:
+    """Return the expert routes of a sequence, uint8 or int16 [positions, layers, k], None if its request reads none.
+
+    ``tokens`` limits the result to the routes of so many generated tokens.
+    """
+    routes = seq.request.tapped and seq.request.tapped.routes
+    parts = parts_of(seq, tokens)
+    if not routes or not routes.reads or parts is None:
+        return None
+    names = [seq.request.tapped.read[layer.ids][0] for layer in routes.layers]  # type: ignore[union-attr]
+    by_layer = [_joined(parts[name], routes.layers[0].chosen) for name in names]
+    return smallest(np.stack(by_layer, axis=1), routes.layers[0].experts)
+
+
+def route_outputs(seq: Seq, tokens: int | None = None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return (routes, counts) of a sequence, each None if its request does not ask for it; see ``RouteParams``."""
+    params, found = seq.request.params.routes, routes_of(seq, tokens)
+    if found is None or not isinstance(params, RouteParams):
+        return None, None
+    experts = seq.request.tapped.routes.layers[0].experts  # type: ignore[union-attr]
+    return found if params.read else None, count_routes(found, experts) if params.counts else None
 
 
 def _joined(parts: TapParts, width: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.model import tap_points
+from minivllm.core.interfaces.model import given_points, tap_points
 from minivllm.core.interfaces.taps import read_only
 
 from .base import since
@@ -40,6 +40,22 @@ class Passed:
         token = torch.linspace(0, 1, len(x))[:, None]
         channel = torch.linspace(-1, 1, x.shape[1])
         return x + self.add * (token * channel).to(x)
+
+    def given(self, point: str) -> Tensor | None:
+        """Return no experts: the router chooses."""
+        return None
+
+
+class Gives(Passed):
+    """Taps that give the experts i32 [T, k] of ``routes`` at their points."""
+
+    def __init__(self, points: Mapping[str, int], routes: Mapping[str, Tensor]) -> None:
+        super().__init__(points)
+        self.routes = routes
+
+    def given(self, point: str) -> Tensor | None:
+        """Return the experts to use at a point."""
+        return self.routes.get(point)
 
 
 class ModelTaps(SpecConformance):
@@ -82,6 +98,36 @@ class ModelTaps(SpecConformance):
             before = next(x for found, x in every.found if found == point)
             far = float((passed[0] - before).abs().max())
             assert far <= tolerance, f"{name}: {point} is off by {far:.1e} when tapped alone"
+
+    @since(2, 7)
+    def test_given_experts_are_used_in_place_of_the_chosen_ones(self, tmp_path: Path) -> None:
+        """Check each of ``given_points``: experts that the router chose itself, given again, change no bit of the
+        logits.  Other experts change the logits and pass through the point, except at tokens with -1."""
+        tried = False
+        for name, case in self.cases(tmp_path):
+            harness = self.harness(case.path)
+            points = tap_points(harness.model)
+            for point in given_points(harness.model):
+                tried = True
+                self._check_given(harness, point, points[point], name)
+        if not tried:
+            pytest.skip("accepts no given experts: requests with given routes are refused")
+
+    def _check_given(self, harness: Harness, point: str, width: int, name: str) -> None:
+        """Give the router's own experts, and then other ones, at a point."""
+        plain = Passed({point: width})
+        logits = self._tapped_logits(harness, plain)
+        own = plain.found[-1][1].int()
+        same = self._tapped_logits(harness, Gives({point: width}, {point: own}))
+        assert torch.equal(same, logits), f"{name}: the router's own experts, given at {point}, change the logits"
+        other = own.flip(0).contiguous()
+        other[1] = -1
+        changed = Gives({point: width}, {point: other})
+        off = float((self._tapped_logits(harness, changed) - logits).abs().max())
+        want = torch.where(other >= 0, other, own)
+        found = [x.int() for one, x in changed.found if one == point]
+        assert len(found) == 1 and torch.equal(found[0], want), f"{name}: given experts do not pass through {point}"
+        assert off > 0 or torch.equal(want, own), f"{name}: other experts given at {point} change no logit"
 
     def _tapped_logits(self, harness: Harness, taps: Passed) -> Tensor:
         """Return the logits of a step that starts new sequences, with taps."""

@@ -68,6 +68,7 @@ PAGES = {
     "configuration": 12,
     "structured": 2,
     "taps": 2,
+    "expert-routes": 2,
     "adapters": 1,
     "weights": 1,
     "images": 0,

@@ -132,8 +132,8 @@ MAY_IMPORT = {
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
     "runtime.images": "runtime.text core.interfaces registry",
     "frontend.record": (
-        "runtime.text device.loading core.declared_params registration registration.given registration.spec "
-        "device.native device.hardware"
+        "core.interfaces runtime.text device.loading core.declared_params registration registration.given "
+        "registration.spec device.native device.hardware"
     ),
     "plugins": (
         "runtime.text device.worker device.loading device.layers device.kernels device.native runtime.hooks core "

@@ -27,9 +27,11 @@ from minivllm.core.timing import form_name
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import commit
 from minivllm.device.layers import adapters, captured_sizes
+from minivllm.device.layers.experts import Mixture
 from minivllm.device.worker import captured, graphs, sampling, step
 from minivllm.device.worker.graphs import AdaptedKey, TappedKey
 from minivllm.device.worker.state import DeviceState
+from minivllm.device.worker.taps import TapState
 from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
 from minivllm.testing.tiny import tiny_dir
@@ -57,7 +59,12 @@ class Waits(Processor):
 def models(tmp_path_factory):
     made = {}
     long = dict(max_position_embeddings=512)
-    for name, family, more in (("qwen3", "qwen3", {}), ("windows", "qwen2", WINDOW), ("long", "qwen3", long)):
+    for name, family, more in (
+        ("qwen3", "qwen3", {}),
+        ("windows", "qwen2", WINDOW),
+        ("long", "qwen3", long),
+        ("experts", "qwen3_moe", {}),
+    ):
         made[name] = tmp_path_factory.mktemp(name)
         tiny_dir(made[name], family, **more)
     return made
@@ -302,6 +309,62 @@ def test_rows_with_taps_run_in_captures_of_their_points_beside_rows_without(mode
     tapped = [key for key in graphs.forwards if isinstance(key, TappedKey)]
     assert any(key.kind == "decode" and key.steered and len(key.read) == 4 for key in tapped)
     assert not any(key.read for key in tapped if key.kind == "mixed")
+
+
+def all_experts(self, h, ids, weights):
+    """Multiply all tokens by all experts, as a captured step of separate operations does on a GPU."""
+    y = self._all(h.x, ids)
+    return (y.float() * weights[..., None]).sum(1).to(h.x.dtype)
+
+
+def compare_routes(folder, routes, depth):
+    """Compare rows with routes beside others in captured steps with separate launches; return the captures."""
+    params = asked(*[{"temperature": 0, "routes": r} for r in routes], max_tokens=22, ignore_eos=True)
+    want, _ = play(folder, params, False, run_ahead=depth)
+    with cpu_captures():
+        got, graphs = play(folder, params, True, run_ahead=depth)
+    assert graphs.notes == []
+    for a, b in zip(want, got, strict=True):
+        assert a.tokens == b.tokens and (a.routes is None) == (b.routes is None)
+        assert a.routes is None or np.array_equal(a.routes, b.routes)
+    for r, out in zip(routes * 2, got, strict=True):
+        if r is not None and "given" in r:
+            assert np.array_equal(out.routes[: len(r["given"])], r["given"])
+    return [key for key in graphs.forwards if isinstance(key, TappedKey)]
+
+
+def drawn_routes(seed):
+    g = np.random.default_rng(seed)
+    return np.array([[g.permutation(6)[:2] for _ in range(2)] for _ in range(5)]).repeat(4, 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_with_given_routes_run_in_captures_beside_rows_without(models, monkeypatch, depth):
+    monkeypatch.setattr(Mixture, "products", all_experts)
+    given = [{"read": True, "given": drawn_routes(i)} for i in (1, 2)]
+    keys = compare_routes(
+        models["experts"], [given[0], None, {"read": True}, {"pruned": [1], "read": True}, given[1]], depth
+    )
+    assert any(key.kind == "decode" and key.given and len(key.read) == 2 for key in keys)
+    assert any(key.kind == "decode" and not key.given and len(key.read) == 2 for key in keys)
+    assert not any(key.given for key in keys if key.kind == "mixed")
+
+
+def give_nothing(self, plan, rows):
+    self._given_buffer()
+
+
+def give_the_next_row(self, plan, rows, right=TapState.give):
+    right(self, plan, rows)
+    self.given_rows.copy_(self.given_rows.roll(1, 0))
+
+
+@pytest.mark.parametrize("give", [give_nothing, give_the_next_row])
+def test_captures_with_wrong_given_routes_are_found(models, monkeypatch, give):
+    monkeypatch.setattr(Mixture, "products", all_experts)
+    monkeypatch.setattr(TapState, "give", give)
+    with pytest.raises(AssertionError):
+        compare_routes(models["experts"], [{"read": True, "given": drawn_routes(i)} for i in range(4)] + [None], 0)
 
 
 def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):

@@ -67,6 +67,30 @@ def check_routes(device: str, dtype: torch.dtype) -> None:
             want, its = reference_route(logits, chosen, how, given)
             assert torch.equal(ids, its), (experts, chosen, how)
             torch.testing.assert_close(weights, want, rtol=1e-2 if how.rounded else 1e-5, atol=1e-6)
+            check_given(logits, chosen, how, given, generator)
+
+
+def check_given(logits: Tensor, chosen: int, how: Router, bias: Tensor | None, generator: torch.Generator) -> None:
+    """Given experts get the weights that they would have as chosen ones; rows of -1 keep the router's choice."""
+    options = (how.score, how.normalize, how.scale, bias, how.rounded, floor_of(how))
+    weights, ids = route(logits, chosen, *options)
+    again = route(logits, chosen, *options, ids)
+    assert torch.equal(again[0], weights) and torch.equal(again[1], ids)
+    other = torch.rand(logits.shape, generator=generator).argsort(dim=1)[:, :chosen].int().to(logits.device)
+    other[3:5] = -1
+    weights, found = route(logits, chosen, *options, other)
+    assert torch.equal(found[5:], other[5:]) and torch.equal(found[3:5], ids[3:5])
+    want, _ = reference_route(logits, chosen, how, bias, other)
+    torch.testing.assert_close(weights, want, rtol=1e-2 if how.rounded else 1e-5, atol=1e-6)
+
+
+def check_pruned(device: str) -> None:
+    """An expert with a logit of -inf is chosen after all others, also where their scores are 0 too."""
+    logits = torch.tensor([[-torch.inf, 200.0, 0.0, 0.0]], device=device)
+    bias = torch.tensor([5.0, 0, 0, 0], device=device)
+    for score in ("softmax", "sigmoid", "chosen_softmax"):
+        weights, ids = route(logits, 3, score, choice_bias=bias if score == "sigmoid" else None)
+        assert sorted(ids[0].tolist()) == [1, 2, 3] and torch.isfinite(weights).all()
 
 
 def check_bad_logits(device: str) -> None:

@@ -367,6 +367,7 @@ def test_a_token_outside_of_the_vocabulary_ends_its_row_and_is_never_indexed_by(
 def test_a_token_goes_to_the_experts_that_it_goes_to_in_torch():
     expert_kernels.check_routes("cpu", torch.float32)
     expert_kernels.check_bad_logits("cpu")
+    expert_kernels.check_pruned("cpu")
 
 
 def test_each_pair_of_a_token_and_an_expert_is_in_one_block_of_that_expert():

@@ -58,6 +58,8 @@ def check_pooling(request: Request, hidden: int, executor: object) -> None:
         raise RequestError(f"embeddings: the executor {name} returns no hidden states", "pooling")
     if request.taps:
         raise RequestError("taps: expected none in a request for an embedding", "taps")
+    if request.params.routes is not None:
+        raise RequestError("routes: expected none in a request for an embedding", "routes")
     request.speculates = False
 
 

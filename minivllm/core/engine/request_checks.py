@@ -251,10 +251,10 @@ def salt_of_prompt(ids: np.ndarray, params: SamplingParams, wiring: Wiring) -> t
 
 def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:
     """Return the strings that must be equal for two requests to share a cached prefix: the client's salt, the rotary
-    embedding in use, the adapter, and a digest of the steering vectors."""
+    embedding in use, the adapter, and a digest of the steering vectors and given routes."""
     switch, taps = wiring.rope_switch, request.tapped
     longer = switch is not None and request.end - 1 > switch
     salt = (*request.params.salt, "longer") if longer else request.params.salt
     if request.adapter is not None:
         salt = (*salt, "adapter", request.adapter.files.stamp)
-    return salt if taps is None or not taps.steering else (*salt, taps.salt)
+    return salt if taps is None or not taps.changes else (*salt, taps.salt)

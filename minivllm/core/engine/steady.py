@@ -52,14 +52,14 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
     slots.
 
     A step must be planned in full if a policy or a drafter is called in each step, or if a row waits for the host,
-    computes its prompt, or reads only some of its taps."""
+    computes its prompt, reads only some of its taps, or has given routes."""
     p, s = planner, planner.slots
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or p.speculation is not None or s.asking:
         return None
     if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:
         return None
-    if s.tapping and not reads_all(s, at, plan.taps):
+    if s.tapping and (len(plan.given) or not reads_all(s, at, plan.taps)):
         return None
     steps = (s.end[at] - s.known[at]).min()
     if p.cache.compacts:

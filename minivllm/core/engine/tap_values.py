@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .routes import RequestRoutes
+
 FIRST_ROOM = 16 << 20  # most bytes reserved at first for a sequence's values of one point
 ROOM = 1 << 30  # rows of a sequence whose length has no bound
 
@@ -19,14 +21,29 @@ class RequestTaps:
     read: Mapping[int, tuple[str, int]]  # point number -> (name, width) to read, ascending
     steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending
     logits: int  # number of the point ``logits``
+    routes: RequestRoutes | None = (
+        None  # expert routes; their points are in ``read`` and ``steering`` too
+    )
 
     @property
     def salt(self) -> str:
-        """Return a digest of the steering vectors: requests with the same one may share prefixes."""
+        """Return a digest of the steering vectors and given routes: requests with the same one may share prefixes."""
         digest = hashlib.sha256()
         for number, vector in self.steering.items():
             digest.update(number.to_bytes(4, "little") + vector.tobytes())
+        if self.given is not None:
+            digest.update(b"given" + self.given.tobytes())
         return f"steered {digest.hexdigest()}"
+
+    @property
+    def given(self) -> np.ndarray | None:
+        """Return the given routes i32 [positions, layers * k], None if there are none."""
+        return None if self.routes is None else self.routes.given
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the taps change the keys and values of the request's tokens."""
+        return bool(self.steering) or self.given is not None
 
 
 class Growing:

@@ -11,7 +11,7 @@ where it forked; the first sequence has the values before that position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from minivllm.core.interfaces.taps import LOGITS, Tap, by_point, read_only
 from minivllm.errors import RequestError, shown, suggest
 
 from .request import FINISHED
+from .routes import RequestRoutes, check_routes
 from .tap_values import Growing, RequestTaps, TapValues
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
+NO_ROUTES = np.empty(0, np.int32)
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # other dtypes have the range of float32
 
 
@@ -59,7 +61,8 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
 
     RequestError for an unknown point, a vector of the wrong size or range, values that cannot be read, or more values
     than a request may read."""
-    if not request.taps:
+    routes = check_routes(request.params.routes, request.end, capacity, wiring.parts["model"].name)
+    if not request.taps and routes is None:
         return
     points = capacity.taps
     if points is None:
@@ -88,11 +91,14 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
             name = list(points)[number]
             what = f"taps: what is added at {name} is out of the range of {wiring.dtype}"
             raise RequestError(f"{what}; use smaller numbers or a smaller scale", "taps")
+    if routes is not None:
+        _add_routes(routes, points, read, steering)
     if read and request.beams is not None:
-        what = "taps: values are not read of a request whose strategy is asked after every step"
-        raise RequestError(f"{what}; use read=False, or no beam_width", "taps")
+        name = "taps" if routes is None or not routes.reads else "routes"
+        what = f"{name}: values are not read of a request whose strategy runs after every step"
+        raise RequestError(f"{what}; use read=False, or no beam_width", name)
     request.tapped = RequestTaps(
-        dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
+        dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS], routes
     )
     scores = request.params.prompt_logprobs is not None  # then the prompt's logits are computed
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
@@ -100,6 +106,20 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     # each output includes the prompt's values
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
+
+
+def _add_routes(
+    routes: RequestRoutes,
+    points: Mapping[str, int],
+    read: dict[int, tuple[str, int]],
+    steering: dict[int, np.ndarray],
+) -> None:
+    """Add the points at which a request reads and prunes experts to its taps."""
+    names = list(points)
+    for layer in routes.layers if routes.reads else ():
+        read[layer.ids] = names[layer.ids], layer.chosen
+    for number, vector in routes.pruned.items():
+        steering[number] = steering.get(number, np.float32(0)) + vector
 
 
 def _fitting(tap: Tap, width: int) -> np.ndarray:
@@ -138,10 +158,11 @@ def most_cached(seq: Seq, most: int) -> int:
 def tap_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the columns ``taps`` and ``steered`` of plan.StepPlan.  ``slots`` are the step's rows, and ``draws`` bool
-    marks the rows that sample.  The positions read by the step are counted as read."""
+    """Return the columns ``taps``, ``steered``, ``given`` and ``routes`` of plan.StepPlan.  ``slots`` are the step's
+    rows, and ``draws`` bool marks the rows that sample.  The positions read by the step are counted as read."""
     found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
     steered: set[int] = set()
+    given, routes = list[tuple[int, int]](), list[np.ndarray]()
     rows = np.flatnonzero(s.tapped[slots])
     mine = slots[rows]
     scores = (s.prompt_topk[mine] >= 0) & (computed[rows] < s.prompt[mine] - 1)
@@ -151,6 +172,9 @@ def tap_rows(
         taps = seq.request.tapped
         assert taps is not None
         steered.update(taps.steering)
+        if taps.given is not None and at < len(taps.given):
+            routes.append(taps.given[at : at + n])
+            given.append((row, len(routes[-1])))
         if not taps.read:
             continue
         if seq.tap_values is None:
@@ -168,6 +192,8 @@ def tap_rows(
     return {
         "taps": np.array(lines, np.int32).reshape(-1, 3),
         "steered": np.array(sorted(steered), np.int32),
+        "given": np.array(given, np.int32).reshape(-1, 2),
+        "routes": np.concatenate([part.ravel() for part in routes]) if routes else NO_ROUTES,
     }
 
 

@@ -200,6 +200,8 @@ _PLAN = Layout(
                 ("steered", 0),
                 ("pooled", 3),
                 ("observe", 3),
+                ("given", 2),
+                ("routes", 0),
             ],
         ),
         *_own("plan", [("scale", 0)], F4),

@@ -21,8 +21,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
-# StepResult.shared; 2.10: ImageWiring.facts
-API = (2, 10)
+# StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given
+API = (2, 11)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -188,6 +188,9 @@ class Capacity:
     # Points of the model that requests may tap, and their widths.  ``StepPlan.taps`` numbers them in this
     # order.  None means that the executor serves no taps; requests with taps are then refused.
     taps: Mapping[str, int] | None = None
+    # points of ``taps`` at which steps may be given the experts of a token (``StepPlan.given``), in the order of the
+    # layers; empty means that requests with given routes are refused
+    given: tuple[str, ...] = ()
     # width of the hidden states that ``StepPlan.pooled`` sums.  0 means that the executor does not implement it;
     # requests for embeddings are then refused.
     hidden: int = 0

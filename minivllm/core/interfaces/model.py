@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
 # 2.5: decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv
 # 2.6: StepTensors.watch, StepTensors.hidden and Model.state_points
-API = (2, 6)
+# 2.7: StepTaps.given and Model.given_points
+API = (2, 7)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ class StepTaps(Protocol):
         """Process the value x [T, width] of a point, and return the value with which the model must continue.
 
         x is not changed.  If no row uses the point, the result is x itself.
+        """
+        ...
+
+    def given(self, point: str) -> Tensor | None:
+        """Return the experts i32 [T, k] that the step gives at a point of ``Model.given_points``, or None.
+
+        The model uses them in place of the experts that its router chooses, except where a token has -1.  It computes
+        their weights from the router's logits as for experts of its own choice.
         """
         ...
 
@@ -196,6 +205,10 @@ class Model(Protocol):
     point through it exactly once per call.  The point "logits" is the output of ``logits``; the model does not declare
     it.  Without the attribute, a model has no points, and requests with taps are refused.
 
+    A class that defines ``given_points`` next to its ``__call__`` (a list of tap points that hold numbers of experts)
+    lets requests give the experts of their tokens.  If ``step.taps`` is not None, the model calls its ``given``
+    with each of these points in ``step.taps.points``.
+
     A class that defines ``state_points`` next to its ``__call__`` (a mapping of point names to widths) serves drafters
     that read hidden states.  If ``step.watch`` is not None, the model calls it exactly once with each of its points,
     from where it continues as without it.  The call may be captured in a CUDA graph.
@@ -220,6 +233,15 @@ def tap_points(model: Model) -> dict[str, int]:
     Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
     """
     return dict(getattr(model, "tap_points", {})) if "tap_points" in vars(_caller(model)) else {}
+
+
+def given_points(model: Model) -> tuple[str, ...]:
+    """Return the points at which the model's ``__call__`` accepts given experts (``StepTaps.given``), by layer.
+
+    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    """
+    named = "given_points" in vars(_caller(model))
+    return tuple(getattr(model, "given_points", ())) if named else ()
 
 
 def state_points(model: Model) -> dict[str, int]:

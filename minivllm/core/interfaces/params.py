@@ -15,6 +15,7 @@ from minivllm.registration.parameters import NUMBERS, Param, is_whole, unknown_p
 from minivllm.validation import flaw
 
 from .plan import STOP_IDS
+from .routes import RouteParams
 from .session import Session
 from .structured import StructuredOutputsParams
 
@@ -102,6 +103,9 @@ class SamplingParams:
     a mapping with its fields.  ``trace_headers`` is the W3C trace context of the caller (``traceparent``,
     ``tracestate``), for hooks that trace.
 
+    ``routes`` reads, counts, prunes or gives the experts that the tokens use; it is a ``RouteParams``, a mapping with
+    its fields, or True, which reads them.
+
     ``extra`` holds parameters of samplers, processors and strategies by name.  Parameters that a plug-in spec declares
     (``minivllm.plugin.Param``) are also keywords and attributes of this class, and are checked as fields are; ``extra``
     holds those that are not at their default.  A keyword takes precedence over the same name in ``extra``.
@@ -145,6 +149,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     session: Session | Mapping[str, Any] | None = None
+    routes: RouteParams | Mapping[str, Any] | bool | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     # Type checkers see only the fields, because the parameters of plug-ins are declared at run time.
@@ -216,6 +221,7 @@ class SamplingParams:
         self._check_functions()
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self.session = Session.of(self.session)
+        self.routes = RouteParams.of(self.routes)
 
     def _check_branches(self) -> None:
         """Check the parameters that decide how many branches the request has."""

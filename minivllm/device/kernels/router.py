@@ -29,11 +29,11 @@ SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
 
 @kernel("stride")
 def _route(
-    logits, choice_bias, weights, ids, stride, scale, E: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    logits, choice_bias, weights, ids, given, stride, scale, E: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, SCORE: tl.constexpr, CHOICE: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
-    FLOOR: tl.constexpr, PDL: tl.constexpr,
+    FLOOR: tl.constexpr, GIVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of a token."""
+    """Choose the experts of a token, or take the given ones, and compute their weights."""
     wait(PDL)
     row, at, slot = tl.program_id(0), tl.arange(0, P), tl.arange(0, KP)
     on = at < E
@@ -48,7 +48,8 @@ def _route(
     chance = score
     if CHOICE:
         chance = score + tl.load(choice_bias + at, mask=on, other=0.0).to(tl.float32)
-    chance = tl.where(on & (chance == chance), chance, float("-inf"))
+    # an expert with a logit of -inf comes after all others, also where their scores are 0 too
+    chance = tl.where(on & (chance == chance) & (x != float("-inf")), chance, float("-inf"))
     found = tl.zeros((KP,), tl.int32)
     weight = tl.full((KP,), float("-inf"), tl.float32)
     free = on
@@ -56,6 +57,9 @@ def _route(
         most = tl.max(tl.where(free, chance, float("-inf")), 0)
         best = tl.min(tl.where(free & (chance == most), at, P), 0)
         best = tl.minimum(best, E - 1)
+        if GIVEN:
+            wanted = tl.load(given + row * K + i)
+            best = tl.where(wanted >= 0, wanted, best)
         free = free & (at != best)
         found = tl.where(slot == i, best, found)
         weight = tl.where(slot == i, tl.sum(tl.where(at == best, score, 0.0), 0), weight)
@@ -82,13 +86,14 @@ def route(
     choice_bias: Tensor | None = None,
     rounded: bool = True,
     floor: float = 0.0,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the weights f32 [T, k] and ids i32 [T, k] of the chosen experts for logits [T, E], best first.
 
     Among equal experts the lower id is first.  Weights are ``rounded`` to the dtype of the logits.  ``score`` is a key
     of SCORES: "softmax" over all experts, "chosen_softmax" over the chosen experts, or "sigmoid". ``choice_bias`` [E]
     affects only the choice.  ``normalize`` divides the weights of a token by their sum plus ``floor``, before ``scale``
-    multiplies them.
+    multiplies them.  ``given`` i32 [T, k], contiguous, has experts to use in place of the chosen ones, -1 for none.
     """
     t, e = logits.shape
     weights = torch.empty((t, chosen), dtype=torch.float32, device=logits.device)
@@ -99,6 +104,7 @@ def route(
             logits if choice_bias is None else choice_bias,
             weights,
             ids,
+            ids if given is None else given,
             logits.stride(0),
             scale,
             E=e,
@@ -110,6 +116,7 @@ def route(
             NORMALIZE=normalize,
             ROUND=rounded,
             FLOOR=floor,
+            GIVEN=given is not None,
             num_warps=1,
             **pdl(logits),
         )

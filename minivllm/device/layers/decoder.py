@@ -8,13 +8,13 @@ returns the input of the next product.  So a norm runs where the stream is writt
                                                              └── stream ────────┘
 
 If a request reads or changes a value inside a layer (a tap), that layer runs unfused (``DecoderBlock.tapped``).  The
-other layers run as usual.
+other layers run as usual, and so do layers of which only the router is tapped (``DecoderBlock.routed``).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from .experts import Mixture
 from .fused import GatedLinear, Joined, LinearNorm, Normed
 from .module_parts import ModuleParts
 from .rotary import order_of_halves
+from .taps import LayerTaps
 
 
 class Decoder:
@@ -100,7 +101,7 @@ class Decoder:
             return h.x
         tapped = frozenset() if taps is None else taps.points
         for block in self.blocks:
-            run = block.tapped if tapped & block.points.keys() else block
+            run = block.run_for(tapped & block.points.keys())
             h, residual = run(h, residual, step)
             if watch is not None and block.follower in watch.points:
                 watch(block.follower, residual)
@@ -123,6 +124,15 @@ class Decoder:
         for block in self.blocks:
             points |= block.points
         return {**points, "norm": hidden}
+
+    @property
+    def given_points(self) -> list[str]:
+        """Return the points at which a step may give the experts of its tokens.
+
+        A router hook computes the weights itself, so a table with one has none."""
+        if self.spec.router_hook is not None:
+            return []
+        return [block.name + "experts" for block in self.blocks if block.experts is not None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = self.head(hidden), self.spec.logit_cap
@@ -263,6 +273,20 @@ class DecoderBlock:
         """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""
         return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
+    def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], tuple[Normed, Tensor]]:
+        """Return the method that computes a step in which rows use ``points`` of this layer."""
+        if not points:
+            return self
+        routing = self.experts is not None and points <= {self.name + "router", self.name + "experts"}
+        return self.routed if routing else self.tapped
+
+    def routed(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        """Compute the same as a call, with the same operations, and pass the points of the router through
+        ``step.taps``."""
+        assert self.experts is not None and step.taps is not None
+        with self.experts.tapped(LayerTaps(step.taps, self.name)):
+            return self(h, residual, step)
+
     def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
         """Compute the same as a call with unfused parts, and pass the value of each tap point through ``step.taps``.
 
@@ -287,7 +311,7 @@ class DecoderBlock:
         """Return the value [T, H] that the MLP, or the experts, add to the residual stream."""
         if self.experts is None:
             return down.branch(self.up(h))
-        return down.scaled(self.experts(self.up(h), lambda point, x: taps(self.name + point, x)))
+        return down.scaled(self.experts(self.up(h), LayerTaps(taps, self.name)))
 
     def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
         """Pass q or k [T, heads * dim] through the tap ``which`` and return the result.

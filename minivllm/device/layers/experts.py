@@ -11,7 +11,8 @@ of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import Any
@@ -25,16 +26,20 @@ from .fused import Joined, Normed, NormFusing
 from .linear import Dense, Linear, stored_by
 from .module_parts import ModuleParts
 from .norm import RMSNorm
+from .taps import LayerTaps
 
-Tap = Callable[[str, Tensor], Tensor]
 RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ``DecoderSpec.router_hook`` of one layer
 
 
-def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose experts for each token: logits [T, E] -> weights f32 [T, chosen] and ids i32 [T, chosen], best first.
 
-    Of equal scores the lower id comes first.  ``choice_bias`` f32 [E] is added to the scores for the choice only, not
-    for the weights; None means no bias."""
+    Of equal scores the lower id comes first.  An expert whose logit is -inf is chosen only after all others.
+    ``choice_bias`` f32 [E] is added to the scores for the choice only, not for the weights; None means no bias.
+    ``given`` i32 [T, chosen] has experts to use in place of the chosen ones, -1 for none; the weights are computed as
+    for chosen experts."""
     scores = logits.float()
     if router.score == SIGMOID:
         # not ``torch.sigmoid``, whose rounding depends on the position of an element
@@ -42,7 +47,10 @@ def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | Non
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
     choice = scores if choice_bias is None else scores + choice_bias
+    choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :chosen]
+    if given is not None:
+        ids = torch.where(given >= 0, given.long(), ids)
     weights = scores.gather(1, ids)
     if router.score == CHOSEN_SOFTMAX:
         weights = torch.softmax(weights, dim=-1)
@@ -106,6 +114,7 @@ class Mixture(NormFusing):
         self._serves = kernels_serve(parts, hidden, self.down.info.in_features)
         self.invariant = parts.invariant
         self._kernel: Any = None
+        self.taps: LayerTaps | None = None  # taps of the present call, where the caller does not pass them
         self._shared(name, hidden, parts)
 
     def _shared(self, name: str, hidden: int, parts: ModuleParts) -> None:
@@ -119,11 +128,12 @@ class Mixture(NormFusing):
         if self.spec.shared_gate:
             self.shared_gate = parts.normed_linear(parts.router(name + ".shared_gate", hidden))
 
-    def __call__(self, h: Normed, tap: Tap | None = None) -> Tensor:
+    def __call__(self, h: Normed, tap: LayerTaps | None = None) -> Tensor:
         """Return the weighted sum [T, H] of the chosen experts, and the shared MLP if there is one.
 
         ``tap`` is called as ``tap("router", logits)``, and its result replaces the logits; then as ``tap("experts",
-        ids)`` with the chosen ids as float32 [T, k].  None means no taps."""
+        ids)`` with the chosen ids as float32 [T, k].  Its ``given("experts")`` replaces the choice of the router, if a
+        table has no router hook.  None means the taps of ``tapped``."""
         if not self.fast:
             h = Normed(h.finished())
         weights, ids = self.choose(h, tap)
@@ -132,12 +142,25 @@ class Mixture(NormFusing):
             self.down.group.all_reduce(y)
         return y if self.shared is None else y.add_(self._of_shared(h, *self.shared))
 
-    def choose(self, h: Normed, tap: Tap | None = None) -> tuple[Tensor, Tensor]:
+    @contextmanager
+    def tapped(self, taps: LayerTaps) -> Iterator[None]:
+        """Pass the router's logits and the chosen experts through ``taps`` in the calls of the ``with`` block.
+
+        The operations are those of a call without taps, so the values keep their bits."""
+        self.taps = taps
+        try:
+            yield
+        finally:
+            self.taps = None
+
+    def choose(self, h: Normed, tap: LayerTaps | None = None) -> tuple[Tensor, Tensor]:
         """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` is as in a call."""
-        logits = self.logits(h)
+        logits, given = self.logits(h), None
+        tap = tap or self.taps
         if tap is not None:
             logits = tap("router", logits)
-        weights, ids = self.route(logits)
+            given = tap.given("experts") if self.hook is None else None
+        weights, ids = self.route(logits, given)
         if self.hook is not None:
             weights, ids = self._hooked(self.hook(logits, weights, ids), ids)
         if tap is not None:
@@ -179,15 +202,15 @@ class Mixture(NormFusing):
         weights, ids = self.choose(h)
         return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream)
 
-    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         spec, bias = self.spec, self.router.choice_bias
         if not self.fast:
-            return route(logits, spec.chosen, spec.router, bias)
+            return route(logits, spec.chosen, spec.router, bias, given)
         from minivllm.device.kernels.router import route as fast_route
 
         how = spec.router
         floor = floor_of(how)
-        return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded, floor)
+        return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded, floor, given)
 
     def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
         """Check the result of a router hook and return it as weights f32 [T, k] and ids i32 [T, k].

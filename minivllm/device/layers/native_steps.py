@@ -111,11 +111,12 @@ class NativeSteps:
     def takes(self, plan: StepPlan) -> bool:
         """Return whether the program can run FORWARD of a step.
 
-        It needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps or steering.
+        It needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps, steering or
+        given experts.
         If only decode steps are captured, each row must have one token.  Its buffer must hold all hidden states that
         are used."""
         rows = len(plan.slots)
-        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
+        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered) or len(plan.given):
             return False
         if len(plan.observe):
             return False

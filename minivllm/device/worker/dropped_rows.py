@@ -27,6 +27,8 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     prompt, taps, pooled = plan.prompt.copy(), plan.taps[keep[plan.taps[:, 1]]], plan.pooled.copy()
     prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
     pooled[:, 0] = row[pooled[:, 0]]
+    given, routes = _given_of(plan, keep)
+    given[:, 0] = row[given[:, 0]]
     return replace(
         plan,
         slots=plan.slots[rows],
@@ -41,7 +43,18 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
         prompt=prompt,
         taps=taps,
         pooled=pooled,
+        given=given,
+        routes=routes,
     ), back
+
+
+def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return copies of ``plan.given`` and ``plan.routes`` for the rows in ``keep`` bool [R]."""
+    if not len(plan.given):
+        return plan.given.copy(), plan.routes
+    rows, counts = plan.given.T
+    tokens = plan.routes.reshape(int(counts.sum()), -1)
+    return plan.given[keep[rows]], tokens[np.repeat(keep[rows], counts)].ravel()
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
@@ -72,7 +85,7 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
         flags=full(result.flags),
         logprobs=lp,
         errors=errors,
-        taps=_spread_taps(result.taps, back, plan, widths),
+        taps=result.taps if result.failure else _spread_taps(result.taps, back, plan, widths),
     )
 
 

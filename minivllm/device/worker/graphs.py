@@ -90,11 +90,12 @@ class TappedKey(GraphKey):
     """The captured shape of a step with taps.
 
     ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
-    read."""
+    read.  ``given`` says that rows have given experts."""
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     adapted: bool = False  # rows have adapters
+    given: bool = False
 
 
 def adapted(key: GraphKey) -> bool:
@@ -177,22 +178,25 @@ class Graphs:
             return None  # a recurrent state reads a row and its drafts as one row
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
-        steered, read = self.runner.taps.of_step(plan)
+        (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
         adapts = self.runner.adapts(plan)
         kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
-            if not steered and not read and not adapts and (shared := self._shared(plan, span)) is not None:
+            plain = not (steered or read or given or adapts)
+            if plain and (shared := self._shared(plan, span)) is not None:
                 return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = kind("decode", size, size, span)
-        elif not self.mixed or tokens > MOST_TOKENS or read:
-            return None  # a capture stores tap values of one token for each row only
+        elif not self.mixed or tokens > MOST_TOKENS or read or given:
+            return None  # a capture stores tap values and given experts of one token for each row only
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             key = kind("mixed", size, max(token_size(tokens), size), span)
-        if steered or read:
-            key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read, adapts)
+        if steered or read or given:
+            key = TappedKey(
+                key.kind, key.rows, key.tokens, key.span, steered=steered, read=read, adapted=adapts, given=given
+            )
         return key
 
     def key(self, plan: StepPlan) -> GraphKey | None:
@@ -316,6 +320,8 @@ class Graphs:
             b = self._take(key.rows, slots)
         else:
             b = self._take(key.rows, plan.slots)
+        if isinstance(key, TappedKey) and key.given:
+            self.runner.taps.give(plan, key.rows)
         captured.graph.replay()
         return b.hidden[: len(plan.slots)]
 
@@ -591,7 +597,7 @@ class Graphs:
 
     def _tap(self, key: GraphKey, read: StepTensors) -> None:
         if isinstance(key, TappedKey):
-            read.taps = self.runner.taps.captured(key.steered, key.read, read.meta)
+            read.taps = self.runner.taps.captured(key.steered, key.read, read.meta, key.given)
 
     def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
         b = self._buffers(size)

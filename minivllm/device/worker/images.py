@@ -264,6 +264,10 @@ class FeatureTaps:
         x = self._insert(point, x)
         return x if self.then is None else self.then(point, x)
 
+    def given(self, point: str) -> Tensor | None:
+        """Return the experts that the step gives at a point to rows without images, or None."""
+        return None if self.then is None else self.then.given(point)
+
     def _insert(self, point: str, x: Tensor) -> Tensor:
         """Return the value of a point with the features of the step's image tokens."""
         if point == EMBEDDING:

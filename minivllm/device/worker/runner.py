@@ -223,6 +223,7 @@ class Runner:
             guides=True,
             own_models=True,
             taps=self.taps.points,
+            given=tuple(self.taps.given),
             hidden=w.hidden_size,
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
@@ -328,7 +329,7 @@ class Runner:
         """Run the layers as separate launches."""
         read, found = self.read(plan), dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
-        read.taps = self.taps.eager(plan, tapped, read.meta, found)
+        read.taps = own = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
         if self.images is not None:
             features, running.lost = self.images.enter(plan, read.meta)
@@ -351,6 +352,8 @@ class Runner:
         key = GraphKey(shared=running.shared > 0)
         with applied(self.adapters, read.meta, adapts):
             hidden = step.forward(self.model, self.backend, read, key, indices, selects, run=run)
+        if own is not None and (unused := sorted(own.routes.keys() - own.used)):
+            raise ValueError(f"the model accepts given experts at {unused[0]!r}, and did not read them")
         if len(plan.taps):
             place = rows_of(np.arange(len(read.ids)), used)
             self._keep_taps(running, tapped, found, hidden, place)

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.model import tap_points
+from minivllm.core.interfaces.model import given_points, tap_points
 from minivllm.core.interfaces.plan import StepError
+from minivllm.core.interfaces.routes import OWN
 from minivllm.core.interfaces.taps import LOGITS, by_point, read_only
 from minivllm.device.layers.taps import TapsOfStep
 
@@ -55,6 +56,9 @@ class TapState:
         self.widths = tuple(self.points.values())
         self.names, self.dtype, self.state = list(self.points), dtype, state
         self.slots = len(state.known)
+        # points at which a step may give experts, and their widths
+        self.given = {point: self.points[point] for point in given_points(model) if point in self.points}
+        self.given_rows: Tensor | None = None  # i32 [S, sum of widths] given experts of captured decode steps
         self.steering: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}  # [S, width] values of the rows of captured decode steps
 
@@ -134,23 +138,57 @@ class TapState:
         """Return the taps of a step of separate launches, or None if it has none.
 
         While the model runs, the values [n, width] of each point at its ``tokens`` i64 [n] are stored in ``found``."""
-        if not len(plan.taps) and not len(plan.steered):
+        if not len(plan.taps) and not len(plan.steered) and not len(plan.given):
             return None
         indices = {point: self.state.to(at) for point, at in tokens.items() if point != LOGITS}
 
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
 
-        return self._of_step(self._steered(plan), meta, frozenset(indices), keep)
+        routes = self._by_point(self.state.to(self._given_tokens(plan))) if len(plan.given) else {}
+        return self._of_step(self._steered(plan), meta, frozenset(indices), keep, routes)
 
-    def captured(self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta) -> TapsOfStep:
-        """Return the taps of a captured step.  The values of all rows are copied to ``buffers``."""
+    def _given_tokens(self, plan: StepPlan) -> np.ndarray:
+        """Return the given experts i32 [T, sum of widths] of all tokens of a step, -1 for the router's own choice."""
+        found = np.full((int(plan.q_len.sum()), sum(self.given.values())), OWN, np.int32)
+        begins = plan.q_len.cumsum() - plan.q_len
+        rows, counts = plan.given.T
+        ends = counts.cumsum()
+        tokens = (begins[rows] - ends + counts).repeat(counts) + np.arange(counts.sum())
+        found[tokens] = plan.routes.reshape(len(tokens), -1)
+        return found
+
+    def _by_point(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the columns i32 [T, k] of each point, contiguous, of given experts [T, sum of widths]."""
+        parts = rows.split(list(self.given.values()), dim=1)
+        return {point: part.contiguous() for point, part in zip(self.given, parts, strict=True)}
+
+    def give(self, plan: StepPlan, rows: int) -> None:
+        """Set the given experts of a captured decode step that is padded to ``rows`` rows."""
+        buffer = self._given_buffer()
+        buffer[: len(plan.slots)].copy_(self.state.to(self._given_tokens(plan)), non_blocking=True)
+        buffer[len(plan.slots) : rows].fill_(OWN)
+
+    def _given_buffer(self) -> Tensor:
+        """Return ``given_rows``, and allocate it at the first use."""
+        if self.given_rows is None:
+            size = self.slots, sum(self.given.values())
+            self.given_rows = torch.full(size, OWN, dtype=torch.int32, device=self.state.device)
+        return self.given_rows
+
+    def captured(
+        self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta, given: bool = False
+    ) -> TapsOfStep:
+        """Return the taps of a captured step.  The values of all rows are copied to ``buffers``.
+
+        With ``given``, a replay reads the given experts that ``give`` has set."""
         buffers = {p: self._rows(self.buffers, p) for p in (self.names[n] for n in read)}
 
         def keep(point: str, x: Tensor) -> None:
             buffers[point][: len(x)].copy_(x)
 
-        return self._of_step(steered, meta, frozenset(buffers), keep)
+        routes = self._by_point(self._given_buffer()[: len(meta.row)]) if given else {}
+        return self._of_step(steered, meta, frozenset(buffers), keep, routes)
 
     def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Return the values of each point after the replay of a decode step, as ``eager`` stores them in ``found``.
@@ -168,9 +206,11 @@ class TapState:
         values = [found[point].float().ravel() for point in self.names if point in found]
         return values[0] if len(values) == 1 else torch.cat(values)
 
-    def _of_step(self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any) -> TapsOfStep:
+    def _of_step(
+        self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any, routes: Mapping[str, Tensor]
+    ) -> TapsOfStep:
         steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
-        return TapsOfStep(steering, meta.slots[meta.row], read, keep)
+        return TapsOfStep(steering, meta.slots[meta.row], read, keep, routes)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
         """Return a dict from each point that is read to the numbers i64 [n] of the tokens to read, ascending."""

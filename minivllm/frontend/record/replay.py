@@ -51,11 +51,13 @@ def batches(record: JsonObject, path: str) -> list[tuple[list[Any], list[Entries
 
 
 def _check_repeatable(request: JsonObject, name: str) -> None:
-    """Raise ConfigError if a request had a vector or a Python function, which a record does not contain."""
+    """Raise ConfigError if a request had a vector, given routes or a function, which a record does not contain."""
     advice = "it cannot be started from a file; run it from Python"
     for tap in request.get("taps", ()):
         if "add_sha256" in tap:
             raise ConfigError(f"{name} added a vector at {tap['point']}, which a record does not contain: {advice}")
+    if "given_sha256" in (request["params"].get("routes") or {}):
+        raise ConfigError(f"{name} had given routes, which a record does not contain: {advice}")
     for param, value in request["params"].items():
         if isinstance(value, Mapping) and "function" in value:
             raise ConfigError(f"{name} had {param}={value['function']}, a Python function: {advice}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core import declared_params
+from minivllm.core.interfaces.routes import RouteParams, count_routes, encode_routes
 
 from . import Entries
 
@@ -45,6 +46,8 @@ class ResultTally:
         self._digests: list[str | None] = []
         self._joules: list[float | None] = []  # by request, if an energy counter is read
         self._prompts = self._sampling = self._outputs = 0
+        self._routed = self._routes = 0  # sequences whose routes were read, and the sum of the hashes of their routes
+        self._route_counts: np.ndarray | None = None  # tokens of these sequences that used each expert
         self._active = 0  # requests that have not ended
         self._busy = 0.0  # seconds with active requests, up to the last moment without one
         self._since = 0.0  # when the present time with active requests began
@@ -73,7 +76,7 @@ class ResultTally:
             self._digests.append(None)
         request = tracked.request
         if self._params[0] is not request.params:
-            params = plain_params(request.params)
+            params = without_routes(plain_params(request.params))
             self._params = (request.params, params, _number(repr(sorted(params.items())).encode()))
         self._prompts += _number(_prompt_bytes(request))
         self._sampling += self._params[2]
@@ -120,6 +123,7 @@ class ResultTally:
         if number < MOST_DIGESTS:
             self._digests[number] = digest.hexdigest()[:16]
         self._outputs += int.from_bytes(digest.digest(), "little")
+        self._add_routes(tracked)
         if request.energy is not None and number < MOST_DIGESTS:
             self._joules += [None] * (number + 1 - len(self._joules))
             self._joules[number] = request.energy.joules
@@ -131,12 +135,22 @@ class ResultTally:
         if not self._active:
             self._busy += time.monotonic() - self._since
 
+    def _add_routes(self, tracked: Tracked) -> None:
+        """Add the routes of a request that reads or counts them to the results."""
+        for routes, experts in tracked.routes():
+            self._routed += 1
+            self._routes += _number(encode_routes(routes)["data"].encode())
+            counts = count_routes(routes, experts)
+            self._route_counts = counts if self._route_counts is None else self._route_counts + counts
+
     def results(self, stats: Mapping[str, Any]) -> Entries:
         """Return the results so far; ``stats`` are those of the engine.
 
         ``seconds`` is the time during which at least one request was active.  ``tokens_hash`` covers the token ids of
         all prompts and outputs that have ended.  ``outputs`` has a digest of each request in the order of arrival.
-        ``joules``, which is there if an energy counter is read, has the share of each request, None if it is unknown.
+        ``routes``, which is there if requests read expert routes, has the number of their sequences, a hash of all
+        routes and the number of tokens that used each expert, by layer.  ``joules``, which is there if an energy
+        counter is read, has the share of each request, None if it is unknown.
         """
         seconds = self._busy
         if self._active:
@@ -158,6 +172,9 @@ class ResultTally:
             "tokens_hash": _hex(self._outputs),
             "outputs": list(self._digests) if whole else None,
         }
+        if self._route_counts is not None:
+            counts = self._route_counts.tolist()
+            found["routes"] = {"sequences": self._routed, "hash": _hex(self._routes), "counts": counts}
         if self._joules:
             found["joules"] = list(self._joules) if whole else None
         found["stats"] = dict(stats)
@@ -206,6 +223,16 @@ def plain_params(params: SamplingParams) -> Entries:
     if others:
         found["extra"] = others
     return found
+
+
+def without_routes(params: Entries) -> Entries:
+    """Return parameters with a hash in place of given expert routes, which can be as large as a model's weights."""
+    routes = params.get("routes")
+    if not isinstance(routes, Mapping) or "given" not in routes:
+        return params
+    digest = RouteParams(given=routes["given"]).given_digest
+    kept = {name: value for name, value in routes.items() if name != "given"}
+    return {**params, "routes": {**kept, "given_sha256": digest}}
 
 
 def _changed_fields(value: Any) -> Entries:

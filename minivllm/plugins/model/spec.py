@@ -35,7 +35,7 @@ def family(
     """
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 6),
+        api=(2, 7),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
         features=frozenset({"batch_invariant"}),  # every layer that a family is built from supports it
@@ -145,7 +145,7 @@ def _asked_for_any(query: PluginQuery) -> list[Reason]:
 
 TRANSFORMERS = Spec(
     impl="minivllm.plugins.model.fallback.arch:TransformersArch",
-    api=(2, 6),
+    api=(2, 7),
     summary="Any other causal language model of transformers, with the engine's attention and layers inside",
     limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
     features=frozenset({"any_architecture"}),

@@ -121,6 +121,8 @@ class CompletionOutput(_OutputRecord):
     ``cumulative_logprob`` / tokens ** length_penalty.  ``taps`` has a numpy array float32 [positions, width] for each
     point that was read, or is None.  It has a row for each input token of the model: the prompt and all generated
     tokens but the last.  For "logits" it has a row for each generated token, unless the prompt is scored.
+    ``routes`` has the experts of these input tokens, integers [positions, layers, k], and ``route_counts`` the number
+    of tokens that used each expert, int64 [layers, experts]; each is None unless ``SamplingParams.routes`` has it.
     ``weights_versions`` has, for each token, the version of the weights that drew it (``LLM.update_weights``), and
     ``weights_version`` is the version at the last token.
     """
@@ -136,6 +138,8 @@ class CompletionOutput(_OutputRecord):
     stop_reason: int | str | None = None
     score: float | None = None
     taps: dict[str, Any] | None = field(default=None, compare=False)  # == of arrays is an array
+    routes: Any = field(default=None, compare=False)
+    route_counts: Any = field(default=None, compare=False)
     weights_version: int = 0
     weights_versions: list[int] = field(default_factory=list)
 
@@ -193,9 +197,12 @@ class RequestMetrics(_OutputRecord):
 class RequestOutput(_OutputRecord):
     """A request's answer so far.
 
-    ``text``, ``tokens``, ``finish_reason``, ``stop_reason`` and ``taps`` are those of the first output."""
+    ``text``, ``tokens``, ``finish_reason``, ``stop_reason``, ``taps``, ``routes`` and ``route_counts`` are those of the
+    first output."""
 
-    _also = ("text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens", "taps")
+    _also = (
+        "text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens", "taps", "routes", "route_counts",
+    )  # fmt: skip
 
     request_id: str
     prompt: str | None
@@ -227,6 +234,14 @@ class RequestOutput(_OutputRecord):
     @property
     def taps(self) -> dict[str, Any] | None:
         return self.outputs[0].taps if self.outputs else None
+
+    @property
+    def routes(self) -> Any:
+        return self.outputs[0].routes if self.outputs else None
+
+    @property
+    def route_counts(self) -> Any:
+        return self.outputs[0].route_counts if self.outputs else None
 
     @property
     def num_cached_tokens(self) -> int:

@@ -83,7 +83,7 @@ class Messages(Chat):
 
     stream_type: type[EventStream] = MessageStream
     one_choice = True
-    unserved = ("logprobs", "prompt_logprobs", "return_token_ids", "taps", "include_energy", "echo")
+    unserved = ("logprobs", "prompt_logprobs", "return_token_ids", "taps", "routes", "include_energy", "echo")
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any], translation: ChatValues) -> None:
         super().__init__(service, body, state)

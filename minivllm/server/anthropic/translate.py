@@ -36,7 +36,7 @@ NEUTRAL = {"speed": "standard"}
 REFUSED = {
     **dict.fromkeys(("n", "best_of"), "a message has one answer"),
     **dict.fromkeys(
-        ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "taps", "include_energy", "echo"),
+        ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "taps", "routes", "include_energy", "echo"),
         "use /v1/chat/completions",
     ),
     "stream_options": "every stream reports its usage",

@@ -31,6 +31,7 @@ from .description import describe
 from .engine_loop import EngineLoop
 from .frames import ENDS, ROW, Frame
 from .images import columns_of
+from .routes import read_columns
 from .scored import Columns
 from .streams import Stream, TextPiece
 from .taps import NOTHING, PooledTaps, read_values
@@ -393,6 +394,9 @@ class EngineClient:
             stream = self._streams.get(number)
             if stream is not None:
                 stream.tapped.setdefault(sample, []).append(values)
+        for number, sample, routes in read_columns(columns):
+            if (stream := self._streams.get(number)) is not None:
+                stream.routes[sample] = routes
         if "done" in columns:
             self._finish(header, columns)
 

@@ -55,6 +55,7 @@ from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .images import images_of
 from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, TurnPace
+from .routes import RouteColumns, routes_read
 from .snapshot import Snapshots
 from .taps import PooledTaps, PooledValues, embedded, fault, pooled
 
@@ -430,6 +431,7 @@ class EngineLoop(TurnLoop):
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float, float]] = []  # stream, done_at, joules
         self.tapped = PooledValues()
+        self.routes = RouteColumns()
         self.weight = 0
 
     def _add_tokens(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
@@ -513,11 +515,13 @@ class EngineLoop(TurnLoop):
             self._done(live)
 
     def _done(self, live: _Live) -> None:
-        """Report the end of a request: its tap values, branches without a reported end, errors and order."""
+        """Report the end of a request: its tap values, routes, branches without a reported end, errors and order."""
         request = live.request
         self.live.pop(live.number, None)
         for sample, values in (*pooled(request, live.reads), *embedded(request)):
             self._weigh(self.tapped.add(live.number, sample, values))
+        for sample, routes in routes_read(request):
+            self._weigh(self.routes.add(live.number, sample, routes))
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed, which is not passed to the sink
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
@@ -556,7 +560,7 @@ class EngineLoop(TurnLoop):
 
     def _columns(self) -> dict[str, np.ndarray]:
         """Return the columns of the frame."""
-        columns = self.tapped.columns()
+        columns = self.tapped.columns() | self.routes.columns()
         if self.parts:
             rows = np.concatenate([rows for rows, _ in self.parts], axis=-1)
             columns |= zip(ROW, rows, strict=True)

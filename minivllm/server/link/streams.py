@@ -16,6 +16,7 @@ from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import EngineDeadError
 from minivllm.frontend.text import RequestText
 
+from .routes import ReadRoutes
 from .scored import Scored
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Stream(RequestText):
         # values f32 [width] of each read (``taps``) of each branch that has ended well, or its embedding
         self.weights_version = 0  # newest version of the weights that drew tokens, once the request has ended
         self.tapped: dict[int, list[np.ndarray]] = {}
+        self.routes: dict[int, ReadRoutes] = {}  # routes of each branch that has ended well, if the request reads them
         self.moves = 0  # number of times that the request was sent to another engine, because its own had ended
         self._drop = drop  # aborts the request
         self._cut = cut  # ends a branch in the engine

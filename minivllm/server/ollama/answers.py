@@ -122,7 +122,15 @@ class LineWork(Work):
     shown = ""
     top = 0
     one_choice = True
-    unserved = ("echo", "prompt_logprobs", "taps", "return_token_ids", "return_tokens_as_token_ids", "include_energy")
+    unserved = (
+        "echo",
+        "prompt_logprobs",
+        "taps",
+        "routes",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "include_energy",
+    )
 
     def reader(self) -> Reader:
         """Return a new reader for the text of the answer."""

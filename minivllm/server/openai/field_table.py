@@ -110,6 +110,7 @@ TAP_FIELDS = {
 }
 TAP = {"type": "object", "required": ["point"], "additionalProperties": False, "properties": TAP_FIELDS}
 TAPS = _optional(_list_of(TAP))
+ROUTES = _optional({"type": "boolean"}, OBJECT)
 ROLE = {"enum": ["system", "developer", "user", "assistant", "tool"]}
 CONTENT = {"anyOf": [STRING, _list_of(OBJECT), NULL]}
 MESSAGE = {"type": "object", "required": ["role"], "properties": {"role": ROLE, "content": CONTENT}}
@@ -216,6 +217,7 @@ GENERATION = {
     "timings_per_token": (BOOL, "extension, of llama.cpp: return the speeds of the answer as timings"),
     "include_energy": (BOOL, "extension: return the joules of the answer in its usage"),
     "taps": (TAPS, "extension, for operators: points of the model to read, or to add vectors to"),
+    "routes": (ROUTES, "extension, for operators: read (true), count, prune or give expert routes", "routes"),
     "return_tokens_as_token_ids": (BOOL, "extension: spell tokens of log-probabilities as token_id:N"),
 }  # fmt: skip
 CHAT_ONLY = {

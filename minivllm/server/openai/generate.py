@@ -21,6 +21,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minivllm.core.interfaces.routes import RouteParams
 from minivllm.server import errors, logs
 from minivllm.server.background_jobs import Jobs
 from minivllm.server.errors import ApiError
@@ -36,6 +37,7 @@ from . import JsonObject, Warnings, tools
 from .adapters import ServedAdapters
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
+from .expert_routes import members
 from .images import ServedImages
 from .parsers import Chosen, choose, spelling_of
 
@@ -190,6 +192,7 @@ class Answer:
     more: JsonObject = field(default_factory=dict)  # further members of an answer, or of a stream's first chunks
     hidden: bool = False  # the answer does not show the generated text
     reads: Sequence[tuple[str, str]] = ()  # points of the model that the request reads, and the kind of pooling
+    routes: RouteParams | None = None  # set if the request reads or counts expert routes
     energy: bool = False  # the usage reports joules
     timed: bool = False  # the answer has llama.cpp's timings, in a stream every chunk
     sent: int = 0  # tokens in the chunks of a stream so far
@@ -236,10 +239,17 @@ class Answer:
             taps.append({"point": point, "read": pooling, "values": numbers(values)})
         return taps
 
+    def values(self, number: int, sample: int) -> JsonObject:
+        """Return the members ``taps``, ``routes`` and ``route_counts`` of the choice ``number``, as requested."""
+        found: JsonObject = {"taps": self.tapped(number, sample)} if self.reads else {}
+        if self.routes is not None:
+            found.update(members(self.routes, self.streams[number // self.n].routes.get(sample)))
+        return found
+
     def _tapped_choices(self, work: ProtocolWork) -> Iterator[JsonObject]:
-        """Yield the chunks with the values of taps, which a stream sends after the text of all choices."""
-        for number in range(len(self.streams) * self.n) if self.reads else ():
-            rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
+        """Yield the chunks with the values of taps and routes, which a stream sends after the text of all choices."""
+        for number in range(len(self.streams) * self.n) if self.reads or self.routes is not None else ():
+            rest = {"logprobs": None, "finish_reason": None, **self.values(number, number % self.n)}
             yield self._chunk({"index": number, **work.empty_choice, **rest})
 
     async def take(self, tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
@@ -373,10 +383,10 @@ class Answer:
     async def whole(self, work: ProtocolWork, owner: str) -> AsyncIterator[bytes]:
         """Yield the answer as JSON, in pieces.  ``owner`` identifies the client in the queue of the worker pool."""
         choices = await work.whole(self)
-        for choice in choices if self.reads else ():
+        for choice in choices if self.reads or self.routes is not None else ():
             prompt, rank = divmod(choice["index"], self.n)
             order = self.streams[prompt].order or range(self.n)
-            choice["taps"] = self.tapped(choice["index"], order[rank])
+            choice.update(self.values(choice["index"], order[rank]))
         out = {**self.head(), "choices": choices, "usage": self.usage()}
         out["system_fingerprint"] = self.fingerprint()
         out.update(self.more)

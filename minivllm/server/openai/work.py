@@ -10,6 +10,7 @@ from minivllm.server.http.sse import EventStream
 
 from . import fields
 from .bodies import sent_names
+from .expert_routes import check_routes
 from .generate import Answer, Service
 from .limits import asks_energy, check_branches, check_counts, stream_options, width_name
 from .logprobs import Speller
@@ -82,6 +83,7 @@ class Work:
         more = self.passed if self.best_of is None else {**self.passed, "best_of": self.best_of}
         self.params = make_params(body, more, logprobs, form, self.state, info, service.server, service.defaults)
         self.taps = read_taps(body.taps, self.state, service.server, self.params)
+        self.routes = check_routes(self.params, self.state)
         branches = self.params.width if self.params.beam_width is None else self.params.n
         if self.one_choice and branches > 1:
             name = width_name(self.params)
@@ -104,6 +106,7 @@ class Work:
             self.continuous,
             self.warnings,
             reads=self.taps.reads,
+            routes=self.routes if self.routes is not None and self.routes.reads else None,
             energy=self.energy,
             timed=bool(self.body.timings_per_token),
             **more,

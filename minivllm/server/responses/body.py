@@ -45,7 +45,7 @@ REFUSED = {
     "a response is one new message of the assistant": (
         "n", "best_of", "echo", "continue_final_message", "add_generation_prompt",
     ),
-    "use /v1/chat/completions": ("prompt_logprobs", "taps", "return_token_ids"),
+    "use /v1/chat/completions": ("prompt_logprobs", "taps", "routes", "return_token_ids"),
     "this server stores no conversations; send previous_response_id, or the whole input": ("conversation",),
     "this server stores no prompts; send instructions and input": ("prompt",),
 }  # fmt: skip

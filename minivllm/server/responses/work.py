@@ -68,7 +68,7 @@ class ResponseWork(Chat):
 
     stream_type: type[EventStream] = ResponseStream
     one_choice = True
-    unserved = ("prompt_logprobs", "return_token_ids", "taps", "echo")
+    unserved = ("prompt_logprobs", "return_token_ids", "taps", "routes", "echo")
 
     def __init__(self, service: Service, request: ParsedRequest, state: dict[str, Any], history: History) -> None:
         self.request, self.history = request, history

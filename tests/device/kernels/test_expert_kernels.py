@@ -20,6 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_a_token_goes_to_the_experts_that_it_goes_to_in_torch(dtype):
     checks.check_routes("cuda", dtype)
     checks.check_bad_logits("cuda")
+    checks.check_pruned("cuda")
 
 
 def test_each_pair_of_a_token_and_an_expert_is_in_one_block_of_that_expert():

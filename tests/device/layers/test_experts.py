@@ -225,7 +225,8 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
             stream.residual.add_(x * 2)
             return stream.residual * stream.norm, torch.ones(len(x), 1)
 
-    def routes(logits, chosen, score, normalize, scale, choice_bias, rounded, floor):
+    def routes(logits, chosen, score, normalize, scale, choice_bias, rounded, floor, given):
+        assert given is None
         asked.append((chosen, score, normalize, scale, choice_bias, rounded, floor))
         return route(logits, chosen, Router(score, normalize, scale))
 

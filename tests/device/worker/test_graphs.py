@@ -51,6 +51,7 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = (),
         pooled=none,
         observe=none,
         steered=steered,
+        given=none,
         read=read,
         shared=shared,
     )

@@ -363,7 +363,7 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
         with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match=says) as e:
             llm.generate([ids], SamplingParams(max_tokens=1), False, taps)
         assert e.value.param == "taps"
-    with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="asked after every step"):
+    with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="runs after every step"):
         llm.generate([ids], SamplingParams.make(beam_width=2, max_tokens=2), False, [Tap("norm", read=True)])
     with LLM(folder, **{**SMALL, "executor": "sim"}) as llm:
         assert llm.tap_points() == {}

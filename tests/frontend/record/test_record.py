@@ -186,7 +186,7 @@ def request(prompt, output, text=None, params=GREEDY):
         finished=None,
     )
     answer = SimpleNamespace(token_ids=output, finish_reason="length")
-    return SimpleNamespace(request=inner, texts=[answer], done=None)
+    return SimpleNamespace(request=inner, texts=[answer], done=None, routes=list)
 
 
 def tallied(*requests, order=None, **options):

@@ -20,9 +20,11 @@ from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams, T
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.resolve import resolve
+from minivllm.core.interfaces.routes import count_routes
 from minivllm.frontend.record import bill, replay
 from minivllm.frontend.record.diff import NOTHING, compare
 from minivllm.registry import Catalog
+from minivllm.testing.tiny import tiny_dir
 
 write = pytest.fixture(write_package)
 model = pytest.fixture(scope="module")(tiny_model)
@@ -142,6 +144,28 @@ def test_what_requests_read_is_read_again(model, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr()[0].startswith(NOTHING + "\nthe tokens are the same: ")
     first, again = bill.read("a.json")["requests"], bill.read("b.json")["requests"]
     assert [r.get("taps") for r in first] == [r.get("taps") for r in again] and len(first[2]["taps"]) == 2
+
+
+def test_a_record_has_the_routes_that_were_read_and_a_hash_of_given_ones(tmp_path):
+    folder = str(tiny_dir(tmp_path / "experts", "qwen3_moe")[0])
+    hashes, results = [], []
+    for i, routes in enumerate((True, True, {"counts": True, "given": [[[0, 1], [2, 3]]]}, None)):
+        path = tmp_path / f"{i}.json"
+        with LLM(model=folder, record=path, **OPTIONS) as llm:
+            params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, routes=routes)
+            (out,) = llm.generate([[1, 2, 3]], params, False)
+        record = bill.read(path)
+        hashes.append(record["results"]["sampling_hash"])
+        results.append(record["results"].get("routes"))
+        if i < 2:
+            assert results[i]["counts"] == count_routes(out.routes, 6).tolist() and results[i]["sequences"] == 1
+            assert replay.batches(record, "f.json")[0][1][0]["routes"] == {"read": True}
+        elif i == 2:
+            assert "data" not in str(record["requests"])
+            with pytest.raises(ConfigError, match="request 1 had given routes, which a record does not contain"):
+                replay.batches(record, "f.json")
+    assert results[0] == results[1] and results[3] is None and results[2]["hash"] != results[0]["hash"]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
 
 def test_what_was_refused_or_failed_is_in_the_record(model, tmp_path):

@@ -16,6 +16,7 @@ from .models import CLAIMS, CONFIGS, TENSORS, layers
 
 SEAM = "model"
 POINTS = "test_each_point_passes_once_and_what_comes_back_goes_on"
+GIVEN = "test_given_experts_are_used_in_place_of_the_chosen_ones"
 FAULTS = {
     "NeverNormalizes": (CONFIGS,),
     "ExpertsInEveryLayer": (CONFIGS,),
@@ -27,6 +28,8 @@ FAULTS = {
     "SoftmaxOfAll": (CLAIMS, CONFIGS),
     "DropsTheLastChoice": (CLAIMS, CONFIGS),
     "RoutesWithoutItsTap": (POINTS,),
+    "KeepsItsOwnExperts": (GIVEN,),
+    "KeepsTheWeightsOfItsOwn": (GIVEN,),
 }
 RIGHT = ()
 
@@ -143,15 +146,23 @@ class DropsTheLastChoice(Mixed, Qwen3Moe):
 
 
 class _Deaf(Mixture):
-    def __call__(self, x, tap=None):
-        if tap is None:
-            return super().__call__(x)
+    def choose(self, h, tap=None):
+        tap = tap or self.taps
+        return super().choose(h, None if tap is None else _Shown(tap))
 
-        def shown(point, value):
-            tap(point, value)
-            return value
 
-        return super().__call__(x, shown)
+class _Shown:
+    """Taps that see each value, and whose changes are dropped."""
+
+    def __init__(self, tap):
+        self.tap = tap
+
+    def __call__(self, point, value):
+        self.tap(point, value)
+        return value
+
+    def given(self, point):
+        return self.tap.given(point)
 
 
 class RoutesWithoutItsTap(Mixed, Qwen3Moe):
@@ -159,3 +170,38 @@ class RoutesWithoutItsTap(Mixed, Qwen3Moe):
 
     spec = spec("RoutesWithoutItsTap", QWEN3_MOE)
     mixture = _Deaf
+
+
+class _Stubborn(Mixture):
+    """Reports the given experts, and multiplies by those of the router."""
+
+    def choose(self, h, tap=None):
+        tap = tap or self.taps
+        return super().choose(h, None if tap is None else _Pretends(tap))
+
+
+class _Pretends(_Shown):
+    def __call__(self, point, value):
+        given = self.tap.given(point) if point == "experts" else None
+        return self.tap(point, value if given is None else given.float())
+
+    def given(self, point):
+        return None
+
+
+class KeepsItsOwnExperts(Mixed, Qwen3Moe):
+    spec = spec("KeepsItsOwnExperts", QWEN3_MOE)
+    mixture = _Stubborn
+
+
+class _Reuses(Mixture):
+    def route(self, logits, given=None):
+        weights, ids = super().route(logits)
+        return (weights, ids) if given is None else (weights.flip(1), given)
+
+
+class KeepsTheWeightsOfItsOwn(Mixed, Qwen3Moe):
+    """The weights of given experts do not follow from the router's logits."""
+
+    spec = spec("KeepsTheWeightsOfItsOwn", QWEN3_MOE)
+    mixture = _Reuses
