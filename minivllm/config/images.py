@@ -15,6 +15,8 @@ from minivllm.registry import build_part
 from minivllm.runtime.images.reader import NO_ENCODER
 from minivllm.validation import begins, source_of
 
+from .kv_groups import attention_layers
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part, Wiring
     from minivllm.device.loading.hf_config import Checkpoint
@@ -48,7 +50,7 @@ def wire_images(
         part = keep(selection, config.encoder)
         try:
             facts = _facts(part, checkpoint, wiring)
-            reason = _unsupported(facts, wiring, parts)
+            reason = _unsupported(facts, checkpoint, wiring, parts)
         except ModelError as exc:
             reason = str(exc)
         images = ImageWiring(why_not=reason)
@@ -123,10 +125,12 @@ def _facts(part: Part, checkpoint: Checkpoint, wiring: Wiring) -> ImageFacts:
     return facts
 
 
-def _unsupported(facts: ImageFacts, wiring: Wiring, parts: Mapping[str, Part]) -> str:
+def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
     """Return why an engine cannot serve images with these facts, "" if it can."""
     if facts.span:
-        return "images whose tokens attend to each other are not implemented"
+        reason = _excludes_spans(facts, checkpoint, wiring, parts)
+        if reason:
+            return reason
     if not facts.sections:
         return ""
     if wiring.rope_switch is not None:
@@ -134,4 +138,21 @@ def _unsupported(facts: ImageFacts, wiring: Wiring, parts: Mapping[str, Part]) -
     if parts["scheduler"].name == "minivllm/static":
         # its first step may have more tokens than there are rotary rows for parts of images
         return "images are not implemented with scheduler=static"
+    return ""
+
+
+def _excludes_spans(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
+    """Return why an engine cannot serve images whose tokens attend to each other, "" if it can."""
+    what = "the tokens of an image attend to each other, which"
+    back_end = parts["attention"]
+    if "spans" not in back_end.features:
+        return f"{what} attention={back_end.name} does not support; use attention=sdpa"
+    if wiring.batch_invariant:
+        return f"{what} batch_invariant=true does not support; set it to false"
+    if not facts.after:
+        return "the image encoder writes no token behind an image, and its tokens attend to each other"
+    layers = attention_layers(build_part("model", parts["model"]), checkpoint.hf_config())
+    window = min((layer.window for layer in layers if layer.window is not None), default=facts.span)
+    if window < facts.span:
+        return f"an image has {facts.span} tokens, more than the sliding window of {window}"
     return ""

@@ -20,6 +20,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("drafter", "ngram", "minivllm.plugins.drafter.spec:NGRAM"),
     ("drafter", "none", "minivllm.plugins.drafter.spec:NONE"),
     ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),
+    ("encoder", "gemma3", "minivllm.plugins.encoder.spec:GEMMA3"),
     ("encoder", "llava", "minivllm.plugins.encoder.spec:LLAVA"),
     ("encoder", "qwen_vl", "minivllm.plugins.encoder.spec:QWEN_VL"),
     ("evictor", "agent-ttl", "minivllm.plugins.evictor.spec:AGENT_TTL"),

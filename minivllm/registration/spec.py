@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
-                api=(1, 6),
+                api=(1, 7),
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",
@@ -85,6 +85,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "softcap": "scores s become softcap * tanh(s / softcap)",
                     "alibi": "the slope of a head times the distance of a key is subtracted from its score (ALiBi)",
                     "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
+                    "spans": "a token of an image sees the later tokens of the image (`AttnMeta.host_sees`)",
                     "lse": "returns the logarithm of the softmax's denominator",
                     "repeatable": "the same step gives the same bits",
                     **_INVARIANT,

@@ -30,6 +30,7 @@ from .attention_lse import AttentionLse
 from .attention_math import slopes
 from .attention_shared import AttentionShared
 from .attention_sizes import AttentionSizes
+from .attention_spans import AttentionSpans
 from .attention_world import LayerResult, Setting, World
 from .attention_write import Writing
 from .base import Seen, find, since
@@ -43,7 +44,14 @@ NAN = float("nan")
 
 
 class AttentionConformance(
-    Writing, AttentionLse, AttentionShared, AttentionSizes, AttentionApproximate, Lasting, SpecConformance
+    Writing,
+    AttentionLse,
+    AttentionShared,
+    AttentionSizes,
+    AttentionSpans,
+    AttentionApproximate,
+    Lasting,
+    SpecConformance,
 ):
     """The suite of attention back ends.
 

@@ -28,7 +28,7 @@ from minivllm.core.interfaces.attention import (
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.registration.spec import Spec
 
-from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare
+from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare, visible
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 GUARD = 3  # guard rows before and after an output, which a back end must not change
@@ -208,6 +208,8 @@ class World:
         self.static = static
         self.added = 0  # sequences so far
         self.key = GraphKey()  # of the steps
+        # slot -> spans (first position, end) whose tokens see each other
+        self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
         self.position_offset = 0  # added to AttnMeta.position, as for a second rotary table
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
         self.rng = np.random.default_rng(seed)
@@ -368,6 +370,12 @@ class World:
         lengths = [(seq.slot, new, seq.length + new) for seq, new in rows]
         ended = [i for i, (seq, _) in enumerate(rows) if not seq.live]
         meta = make_meta(lengths, table, self.block, self.device, ended, ahead)
+        if self.spans:
+            last = [np.arange(seq.length, seq.length + new) for seq, new in rows]
+            for (seq, _), own in zip(rows, last, strict=True):
+                for first, end in self.spans.get(seq.slot, ()):
+                    own[(own >= first) & (own < end)] = end - 1
+            meta.host_sees = np.concatenate(last)
         meta.position = meta.position + self.position_offset
         keep_tensors(self.kept, meta, None if self.static else ("table",))
         return meta
@@ -455,6 +463,8 @@ class World:
 
         None, for a row that is not live or a back end that is exact, means all visible keys.
         """
+        if self.spans and not self.suite.spec.approximate:
+            return [self._spanned(layer, seq, new) for seq, new in rows]
         if not self.suite.spec.approximate:
             return [None] * len(rows)
         before = {name: x.clone() for name, x in layer.cache.items()}
@@ -467,6 +477,15 @@ class World:
                 check_selected(self.backend, layer.spec, mask, new, seq.length + new)
             selected.append(mask.cpu() if seq.live else None)
         return selected
+
+    def _spanned(self, layer: AttnLayer, seq: WorldSeq, new: int) -> Tensor:
+        """Return the keys that a row with spans sees, bool [q_len, heads, kv_len]."""
+        keys = seq.length + new
+        seen, key = visible(new, keys, layer.spec), torch.arange(keys)
+        query = torch.arange(seq.length, keys)[:, None]
+        for first, end in self.spans.get(seq.slot, ()):
+            seen |= (query >= first) & (query < end) & (key > query) & (key < end)
+        return seen[:, None].expand(-1, layer.spec.heads, -1)
 
     def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
         """Fill the null block with NaN, and also the keys and values that the step will write to it."""

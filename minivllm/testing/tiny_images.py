@@ -30,7 +30,12 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {**QWEN, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
 VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+VISION["gemma3"] = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
+}  # fmt: skip
 CLASSES = {
+    "gemma3": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
@@ -44,6 +49,8 @@ def config_of(family: str) -> Any:
     """Return the configuration of a tiny checkpoint."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     text = {**TEXT, **(EXPERTS if family.endswith("moe") else {})}
+    if family == "gemma3":
+        return CONFIG_MAPPING[family].from_dict({**_gemma_fields(text), "vision_config": dict(VISION[family])})
     if family == "llava":
         whole = {"image_token_index": IMAGE, "text_config": {**text, "model_type": "llama", "rope_parameters": rope}}
     else:
@@ -51,6 +58,17 @@ def config_of(family: str) -> Any:
         ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
         whole = {**ids, "video_token_id": 318, "text_config": {**text, "rope_parameters": rope}}
     return CONFIG_MAPPING[family].from_dict({**whole, "vision_config": dict(VISION[family])})
+
+
+def _gemma_fields(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a tiny Gemma 3 with layers of full attention and of a window of 20 tokens."""
+    types = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    window = {"layer_types": types, "sliding_window": 20, "query_pre_attn_scalar": 16}
+    rope = {"full_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 20.0}
+    ids = {"boi_token_index": START, "eoi_token_index": END, "image_token_index": IMAGE}
+    tokens = {"mm_tokens_per_image": 16}
+    return {**ids, **tokens, "text_config": {**text, **window, "rope_parameters": rope}}
 
 
 def make(path: Path, family: str, seed: int = 0) -> Any:
@@ -62,11 +80,17 @@ def make(path: Path, family: str, seed: int = 0) -> Any:
             head[300:] = 0.5 * head[1]
         save(hf, path)
     write_processor(path, family)
+    if family == "gemma3":
+        write_lines(path)
     return hf
 
 
 def write_processor(path: Path, family: str) -> None:
     """Write the preprocessor_config.json of a family."""
+    if family == "gemma3":
+        fields = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
+        (path / "preprocessor_config.json").write_text(json.dumps(fields))
+        return
     if family == "llava":
         side = {"height": 28, "width": 28}
         fields = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": side}
@@ -77,3 +101,22 @@ def write_processor(path: Path, family: str) -> None:
         fields = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "size": limits}
         fields |= {"merge_size": 2, "temporal_patch_size": 2}
     (path / "preprocessor_config.json").write_text(json.dumps(fields))
+
+
+LINES = range(300, 308)  # ids of one to eight newlines
+
+
+def write_lines(path: Path) -> None:
+    """Write a tokenizer.json of bytes, with tokens for one to eight newlines."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"unused{i}" for i in range(len(alphabet), LINES[0]))]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken("\n" * (1 + i), normalized=False) for i in range(len(LINES))])
+    marks = {START: "<start_of_image>", END: "<end_of_image>", IMAGE: "<image_soft_token>"}
+    names = [marks.get(i, f"<unused{i}>") for i in range(LINES[-1] + 1, VOCAB)]
+    backend.add_special_tokens([AddedToken(name, special=True) for name in names])
+    backend.save(str(path / "tokenizer.json"))

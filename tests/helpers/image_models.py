@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from minivllm.testing.tiny_images import END, IMAGE, START, make
+from minivllm.testing.tiny_images import END, IMAGE, LINES, START, make
 
 __all__ = ["CHAT", "SIZES", "Reference", "make", "picture", "prompt_of", "write_tokenizer"]
 
@@ -29,7 +29,7 @@ def prompt_of(family: str, images: int, seed: int = 0, text: int = 5) -> list[in
     draw = np.random.default_rng(seed)
     ids = draw.integers(1, 300, text).tolist()
     for _ in range(images):
-        mark = [IMAGE] if family == "llava" else [START, IMAGE, END]
+        mark = {"llava": [IMAGE], "gemma3": [START]}.get(family, [START, IMAGE, END])
         ids += [*mark, *draw.integers(1, 300, text).tolist()]
     return ids
 
@@ -55,6 +55,11 @@ class Reference:
             counts = (found["image_grid_thw"].prod(-1) // 4).tolist()
         else:
             counts = [16] * len(images)
+        if hf.config.model_type == "gemma3":
+            around = {START: [LINES[1], START, *[IMAGE] * 16, END, LINES[1]]}
+            self.ids = [i for one in ids for i in around.get(one, [one])]
+            self.more["token_type_ids"] = None
+            return
         left = iter(counts)
         self.ids = [i for one in ids for i in ([one] * next(left) if one == IMAGE else [one])]
 
@@ -64,6 +69,8 @@ class Reference:
         more = dict(self.more)
         if "image_grid_thw" in more:
             more["mm_token_type_ids"] = torch.tensor([[int(i == IMAGE) for i in ids]])
+        if "token_type_ids" in more:
+            more["token_type_ids"] = torch.tensor([[int(i == IMAGE) for i in ids]])
         out = self.hf(input_ids=torch.tensor([ids]), use_cache=False, **more)
         return out.logits[0].float().log_softmax(-1)
 

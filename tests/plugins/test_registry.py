@@ -229,9 +229,9 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
 @pytest.mark.parametrize(
     "api, reason",
     [
-        ((0, 9), "contract version: expected 1.6, supports 0.9  (written for an older minivllm: upgrade it)"),
-        ((1, 7), "contract version: expected 1.6, supports 1.7  (written for a newer minivllm: upgrade minivllm)"),
-        ((2, 0), "contract version: expected 1.6, supports 2.0  (written for a newer minivllm: upgrade minivllm)"),
+        ((0, 9), "contract version: expected 1.7, supports 0.9  (written for an older minivllm: upgrade it)"),
+        ((1, 8), "contract version: expected 1.7, supports 1.8  (written for a newer minivllm: upgrade minivllm)"),
+        ((2, 0), "contract version: expected 1.7, supports 2.0  (written for a newer minivllm: upgrade minivllm)"),
     ],
 )
 def test_another_interface_version_is_refused(package, api, reason):

@@ -217,6 +217,11 @@ class Images:
                 self.encoded += 1
                 self.encodes.append((content, placed.image))
 
+    @property
+    def undivided(self) -> bool:
+        """Return whether the tokens of an image attend to each other, so that a chunk has all of them or none."""
+        return self.wiring.facts.span > 0
+
     def changes(self) -> dict[str, np.ndarray]:
         """Return ``image`` and ``pixels`` of the next delta, and clear them."""
         if not self.encodes and not self.frees:
@@ -241,6 +246,20 @@ class Images:
             "feature_bytes": self.feature_bytes,
         }
         return {"images": figures}
+
+
+def whole_images(request: Request, first: int, tokens: int, extend: bool) -> int:
+    """Return the length of a chunk of about ``tokens`` tokens from ``first`` on that ends inside no image.
+
+    It ends before an image that it would cut.  A chunk that begins in the image is extended to its end, or is empty
+    without ``extend``.  The tokens before such a beginning are cached, and were computed with the whole image."""
+    end = first + tokens
+    for placed in request.images:
+        if placed.position < end < placed.end:
+            if placed.position > first:
+                return placed.position - first
+            return placed.end - first if extend else 0
+    return tokens
 
 
 def lost_image(request: Request, first: int, upto: int, lost: Container[int]) -> int | None:

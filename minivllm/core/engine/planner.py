@@ -26,6 +26,7 @@ from minivllm.errors import describe_error
 from .admission import queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .guides import enter_guide
+from .images import whole_images
 from .owners import (
     OwnerShares,
     candidates,
@@ -426,18 +427,35 @@ class Planner:
                 break
             if s.seq[slot] is None or more <= 0:
                 continue  # the row was preempted for the oldest, or its owner's share is spent
-            chunk = self.cache.grow_chunk(slot, have + more)
+            chunk = self._grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:
                     break
                 decode = decode[s.serial[decode] >= 0]
                 for gone in [c for c in chunks if s.seq[c] is None]:
                     parts.spend(int(s.owner_number[gone]), -chunks.pop(gone))
-                chunk = self.cache.grow_chunk(slot, min(want, parts.most(owner_number)))
+                chunk = self._grow_chunk(slot, min(want, parts.most(owner_number)))
             if chunk:
                 chunks[slot] = chunk
                 parts.spend(owner_number, chunk - have)
         return decode
+
+    def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
+        """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.  It ends inside no image whose tokens attend to
+        each other, and may be longer than ``chunk`` so that it has all of one."""
+        if self.images is None or not self.images.undivided:
+            return self.cache.room(slot, chunk, promised)
+        request, first = self.slots.at(slot).request, int(self.slots.computed[slot])
+        wanted = whole_images(request, first, chunk, extend=True)
+        tokens, blocks = self.cache.room(slot, wanted, promised)
+        if tokens < wanted:
+            fitting = whole_images(request, first, tokens, extend=False)
+            tokens, blocks = self.cache.room(slot, fitting, promised)
+        return tokens, blocks
+
+    def _grow_chunk(self, slot: int, chunk: int) -> int:
+        """Take blocks for as much of a chunk as fits, and return its tokens (see ``_room``)."""
+        return self.cache.grow_chunk(slot, self._room(slot, chunk)[0])
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
 
@@ -468,9 +486,11 @@ class Planner:
                     upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
                     want = min(upto - int(s.computed[slot]), parts.most(owner_number))
                     if want > 0:
-                        new[slot], blocks = self.cache.room(slot, want, promised)
+                        tokens, blocks = self._room(slot, want, promised)
+                        if tokens:
+                            new[slot] = tokens
                         promised += blocks
-                        parts.spend(owner_number, new[slot])
+                        parts.spend(owner_number, tokens)
         finally:  # they continue to wait even if a plug-in raises
             self.underway.delayed = delayed
             for seq in delayed:

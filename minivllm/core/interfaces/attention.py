@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 # 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3: AttnMeta.position;
 # 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
-# 1.6: AttentionBackend.notes, GraphKey.shared, AttentionBackend.shares_from
-API = (1, 6)
+# 1.6: AttentionBackend.notes, GraphKey.shared, AttentionBackend.shares_from; 1.7: AttnMeta.host_sees
+API = (1, 7)
 # No sequence owns this block.  Padded, stopped and failed rows write to it, so it may hold NaN.
 # ``AttentionBackend.write`` may clear it.
 NULL_BLOCK = 0
@@ -87,6 +87,9 @@ class AttnMeta:
     decode_rows: int  # rows [0, decode_rows) have one token each
     host_q_len: np.ndarray  # i32 [R]
     host_kv_len: np.ndarray  # i32 [G, R]
+    # i64 [T] the last position that each token sees; None means its own.  A token of an image may see the later ones of
+    # the image, which are tokens of the same step.  Only back ends with the feature ``spans`` get such a step.
+    host_sees: np.ndarray | None = field(default=None, kw_only=True)
     # results of ``AttentionBackend.plan``, shared by the layers of a step
     work: dict[Any, Any] = field(default_factory=dict)
 
@@ -146,9 +149,9 @@ class AttentionBackend(ABC):
     """Reads and writes the paged KV cache.  One instance serves all layers.  Store the state of a step in
     ``meta.work``.
 
-    Contract.  A query sees exactly the positions ``<=`` its own position in its own row, within the window.  It reads
-    them from the cache after ``write``.  Blocks that the row does not own are never read.  ``write`` changes the slots
-    of ``meta.slot_map`` and nothing else.
+    Contract.  A query sees exactly the positions ``<=`` its own position in its own row, within the window, and with
+    ``AttnMeta.host_sees`` those up to that position.  It reads them from the cache after ``write``.  Blocks that the
+    row does not own are never read.  ``write`` changes the slots of ``meta.slot_map`` and nothing else.
     """
 
     # The back end can read blocks that decoding rows share once for all of them.  The number is the least number of

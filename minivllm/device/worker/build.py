@@ -322,7 +322,7 @@ def _load(
     )
     parts.arch = arch
     if wiring.images.facts.sections:
-        parts.free_rows = wiring.max_num_batched_tokens
+        parts.free_rows = wiring.max_num_batched_tokens + wiring.images.facts.span
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)
     parts.found = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)

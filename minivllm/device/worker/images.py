@@ -168,6 +168,8 @@ class ImageState:
                 lost[piece.span.number] = reason
             else:
                 found.append(piece)
+        if self.facts.span:
+            meta.host_sees = self._seen(plan, pieces)
         if self.axes is not None:
             self._turn(plan, found, meta, [piece for piece in pieces if piece.span.number in lost])
         if not found:
@@ -176,6 +178,14 @@ class ImageState:
         parts = [self.features[piece.span.number][:, piece.first : piece.first + piece.length] for piece in found]
         values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return FeatureTaps(self.state.to(index), values), lost
+
+    def _seen(self, plan: StepPlan, pieces: list[Piece]) -> np.ndarray:
+        """Return the last position i64 [T] that each token of a step sees: its own, or the end of its image."""
+        starts = np.cumsum(plan.q_len) - plan.q_len
+        seen = np.arange(int(plan.q_len.sum())) + np.repeat(plan.computed - starts, plan.q_len)
+        for piece in pieces:
+            seen[piece.at : piece.at + piece.length] = piece.span.end - 1
+        return seen.astype(np.int64)
 
     def _why_lost(self, span: Span) -> str:
         """Return why an image has no features, "" if it has them."""

@@ -60,7 +60,7 @@ class KVPiece:
     """Some queries of one row of several tokens.
 
     They are the tokens [start, start + n) of the step, at the positions [pos, pos + n).  They see keys from position
-    ``first`` on.
+    ``first`` to position ``last``.
     """
 
     row: int
@@ -68,11 +68,13 @@ class KVPiece:
     n: int
     pos: int
     first: int
+    last: int  # the last position that a query sees
     causal: bool  # whether all keys from position 0 to the query's own are visible, so that no mask is needed
 
     @property
     def keys(self) -> int:
-        return self.pos + self.n - self.first
+        """Return the number of positions that the queries see."""
+        return self.last + 1 - self.first
 
 
 class Sdpa(AttentionBackend):
@@ -297,16 +299,21 @@ def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
 
 def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
     """Return the rows behind the decode rows, split if a row has too many query-key pairs for one mask."""
-    first_row = meta.decode_rows
+    first_row, sees = meta.decode_rows, meta.host_sees
     start, pieces = first_row, []
     lens = zip(meta.host_q_len[first_row:].tolist(), meta.host_kv_len[group, first_row:].tolist(), strict=True)
     for row, (n, kv) in enumerate(lens, first_row):
         pos = kv - n
-        whole = causal and pos == 0 and n > 1 and (window is None or n <= window)
+        ahead = sees is not None and bool((sees[start : start + n] > np.arange(pos, pos + n)).any())
+        whole = causal and not ahead and pos == 0 and n > 1 and (window is None or n <= window)
         step = n if whole else max(1, pairs // max(kv, 1))
         for i in range(0, n, max(step, 1)):
             first = 0 if window is None else max(0, pos + i + 1 - window)
-            pieces.append(KVPiece(row, start + i, min(step, n - i), pos + i, first, whole))
+            count = min(step, n - i)
+            last = pos + i + count - 1
+            if ahead and sees is not None:
+                last = int(sees[start + i : start + i + count].max())
+            pieces.append(KVPiece(row, start + i, count, pos + i, first, last, whole))
         start += n
     return pieces
 
@@ -340,7 +347,8 @@ def prefill_batch(
     ``dtype`` None makes no mask, for rows that start at position 0 and are causal.
     """
     device, window = meta.table.device, spec.window
-    row, start, n, pos, first = np.array([(p.row, p.start, p.n, p.pos, p.first) for p in pieces]).T[..., None]
+    fields = [(p.row, p.start, p.n, p.pos, p.first, p.last) for p in pieces]
+    row, start, n, pos, first, last = np.array(fields).T[..., None]
     queries, keys = int(n.max()), max(p.keys for p in pieces)
     index = np.arange(queries)
     token = start + np.minimum(index, n - 1)
@@ -349,14 +357,15 @@ def prefill_batch(
     if len(pieces) > 1:
         tokens, real = (torch.from_numpy(x).to(device) for x in (token.ravel(), np.flatnonzero(index < n)))
         out = tokens[real]
-    row_d, n_d, pos_d, first_d = (torch.from_numpy(x.copy()).to(device) for x in (row, n, pos, first))
+    row_d, n_d, pos_d, first_d, last_d = (torch.from_numpy(x.copy()).to(device) for x in (row, n, pos, first, last))
     keys = keys if dtype is None else -(-keys // 8) * 8
     at = first_d + torch.arange(keys, device=device)  # position of each key, [B, Lk]
-    slots = slots_of(meta, group, meta.slots[row_d[:, 0]], torch.minimum(at, pos_d + n_d - 1))
+    slots = slots_of(meta, group, meta.slots[row_d[:, 0]], torch.minimum(at, last_d))
     mask = ahead = None
     if dtype is not None:
         asks = (pos_d + torch.minimum(torch.arange(queries, device=device), n_d - 1)).unsqueeze(2)  # [B, Lq, 1]
-        hidden = at.unsqueeze(1) > asks
+        sees = asks if meta.host_sees is None else torch.from_numpy(meta.host_sees[token]).to(device).unsqueeze(2)
+        hidden = at.unsqueeze(1) > sees
         if window is not None:
             hidden |= at.unsqueeze(1) <= asks - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)

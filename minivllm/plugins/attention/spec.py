@@ -15,7 +15,7 @@ def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
 
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
-    api=(1, 6),
+    api=(1, 7),
     summary="torch's scaled dot-product attention over gathered blocks; any device, the reference",
     limits={
         "device": ANY,
@@ -27,7 +27,7 @@ SDPA = Spec(
         "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"alibi", "batch_invariant", "lse", "sinks", "softcap", "window"}),
+    features=frozenset({"alibi", "batch_invariant", "lse", "sinks", "softcap", "spans", "window"}),
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
     check=invariant_on_cpu,
@@ -45,7 +45,7 @@ def float8_on(request: PluginQuery) -> Sequence[Reason]:
 DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
-    api=(1, 6),
+    api=(1, 7),
     summary="paged attention in Triton: decode at the memory's speed, fused write, captured decode steps",
     options="minivllm.plugins.attention.options:TritonOptions",
     priority=20,
@@ -91,7 +91,7 @@ def _set(value: object) -> frozenset:
 # measurement shows their rank (docs/attention.md).
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",
-    api=(1, 6),
+    api=(1, 7),
     summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
     priority=-1,
     limits={
@@ -112,7 +112,7 @@ FLASH_ATTN = Spec(
 )
 FLASH_ATTN2 = Spec(
     impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
-    api=(1, 6),
+    api=(1, 7),
     summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
     priority=-1,
     limits={
@@ -137,7 +137,7 @@ FLASH_ATTN2 = Spec(
 )
 FLASHINFER = Spec(
     impl="minivllm.plugins.attention.flashinfer:FlashInfer",
-    api=(1, 6),
+    api=(1, 7),
     summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
     options="minivllm.plugins.attention.options:FlashInferOptions",
     priority=-1,

@@ -11,13 +11,14 @@ from devices import DEVICE
 from image_models import SIZES, Reference, make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.engine import plan_columns
 from minivllm.core.engine.images import Images
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.device.worker.images import ImageState
 from minivllm.errors import RequestError
 from minivllm.runtime.images import reader
 
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
 
 
@@ -246,6 +247,35 @@ def test_features_that_are_freed_under_a_chunked_prompt_end_the_request(folder, 
     with engine("qwen3_vl", folder, max_num_batched_tokens=9) as llm:
         output = generate(llm, case)[0]
         assert "features of an image are missing" in output.error
+
+
+def test_two_images_in_the_wrong_order_are_caught(folder, monkeypatch):
+    case = Case("llava", folder, 2, seed=1)
+    plain = plan_columns.join_rows
+
+    def swapped(seqs):
+        """Give each image of a row the number of its other image."""
+        rows = plain(seqs)
+        rows[:, 1] = rows[::-1, 1]
+        return rows
+
+    monkeypatch.setattr(plan_columns, "join_rows", swapped)
+    with engine("llava", folder) as llm:
+        assert differs(llm, case)
+
+
+def test_tokens_that_see_no_later_ones_of_their_image_are_caught(folder, monkeypatch):
+    case = two_images("gemma3", folder)[0]
+    monkeypatch.setattr(ImageState, "_seen", lambda self, plan, pieces: None)
+    with engine("gemma3", folder) as llm:
+        assert differs(llm, case)
+
+
+def test_a_chunk_that_cuts_an_image_whose_tokens_see_each_other_is_caught(folder, monkeypatch):
+    case = two_images("gemma3", folder)[0]
+    monkeypatch.setattr(Images, "undivided", False)
+    with engine("gemma3", folder, max_num_batched_tokens=9) as llm:
+        assert differs(llm, case)
 
 
 def test_a_failing_encoder_ends_the_requests_of_its_image_alone(folder):

@@ -4,7 +4,7 @@ from minivllm.plugin import ANY, MultipleOf, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 6),
+    api=(1, 7),
     summary="attention row by row, in float32",
     limits={
         "device": ANY,
