@@ -30,11 +30,15 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_vl": {**QWEN, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
 }
 VISION["qwen3_vl_moe"] = VISION["qwen3_vl"]
+VISION["qwen3_5"] = {**QWEN, "patch_size": 16, "num_position_embeddings": 16}
+VISION["qwen3_5_moe"] = VISION["qwen3_5"]
 VISION["gemma3"] = {
     "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
 }  # fmt: skip
 CLASSES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
@@ -42,6 +46,11 @@ CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
+HYBRID = {  # delta nets in three of four layers, and a rotary embedding of a part of a head
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 
 
@@ -54,7 +63,11 @@ def config_of(family: str) -> Any:
     if family == "llava":
         whole = {"image_token_index": IMAGE, "text_config": {**text, "model_type": "llama", "rope_parameters": rope}}
     else:
-        rope |= {"mrope_section": [2, 3, 3], **({"mrope_interleaved": True} if family.startswith("qwen3") else {})}
+        sections = {"mrope_section": [2, 3, 3]}
+        if family.startswith("qwen3_5"):
+            text |= HYBRID
+            sections = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        rope |= {**sections, **({"mrope_interleaved": True} if family.startswith("qwen3") else {})}
         ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
         whole = {**ids, "video_token_id": 318, "text_config": {**text, "rope_parameters": rope}}
     return CONFIG_MAPPING[family].from_dict({**whole, "vision_config": dict(VISION[family])})

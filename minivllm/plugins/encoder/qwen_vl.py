@@ -1,4 +1,4 @@
-"""The image encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which read patches of images of any resolution.
+"""The image encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, which read patches of images of any resolution.
 
 Each token has a position for each axis of the grid of patches (m-rope).  Qwen3-VL has further features, which are added
 behind the first layers of the text model (deepstack).

@@ -20,4 +20,6 @@ QWEN_VL = _encoder(
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
 )

@@ -18,7 +18,7 @@ from minivllm.device.worker.images import ImageState
 from minivllm.errors import RequestError
 from minivllm.runtime.images import reader
 
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5")
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
 
 
@@ -91,7 +91,7 @@ def test_quantized_text_weights_read_images_in_every_batch(folder):
         assert tokens(llm, *cases) == alone
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_further_families(family, folder):
     case = Case(family, folder, 2)
     with engine(family, folder) as llm:
@@ -217,9 +217,10 @@ def test_features_of_another_image_are_caught(folder, monkeypatch):
         assert differs(llm, *cases)
 
 
-def test_wrong_positions_behind_an_image_are_caught(folder, monkeypatch):
-    case = two_images("qwen2_5_vl", folder)[0]
-    with engine("qwen2_5_vl", folder) as llm:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_wrong_positions_behind_an_image_are_caught(family, folder, monkeypatch):
+    case = two_images(family, folder)[0]
+    with engine(family, folder) as llm:
         state = llm.engine.executor.runner.images
         write = state._set
         monkeypatch.setattr(state, "_set", lambda slot, spans: (write(slot, spans), state.offset.fill(0)))
