@@ -100,7 +100,9 @@ def brief(text: str, most: int = 120) -> str:
 
 
 def where_requests_go() -> str:
-    """Return a hint for a user who passed a trace instead of requests with prompts, or the reverse."""
+    """Return a hint for a user who passed a trace in place of requests with prompts, or requests in place of a
+    trace.
+    """
     traces = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
     return f"{traces}, a trace or lines with a prompt to --dataset of bench, compare and ablate"
 

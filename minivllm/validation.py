@@ -39,7 +39,7 @@ _KINDS = {
     "object": "a table",
 }  # fmt: skip
 _MOST = 64  # number of errors to report, because each unknown name costs a search for a similar one
-_LISTED = 8  # if at most so many names exist, list them when no name is similar
+_LISTED = 8  # up to this number of names, all are listed when no name is similar
 
 
 def is_text(text: str) -> bool:
@@ -65,7 +65,7 @@ def whole(text: str) -> int:
 
 
 def flaw(value: Any) -> str:
-    """Return what is wrong with a value, as a sentence without a subject that includes the place in the value, or "".
+    """Return the flaw of a value and its place as a sentence without a subject, or "" without a flaw.
 
     It finds invalid Unicode, huge numbers and deep nesting.
     """

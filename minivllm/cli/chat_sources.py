@@ -19,7 +19,7 @@ from minivllm.errors import ConfigError, ResourceError, shown
 Messages = list[dict[str, str]]
 TIMEOUT = 600.0  # seconds without a byte from a server
 MOST_ERROR = 100_000  # bytes of a server's error that are read
-# what each sampling parameter that /set changes is in a request of OpenAI's API
+# sampling parameters that /set can change -> their names in a request of OpenAI's API
 KINDS: dict[str, type] = {
     "max_tokens": int,
     "temperature": float,
@@ -79,7 +79,7 @@ class LocalSource:
 
     def __init__(self, llm: Any, sampling: dict[str, Any], view: AnswerView) -> None:
         self.llm, self.sampling, self._view = llm, sampling, view
-        self._parser: Any = None  # of replies with reasoning
+        self._parser: Any = None  # the parser of replies with reasoning
         self._parser_found = False
         self.last: Facts | None = None
         self.partial = ""

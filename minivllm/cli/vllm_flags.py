@@ -26,7 +26,7 @@ parts of text are joined, or kept where the template reads parts <- chat-templat
 uvicorn's warnings are logged <- uvicorn-log-level=warning
 system_fingerprint is null <- fingerprint-mode=none
 """
-# Lines of: what to do instead <- refused flags of vLLM.  A final * stands for all flags that begin so.
+# Each line: the replacement <- the refused flags of vLLM. A final * stands for all flags with this beginning.
 _REFUSED = """\
 the code of a model's directory is never run, and README.md names the models that are built in <- trust-remote-code
 a package adds a parser (docs/plugins/parser.md), and --tool-parser names it <- tool-parser-plugin \

@@ -1,4 +1,4 @@
-"""What a compressor excludes: models and other choices with which rows of the KV cache cannot be compressed."""
+"""Models and other choices that exclude a compressor, because rows of the KV cache cannot be compressed with them."""
 
 from __future__ import annotations
 

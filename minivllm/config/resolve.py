@@ -68,8 +68,8 @@ class Resolved:
     wiring: Wiring
     hf_config: Any
     device: Device
-    attention: tuple[AttnSpec, ...]  # of each layer with attention
-    states: tuple[Recurrent, ...]  # of each layer with a recurrent state
+    attention: tuple[AttnSpec, ...]  # one entry for each layer with attention
+    states: tuple[Recurrent, ...]  # one entry for each layer with a recurrent state
     groups: tuple[tuple[int, ...], ...]  # layers of each KV group; groups of full attention come first
     parts: Mapping[str, Part]
     strategies: tuple[Part, ...]

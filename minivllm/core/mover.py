@@ -42,8 +42,8 @@ class PageBatch(Protocol):
 class PageMemory(Protocol):
     """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
 
-    page_bytes: list[int]  # of a block of each group
-    written_bytes: int  # of all copies to the device that have ended, and their time
+    page_bytes: list[int]  # bytes of a block of each group
+    written_bytes: int  # bytes of all copies to the device that have ended, and their time
     written_seconds: float
 
     def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
@@ -208,12 +208,12 @@ class Mover:
         self._staged: dict[int, np.ndarray] = {}
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
-        # before the threads start, so that no store has calls of two threads
+        # before the threads start, so that two threads never call a store at the same time
         self._described = [_description(store) for store in stores]
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
     def opened(self) -> dict[str, Any]:
-        """Return what the engine needs to build its index, as JSON values."""
+        """Return the facts from which the engine builds its index, as JSON values."""
         described, self._described = self._described, []
         page_bytes = list(self.memory.page_bytes)
         return {"identity": self.identity, "page_bytes": page_bytes, "tiers": described}

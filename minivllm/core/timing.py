@@ -26,7 +26,7 @@ from .interfaces.plan import NO_FORM, StepForm
 
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
-MOST_FORMS = 4096  # forms that a clock counts; those of captures are a few hundred
+MOST_FORMS = 4096  # the most forms that a clock counts; captures have a few hundred
 
 
 class SeamTimes(dict[str, float]):

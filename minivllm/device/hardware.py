@@ -132,7 +132,7 @@ def _cpu_name() -> str:
 
 
 def _host_memory() -> int:
-    """Return the bytes of memory that this process may use: those of the machine, or the limit of its control group."""
+    """Return the bytes of memory that this process may use: all of the machine, or the limit of its control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
         return min(total, int(file.read()))  # "max" is not a number and means no limit
@@ -248,7 +248,8 @@ def _in_fork(measure: Callable[[str], tuple[float, ...]], names: list[str]) -> s
 
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads; see ``probe``
+        # Python 3.12 warns of a fork in a process with threads; see ``probe``
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         _child(measure, names, write)

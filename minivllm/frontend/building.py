@@ -59,7 +59,8 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     tokenizer, eos_ids = open_tokenizer(resolved)
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
-    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # before the model, so that errors come early
+    # made before the model, so that errors come early
+    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None
     grammars: Any = None
     executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
@@ -89,7 +90,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
         figures.watch(engine, lambda: vars(grammars).get("plugin"), hooks)
         listen(engine, resolved)
         resolved = replace(resolved, sampling=sampling_read(resolved.sampling, engine))
-        if config.grammar.name != "auto":  # who names one means to use it
+        if config.grammar.name != "auto":  # load a grammar that the user named now, so that its errors come early
             grammars.warm()
         if hooks is not None:
             EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()

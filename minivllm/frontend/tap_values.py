@@ -59,7 +59,9 @@ def _joined(parts: TapParts, width: int) -> np.ndarray:
 
 
 class TapParts(NamedTuple):
-    """Array views f32 [n, width], in order: first those that a branch shares with the first sequence, then its own."""
+    """Array views f32 [n, width], in order: the parts that a branch shares with the first sequence, then its
+    own parts.
+    """
 
     shared: list[np.ndarray]
     own: list[np.ndarray]

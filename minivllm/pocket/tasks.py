@@ -199,7 +199,7 @@ def goods(rng: Random) -> tuple[list[str], dict]:
 
 
 def _with_facts(first: str, values: dict, facts: dict[str, Fact], keys: list[str]) -> tuple[list[str], dict]:
-    """Return the first sentence and those of `keys`, and all values in these sentences."""
+    """Return the first sentence and the sentences of `keys`, and all values in these sentences."""
     sentences = [first, *(facts[key][1] for key in keys)]
     return sentences, values | {key: facts[key][0] for key in keys}
 
@@ -243,7 +243,7 @@ ASK = (
 
 
 def story(rng: Random, made_up: bool = False) -> TaskCase:
-    """Draw a case that asks for a story.  The story must contain the words `meta["words"]`.
+    """Draw a case with the request for a story.  The story must contain the words `meta["words"]`.
 
     With `made_up` the hero and the thing are mostly made-up words.
     """

@@ -343,8 +343,11 @@ def _number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why a candidate is refused: ``what`` does not fit, ``want`` is required, ``have`` is supported,
-    ``fix`` is what to do."""
+    """The reason why a candidate is refused.
+
+    ``what`` is the feature that does not fit.  ``want`` is the required value, and ``have`` the supported values.
+    ``fix`` is advice.
+    """
 
     what: str
     want: str = ""

@@ -1,6 +1,6 @@
 """A cache that requests share only under the same salt, like prefixes of the KV cache.
 
-So no client can learn from the time of an answer what other clients have asked.
+So no client can learn from the time of an answer which requests other clients have sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TenantCache(Generic[Value]):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.bytes = 0
-        self._kept: dict[str, OrderedDict[Hashable, tuple[Value, int]]] = {}  # by tenant; the oldest values first
+        self._kept: dict[str, OrderedDict[Hashable, tuple[Value, int]]] = {}  # tenant -> values, the oldest first
         self._sizes: dict[str, int] = {}  # bytes of each tenant
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ KEYS = ("custom_id", "method", "url", "body")
 LONGEST = 64 << 20  # bytes of a line
 MOST_ID = 512  # characters of a custom_id
 FULL, NO_ENGINE = 429, 503  # statuses after which a request is sent again, or the engine is looked at
-AHEAD = 16  # requests beside those that the engine can run at once
+AHEAD = 16  # requests in addition to the number that the engine can run at once
 PAUSE = 0.2  # seconds before a request is sent again
 
 
@@ -90,10 +90,11 @@ class Tally:
 
 
 def read_request(text: bytes, line: int, seen: dict[str, int]) -> BatchRequest:
-    """Return the request of a line.  LineError says what is wrong.
+    """Return the request of a line.  Raise a LineError for a line without a valid request.
 
-    ``seen`` maps each custom_id to the number of its first line.  The line is added, also if it is wrong otherwise, so
-    that no two lines have a result with the same custom_id."""
+    ``seen`` maps each custom_id to the number of its first line.  The line is added, even if another part of it is
+    wrong, so that no two lines have a result with the same custom_id.
+    """
     if len(text) > LONGEST:
         raise LineError("invalid_line", f"line {line} has more than {LONGEST} bytes")
     try:
@@ -299,10 +300,12 @@ async def run_batch(loaded: Loaded, paths: BatchFiles, most: int | None = None) 
     """Run a batch and return the numbers of its results.
 
     ``most`` is the number of requests that run at once; None means ``AHEAD`` more than the engine runs sequences, or
-    fewer if ``max_queue`` is smaller.  SIGINT and SIGTERM end the batch after the results that are there, with
-    ``Tally.interrupted``.
+    fewer if ``max_queue`` is smaller.  SIGINT and SIGTERM end the batch and set ``Tally.interrupted``.  Results
+    that are finished by then are written.
+
     Raise ConfigError for a wrong configuration, the errors of ``LLM(...)`` if the engine cannot start, and
-    EngineDeadError if it dies."""
+    EngineDeadError if the engine ends with an error.
+    """
     check_config(loaded)
     server = loaded.server
     app = Application(server)

@@ -1,10 +1,10 @@
-"""A queue in which owners take turns, so that an owner with many items delays nobody else's.
+"""A queue in which owners take turns, so that an owner with many items does not delay the items of others.
 
     owner "a"   a1 a2 a3 a4 ...        pop: a1, b1, c1, a2, c2, a3, ...
     owner "b"   b1
     owner "c"   c1 c2
 
-The *owner* of a request is the API key that it came with.  Without API keys it is the client's address (``owner_of``).
+The *owner* of a request is its API key.  Without API keys it is the client's address (``owner_of``).
 """
 
 from __future__ import annotations

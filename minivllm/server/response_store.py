@@ -141,9 +141,10 @@ class FolderFiles:
             return None
 
     async def write(self, name: str, stored: StoredResponse, dropped: Sequence[str]) -> None:
-        """Write the file of a response, and remove those of dropped ones.
+        """Write the file of a response, and remove the files of dropped responses.
 
-        A cancelled caller does not interrupt it, because the names of the files have changed already."""
+        A cancelled caller does not interrupt it, because the names of the files have changed already.
+        """
         await asyncio.shield(self._change(lambda: self._write(name, stored), dropped))
 
     async def _change(self, write: Callable[[], None], dropped: Sequence[str]) -> None:

@@ -265,7 +265,7 @@ def _log_token(app: Application) -> None:
 
 
 async def _until_the_end(service: Service, serving: asyncio.Task[None], stop: Stop) -> int:
-    """Wait for a signal, then drain the server and return the exit code.  Raise EngineDeadError if the engine dies."""
+    """Wait for a signal, then drain the server and return the exit code.  Raise EngineDeadError if the engine fails."""
     door = service.door
     first = asyncio.create_task(stop.first.wait())
     watch = asyncio.create_task(_watch(service.client))
@@ -284,7 +284,7 @@ async def _until_the_end(service: Service, serving: asyncio.Task[None], stop: St
             drain.cancel()
             door.end()
         second.cancel()
-        await asyncio.sleep(0.1)  # until the streams have written their last events
+        await asyncio.sleep(0.1)  # meanwhile the streams write their last events
         ms = 1e3 * (time.monotonic() - start)
         logs.event("stopped", drained=drained, ms=round(ms, 1))
         return 0 if drained else NOT_DRAINED
@@ -314,7 +314,7 @@ async def _watch(client: EngineClient) -> EngineDeadError:
         except EngineDeadError:
             if client.restarting:
                 continue
-            await asyncio.sleep(LOOK)  # until the streams have received the error
+            await asyncio.sleep(LOOK)  # meanwhile the streams receive the error
             return EngineDeadError(why)
 
 

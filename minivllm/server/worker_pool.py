@@ -32,7 +32,7 @@ BULK_NICE = 5  # nice value (priority) of bulk workers
 LARGE = 1 << 16  # bytes of a job above which it is bulk
 READ_SECONDS, READ_MB = 10.0, 64  # CPU time and memory for a body, without the memory that its bytes take
 BYTES_A_BYTE = 16  # bytes of memory for a byte of a body, enough for lists of ids and characters above U+FFFF
-SECONDS_A_BYTE = 1e-5  # of CPU time for tokenizing a byte
+SECONDS_A_BYTE = 1e-5  # seconds of CPU time for tokenizing a byte
 FORM = 4096  # bytes of the fields ``FORMS`` of a body above which a worker reads them; a schema takes milliseconds
 FORMS = ("structured_outputs", "response_format", "tool_choice", "tools", "parallel_tool_calls")
 

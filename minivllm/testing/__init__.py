@@ -1,13 +1,12 @@
-"""The conformance kit: a plug-in author runs it and knows that the plug-in is right.
+"""The conformance kit: tests that an author runs to check that a plug-in keeps the contract of its seam.
 
-    class TestFlash(AttentionConformance):      # in a test file of the author's package, run by pytest
-        plugin = "acme/flash"
+class TestFlash(AttentionConformance): # in a test file of the author's package, run by pytest plugin = "acme/flash"
 
-    python -m minivllm.testing acme/flash       # or with no file at all
+python -m minivllm.testing acme/flash # or with no file at all
 
-There is one suite per seam, a plain pytest class.  It reads the plug-in's spec: what is claimed is tested over the
-claimed limits, and what is not claimed must be refused with a reason.  ``minivllm.testing.base`` says what an author
-may set and override.  The engine's own tests use ``sim``, ``harness`` and ``tiny`` beside the suites.
+There is one suite per seam, a plain pytest class.  It tests the features that the plug-in's spec claims, up to the
+claimed limits.  Other features must be refused with a reason.  ``minivllm.testing.base`` lists the attributes that an
+author may set.  The engine's own tests use ``sim``, ``harness`` and ``tiny`` beside the suites.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
             choice = draw(st.sampled_from(("one", "many", "many" if is_prompt else "none")))
             new = draw(many) if choice == "many" else int(choice == "one")
             if is_first:
-                new = max(new, 1)  # so that no step is empty
+                new = max(new, 1)  # no step may be empty
             news.append(min(new, room_left - (steps - 1 - step)))
             room_left -= news[-1]
         plans.append(RowLife(start, tuple(news), shares, kind == "ended", kind == "null"))

@@ -77,7 +77,7 @@ class _Step:
         self.spare = world.add_null().slot
         self.meta = _bounded(self._meta(rows), world.tokens)
         if key.kind == "mixed":
-            self.meta.decode_rows = key.rows  # only the device knows which rows have one token
+            self.meta.decode_rows = key.rows  # only arrays on the device show which rows have one token
             self.meta.host_q_len[:] = key.tokens
         self.on_device = world.suite.spec.traits.get("plan") == "device"
         self.static = [x.clone() for x in self._inputs(rows)]

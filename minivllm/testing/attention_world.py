@@ -151,9 +151,10 @@ class LayerResult:
     layer: AttnLayer
     out: Tensor  # [T, heads, dim_v]
     lse: Tensor | None
-    places: list[TokenPlace] = field(default_factory=list)  # of the live rows
-    exact: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in float64
-    naive: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in the model's dtype
+    places: list[TokenPlace] = field(default_factory=list)  # the places of the live rows
+    exact: list[ExactAttention] = field(default_factory=list)  # the result of each live row, computed in float64
+    # the result of each live row, computed in the model's dtype
+    naive: list[ExactAttention] = field(default_factory=list)
 
 
 class WorldSuite(Protocol):
@@ -173,9 +174,9 @@ class World:
     """A back end with a cache for ``rows`` sequences of up to ``tokens`` tokens.
 
     ``poison`` is the size of the garbage, which may be NaN.  ``q_size`` is the size of the queries.  If ``null_nan``,
-    the null block is full of NaN before each step, and rows that have ended write NaN to it, like failed rows.
-    Keys grow by the factor ``slope`` from the first token of the first sequence to its last possible token, shrink
-    likewise in the second sequence, and so on.  The scores grow and shrink with them.
+    the null block is full of NaN before each step, and rows that have ended write NaN to it, like failed rows.  Keys
+    grow by the factor ``slope`` from the first token of the first sequence to its last possible token, shrink by the
+    same factor in the second sequence, and so on.  The scores grow and shrink with them.
 
     The block table on the device is the same tensor in all steps, as in the engine.  If ``static``, every other tensor
     of the metadata is reused too, by all steps in which it has the same shape.

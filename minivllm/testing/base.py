@@ -45,7 +45,7 @@ CHECKING = "test_check_answers_whatever_facts_it_is_asked_about"
 NOT_RUN = "not run"
 UNMADE = "no instance can be made"
 _BROKEN: dict[tuple[str, ...], str] = {}  # plug-in -> the reason why most tests skip, or an empty string
-LONG = 12  # the long profile draws so many times the examples of the fast profile
+LONG = 12  # the long profile draws this multiple of the examples of the fast profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 ALPHA = 1e-6  # probability that a correct sampler fails, over all random seeds
 POWER = 0.999  # probability that a test finds a difference of the size that ``detectable`` returns
-MUST_COME = 40  # an event with so many expected draws stays away with probability exp(-40)
+MUST_COME = 40  # an event with so many expected draws is missing with probability exp(-40)
 
 
 def survival(x: float, df: float) -> float:

@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with its arguments and return the exit status."""
     args = parser().parse_args(argv)
-    sys.path.insert(0, "")  # as with `python -m pytest`, a plug-in may be a module in the working directory
+    sys.path.insert(0, "")  # as in `python -m pytest`, a plug-in may be a module in the working directory
     try:
         plugins = _plugins(args)
         known = _known(args.known_failures)

@@ -301,7 +301,8 @@ class EncoderConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
         """Check the answers of an engine: prompts alone, together, in chunks and behind prefix hits have the same
-        tokens, the order of images matters, and log-probabilities are those of ``reference``."""
+        tokens, the order of images matters, and ``reference`` has the same log-probabilities.
+        """
         made, pictures = self.made(), self.pictures()[:3]
         facts = made.facts()
         orders = [pictures[:1], pictures[1:2], pictures, pictures[::-1]]

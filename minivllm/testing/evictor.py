@@ -34,7 +34,7 @@ DEEPEST = 5  # depth of a block without a parent, at most
 FEW = 512  # keys of the small pool whose calls are timed
 MANY = 1 << 18  # keys of the large pool whose calls are timed
 AT_ONCE = 5000  # keys that one call evicts
-# a call with many keys may take so many times as long as with few keys, plus so many seconds
+# the most time of a call with many keys: a multiple of the time with few keys, plus some seconds
 SLOWER = 3
 NOISE = 3e-5
 TRIES = 3  # attempts, one of which must succeed: another process may slow down the others

@@ -281,7 +281,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                 driver.join(0, prompt, 40)
                 plans = []
                 results = []
-                for action in [*actions, "submit", 0]:  # at least one step, so that the row joins before it leaves
+                # at least one step, so that the row joins before it leaves the batch
+                for action in [*actions, "submit", 0]:
                     if action == "submit":
                         plans.append(driver.submit({0: int(driver.known[0] - driver.computed[0])}))
                         continue

@@ -239,7 +239,7 @@ class ExecutorDevice(ExecutorReference):
             for _ in range(3):
                 driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
             tokens = drawn(driver.executor.collect(0))
-            source = tally(5) if columns else self.greedy(a, 5)  # of the row in slot 0 and its branch
+            source = tally(5) if columns else self.greedy(a, 5)  # the samples of the row in slot 0 and of its branch
             other = self.greedy(b, 7)
             expected = {0: source[:2] + self.greedy(c, 4), 1: other, 4: source[2:], 5: other[2:5]}
             assert tokens == expected, f"tokens by slot {tokens}: expected {expected}"

@@ -1,4 +1,4 @@
-"""The expected tokens of an executor: those of transformers, or of the function that its spec names instead."""
+"""The expected tokens of an executor, from transformers or from the function that its spec names."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from minivllm.plugins.quantizer.none import Unquantized
 
 from .attention_world import allocate, keep_tensors, make_meta
 
-torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+torch.set_num_threads(1)  # with tiny tensors, threads only wait for each other
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 
@@ -71,7 +71,7 @@ class Harness:
         if path is not None:
             self.parts.found = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
         self.model = build_model(arch, cfg, self.parts, path or "")
-        for module in self.parts.modules.values():  # so that a weight that is not loaded is noticed
+        for module in self.parts.modules.values():  # a weight that is not loaded becomes visible
             for tensor in module.tensors.values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
         if path is not None:
@@ -84,7 +84,7 @@ class Harness:
         self.table = order.reshape(groups, slots, per_slot).astype(np.int32)
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
-            layer.cache = allocate(layout, blocks, device, torch.nan)  # so that a read of an unwritten slot is noticed
+            layer.cache = allocate(layout, blocks, device, torch.nan)  # a read of an unwritten slot becomes visible
         self.states = self._make_states(slots, checkpoints, drafts)
         self.stopped: set[int] = set()  # slots whose sequence has ended
         self.drafted: set[int] = set()  # slots all of whose tokens but the first are drafts in the next step

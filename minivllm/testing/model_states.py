@@ -88,7 +88,7 @@ class ModelStates(Conformance):
                 for memory in model.states.memory:
                     for x in memory.values():
                         x[model.checkpoint(0)] = torch.nan
-                end = 11 + accepted  # of the accepted tokens
+                end = 11 + accepted  # the end of the accepted tokens
                 drafts = [*TOKENS[11:end], *([50] * (DRAFTS - accepted))]
                 model.save(0, (13,))
                 got = model.draft(0, [TOKENS[10], *drafts], 1 + accepted)

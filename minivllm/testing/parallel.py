@@ -66,7 +66,7 @@ def run_parallel(
                 jobs.append([threads.submit(outcomes, plugin, name) for name in tests_of(plugin[0])])
             for plugin, futures in zip(plugins, jobs, strict=True):
                 yield plugin, [outcome for future in futures for outcome in future.result()]
-        finally:  # also if the caller stops early
+        finally:  # runs too if the caller stops early
             threads.shutdown(cancel_futures=True)
             for child in children:
                 child.end()
@@ -85,7 +85,7 @@ class _Child:
             self.pipe, remote = context.Pipe()
             self.process = context.Process(target=_serve, args=(remote, self.how, list(sys.path)))
             self.process.start()
-            remote.close()  # so that the end of the process closes the pipe
+            remote.close()  # the end of the process closes the pipe
         try:
             self.pipe.send((plugin, name))
             answer, gpu_works = self.pipe.recv()

@@ -24,7 +24,7 @@ from .sampling_reference import standard_reference
 from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage, normal_logits, stack_logits
 from .sampling_sizes import ProcessorSizes
 
-TOLERANCE = 2e-6  # of the largest number in a row: a few roundings of float32
+TOLERANCE = 2e-6  # a share of the largest number in a row: a few roundings of float32
 
 
 class ProcessorConformance(ProcessorSizes, SamplingConformance):

@@ -16,8 +16,8 @@ from .base import since
 from .quantizer_data import dtype_of, ones, storages
 
 USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is measured
-SLACK = 8192  # bytes that may lie beside the tensors: a workspace, never a copy
-ELEMENTS = 512 * 256  # of the weight in this test
+SLACK = 8192  # bytes of a workspace beside the tensors, but never of a copy
+ELEMENTS = 512 * 256  # elements of the weight in this test
 
 
 def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elements: int) -> None:
@@ -53,9 +53,11 @@ class Memory:
 
     @since(1, 0)
     def test_what_lives_on_the_device_is_told(self) -> None:
-        """Check that ``tensors`` holds all memory of a scheme, which is what the engine's accounting reads.  Nothing
-        else may be kept on the host or the device, neither by the first product nor by later ones.  ``bytes`` is the
-        sum of the tensors before and after, and they take ``bits`` an element beside the scales."""
+        """Check that ``tensors`` holds all memory of a scheme, because the engine's accounting reads it.
+
+        Neither the first product nor later ones may keep other memory on the host or the device.  ``bytes`` is the sum
+        of the tensors before and after, and they take ``bits`` an element beside the scales.
+        """
         torch.manual_seed(3)
         for info in self.quantized((((256, 128, 128), 256),)):
             weight = torch.randn(512, 256)

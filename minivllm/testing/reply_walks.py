@@ -25,7 +25,8 @@ ENDS = ('"', "}", "]", ")", ", ", "\n", "</")
 class Walker:
     """A vocabulary of bytes, words and tags, with the grammar plug-in, and random answers of grammars.
 
-    ``marked`` are the tags that are tokens; those of ``special`` have no bytes."""
+    ``marked`` are the tags that are tokens.  Tags in ``special`` have no bytes.
+    """
 
     def __init__(self, form: ReplyFormat, marked: Collection[str] = (), special: bool = False) -> None:
         from minivllm.plugins.grammar.llguidance_plugin import LLGuidance

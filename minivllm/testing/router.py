@@ -25,7 +25,7 @@ CTX = RouterContext(REPLICAS, block=16, blocks=512)
 MS = 1.0  # milliseconds of a choice with the keys of a long prompt, at most
 LONG = 2000  # block keys of a long prompt
 TRIES = 5  # attempts, one of which must be fast enough: another process may slow down the others
-SHARE = 0.5  # of an even share, which each idle replica gets of new prompts at least
+SHARE = 0.5  # each idle replica gets at least this share of its even share of new prompts
 
 
 def request(keys: Sequence[int], session: str = "") -> RoutedRequest:

@@ -17,7 +17,7 @@ from .sampling_data import unlike
 from .sampling_rows import SampledSeq, Stage, stack_logits
 
 MANY, FEW = 1 << 11, 24  # draws in one step, and draws in steps of a single draw
-SPREADS = (2.0, 6.0)  # of the row's logits: a tail that is often drawn, and a tail that limits cut
+SPREADS = (2.0, 6.0)  # spreads of the row's logits: a tail that is often drawn, and a tail that limits cut
 
 
 class Batches:

@@ -382,8 +382,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     @since(1, 0)
     def test_positions_of_one_row_are_served_together(self) -> None:
         """Check a step with a row and its drafts, if ``multi_position`` is claimed: several rows of one slot at
-        consecutive positions, each with the history before its own.  Results equal those of one row at a time, with the
-        drafts accepted."""
+        consecutive positions, each with the history before its own.  Results equal the results of one row at a time
+        with accepted drafts.
+        """
         self.need("multi_position")
         seen = Seen()
 
@@ -439,9 +440,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 1)
     def test_a_preempted_row_goes_on_as_if_it_had_stayed(self) -> None:
-        """Check a sequence that leaves its slot between two steps and returns in another slot.  Columns there hold the
-        fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old columns only those that are
-        ``kept`` are restored.  Other state that a draw stored is lost."""
+        """Check a sequence that leaves its slot between two steps and returns in another slot.
+
+        Columns there hold the fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old
+        columns only the ``kept`` ones are restored.  Other state that a draw stored is lost.
+        """
 
         @self.for_all(30, st.data(), st.integers(0, 2**20), st.integers(1, 4))
         def holds(data: Any, seed: int, leaves: int) -> None:

@@ -113,7 +113,7 @@ def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Ca
     repeated = rng.choice(favourites, length)
     tokens = np.where(repeats, repeated, rng.integers(0, vocab, length))
     words = [word[:-1] for word in params.bad_words or () if 1 < len(word) <= length]
-    if words and rng.random() < 0.7:  # at random, the start of a bad word would hardly ever end the tokens
+    if words and rng.random() < 0.7:  # random tokens would hardly ever end with the start of a bad word
         word = words[rng.integers(len(words))]
         tokens[length - len(word) :] = word
     prompt = data.draw(st.integers(1, length))

@@ -145,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         r = data.draw(st.sampled_from(self.made))
         self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
-    @precondition(lambda self: self.n < 5)  # once in an example is enough
+    @precondition(lambda self: self.n < 5)  # it may happen once in an example
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
         """Add enough long answers at once that most pools are too small for them, so that rows are preempted."""

@@ -89,7 +89,7 @@ class SimExecutor(Sim):
         self.blocks, self.windows = blocks, windows
         self.fail_at: set[int] = set()
         self.trail: list[tuple[list[int], list[int]]] = []  # slots and numbers of tokens of every step
-        self.max_tokens = self.max_rows = 0  # of the largest step
+        self.max_tokens = self.max_rows = 0  # tokens and rows of the largest step
 
     def _blocks(self, wiring):
         return tuple(self.blocks)

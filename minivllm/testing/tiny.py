@@ -180,7 +180,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     if "attention_types" in known:  # GPT-Neo's, an entry for each layer
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
-    if "linear_num_key_heads" in known:  # layers with attention take turns with those that have a recurrent state
+    if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         kinds = ["linear_attention" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
         values = {"layer_types": kinds, **values}

@@ -55,12 +55,12 @@ class EngineAdapters:
         self.host = ResidentSet(
             limits.max_cpu_loras, evictor(EvictorContext(limits.max_cpu_loras, 1, "cpu"))
         )
-        self.known: dict[int, Adapter] = {}  # by the id of its request
+        self.known: dict[int, Adapter] = {}  # id of a request -> its adapter
         self.names: dict[str, Adapter] = {}
         self.by_place: list[Adapter | None] = [None] * limits.max_loras
         self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
         self.leaving: Adapter | None = None  # new requests of this adapter wait until it has left
-        # adapters that are loaded without a request, with what is called afterwards
+        # adapters that are loaded without a request, with the function that is called afterwards
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
         self.freed: list[int] = []  # numbers whose host memory the next delta frees
@@ -173,10 +173,11 @@ class EngineAdapters:
     def turn(
         self, call: Callable[..., Any], at_rest: bool
     ) -> tuple[list[Seq], list[tuple[Seq, str]]]:
-        """Order loads and look at those that run, by the executor's ``call``.  ``at_rest`` means that no step is in
-        flight.
+        """Order loads of adapters by the executor's ``call``, and check the loads that run.  ``at_rest`` means that no
+        step is in flight.
 
-        Return the sequences whose adapters are loaded, and those whose adapters failed, each with the error."""
+        Return the sequences whose adapters are loaded, and the sequences whose adapters failed, each with the error.
+        """
         if at_rest and self.freed and not self.rows:  # no delta may come, and no step reads them
             numbers, self.freed = self.freed, []
             self._note_ended(call(VERB, {"free": numbers}))
@@ -236,8 +237,9 @@ class EngineAdapters:
     def _unused(self) -> Adapter | None:
         """Return the adapter that leaves host memory, None while requests use it.
 
-        It is the one with the fewest requests besides those that wait.  A request may have several sequences, and waits
-        if none of them can run."""
+        It is the adapter with the fewest requests that do not wait.  A request may have several sequences, and waits if
+        none of them can run.
+        """
         resting = {
             seq.request: adapter for seq, adapter in self.waits.items() if _rests(seq.request)
         }

@@ -151,10 +151,11 @@ class Compression:
     def observe(
         self, s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
     ) -> dict[str, Any]:
-        """Return the column ``observe`` of a plan: its rows whose queries the next compression reads.
+        """Return the column ``observe`` of a plan: the rows whose queries the next compression reads.
 
-        Those are the last queries of the prompt, or later the last query only.  ``computed`` i32 [R] are the tokens of
-        the rows before the step, and ``q_len`` i32 [R] those of the step."""
+        It reads the last queries of the prompt at first, and later the last query only.  ``computed`` i32 [R] are the
+        numbers of tokens that the rows had before the step, and ``q_len`` i32 [R] the numbers of tokens in the step.
+        """
         if not self.observed:
             return {}
         end = s.compress_at[slots]

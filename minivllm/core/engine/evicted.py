@@ -15,10 +15,11 @@ def reads_turns(evictor: Evictor) -> bool:
 
 
 class EvictedKeys:
-    """The keys of the last ``most`` evictions.  ``needed`` counts those that were computed again meanwhile.
+    """The keys of the last ``most`` evictions.  ``needed`` counts the evicted keys that were computed again.
 
-    Invariant: ``order`` has the keys of the evictions from number ``first`` on, and ``number`` the last eviction of
-    each key that was not taken."""
+    Invariant: ``order`` has the keys of the evictions from number ``first`` on.  ``number`` has the last eviction of
+    each key that was not taken.
+    """
 
     def __init__(self, most: int) -> None:
         self.most, self.needed = most, 0

@@ -48,10 +48,12 @@ class Images:
         # encoded contents without rows by number, the least recently used first, and the sum of their bytes
         self.idle: OrderedDict[int, Content] = OrderedDict()
         self.idle_bytes = 0
-        self.held: dict[Seq, list[Content]] = {}  # of the sequences in slots that read features
+        # the contents whose features the sequences in slots read
+        self.held: dict[Seq, list[Content]] = {}
         self.used = 0  # bytes, see the class
         self.feature_bytes = 0  # of encoded contents
-        self.encodes: list[tuple[Content, PreparedImage]] = []  # of the next delta
+        # contents to encode in the next delta
+        self.encodes: list[tuple[Content, PreparedImage]] = []
         self.frees: list[int] = []  # numbers, likewise
         self.encoded = self.reused = self.evicted = 0
         self._next = 0
@@ -104,7 +106,7 @@ class Images:
             self._unlist(one)
 
     def _unlist(self, content: Content) -> None:
-        """Remove a content from those of later requests.  Rows that read its features keep them."""
+        """Remove a content from the contents of later requests.  Rows that read its features keep them."""
         if not content.listed:
             return
         content.listed = False

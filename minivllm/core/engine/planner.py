@@ -580,7 +580,7 @@ class Planner:
         delta, computed = self._delta(), s.computed[at]
         if len(draft):
             computed += draft
-        # of a row with drafts, the last position is stored
+        # the last position of a row with drafts is stored
         s.computed[at] = after = computed + q_len
         draws = after == s.known[at]
         if s.pooling:

@@ -55,7 +55,7 @@ class Seq:
     lane: int = 0
     hint: int | None = None  # cached blocks found by ``KVCache.hints``; None: not known
     hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
-    # without a slot: id of the last step that contains it until its result is published, else 0
+    # for a sequence without a slot: id of the last step that contains it until its result is published, else 0
     in_flight: int = 0
     preempted: int = 0
     # the device has stored its kept columns (see ``plan.Delta.keep``), or will with the next delta
@@ -138,7 +138,8 @@ class Request:
     cached_tokens: int = 0
     lora: LoRARequest | None = None  # the adapter that the client named
     adapter: Adapter | None = None  # the engine's entry of the same adapter
-    images: tuple[PlacedImage, ...] = ()  # of its prompt, in the order of their positions
+    # the images of its prompt, in the order of their positions
+    images: tuple[PlacedImage, ...] = ()
     contents: tuple[Content, ...] = ()  # the engine's entry of each image
     strategy: Any = None  # the DecodingStrategy that made its sequences
     beams: Any = None  # beams.Beams if its strategy is called after every step
@@ -152,7 +153,7 @@ class Request:
     # completes(generated ids) -> the stop string completed by the last id, or None; for beams
     completes: Any = None
     turn: SessionTurn | None = None  # the facts of its session; None if the client has sent none
-    kinds: np.ndarray | None = None  # of the blocks of its prompt (see ``sessions.kinds_of``)
+    kinds: np.ndarray | None = None  # the kinds of its prompt's blocks (see ``sessions.kinds_of``)
     tenant: int = 0  # number of ``owner``, or of params.tenant
     owner_number: int = 0  # number of ``owner``; 0 = no owner
     # (tenant, cache_salt, ...): only requests with an equal salt share prefixes

@@ -69,7 +69,8 @@ class Slots:
         # False: the row is not planned until its last token was collected
         self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
-        self.beam = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
+        # rows of a stepwise strategy, which are held after each step (see ``beams``)
+        self.beam = self._flags[4]
         self.speculates = self._flags[5]  # its steps may bring drafts
         # a step with drafts is in flight: known and computed are upper bounds
         self.drafting = self._flags[6]

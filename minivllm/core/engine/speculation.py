@@ -71,7 +71,10 @@ class Class:
         return float(np.interp(k, known, times))
 
     def gain_of(self, k: int) -> float:
-        """Return the tokens per second with k drafts divided by those without; 0 before both were measured."""
+        """Return the tokens per second with k drafts, divided by the tokens per second without drafts.
+
+        It is 0 before both were measured.
+        """
         if 0 not in self.ms or len(self.ms) < 2:
             return 0.0
         return self.tokens(k) * self.ms[0] / self.estimate(k)

@@ -100,7 +100,8 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS], routes
     )
-    scores = request.params.prompt_logprobs is not None  # then the prompt's logits are computed
+    # whether the logits of the prompt are computed
+    scores = request.params.prompt_logprobs is not None
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
     limits = TapLimits.of(capacity, wiring)
     # each output includes the prompt's values

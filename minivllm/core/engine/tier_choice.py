@@ -99,8 +99,10 @@ class LoadChoice:
             self.write_seconds = seconds / size
 
     def seconds_to_load(self, sizes: Mapping[int, int]) -> float:
-        """Return the expected seconds until pages are in host memory.  ``sizes`` has the bytes from each tier, with
-        those that other requests have ordered before."""
+        """Return the expected seconds until pages are in host memory.
+
+        ``sizes`` has the bytes from each tier; bytes that other requests have ordered before are included.
+        """
         each = [size * (self.byte_seconds[tier] or 0.0) for tier, size in sizes.items()]
         return max(each, default=0.0) + self.wait_seconds
 

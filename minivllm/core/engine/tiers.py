@@ -308,7 +308,7 @@ class Tiers:
     def _bytes(
         self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], ahead: bool = False
     ) -> dict[int, int]:
-        """Return the bytes of pages by tier; ``ahead`` adds those that were ordered before."""
+        """Return the bytes of pages by tier; ``ahead`` adds the bytes that were ordered before."""
         sizes: dict[int, int] = {}
         for (g, _), (tier, _) in wanted.items():
             sizes[tier] = sizes.get(tier, 0) + self.page_bytes[g]
@@ -563,7 +563,7 @@ class Tiers:
         for page in (*self.staged.values(), *self.loading.values()):
             page.void = True
         for load in self.waits.values():
-            load.wanted = {}  # also of a load without room so far, which has nothing left to wait for
+            load.wanted = {}  # a load that had no room yet also has nothing left to wait for
             if not load.pages:
                 load.patience = -1.0
         self.backlog.clear()

@@ -29,7 +29,7 @@ class CompressorContext:
     """The arguments with which a worker constructs a compressor."""
 
     device: str
-    dtype: str  # of queries, keys and values
+    dtype: str  # of queries, keys and values: "float16", ...
     max_len: int  # largest number of tokens of a sequence
 
 
@@ -48,7 +48,7 @@ class StoredTokens:
     computed: (
         int  # tokens of the sequence that were computed; the last stored token is the last of these
     )
-    seed: int  # of the request, for a compressor that draws
+    seed: int  # the seed of the request, for a compressor that draws
 
 
 class Compressor(ABC):

@@ -90,7 +90,7 @@ class Router:
     score: str = SOFTMAX  # or CHOSEN_SOFTMAX, SIGMOID
     normalize: bool = False  # divide the weights of a token by their sum
     floor: float | None = None  # added to that sum; None means 1e-20 for SIGMOID and 0 otherwise
-    scale: float = 1.0  # then multiply the weights by this factor
+    scale: float = 1.0  # the factor by which the weights are multiplied afterwards
     bias: bool = False  # add a bias to the logits
     # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
     # weights do not include it.

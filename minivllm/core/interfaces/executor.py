@@ -32,8 +32,8 @@ class DraftWiring:
     first KV group."""
 
     model_dir: str
-    # seam -> plug-in and options, for the seams model and quantizer.  For the head of a drafter, those of the served
-    # model stand for missing ones.
+    # seam -> plug-in and options, for the seams model and quantizer. A drafter's head uses the choices of the served
+    # model for missing seams.
     parts: Mapping[str, Part]
 
 
@@ -49,7 +49,8 @@ class CacheWiring:
     num_state_checkpoints: int = -1
     recurrent: bool = False  # the model has recurrent states
     stores: tuple[Part, ...] = ()  # plug-ins of the seam kvstore, the nearest tier first
-    # tokens that a compression keeps (below 1 a share of the prompt); 0 compresses only requests that ask for it
+    # number of tokens that a compression keeps (below 1: a share of the prompt); 0 compresses only requests that ask
+    # for it
     kv_budget: float = 0
     compress_every: int = (
         0  # generated tokens between two compressions; 0 compresses at the end of the prompt only
@@ -68,7 +69,8 @@ class StepWiring:
     run_ahead: int | None = None
     # milliseconds that a step with decoding rows should take at most, "auto" or "off"
     tpot_target_ms: float | str = "off"
-    # start: all sizes are captured before the engine is ready; gradual: only those that first requests need
+    # "start": all sizes are captured before the engine is ready; "gradual": other sizes are captured after requests
+    # first need them
     graph_captures: str = "start"
     # compile the kernels of a start in several threads before they run
     compile_ahead: bool = False

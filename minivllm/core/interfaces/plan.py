@@ -1,8 +1,8 @@
 """The arrays that the host sends to a device for a step, and the arrays that it receives: a few KB per step, and no
 object per sequence.
 
-All arrays are numpy arrays.  By agreement, nobody writes to them after they are passed on.  S slots, R rows of the
-step, T tokens.
+All arrays are numpy arrays.  They must not be written to after they are passed on.  Shapes name S slots, R rows of the
+step and T tokens.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class StepResult:
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
     prompt: LogProbs | None = (
-        None  # of scored prompt tokens, N = sum of the counts in ``plan.prompt``
+        None  # the ids of scored prompt tokens; N is the sum of the counts in ``plan.prompt``
     )
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of ``plan.host``
     errors: tuple[StepError, ...] = ()

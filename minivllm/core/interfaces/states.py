@@ -1,14 +1,14 @@
-"""Recurrent states: what a layer without keys and values remembers of a sequence, in tensors of a fixed size.
+"""Recurrent states: tensors of a fixed size in which a layer without keys and values remembers a sequence.
 
-A state is kept behind some position of its sequence (``valid``: the tokens that it covers).  Behind it lie the inputs
-of the newest tokens, in a ring of ``ring`` places, so that a state need not be stored after each token: a step that
-finds the state some tokens behind its own first token computes these tokens again from the ring::
+A state covers the first ``valid`` tokens of its sequence.  The inputs of the newest tokens lie in a ring of ``ring``
+places, so that a state need not be stored after each token.  A step may find a state that ends some tokens before the
+step's own first token.  It then computes these tokens again from the ring::
 
     ring     x4  x5  x6  x7  x8 ...           inputs of the newest tokens, of position p at place p % ring
     state    after token 5 (valid = 6)        the next step begins at 8: it folds x6 and x7 into the state first
 
-Drafts are such tokens: their inputs go to the ring and the state stays before them, because the drafts may be rejected.
-The next step begins behind the accepted ones, and folds these and no others.  Nobody has to name the accepted ones.
+Drafts are such tokens.  Their inputs go to the ring, and the state stays before them, because the drafts may be
+rejected.  The next step begins behind the accepted drafts and folds only these, so they need not be listed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-COPIES = 2  # of a row's state that may be asked for at a time
-UNUSABLE = -1  # in ``StepStates.behind``: the state is not one of this row before this position
+COPIES = 2  # copies of a row's state that may be requested at a time
+# in ``StepStates.behind``: the state does not belong to this row before this position
+UNUSABLE = -1
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ SMALL = 1 << 23  # elements of a weight up to which more rows are faster here, w
 SLOTS = 132  # multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
-MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # ... so many rows, by mode
+MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # numbers of rows that count as many, by mode
 
 
 @triton.jit

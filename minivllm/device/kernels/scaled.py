@@ -283,7 +283,7 @@ class ScaledProduct:
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
         n, k = weight.shape
-        self.wide = Quantized(weight, scale)  # for x of 16 bits or more
+        self.wide = Quantized(weight, scale)  # the product for x of 16 bits or more
         self.even = k % 16 == 0  # the copy engine supports no other rows
         self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 

@@ -23,7 +23,7 @@ class AttentionLayer(Module):
     def __init__(self, name: str, layer: AttnLayer, backend: AttentionBackend, device: str, shard: Shard) -> None:
         super().__init__(name)
         self.layer, self.backend, self.shard = layer, backend, shard
-        self.pre: QKPre | None = None  # of the last call
+        self.pre: QKPre | None = None  # the operations before attention in the last call
         if layer.spec.sinks:
             layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
         if layer.spec.alibi is not None:

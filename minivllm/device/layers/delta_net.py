@@ -30,7 +30,7 @@ from .fused import Normed, NormedLinear, joined
 from .module import Module, check_shape, fill
 from .state_layer import StateLayer, states_of
 
-EPS = 1e-6  # of the norm of queries and keys
+EPS = 1e-6  # added to the squared norm of queries and keys
 
 
 class DeltaNet(Module):
@@ -218,7 +218,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _FoldedTokens:
-    """The tokens of a step, each row's behind those that are folded into its state first: E tokens in all."""
+    """The tokens of a step, E in all.  Each row's tokens follow the tokens that are folded into its state first."""
 
     def __init__(self, x: Tensor, ab: Tensor, memory: dict[str, Tensor], step: StepStates) -> None:
         self.step = step

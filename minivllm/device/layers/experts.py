@@ -42,7 +42,7 @@ def route(
     for chosen experts."""
     scores = logits.float()
     if router.score == SIGMOID:
-        # not ``torch.sigmoid``, whose rounding depends on the position of an element
+        # not ``torch.sigmoid``, because its rounding depends on the position of an element
         scores = scores.neg().exp_().add_(1.0).reciprocal_()
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
@@ -65,7 +65,10 @@ def route(
 
 
 def floor_of(router: Router) -> float:
-    """Return the number that is added to the sum of a token's weights; those of a softmax are never all 0."""
+    """Return the number that is added to the sum of a token's weights.
+
+    It is 0 for a softmax, whose weights are never all 0.
+    """
     if router.floor is not None:
         return router.floor
     return 1e-20 if router.score == SIGMOID else 0.0

@@ -80,7 +80,7 @@ class _Pair:
     Without such a kernel for the weight, or if the layer sums over processes, the layers run separately."""
 
     mode = 0
-    activation = "silu"  # of the gate, if ``mode`` has one
+    activation = "silu"  # the activation of the gate, if ``mode`` has one
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and not linear.reduce

@@ -53,7 +53,7 @@ class Dense(WeightScheme):
         self.info, self.fuse, self.invariant = info, fuse, invariant
         self.row: Any = None  # the kernel for a product of one row
         self.fixed: Any = None  # the product whose bits do not depend on the number of rows, if ``invariant``
-        self.native: StoredProduct | None = None  # on a CPU, where it is faster than torch's product
+        self.native: StoredProduct | None = None  # the native product of a CPU, if it is faster than torch's product
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -86,7 +86,10 @@ class Dense(WeightScheme):
             self.row = Product(self.weight, None)
 
     def find_native(self) -> StoredProduct | None:
-        """Return the native product of a CPU if it is faster than torch's.  Its bits are those of ``invariant`` too."""
+        """Return the native product of a CPU if it is faster than torch's.
+
+        Its result has the bits that ``invariant`` requires too.
+        """
         outputs, inputs = self.weight.shape
         return stored_product(StoredWeight(self.weight), outputs, inputs, self.weight.dtype)
 

@@ -82,7 +82,7 @@ class ModuleParts:
         self.states: list[StateLayer] = []  # layers with a recurrent state
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
-        self.free_rows = 0  # of the rotary tables, behind those of positions; parts of images use them
+        self.free_rows = 0  # rows of the rotary tables behind the rows of positions; parts of images use them
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:
@@ -422,5 +422,5 @@ class ModuleParts:
         return self._tables[key]
 
     def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the cos and sin of all rotary tables, with ``free_rows`` rows of zeros behind those of positions."""
+        """Return the cos and sin of all rotary tables.  ``free_rows`` rows of zeros follow the rows of positions."""
         return list(self._tables.values())

@@ -66,7 +66,7 @@ def stored_product(stored: StoredWeight, outputs: int, inputs: int, dtype: torch
 
 
 def whole(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors but those that are None are contiguous and in CPU memory."""
+    """Return whether all tensors are contiguous and in CPU memory; None is passed over."""
     return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
 
 

@@ -22,7 +22,7 @@ from minivllm.errors import RequestError, brief, shown
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # patterns of a folder, and characters of one of them
-MOST_REPEATS = 3  # of * and + in a pattern
+MOST_REPEATS = 3  # the most repetitions (* and +) in a pattern
 READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "init_lora_weights"}
 # fields that do not change the result of the weights in the file
 HARMLESS = {
@@ -50,7 +50,7 @@ class AdapterSettings:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # by a pattern of module names
+    ranks: Mapping[str, int]  # pattern of module names -> rank
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
@@ -72,7 +72,10 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def check_adapter(folder: str, max_rank: int) -> AdapterFiles:
-    """Check the folder of an adapter without reading its weights.  RequestError says what is wrong."""
+    """Check the folder of an adapter without reading its weights.
+
+    Raise a RequestError for an adapter that cannot run.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise _refusal(path, "no such folder; expected one with adapter_config.json and adapter_model.safetensors")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-# other tensors of an adapter -> what they belong to
+# other tensors of an adapter -> the feature that they belong to
 OTHERS = {
     "lora_embedding_": "trained embeddings",
     "lora_magnitude_vector": "use_dora=true",

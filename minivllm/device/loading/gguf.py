@@ -46,7 +46,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27B, which scale q by the width of their heads
 # fields of the rotary embedding of Llama 3.1 and later, which a file stores only as the resulting factors
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, where a file has none
+# values of Gemma 2 for files without them
+SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # fields of rotary embeddings that must have these values if they are present, because others change the result
 FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
     "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),

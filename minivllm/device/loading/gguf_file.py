@@ -32,7 +32,7 @@ MOST_STRINGS = 1 << 22
 MOST_TEXT = 1 << 28  # bytes of all strings of a file
 MOST_DIMS = 4
 LISTED = 1 << 12  # numbers of an array that becomes a list; longer arrays stay in the mapped file
-ALIGNMENT = 32  # of tensors, where the file has no general.alignment
+ALIGNMENT = 32  # alignment of tensors if the file has no general.alignment
 # tokens that end an answer by their spelling, as llama.cpp finds them, since many files name only one id
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
@@ -239,7 +239,7 @@ class _Header:
         self, table: list[tuple[str, tuple[int, ...], int, int]], start: int, sizes: Mapping[int, tuple[str, int, int]]
     ) -> dict[str, GgufTensor]:
         found: dict[str, GgufTensor] = {}
-        end = 0  # of the tensor before: tensors share no bytes, so all of them together are at most the file
+        end = 0  # end of the tensor before; tensors share no bytes, so all of them together are at most the file
         for name, shape, number, offset in sorted(table, key=lambda entry: entry[3]):
             if name in found:
                 raise Broken(f"tensor {shown(name)} is there twice")

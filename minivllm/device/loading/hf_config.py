@@ -26,7 +26,7 @@ IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft", "pocket-mtp": "mtp"}  
 RENAMED = {"MPTForCausalLM": "MptForCausalLM"}
 # model types that have another name for max_position_embeddings
 CONTEXT_KEYS = {"mpt": ("max_seq_len",), "bloom": ("seq_length",)}
-BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ, AutoAWQ -> their methods
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # file of AutoGPTQ or AutoAWQ -> its method
 MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -93,7 +93,7 @@ class Checkpoint:
 
         known = self.model_type in CONFIG_MAPPING
         kind = CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig  # ``get`` does not import the class
-        try:  # of a copy, which some classes write to
+        try:  # on a copy, because some classes write to it
             return kind.from_dict(copy.deepcopy(dict(self.raw))).get_text_config()
         except Exception as exc:  # transformers checks fields with errors of many types
             raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc

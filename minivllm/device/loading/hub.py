@@ -23,7 +23,8 @@ from minivllm.errors import ConfigError, ModelError, brief, shown
 
 from . import NewFields
 
-CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
+# files of the configuration and the tokenizer; no code and no pickle
+CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")
 PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
 WEIGHTS = "*.safetensors"
 POOLING = "1_Pooling"  # folder of sentence-transformers that is read for embeddings

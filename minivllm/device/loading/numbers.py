@@ -72,7 +72,7 @@ class Dtype:
         return f"one of {', '.join(DTYPES)}, or null"
 
 
-# Of the numbers that the engine and its architectures read.
+# The numbers that the engine and its architectures read.
 LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "vocab_size": Whole(1, 1 << 24),
     "hidden_size": Whole(1, 1 << 18),

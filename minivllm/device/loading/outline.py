@@ -48,7 +48,7 @@ class Component:
     # forms of the weights, or dtypes of unquantized weights, with their numbers
     forms: Counter[str] = field(default_factory=Counter)
     quantized: bool = False
-    served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of each form, where there are several
+    served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the names for each form, if there are several
 
 
 def outline(
@@ -103,7 +103,7 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
-            rule = getattr(scheme, "rule", "")  # of a quantizer that gives modules different things
+            rule = getattr(scheme, "rule", "")  # only quantizers that treat modules differently have a rule
             one.quantized, form = True, _form(module.tensors) + (f", as {rule}" if rule else "")
             one.served[form] = scheme.served(device, sm)
             one.forms[f"{form}, beside the embedding's own" if isinstance(module, TiedLMHead) else form] += 1

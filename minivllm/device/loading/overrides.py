@@ -37,7 +37,8 @@ UNREAD = {  # keys that nothing reads, and why
     "label2id": "of classifiers", "is_encoder_decoder": "only decoders are served",
     "chunk_size_feed_forward": "it saves memory only",
 }  # fmt: skip
-OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}  # of a class with ``rope_parameters``
+# fields of a class with ``rope_parameters``
+OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}
 CHECKED = {"is_causal", "per_layer_config", "use_bidirectional_attention", "use_mrope"}  # by ``device.layers.fields``
 
 

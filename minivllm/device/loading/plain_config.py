@@ -14,7 +14,7 @@ from . import Fields
 
 WHOLE, REAL, FLAG, WORD, NULL, MANY = int, (int, float), bool, str, type(None), list
 Kinds = tuple[type, ...]
-THETA = 10_000.0  # of the rotary embedding, where a file has none
+THETA = 10_000.0  # base of the rotary embedding if a file has none
 
 
 def _kinds(*kinds: Any) -> Kinds:

@@ -42,7 +42,7 @@ KEYS = (
     ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
     ("num_key_value_heads", "head_dim"), ("head_dim",), ("num_attention_heads",), ("num_key_value_heads",),
 )  # fmt: skip
-LEAST_BYTES = 1 / 8  # of a quantized weight: no format takes less than a bit
+LEAST_BYTES = 1 / 8  # the least bytes of a quantized weight: no format takes less than a bit
 
 
 class _Plain:
@@ -206,7 +206,7 @@ def _said(cfg: Any, size: int) -> list[str]:
 def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """Raise ModelError if config.json has another number of layers than the checkpoint."""
     asked = getattr(cfg, "num_hidden_layers", None)
-    # where layers differ each has rules of its own
+    # if layers differ, each has rules of its own
     sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
     patterns = [re.compile(rule_pattern(s).pattern + r"\..+") for s in sorted(sources) if "{i}" in s]
     spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]

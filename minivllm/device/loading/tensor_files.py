@@ -26,7 +26,7 @@ class Header:
     path: Path
     shape: tuple[int, ...]
     name: str
-    dtype: str  # as the format calls it: "F16", "I32"
+    dtype: str  # in the spelling of the format: "F16", "I32"
 
 
 def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[str, Tensor]]:

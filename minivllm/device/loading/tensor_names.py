@@ -40,7 +40,7 @@ OTHER = re.compile(
 # replacements of "layers" in names of Qianfan-OCR and Kimi-K2.5, which transformers 5.24 applies to names meant for
 # their encoders
 SPELLINGS = (("encoder.layers.", "layers."), ("blocks.", "layers."))
-OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # of names that are the text model's alone
+OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # a prefix of names that only the text model has
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")

@@ -16,7 +16,8 @@ from minivllm.errors import ModelError, shown
 from . import Fields
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-ENCODERS = ("vision_config", "audio_config")  # flat files of Qwen2-VL have the text model's fields beside one of them
+# flat files of Qwen2-VL have the text model's fields next to one of these keys
+ENCODERS = ("vision_config", "audio_config")
 MROPE = ("mrope_section", "mrope_interleaved", "interleaved")  # equal positions on all axes: ordinary rotary embedding
 MARK = "text_of"  # attribute of a configuration with the checkpoint that its model is a part of
 PREFIX_LM = (

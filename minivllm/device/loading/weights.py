@@ -37,7 +37,7 @@ DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
 WORDS = (".qweight", ".weight_packed")  # ends of the names of packed weights
-ROWS_AT_ONCE = 4096  # of two matrices that are compared
+ROWS_AT_ONCE = 4096  # rows that are compared at once of two matrices
 log = logging.getLogger("minivllm")
 
 
@@ -51,7 +51,7 @@ class Target:
     param: str
     # full shape, before tensor-parallel slicing; None means that the weight scheme checks it
     shape: tuple[int, ...] | None
-    rows: tuple[int, ...] = ()  # of each part, where there are several
+    rows: tuple[int, ...] = ()  # rows of each part, if there are several
     pairs: tuple[int, int] | None = None  # see ``Rule``
     transposed: bool = False  # whether the checkpoint has [in, out]; ``shape`` is that of the checkpoint
     interleaved: bool = False  # likewise

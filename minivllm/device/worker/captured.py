@@ -38,9 +38,9 @@ class Asked(NamedTuple):
     """The operations that the SAMPLE part of a step needs.  Each different value has a capture of its own."""
 
     variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses the processor
-    wants_min: bool  # at least one row has ``min_tokens``
+    wants_min: bool  # whether at least one row has ``min_tokens``
     topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
-    late: bool  # at least one row has a mask
+    late: bool  # whether at least one row has a mask
 
 
 class Drawn(NamedTuple):

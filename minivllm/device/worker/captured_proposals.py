@@ -1,7 +1,7 @@
 """Captured calls of ``Drafter.propose``: all passes of a drafter's model, and the draws of its drafts, are one replay.
 
     known tokens     t0 ... t5 t6 t7          the last W tokens (or pairs of a head) of each row are computed in the
-    first pass             t5 t6 t7 ─► d0     first pass, because a step accepts at most W tokens; those that the
+    first pass             t5 t6 t7 ─► d0     first pass, because a step accepts at most W tokens; tokens that the
     later passes                 d0 ─► d1     model has computed before get the same keys and values again
 
 Lengths are read on the device, so nothing depends on the number of tokens that the last step accepted.  Rows whose
@@ -108,7 +108,8 @@ class CapturedProposals:
     steps: DraftedSteps
     own: OwnModel | None
     made: dict[ProposalKey, Captured | None] = field(default_factory=dict)
-    slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)  # by B, on the host and on the device
+    # B -> lengths on the host and on the device
+    slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)
 
     def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> Tensor | None:
         """Write ``k`` drafts of each row to the history, and return the number of usable drafts i32 [N].

@@ -154,8 +154,11 @@ class Compactor:
         return order[..., : row.kept].sort(dim=-1).values
 
     def note(self, delta: Delta) -> None:
-        """Store the seeds of new rows on the host, because reading them from the device would wait for it.  Copy the
-        queries of rows that fork, and then forget those of rows that left, which may be parents of forks."""
+        """Store the seeds of new rows on the host, because reading them from the device would wait for it.
+
+        Copy the queries of rows that fork, and forget the queries of rows that left only afterwards: they may be
+        parents of forks.
+        """
         join = delta.join
         if join is not None:
             self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))

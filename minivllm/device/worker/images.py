@@ -82,7 +82,7 @@ class ImageState:
         self.failed: dict[int, str] = {}  # number of an image -> why it has no features
         self.spans: list[tuple[Span, ...]] = [()] * slots
         self.upto = np.zeros(slots, np.int64)  # end of the last image, 0 = none
-        self.offset = np.zeros(slots, np.int64)  # of the positions behind the images
+        self.offset = np.zeros(slots, np.int64)  # difference between positions and tokens behind the images
         self.axes: Tensor | None = None
         if facts.sections:
             self.axes = axis_of_frequency(facts).to(state.device)

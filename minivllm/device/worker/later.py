@@ -59,9 +59,10 @@ class LaterCaptures:
         self.jobs: dict[Shape, Sequence[Future[None]]] = {}
 
     def divide(self, decodes: Sequence[GraphKey], draws: Sequence[Drawn]) -> tuple[list[Shape], list[Shape]]:
-        """Return the decode steps and draws that are captured at the start, and those of later.
+        """Divide the decode steps and draws into the ones that are captured at the start, and the later ones.
 
-        Draws of the start are those of its decode steps, and of mixed steps of the fewest and the most rows."""
+        The draws of the start belong to its decode steps, and to mixed steps of the fewest and the most rows.
+        """
         graphs = self.graphs
         every: list[Shape] = [*decodes, *draws]
         if not self.gradual:
@@ -73,7 +74,7 @@ class LaterCaptures:
         return now, [one for one in every if one not in early]
 
     def divide_mixed(self, shapes: Iterable[GraphKey]) -> tuple[list[GraphKey], list[GraphKey]]:
-        """Return the mixed steps that are captured at the start, and those of later."""
+        """Divide the mixed steps into the ones that are captured at the start, and the later ones."""
         keys = list(shapes)
         if not self.gradual:
             return keys, []

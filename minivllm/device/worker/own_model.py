@@ -122,7 +122,7 @@ class OwnModel(DraftModel):
         return known
 
     def catch_up(self, slots: np.ndarray, known: np.ndarray, k: int) -> None:
-        """Compute inputs until each row lacks at most ``most_pending`` of those of ``known`` i32 [N] tokens."""
+        """Compute inputs until each row lacks at most ``most_pending`` of its ``known`` i32 [N] tokens."""
         done, total = self._done(slots, known), self.total(known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(total - done > self.most_pending(k))).size:
@@ -159,7 +159,7 @@ class OwnModel(DraftModel):
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         states = self.second.states
-        read.states = None  # not those of the served model
+        read.states = None  # the states belong to the served model
         if states is not None:
             first = states.slots if copied else 0
             read.states = states.of_meta(read.meta, self.state.stopped, first=first)

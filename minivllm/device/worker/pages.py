@@ -51,7 +51,7 @@ class DevicePages:
         states: StateMemory | None,
         device: torch.device,
     ) -> None:
-        # with its number, because other threads have another current device
+        # with the device's number, because the current device of other threads differs
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.groups = [[layer[name] for layer in group for name in sorted(layer)] for group in caches]
         if states is not None:

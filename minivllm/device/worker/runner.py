@@ -91,7 +91,7 @@ class Runner:
         self.processed = wiring.logprobs_mode == "processed_logprobs"
         self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
-        # by "drafter", or the name of the processor
+        # by "drafter" or by the name of the processor
         self.states_read = w.target_states  # hidden states that a drafter reads; None without one
         self.own_models: dict[str, OwnModel] = {}
         for name, model in w.own_models.items():

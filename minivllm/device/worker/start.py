@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
-FIRST, ALL = "first", "all"  # captures whose kernels are compiled: those of the start, or all
+FIRST, ALL = "first", "all"  # which captures have compiled kernels: the captures of the start, or all
 
 
 class StartTimes:

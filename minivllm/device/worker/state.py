@@ -140,7 +140,7 @@ class DeviceState:
         # if no row is compressed
         self.dropped = make(groups, slots) if compresses else None
         self.dropped_host = np.zeros((groups, slots), np.int64)
-        self.wants_min = np.zeros(slots, bool)  # on the host: slots with ``min_tokens``
+        self.wants_min = np.zeros(slots, bool)  # on the host: whether a slot has ``min_tokens``
         self.processors: list[ProcessorState] = []
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
         # sequence -> the kept columns of each processor at its last preemption, until the sequence ends

@@ -97,7 +97,7 @@ def finish(bill: Entries, results: Mapping[str, Any] | None, requests: Any = Non
     done = {**bill, "results": results}
     if requests is not None:
         done["requests"] = requests
-    done = json.loads(json.dumps(done, default=_plain))  # as it will be read from the file
+    done = json.loads(json.dumps(done, default=_plain))  # in the form in which the file will be read
     done["fingerprint"] = fingerprint(done)
     return done
 

@@ -17,7 +17,7 @@ from .machine import SECRET
 ENVIRON, GETENV = "environ", "getenv"
 READS = ("get", "pop", "setdefault")
 SHOWN = 60  # characters of a value
-COMPUTED = "?"  # stands for a name that the text computes
+COMPUTED = "?"  # stands for a name that the code computes
 
 
 def values(texts: Mapping[str, str]) -> dict[str, Entries]:

@@ -75,7 +75,7 @@ class _Walk:
         self.found: dict[str, tuple[str, float]] = {}
         self.texts: dict[str, str] = {}
         self.missing: list[str] = []
-        self._seen: dict[int, Any] = {}  # by id; keeping the objects keeps the ids unique
+        self._seen: dict[int, Any] = {}  # by id; the objects are kept so that ids stay unique
 
     def _new(self, thing: Any) -> bool:
         """Return whether an object is seen for the first time."""
@@ -216,7 +216,7 @@ class _Walk:
 
 
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the functions of a class, those of properties and the functions that decorators wrap too."""
+    """Yield the functions of a class, with the functions of its properties and the functions that decorators wrap."""
     for value in vars(cls).values():
         held: tuple[Any, ...] = (value,)
         if isinstance(value, property):

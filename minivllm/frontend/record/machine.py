@@ -15,7 +15,7 @@ from typing import Any
 from . import Entries
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-VARIABLES = re.compile(  # without MINIVLLM__..., which is part of the configuration
+VARIABLES = re.compile(  # without MINIVLLM__..., because these are part of the configuration
     r"(MINIVLLM_(?!_)|OMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|TORCH_|TRITON_)\w*|"
     r"CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|MODULE_LOADING)|PYTHONHASHSEED"
 )
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["torch"] = str(torch.__version__)  # with the build, as +cpu or +cu126
+    found["torch"] = str(torch.__version__)  # with the build, for example +cpu or +cu126
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

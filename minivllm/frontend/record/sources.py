@@ -42,8 +42,9 @@ class Source:
     """The hash of a source.
 
     ``files`` maps names of modules or files to the start of their SHA-256.  ``hash`` covers all of them, "" if there is
-    no source.  ``missing`` is the reason for that, or what a hash does not cover.  ``newest`` is the Unix time of the
-    last change of a file.  ``texts`` has the lines of classes that a program passed."""
+    no source.  ``missing`` is the reason for an empty hash, or names the parts that the hash does not cover.
+    ``newest`` is the Unix time of the last change of a file.  ``texts`` has the lines of classes that a program passed.
+    """
 
     hash: str
     files: Mapping[str, str] = field(default_factory=dict)
@@ -168,9 +169,10 @@ def bases(module: str, data: bytes) -> Iterator[str]:
 
 
 def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] | None = None) -> Iterator[str]:
-    """Yield the modules through which ``module`` imports a class: those that re-export it, and the one that defines it.
+    """Yield the modules through which ``module`` imports a class: modules that re-export it, and the defining module.
 
-    ``name`` is the dotted name of the class in ``module``.  ``seen`` has the ``module:name`` that were followed."""
+    ``name`` is the dotted name of the class in ``module``.  ``seen`` has the ``module:name`` that were followed.
+    """
     seen = set() if seen is None else seen
     if f"{module}:{name}" in seen:
         return

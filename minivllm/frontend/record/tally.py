@@ -44,7 +44,7 @@ class ResultTally:
         self.ends: Counter[str] = Counter()
         self.first_error: str | None = None
         self._digests: list[str | None] = []
-        self._joules: list[float | None] = []  # by request, if an energy counter is read
+        self._joules: list[float | None] = []  # by request; empty unless an energy counter is read
         self._prompts = self._sampling = self._outputs = 0
         self._routed = self._routes = 0  # sequences whose routes were read, and the sum of the hashes of their routes
         self._route_counts: np.ndarray | None = None  # tokens of these sequences that used each expert

@@ -139,7 +139,7 @@ class _Reads:
     def __init__(self, scope: set[str]) -> None:
         self.scope = scope
         self.found: dict[str, Entries] = {}
-        self._seen: dict[int, Any] = {}  # by id; keeping the objects keeps the ids unique
+        self._seen: dict[int, Any] = {}  # by id; the objects are kept so that ids stay unique
         self._changed: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}  # name of a value -> module, name in it
         self._folders = sorted({folder for name in scope if (folder := _folder(name))}, key=len, reverse=True)
@@ -163,7 +163,7 @@ class _Reads:
 
     def add_function(self, function: types.FunctionType) -> None:
         """Add the globals, closure values and defaults that a function reads."""
-        module = function.__globals__.get("__name__", "")  # for a wrapper this is the module of the decorator
+        module = function.__globals__.get("__name__", "")  # the module of the decorator, if the function is a wrapper
         if not self._new(function) or module not in self.scope:
             return
         if not getattr(sys.modules.get(module), "__file__", None):

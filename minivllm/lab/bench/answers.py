@@ -87,7 +87,7 @@ def figures(answers: Sequence[TimedAnswer], duration: float, targets: Mapping[st
     found |= spread("itl", [gap for one in good for gap in one.itls])
     found |= spread("e2el", [one.latency for one in good])
     by_start = sorted((one.start, one.latency) for one in good)
-    early = by_start[: max(1, len(good) // 4)]  # before a queue can be long
+    early = by_start[: max(1, len(good) // 4)]  # answers at the beginning of the run, when no queue can be long yet
     found["early_e2el_ms"] = percentile([1e3 * latency for _, latency in early], 50)
     found["last_arrival"] = max((one.start - one.late for one in answers), default=0.0)
     found["p99_late_ms"] = percentile([1e3 * one.late for one in answers], 99)

@@ -1,7 +1,7 @@
 """The textbook comparison of ways to form batches, on the engine itself.
 
     static            a batch starts when n requests have arrived, and ends with its longest answer
-    size-or-timeout   likewise, or when its oldest request has waited long enough      (Clipper, NSDI 2017; Triton)
+    size-or-timeout   the same, or when its oldest request has waited long enough      (Clipper, NSDI 2017; Triton)
     continuous        a request joins the batch in the next step, and leaves at its end       (Orca, OSDI 2022)
     adaptive          continuous, with a learned wait before new requests join
 

@@ -12,7 +12,8 @@ from functools import partial
 from html import escape
 from typing import Any
 
-WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8  # of a chart, of the names beside bars, of a bar, above the first bar
+# widths of a chart and of the names beside bars, height of a bar, space above the first bar
+WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
 LONGEST = 30  # characters of a name beside a bar
 LOW = 220  # y of the x axis of a chart with lines
 FEW = 16  # a joined line with fewer points shows each of them

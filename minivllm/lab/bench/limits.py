@@ -15,7 +15,7 @@ class EngineLimits:
     """The limits of an engine."""
 
     vocab: int
-    tokens: int  # of the longest request, prompt and answer, by ``max_model_len`` and the KV cache
+    tokens: int  # tokens of the longest request, prompt and answer, that ``max_model_len`` and the KV cache allow
     rows: int
     step: int  # tokens
     block: int  # tokens of a block of the KV cache

@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError, MinivllmError, shown
 
 from . import Row
 
-MAX_TOKENS = 256  # of an answer if the task does not limit it
+MAX_TOKENS = 256  # the most tokens of an answer if the task does not limit it
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

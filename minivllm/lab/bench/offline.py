@@ -61,7 +61,7 @@ def throughput(
 ) -> Result:
     """Measure one run and return its results, with the names of ``vllm bench throughput`` and the answers' token ids.
 
-    The prefix cache is emptied first.  ``by`` runs the requests; its arguments and result are those of ``generate``.
+    The prefix cache is emptied first.  ``by`` runs the requests, and has the arguments and the result of ``generate``.
     """
     llm.reset_prefix_cache()
     before = llm.stats()

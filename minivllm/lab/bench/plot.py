@@ -22,7 +22,7 @@ COLOURS = (
     "#8a4fa3",
     "#b0851f",
     "#c2417c",
-)  # those of the HTML page in its light theme
+)  # the colors of the HTML page in its light theme
 WIDE, HIGH = 6.4, 3.2  # size of a chart with lines, in inches
 ROW, SPAN = 0.26, 0.11  # height of a bar, and of a request in a timeline, in inches
 DPI = 160
@@ -120,7 +120,7 @@ def _bars(axes: Any, chart: BarChart) -> None:
         axes.axvline(chart.mark, color="grey", linestyle="--", linewidth=1)
     axes.set_yticks(list(places), names)
     least, most = span_of(rows, chart.mark)
-    room = 0.04 * (most - least)  # for the caps of whiskers
+    room = 0.04 * (most - least)  # the space for the caps of whiskers
     if least < 0:
         axes.set_xlim(least - room, most + room)
         axes.axvline(0, color="grey", linewidth=0.8)

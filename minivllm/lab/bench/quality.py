@@ -25,7 +25,7 @@ from . import Result, Row
 
 RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
 PIECE = 64  # tokens of a piece of text; a piece is scored without the text before it
-STORIES = 40  # in the default text
+STORIES = 40  # stories in the default text
 
 
 @dataclass(frozen=True)

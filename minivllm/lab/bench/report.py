@@ -471,7 +471,7 @@ def _batching(found: Row) -> list[Block]:
 
 
 def _about(name: str, found: Row) -> str:
-    """Return what was measured, when, and on which machine, as text."""
+    """Return the measured quantity, the time and the machine of a result as text."""
     bill = found.get("bill_of_materials")
     if not bill:
         several = found.get("bills_of_materials") or {}

@@ -42,7 +42,7 @@ class Store:
             raise ConfigError(f"--results {folder}: {exc.strerror}; expected a folder that can be written to") from None
 
     def of(self, key: str) -> Result:
-        """Return what is stored for a configuration with the digest ``key``.
+        """Return the stored results of the configuration with the digest ``key``.
 
         ``runs`` are by seed (as text, for JSON), ``quality`` by the digest of its reference configuration.
         """

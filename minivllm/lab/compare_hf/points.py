@@ -19,11 +19,11 @@ DERIVED = (
     K_NORM,
     Q_ROPE,
     K_ROPE,
-)  # not tap points; computed from q and k with the weights of the engine's model
+)  # these are no tap points; they are computed from q and k with the weights of the engine's model
 NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without this norm has equal values at both points
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
-# what can be wrong if a point is the first that differs: the operations since the points before it
+# point that is the first to differ -> the operations since the points before it, one of which is wrong
 DESCRIPTIONS = {
     EMBEDDING: "the embedding: its table, scale or learned positions",
     INPUT: "the input of the layer",

@@ -43,8 +43,8 @@ LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these name
 # beside the layers
 FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f", "embedding_norm")
 SELF_ATTENTION = ("self_attn", "self_attention", "attention", "attn.attention", "attn")
-RECURRENT = ("linear_attn", "conv")  # in place of attention
-FUSED = ("qkv_proj", "c_attn", "Wqkv")  # the rows of q, then those of k, then those of v
+RECURRENT = ("linear_attn", "conv")  # layers with a recurrent state have these modules in place of attention
+FUSED = ("qkv_proj", "c_attn", "Wqkv")  # their rows are q, then k, then v
 GROUPED = "query_key_value"  # per head of k and v: the rows of its q heads, then its rows of k and of v
 # (module whose output is compared, sibling that must exist or ""); the first existing module of a layer is used
 # the outputs of Bloom's attention and MLP, and of MPT's MLP, contain the residual

@@ -18,7 +18,7 @@ from .grid import Grid
 
 TRIES = 20
 ROWS = 512  # rows of a weight, evenly spaced, that scales are chosen by
-LEAST = 1e-4  # of the average: smaller means of inputs count as this
+LEAST = 1e-4  # smaller means of inputs count as this share of the average
 
 
 def output_error(error: Tensor, moments: Tensor) -> float:

@@ -21,7 +21,7 @@ from .layers import Inputs, LayerWeights
 BEFORE = {"o_proj": "v_proj", "out_proj": "v_proj", "dense": "v_proj", "down_proj": "up_proj", "w2": "w3"}
 # allowed relative change of a layer's contribution and of a module's output, since norms are rounded to their dtype
 APART: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
-OFFSETS = (0.0, 1.0)  # of norms: a norm multiplies by its weight, or by 1 + weight
+OFFSETS = (0.0, 1.0)  # a norm multiplies by its weight plus this offset
 
 
 class Fold(NamedTuple):

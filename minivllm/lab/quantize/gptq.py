@@ -36,8 +36,9 @@ def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: str
         w = w[:, order]
         moments = moments[order][:, order]
     factor = inverse_factor(moments, damping)
-    importance = factor.diagonal().square().reciprocal()  # of an error that later columns compensate
-    group_of = torch.arange(k, device=w.device) // size  # of columns in the order of rounding
+    # the weight of an error, after the compensation by later columns
+    importance = factor.diagonal().square().reciprocal()
+    group_of = torch.arange(k, device=w.device) // size  # the group of each column, in the order of rounding
     back = torch.argsort(order)
     if act_order == "static":
         group_of = group_of[order]

@@ -35,7 +35,7 @@ class Inputs:
     made_by: str = ""  # the module whose output the tensor is, "" if no module's
 
 
-# positional and keyword arguments of a layer beside its hidden states
+# the positional and keyword arguments of a layer except its hidden states
 Call = tuple[list[Any], dict[str, Any]]
 
 
@@ -55,7 +55,7 @@ class LayerModel:
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         self.dtype = dtype
-        self.keeps = torch.device("cpu")  # where the samples' hidden states are stored
+        self.keeps = torch.device("cpu")  # where the hidden states of the samples are stored
         self.headers: Mapping[str, Header] = checkpoint_headers(checkpoint.folder)
         self.model = _without_weights(checkpoint, dtype)
         self.prefix, self.layers = _find_layers(self.model)
@@ -242,8 +242,8 @@ class _Watcher:
     """Adds up statistics of the tensors that modules read, from forward hooks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Inputs] = {}  # by module; modules with a common input share the object
-        # of the current sample; the lists keep the tensors alive, so that each is a different object
+        self.found: dict[str, Inputs] = {}  # module -> its inputs; modules with a common input share the object
+        # the tensors of the current sample; keeping them alive makes each a different object
         self.read: list[tuple[Tensor, str]] = []  # tensors and the first module that read them
         self.written: list[tuple[Tensor, str]] = []  # tensors and the module that wrote them
 

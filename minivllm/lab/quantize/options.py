@@ -13,7 +13,7 @@ METHODS = ("rtn", "gptq", "awq")
 BITS = (4, 8)
 FORMATS = ("gptq", "gptq_v2", "compressed-tensors")
 # orders in which GPTQ rounds the inputs: as they are; the largest second moment first, with groups of adjacent inputs;
-# likewise, with groups of inputs that are adjacent in this order
+# the largest second moment first, with groups of inputs that are adjacent in this order
 ORDERS = ("no", "static", "groups")
 LEAST_GROUP = 8
 LEAST_LENGTH = 8  # tokens of a sample
@@ -31,8 +31,8 @@ class QuantizeOptions:
     format: str = "gptq"
     symmetric: bool = True
     act_order: str = ORDERS[0]  # for GPTQ only
-    damping: float = DAMPING  # for GPTQ only: a share of the mean second moment
-    samples: int | None = None  # for methods that read a text; None means SAMPLES
+    damping: float = DAMPING  # only GPTQ reads it: a share of the mean second moment
+    samples: int | None = None  # only methods that read a text use it; None means SAMPLES
     length: int | None = None  # tokens of a sample; None means LENGTH
     skip: tuple[str, ...] = ()  # regular expressions; modules whose names begin with a match are not quantized
 

@@ -56,7 +56,7 @@ class ServeSizes:
     depth: int = 0  # steps in flight besides the newest
     windows: tuple[int | None, ...] = (None,)  # attention window of each KV group, in tokens; None means no window
     checkpoints: int | None = None  # checkpoints of recurrent states; None for a model without such states
-    tpot_target_ms: float | str = "off"  # as in the configuration
+    tpot_target_ms: float | str = "off"  # the bound of the configuration with this name
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ServeRun:
     preemptions: int
     part_s: Mapping[str, float]  # host seconds by part of a turn
     seam_s: Mapping[str, float]  # host seconds by seam
-    seconds: float  # of the whole replay
+    seconds: float  # duration of the whole replay
     cpu_s: float  # CPU seconds of this process; other processes do not count
     refused: int
     figures: Mapping[str, float] = field(default_factory=dict)  # counters of plug-ins, by "evictor.NAME"

@@ -1,13 +1,12 @@
-"""Measure what steps of a configuration cost on this machine.
+"""Measure the time of steps of a configuration on this machine.
 
-prefill   prompts of many lengths, alone and several in a step
-decode    1, 2, 4 ... rows with short and long contexts
-mixed     short and long prompts in a step with any number of decoding rows, and decode steps right after them
-wake      prompts after pauses, during which caches become cold and threads sleep
-traffic   requests that arrive and end at random, as on a server, at several loads
-check     traffic and mixed with another seed, and so other lengths; the fit does not use these steps
+prefill   prompts of many lengths, alone and several in a step decode    1, 2, 4 ... rows with short and long contexts
+mixed     short and long prompts in a step with any number of decoding rows, and decode steps right after them wake
+prompts after pauses, during which caches become cold and threads sleep traffic   requests that arrive and end at
+random, as on a server, at several loads check     traffic and mixed with another seed, and so other lengths; the fit
+does not use these steps
 
-The time of a step is measured from turn to turn of the real engine, so it includes the host's work.
+The time of a step is measured from one turn of the real engine to the next, so it includes the host's work.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Calibrator:
         self._planned = 0
         self._carried = 0.0
         self._submit = engine.executor.submit
-        self._number = 0  # of the latest request
+        self._number = 0  # the number of the latest request
         self._ended = 0  # requests that ended in the current turn
         w = engine.wiring
         self.rows = w.max_num_seqs

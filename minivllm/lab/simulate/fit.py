@@ -77,7 +77,7 @@ class _Columns:
         self.tokens = column("tokens")
         self.before = column("before")
         self.prompts = prefill > 0
-        own = [self.rows, self.kv, column("pairs"), column("chunks")]  # in the order of PROMPT_SLOPES
+        own = [self.rows, self.kv, column("pairs"), column("chunks")]  # the columns in the order of PROMPT_SLOPES
         self.own = np.stack(own, 1)
         planned = column("planned")
         if np.array_equal(planned, prefill):
@@ -98,8 +98,8 @@ class _Design:
     limit: int
     parts: tuple[Sequence[Any], ...]
     matrix: Array
-    bends: Array  # of lines, from ``_bends``
-    error: float  # of the best costs
+    bends: Array  # the bends of lines, from ``_bends``
+    error: float  # the error of the best costs
 
 
 def _designs(columns: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]) -> list[_Design]:

@@ -17,7 +17,8 @@ from minivllm.errors import ConfigError, shown
 
 from .trace import Trace, build
 
-# of a prompt or an answer; a larger number would make a replay allocate as many token ids and a huge block table
+# the most tokens of a prompt or an answer; a larger number would make a replay allocate as many token ids and a huge
+# block table
 MOST_TOKENS = 1 << 22
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 BAILIAN_BLOCK = 16

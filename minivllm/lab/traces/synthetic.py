@@ -34,9 +34,9 @@ class Synthetic:
     rate: float = 2.0  # conversations a second
     burst: float = 4.0  # squared coefficient of variation of the gaps between conversations; 1 is a Poisson process
     turns: float = 3.0  # mean number of turns of a conversation (geometric distribution)
-    think: float = 60.0  # from a request's arrival to the next request of its conversation, median
+    think: float = 60.0  # median time from a request's arrival to the next request of its conversation
     think_spread: float = 1.0
-    known: float = 0.5  # share of the variance of the logarithm of this time that the client knows (``Trace.next_s``)
+    known: float = 0.5  # share of the variance of this time's logarithm that the client knows (``Trace.next_s``)
     single: float = 0.0  # share of conversations of one request, whose clients send no facts of sessions
     single_question: int = 2000  # median
     question: int = 200  # median
@@ -109,7 +109,8 @@ class _Generator:
         self.child_shares = weights / weights.sum()
         self.nodes: dict[tuple[int, ...], Run] = {}  # path -> run
         self.contents = 0
-        self.guesses = np.random.default_rng((s.seed, 1))  # so that ``known`` changes no request
+        # a generator of its own, so that ``known`` changes no request
+        self.guesses = np.random.default_rng((s.seed, 1))
         self.conversations = 0
         # (arrival, prompt tokens, output tokens, content number of the answer, runs of the prompt, number of the
         # conversation, expected seconds to its next request)

@@ -38,7 +38,7 @@ class Trace:
     first: np.ndarray  # i64 [n + 1]
     runs: np.ndarray  # i32 [total, 2] content number, tokens
     unit: int = 0
-    # Both columns are empty for a trace that does not tell sessions apart.
+    # Both columns are empty for a trace without sessions.
     session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # i32 [n] number, -1 for none
     # f64 [n] seconds to the next request of the session that a client expects
     next_s: np.ndarray = field(default_factory=lambda: np.empty(0))

@@ -1,10 +1,10 @@
-"""FlashAttention-2 (the package ``flash-attn``) over the paged cache: Ampere and later.
+"""FlashAttention-2 (the package ``flash-attn``) over the paged cache, for Ampere and later GPUs.
 
     rows that decode   flash_attn_with_kvcache    q [B, 1, heads, D], pages [B, n], the device's lengths; split-KV
     longer rows        flash_attn_varlen_func     q [T, heads, D], cumulative lengths of queries and of keys
 
-The library reads pages of a multiple of 256 tokens.  It zeroes what it loads behind the end of a row.
-Source: github.com/Dao-AILab/flash-attention, ``flash_attn/flash_attn_interface.py``; arXiv:2307.08691.
+The library reads pages of a multiple of 256 tokens.  It replaces the values that it loads behind the end of a row by
+zeros.  Source: github.com/Dao-AILab/flash-attention, ``flash_attn/flash_attn_interface.py``; arXiv:2307.08691.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .paged import Paged, dense_pages, ragged_pages, starts
 
 # bytes of scratch; 8 MiB are semaphores, and at most one program per multiprocessor shares a row
 DECODE_SPACE = 32 << 20
-PREFILL_SPACE = 128 << 20  # as the library recommends
+PREFILL_SPACE = 128 << 20  # the size that the library recommends
 PLANS = 3  # wrappers for one kind of layer, used in turn
 
 

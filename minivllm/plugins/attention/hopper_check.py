@@ -20,10 +20,10 @@ from minivllm.errors import describe_error
 from . import triton_prefill
 from .hopper_choice import LINES, VARIANTS, kernel_module
 
-# new tokens and all tokens of the rows: whole prompts, a part behind a prefix, and lengths beside multiples of a tile
+# new tokens and all tokens of the rows: whole prompts, prompts behind a prefix, and lengths near multiples of a tile
 NEW, ALL = (700, 129, 300, 33), (700, 129, 1500, 1065)
 FAR = 0.05  # largest accepted distance of a token's output, relative to its norm; rounding gives 0.004
-SPARE_TILES = 7  # at the end of the tables, as in a captured step
+SPARE_TILES = 7  # unused tiles at the end of the tables, as in a captured step
 
 
 # shapes for which both kernels agreed in this process

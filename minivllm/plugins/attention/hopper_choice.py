@@ -40,7 +40,7 @@ class Variant:
     stages: int  # tiles of keys, and tiles of values, in shared memory
 
 
-VARIANTS = {64: Variant(128, 2), 128: Variant(128, 2), 256: Variant(64, 2)}  # by the size of heads
+VARIANTS = {64: Variant(128, 2), 128: Variant(128, 2), 256: Variant(64, 2)}  # size of heads -> variant
 
 
 @lru_cache(maxsize=1)

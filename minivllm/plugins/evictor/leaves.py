@@ -49,8 +49,8 @@ class LeafBlock:
         self.children = 0  # cached children
         self.held = True
         self.stamp = 0  # unique number of the last release; deeper blocks of a call have smaller numbers
-        self.entry: float | None = None  # in a queue, while it is ripe
-        self.mark = 0  # for use by subclasses, as is ``worth``
+        self.entry: float | None = None  # its place in a queue, while it is ripe
+        self.mark = 0  # subclasses use it, and ``worth``
         self.worth = 0.0
 
 

@@ -84,7 +84,7 @@ class S3Fifo(Leaves):
                 if block is None or block.mark == MAIN:
                     return block
                 block.mark -= 1
-            block.age = self.arrivals  # to the end of the main queue
+            block.age = self.arrivals  # it goes to the end of the main queue
             self.arrivals += 1
             self.enqueue(block)
         return None

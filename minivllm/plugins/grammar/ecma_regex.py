@@ -25,7 +25,7 @@ LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
 ASCII_DIGITS: Ranges = ((48, 57),)
 ASCII_WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 ASCII_SPACE: Ranges = ((9, 13), (32, 32))
-# In a string of JSON: other control characters are spelled with ``\u``, if at all, see ``json_schema``.
+# The control characters of a string of JSON; other control characters are spelled with ``\\u``, see ``json_schema``.
 WRITABLE: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, 0x10FFFF))
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 SHORT_CODES: Ranges = ((8, 10), (12, 13), (34, 34), (92, 92))
@@ -125,7 +125,7 @@ class _Reader:
         parts: list[Node] = []
         while self._next() not in ("", "|", ")"):
             part = self._repeated(self._atom())
-            if part != EMPTY:  # flags, or an empty group: an anchor beside them is still at an edge
+            if part != EMPTY:  # flags or an empty group; an anchor beside them is still at an edge
                 parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -322,7 +322,7 @@ class _Reader:
                 found = self._fold(((low, high),), negated)
             else:
                 found = union(*(self._set_of(end, negated) for end in ends))
-                if len(ends) > 1:  # a hyphen with a class beside it is a character
+                if len(ends) > 1:  # a hyphen beside a class is a character
                     found = union(found, ((45, 45),))
             ranges = union(ranges, found)
         if negated:

@@ -32,7 +32,7 @@ NOT_HELD = frozenset((
 ))  # fmt: skip
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 BOUNDS, JOINED = frozenset((*LOWER, *UPPER)), frozenset(("anyOf", "oneOf", "$ref"))
-LARGEST = 1 << 53  # of the numbers that a library may keep as a double
+LARGEST = 1 << 53  # the largest number that a library may keep exactly as a double
 SMALLEST = 1e-30  # that is written where a number is to be larger than 0
 TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,

@@ -27,14 +27,15 @@ from .threads import Threads
 HEAD = '%llguidance {"no_forcing": true}\n'
 MOST_WHITESPACE = 40  # between two tokens of JSON, because a model may write unbounded whitespace without end
 JSON_SPACE = ((9, 10), (13, 13), (32, 32))
-ESCAPES = 'nrbtf\\"'  # without u: each string is spelled in one way, so that no name is a declared one in disguise
+ESCAPES = 'nrbtf\\"'  # without u, so that each string has one spelling and no name is a declared one in disguise
 SPACED = {  # JSON within calls: with or without a space after a comma and a colon, as models write it
     "json_allowed_escapes": ESCAPES, "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?",
 }  # fmt: skip
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
-ITEMS = 20_000  # of the Earley parser at one place: each option of a ``choice`` is one, each optional property four
+# the most items of the Earley parser at one place; each option of a ``choice`` is one, and each optional property four
+ITEMS = 20_000
 # Measured memory in bytes: of a small grammar with its lexer, of a character of the source, and of a character of the
 # Lark grammar, in which a class such as \p{L} has thousands.
 BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8

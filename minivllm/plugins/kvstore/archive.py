@@ -151,7 +151,7 @@ def _collect(folder: Path, rank: str, keys: list[bytes]) -> bytes:
 
 
 def _private(path: Path) -> BinaryIO:
-    """Open a file to write, which nobody else can read, because prompts can be read from it."""
+    """Open a file to write that no other user can read, because prompts can be recovered from it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         os.fchmod(fd, 0o600)  # it may have been there

@@ -50,7 +50,7 @@ FILES = 16  # files that the limit is divided into, at least
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
 # a file that describes the model for people; the suffix of files with the keys of a named prefix
 ABOUT, NAMED = "about.txt", ".name"
-NUMBERS = itertools.count()  # of the files of this process
+NUMBERS = itertools.count()  # the numbers of this process's files
 
 
 class PageFile:
@@ -234,7 +234,7 @@ class DiskStore(KVStore):
         name = f"{self._prefix}{os.getpid()}-{next(NUMBERS)}{SUFFIX}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        if path.exists():  # of an earlier process with the same number
+        if path.exists():  # a file of an earlier process with the same number
             path = self.folder / f"{path.stem}-{os.urandom(4).hex()}{SUFFIX}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

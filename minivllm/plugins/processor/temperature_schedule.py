@@ -17,7 +17,7 @@ from .spec import TEMPERATURE_SCHEDULE
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-LINEAR, COSINE, ENTROPY = 1, 2, 4  # in the column, and variant bits
+LINEAR, COSINE, ENTROPY = 1, 2, 4  # values of the column, and variant bits
 KINDS = {"linear": LINEAR, "cosine": COSINE, "entropy": ENTROPY}
 LEAST, MOST = 0.01, 2.0  # bounds of a factor
 FIELD = "temperature_schedule"

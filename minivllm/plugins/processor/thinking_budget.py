@@ -16,8 +16,8 @@ from .spec import THINKING_BUDGET
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-ANY = -1  # in ``start`` and ``end``: a position before the tag, which matches every token
-NEVER = -1  # as budget: no bound
+ANY = -1  # in ``start`` and ``end``, at a position before the tag: matches every token
+NEVER = -1  # the budget of a request without a bound
 
 
 class ThinkingBudget(Processor):

@@ -42,7 +42,7 @@ class GptqKind(NamedTuple):
     bits: int
     group_size: int  # -1: all inputs
     act_order: bool
-    symmetric: bool | None = None  # None means that the configuration does not say
+    symmetric: bool | None = None  # None means that the configuration does not have it
 
     @staticmethod
     def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:

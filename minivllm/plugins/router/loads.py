@@ -9,7 +9,7 @@ from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRe
 
 
 class RoundRobin(ReplicaRouter):
-    """Chooses the replicas in turn, and passes over those that accept no requests."""
+    """Chooses the replicas in turn.  Replicas that accept no requests are passed over."""
 
     def __init__(self, options: Any, ctx: RouterContext) -> None:
         super().__init__(options, ctx)

@@ -19,7 +19,7 @@ from .spec import MIROSTAT as MIROSTAT_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-MIROSTAT = 1 << 40  # variant bit, above those of the default sampler
+MIROSTAT = 1 << 40  # the variant bit, above the bits of the default sampler
 RESTRICTIONS = ("top_k", "top_p", "min_p")
 CHOOSERS = ("choose_fn", "beam_width")
 

@@ -18,7 +18,7 @@ from .spec import TYPICAL as TYPICAL_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-TYPICAL = 1 << 40  # variant bit, above those of the default sampler
+TYPICAL = 1 << 40  # the variant bit, above the bits of the default sampler
 
 
 class TypicalSampler(DefaultSampler):

@@ -51,7 +51,7 @@ class Adaptive(SchedulerPolicy):
         self.arrivals: deque[float] = deque(maxlen=RECENT)
         self.targets: deque[float] = deque(maxlen=RECENT)  # seconds to a first token, inf = none
         self.seen = np.zeros((3, 3))  # normal equations of the windows: the matrix
-        self.took = np.zeros(3)  # and the right side
+        self.took = np.zeros(3)  # the right side of the equations
         self.windows = 0
         self.held = 0
         self.times = np.zeros(3)  # seconds of a step, of prompts in a step, and of TOKENS prompt tokens

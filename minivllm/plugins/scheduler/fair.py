@@ -71,7 +71,7 @@ class Fair(SchedulerPolicy):
         names = tenants.tolist()
         start = edges.tolist()
         end = [*start[1:], len(line)]
-        if len(names) < self.window:  # else ``head`` may lack tenants
+        if len(names) < self.window:  # otherwise ``head`` may lack tenants
             self.active = set(names)
         self._forget()
         places = [self.place[t] if t in self.place else self._place(t) for t in names]
@@ -119,7 +119,7 @@ class Fair(SchedulerPolicy):
         self.owner = self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        at = self._charge(candidates)  # before ``owner`` is read, which this call may extend
+        at = self._charge(candidates)  # before ``owner`` is read, because this call may extend it
         had = self.counter[self.owner[at]]
         order = np.lexsort((candidates.id, candidates.arrival, had))
         return int(order[-1])
@@ -182,7 +182,7 @@ class Fair(SchedulerPolicy):
         return at
 
     def _forget(self) -> None:
-        """Drop counters of tenants that neither wait nor run, and keep those that are furthest above the floor."""
+        """Drop counters of tenants that neither wait nor run.  Counters that are furthest above the floor are kept."""
         used = len(self.active) + len(self.ids)
         if len(self.place) <= used + 2 * SPARE:
             return

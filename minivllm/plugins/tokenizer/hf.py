@@ -20,7 +20,7 @@ from minivllm.runtime.text.library import Delegated, LibraryTokenizer, SlowToken
 from minivllm.runtime.text.tokenizer_files import NAMED, OTHER_FILES, content_of, read_object
 
 READ = ("*.json", "*.model", "*.txt", "*.jinja")  # files that transformers may open
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # properties of an added token
 
 
 class HfTokenizer(Delegated):

@@ -80,7 +80,8 @@ class EnergyAccount:
         self._begun: dict[int, float] = {}  # start of each step in flight
         self._published = 0.0  # time of the last result
         self._stays: dict[int, RequestJoules] = {}  # serial of a stay -> joules of its request
-        self._open: dict[int, RequestJoules] = {}  # by id(): requests with a weight outside the columns
+        # id() of a request -> its joules; only requests with a weight outside the columns
+        self._open: dict[int, RequestJoules] = {}
         self._waiting: list[tuple[RequestJoules, Callable[[], None]]] = []
 
     def attach(self, engine: Engine, windows: Sequence[int | None]) -> None:

@@ -78,7 +78,7 @@ class EngineHooks:
         try:
             self.manager.start(engine=self.view)
         except BaseException as exc:
-            self.stopped(f"a hook failed at start: {exc}")  # so that the started hooks release their resources
+            self.stopped(f"a hook failed at start: {exc}")  # after this the started hooks release their resources
             raise
 
     def stopped(self, error: str | None) -> None:

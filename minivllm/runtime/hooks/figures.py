@@ -74,7 +74,8 @@ class PluginFigures:
         self._sources[seam] = ask
 
     def worker(self, call: Callable[[str], Any]) -> None:
-        """Add the plug-ins of the workers.  ``call("figures")`` returns what ``plugins.executor.part_figures`` says.
+        """Add the plug-ins of the workers.  ``call("figures")`` returns the result of
+        ``plugins.executor.part_figures``.
 
         If the executor does not support the call, or its plug-ins have no figures, it is not called again.
         """
@@ -120,7 +121,7 @@ class PluginFigures:
         return named
 
 
-FIGURE = "figure "  # before the name of a plug-in's figure in results: "figure evictor.ghosts"
+FIGURE = "figure "  # prefix of a plug-in's figure in results: "figure evictor.ghosts"
 
 
 def flat(stats: Mapping[str, Any]) -> dict[str, float]:

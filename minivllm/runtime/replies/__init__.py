@@ -1,10 +1,8 @@
-"""Parsers of replies: reasoning and calls of functions, found in the text of a model while it is generated.
+"""Parsers of replies, which find reasoning and calls of functions in the text of a model while it is generated.
 
-contract.py      the seam: ``ReplyParser`` and the parser of one answer
-parts.py         what a parser returns
-description.py   a format as data
-described.py     the parser of a description: ``plan.py`` compiles it, ``machine.py`` reads an answer
-detect.py        the format that fits a chat template
+contract.py      the seam: ``ReplyParser`` and the parser of one answer parts.py         the parts that a parser returns
+description.py   a format as data described.py     the parser of a description: ``plan.py`` compiles it, ``machine.py``
+reads an answer detect.py        the format that fits a chat template
 """
 
 from .contract import API, FIRST_MARK, MOST_TAGS, Reply, ReplyContext, ReplyParser

@@ -33,7 +33,7 @@ class Brackets:
         self._outside, self._inside, self._begun = outside, inside, begun
         self._depth = depth
         self._quote = ""
-        self._search = outside.search  # finds what matters next
+        self._search = outside.search  # finds the next tag or bracket
         self.deep = False
 
     def skips(self, text: str) -> bool:

@@ -21,8 +21,9 @@ ANSWER, THOUGHTS, CALL, NOTHING = "answer", "thoughts", "call", "nothing"
 class ChannelReply:
     """Finds reasoning, calls and content in one answer.
 
-    A header ends with the tag ``message``.  Its channel says what the text up to the next tag is: reasoning, the
-    arguments of a call, or content.  Text outside messages is content."""
+    A header ends with the tag ``message``.  Its channel decides whether the text up to the next tag is reasoning, the
+    arguments of a call, or content.  Text outside messages is content.
+    """
 
     def __init__(self, channels: Channels, context: ReplyContext) -> None:
         self._channels, self._context = channels, context

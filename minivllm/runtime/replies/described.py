@@ -18,7 +18,8 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._plans: dict[tuple[Any, ...], FormatPlan] = {}  # a few: the marks are those of the tokenizer
+        # there are only a few, because the marks belong to the tokenizer
+        self._plans: dict[tuple[Any, ...], FormatPlan] = {}
 
     def tags(self) -> tuple[str, ...]:
         """Return the texts that are tags of the format."""

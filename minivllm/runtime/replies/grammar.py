@@ -19,7 +19,7 @@ from .grammar_rules import Inexpressible, Rules, either, first_tag, joined, quot
 from .grammar_values import Arguments, certain_types
 
 FORCED, AUTO, ANSWER = "forced", "auto", "answer"
-# what an object without a tag must not begin with, in free text
+# beginnings that an object without a tag must not have in free text
 UNTAGGED_KEYS = '("\\"name\\"" | "\\"arguments\\"" | "\\"parameters\\"" | "\\"function\\"" | "\\"type\\"")'
 UNTAGGED = {
     OBJECT: f'BLANK "["? BLANK "{{" BLANK {UNTAGGED_KEYS} ANY',

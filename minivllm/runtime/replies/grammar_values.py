@@ -30,7 +30,7 @@ OF_ARRAY = frozenset(("type", "items", "minItems", "maxItems"))
 OF_STRING = frozenset(("type", "minLength", "maxLength", "pattern", "format"))
 PYTHON_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]{0,127}")
-# what a text must not be, so that the parser does not convert it to a value of a type
+# texts that are excluded, because the parser would convert them to a value of another type
 CONVERTED = {
     "null": 'BLANK ("null" | "None") BLANK',
     "boolean": 'BLANK ("true" | "false" | "True" | "False") BLANK',

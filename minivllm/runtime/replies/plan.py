@@ -25,7 +25,7 @@ from .elements import matched as match_elements
 from .grammar_rules import strict_spellings
 
 MARK = "[\udc80-\udcff]"
-# what follows the head of a call
+# elements after the head of a call
 STREAM, COLLECT, EMPTY, ARGUMENTS = "stream", "collect", "empty", "arguments"
 KEYS = ('"arguments"', '"parameters"')
 OTHER_KEYS = (*KEYS, '"type"', '"id"', '"function"')
@@ -37,7 +37,7 @@ SCALAR = Word(
     re.compile(r'"[^"\\\udc80-\udcff]{0,128}"|[-+.0-9a-zA-Z]{1,32}'),
     re.compile(r'"[^"\\\udc80-\udcff]{0,128}"?|[-+.0-9a-zA-Z]{0,32}'),
 )
-# what may follow the arguments in an object: a further member, which is skipped
+# elements that may follow the arguments in an object: a further member, which is skipped
 MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE, SCALAR)
 END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
 # an object whose name is not its first member, or whose arguments are text
@@ -51,9 +51,10 @@ KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-
 
 @dataclass(frozen=True)
 class CallCandidate:
-    """A head that may stand at a place: the elements before a call, those of its head, and what follows them.
+    """A head that may stand at a place: the elements before a call, of its head, and after it.
 
-    ``form`` is the spelling of the call.  None means that reasoning begins."""
+    ``form`` is the spelling of the call.  None means that reasoning begins.
+    """
 
     form: FormPlan | None
     before: tuple[Element, ...]
@@ -83,7 +84,7 @@ class FormPlan:
     ends: list[tuple[Element, ...]] = field(default_factory=list)
     following: list[CallCandidate] = field(default_factory=list)
     outside: re.Pattern[str] = re.compile(MARK)
-    significant: re.Pattern[str] = re.compile(MARK)  # the first characters of what ``outside`` finds
+    significant: re.Pattern[str] = re.compile(MARK)  # the first characters of the matches of ``outside``
     closers: frozenset[str] = frozenset()
     begun_closer: re.Pattern[str] | None = None
     pair: PairPlan | None = None
@@ -98,7 +99,7 @@ class PairPlan:
     closers: tuple[str, ...]
     find: re.Pattern[str]
     begun: re.Pattern[str] | None
-    notable: re.Pattern[str]  # the first characters of what ``find`` finds
+    notable: re.Pattern[str]  # the first characters of the matches of ``find``
     first: bool
     last: bool
 
@@ -206,8 +207,9 @@ class FormatPlan:
     ) -> list[CallCandidate]:
         """Return the candidates for the head of a call after the elements ``before``.
 
-        ``without`` is the tag at the beginning of the head that has been read.  ``untagged`` means that no tag tells a
-        call from other text."""
+        ``without`` is the tag at the beginning of the head that has been read.  ``untagged`` means that no tag
+        separates a call from other text.
+        """
         lead = (*before, SPACE)
         if form.calls.arguments == OBJECT:
             unordered = (UNTAGGED, TYPED) if untagged else (UNORDERED,)
@@ -243,7 +245,7 @@ class FormatPlan:
             self._merge(text, TagRole(tuple(calls), thought))
 
     def _merge(self, text: str, role: TagRole) -> None:
-        """Add a meaning to those of a spelling of a tag."""
+        """Add a meaning to the meanings of a spelling of a tag."""
         old = self.roles.get(text, TagRole())
         thought = old.thought or role.thought
         self.roles[text] = TagRole(old.calls + role.calls, thought, old.closes or role.closes)

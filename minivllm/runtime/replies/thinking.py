@@ -3,8 +3,8 @@
     prompt  <think> r r r </think> a a a        r: reasoning, a: the answer
             start          end
 
-A request names its tags in ``thinking_tags``; the front door with a tokenizer makes token ids of them, or takes those
-of the model.  The processor ``thinking_budget`` bounds the reasoning, and a form begins behind it
+A request names its tags in ``thinking_tags``.  The front end with a tokenizer converts them to token ids, or uses the
+tags of the model.  The processor ``thinking_budget`` bounds the reasoning, and a form begins behind it
 (``runtime.structured.gates``).
 """
 

@@ -155,7 +155,7 @@ def python_arguments(text: str) -> str | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a string with an unknown escape
+            warnings.simplefilter("ignore")  # Python warns of a string with an unknown escape
             call = ast.parse(f"f({text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None

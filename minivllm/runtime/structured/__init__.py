@@ -1,4 +1,5 @@
-"""Structured output: what a client may ask for, and its compilation under limits, away from the engine's loop.
+"""Structured output: the forms that a client may request, and their compilation under limits, outside the engine's
+loop.
 
 Imports nothing heavy.
 """

@@ -1,11 +1,11 @@
-"""Gates of sequences whose form begins behind the reasoning: they keep the tokens of the reasoning from the matcher.
+"""Gates of sequences whose form begins behind the reasoning, so that the matcher gets no tokens of the reasoning.
 
     <think> r r r </think> { "a" : 1 }
     free                   form
 
 While a gate is free, the mask allows every token that does not end the answer.  The first token may be the start tag,
-which makes the gate free; any other token is the first one of the form.  A gate depends on the tokens alone, so it is
-made anew, as the matcher, for a branch and after a preemption.
+which makes the gate free; any other token is the first one of the form.  A gate depends on the tokens alone, so a
+branch, or a sequence after a preemption, gets a new gate and a new matcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minivllm.runtime.replies.thinking import ThinkingTags
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Request, Seq
 
-BITS = 32  # of a word of a mask
+BITS = 32  # bits of a word of a mask
 
 
 class Gate:
@@ -40,7 +40,7 @@ class Gate:
         self._tail: list[int] = []  # last tokens of the reasoning
 
     def rest(self, ids: Sequence[int]) -> Sequence[int]:
-        """Take new tokens, and return those that belong to the form."""
+        """Take new tokens, and return the tokens that belong to the form."""
         answer = self._tags.answer
         for number, token in enumerate(ids):
             if self.first:

@@ -83,7 +83,7 @@ class Helper:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # so that signals reach it and its child only
+            start_new_session=True,  # signals reach only this process and its child
         )
         self._ready = False
         self._rest = b""

@@ -108,7 +108,8 @@ class ChatTemplates:
             chat = plain.tell_calls(chat)
         chat = plain.fit(chat, facts)
         mark = ""
-        if tools and "tools" not in facts.variables:  # after the checks that name places, because it may add a message
+        # after the checks that name places, because this may add a message
+        if tools and "tools" not in facts.variables:
             self._note_told(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None
         if continue_final_message:

@@ -86,7 +86,8 @@ class _Scheme:
         if self.byte_level:
             self.bytes: dict[int, bytes] = _PluginBytes(plugin, plugin.special_ids if skip else frozenset())
             return
-        # by spelling, as in the tokenizers library, which also skips ordinary tokens that are spelled like special ones
+        # tokens are skipped by spelling, as in the tokenizers library, which also skips ordinary tokens spelled like
+        # special ones
         special = [tokenizer.token(i) for i in tokenizer.special_ids] if skip else []
         skipped = frozenset(token for token in special if token is not None)
         steps = _decoder_steps(tokenizer.backend)

@@ -179,7 +179,8 @@ class ChatFiller:
     def _touched(self, text: str) -> bool:
         """Return whether a text needs marks.
 
-        A word by which the template decides what to print needs none, if it has no key character."""
+        A word that the template only compares with others needs none, if it has no key character.
+        """
         assert self._search is not None
         if self._search.search(text) is None:
             return False
@@ -357,7 +358,7 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:  # without the merges that would make a special token
+    if "merges" in model:  # remove the merges that would make a special token
         pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     data["post_processor"] = None  # templates print their special tokens themselves

@@ -119,7 +119,7 @@ class TokenizerPool:
         begin = time.perf_counter()
         found += self._in_order(convert, some)
         together = time.perf_counter() - begin
-        if len(some) == self.size:  # else there were not enough parts for a measurement
+        if len(some) == self.size:  # otherwise there were too few parts for a measurement
             self.name = "threads" if together < GAIN * alone else "none"
         rest = parts[1 + self.size :]
         return found + list(map(convert, rest) if self.name == "none" else self._in_order(convert, rest))

@@ -107,7 +107,7 @@ class _Uses:
                 yield by_name[keyword.key], keyword.value
 
     def _alias(self, target: Any, fields: set[str]) -> None:
-        """Add fields to those that the name ``target`` may hold."""
+        """Add fields to the fields that the name ``target`` may hold."""
         name = getattr(target, "name", None)
         if fields and isinstance(target, self._nodes.Name):
             self._aliases.setdefault(str(name), set()).update(fields)

@@ -201,7 +201,7 @@ class Tokenizer:
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
-                # without the positions of tokens, which takes a fifth less time
+                # the positions of tokens are not computed, which takes a fifth less time
                 found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:
             raise RequestError(NOT_UNICODE, "prompt") from e
@@ -219,7 +219,7 @@ class Tokenizer:
         return self.vocab_size
 
     def __bool__(self) -> bool:
-        return True  # also with an empty vocabulary
+        return True  # an empty vocabulary is possible too
 
     @property
     def eos_token_id(self) -> int | None:
@@ -368,10 +368,11 @@ class Tokenizer:
 
     @cached_property
     def _kept_apart(self) -> frozenset[int]:
-        """Return the ids that text of a caller cannot become in a chat.
+        """Return the ids of tokens that text of a caller cannot contain in a chat.
 
         They are special tokens, and added tokens that end an answer or that the chat template prints.  Pairs of tags
-        (<think>, </think>) are excluded, because callers send answers back with such tags."""
+        (<think>, </think>) are excluded, because callers send answers back with such tags.
+        """
         if self.backend is None:
             return self.special_ids
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}

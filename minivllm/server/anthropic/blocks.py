@@ -40,8 +40,9 @@ class Block:
 class ContentBlocks:
     """The content blocks of one message.
 
-    Whitespace between blocks is no block of its own, because an API of Anthropic would refuse it in the next request.
-    ``shows_thoughts`` tells whether thinking blocks have text."""
+    Whitespace between blocks is no block of its own, because Anthropic's API would refuse it in the next request.
+    ``shows_thoughts`` is whether thinking blocks have text.
+    """
 
     def __init__(self, shows_thoughts: bool = True) -> None:
         self._shows_thoughts = shows_thoughts
@@ -134,10 +135,11 @@ class ContentBlocks:
         self._open = None
 
     def _write_arguments(self, text: str, last: bool) -> Iterator[JsonObject]:
-        """Add arguments to the open call.  ``last`` tells that no more follow.
+        """Add arguments to the open call.  ``last`` means that no more follow.
 
-        Arguments that come in pieces are sent at once if they begin an object.  Others are held back, because the
-        input of a tool_use block must be an object."""
+        Arguments that come in pieces are sent at once if they begin an object.  Other pieces are held back, because the
+        input of a tool_use block must be an object.
+        """
         if self._open is None or self._open.kind != TOOL:
             return
         self._arguments += text

@@ -39,7 +39,7 @@ BLOCKS: dict[str, dict[str, frozenset[str]]] = {
 RESULT = {"text": TEXT_KEYS}  # blocks of the content of a tool_result
 MEDIA = ("image", "document", "audio", "video", "container_upload", "search_result")
 OF_MESSAGE = frozenset({"role", "content"})
-MOST_BLOCKS = 4096  # of all messages together; each is a message of the chat at most
+MOST_BLOCKS = 4096  # the most blocks of all messages together; each is at most one message of the chat
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Translate the fields of Anthropic's bodies to those of a chat (``ChatBody``).
+"""Translate the fields of Anthropic's bodies to the fields of a chat (``ChatBody``).
 
 Fields that this file does not mention are passed on unchanged, so the extensions of a chat are served here too.
 """
@@ -48,7 +48,8 @@ REFUSED = {
 }
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that request nothing
 THREAD = "this server stores no conversations: send the whole conversation, without thread"
-THREAD_CODE = "thread_unsupported_request"  # with this code the client package repeats the request without a thread
+# an error with this code makes the client package repeat the request without a thread
+THREAD_CODE = "thread_unsupported_request"
 # field of a chat -> field of a message with the same meaning
 SAME = {
     "model": "model", "max_tokens": "max_tokens", "stop": "stop_sequences", "stream": "stream",

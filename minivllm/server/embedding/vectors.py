@@ -253,7 +253,7 @@ class _Batch:
             async with stream:
                 async for piece in stream:
                     error = piece.error
-        finally:  # also if the client has left, or the time is over
+        finally:  # runs too if the client has left or the time is over
             service.metrics.finished(stream, generates=False)
         self.cached_tokens += stream.cached_tokens
         found = stream.tapped.get(0)

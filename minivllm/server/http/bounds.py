@@ -14,7 +14,7 @@ import numpy as np
 from minivllm.server.errors import ApiError
 
 MOST_FIELDS = 256  # fields of the body; fewer than a hundred are defined
-MOST_DEPTH = 128  # nested objects and lists; a JSON schema may have 100, and lies within others
+MOST_DEPTH = 128  # the most nested objects and lists; a JSON schema may have 100, and lies within others
 MOST_HOLDERS = 20_000  # objects and lists, enough for 4,096 messages of a few parts each
 MOST_VALUES = 1 << 17  # values of a body, without the token ids of a prompt
 MOST_IN_FIELD = 4096  # values of a field that is not in MOST_IN
@@ -70,7 +70,7 @@ def check_shape(raw: bytes) -> None:
     ``check_values`` checks the number of values once the text has been parsed.
     """
     if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH:
-        return  # with so few brackets, counting even those in strings, the text is neither deep nor large
+        return  # the text is neither deep nor large if it has so few brackets, even counting brackets in strings
     shape = shape_of(raw)
     if shape.depth > MOST_DEPTH:
         raise ApiError(400, f"the JSON of the body is nested too deeply: expected at most {MOST_DEPTH} levels")

@@ -4,9 +4,9 @@
 * A client may send requests ahead of the answers (pipelining).  A client that leaves is noticed even then.  A client
   that has closed only its sending side still gets its answers.
 * Little is read at a time, so that thousands of tiny requests or chunks in one piece do not delay the event loop.
-* Bytes that are not an HTTP request are answered with the reason, after all earlier answers.  What the client still
-  sends is then dropped for a while, since the kernel would reset a connection that closes with unread data, and the
-  answer would be lost.
+* Bytes that are not an HTTP request are answered with the reason, after all earlier answers.  Later bytes of the client
+  are dropped for a while.  Otherwise the kernel would reset a connection that closes with unread data, and the answer
+  would be lost.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
     """Do nothing.  uvicorn's Config requires an application."""
 
 
-_Connection: Any = object  # for the type checker; ``protocol`` adds the real base, one of uvicorn's classes
+_Connection: Any = object  # only the type checker reads it; ``protocol`` adds the real base, one of uvicorn's classes
 
 
 class Direct:
@@ -397,7 +397,7 @@ class Framed(WatchedConnection):
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
-            self._beside -= 2 * len(body)  # as many bytes may be outside of the body as in it
+            self._beside -= 2 * len(body)  # the receive buffer may have as many bytes outside of the body as in it
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:

@@ -127,7 +127,7 @@ def tls(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    """Raise ValueError instead of returning the key's passphrase.  Otherwise OpenSSL would ask at the terminal."""
+    """Raise ValueError in place of a passphrase for the key.  Otherwise OpenSSL would read one from the terminal."""
     raise ValueError("the key has a passphrase; expected a key without one (openssl pkey -in KEY -out PLAIN)")
 
 

@@ -134,7 +134,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         try:
             await super().run_asgi()
         finally:
-            # without effect on a connection that has closed properly
+            # this has no effect on a connection that has closed properly
             self.loop.call_later(PATIENCE + 1.0, self.transport.abort)
 
     def _refuse(self, code: int, reason: str) -> None:

@@ -144,7 +144,8 @@ class EventStream(Response):
             except Gone:
                 scope["state"]["log"]["gone"] = True
                 if not self._started:
-                    await Response(status_code=499)(scope, receive, send)  # for the log, since the client has left
+                    # only the log gets it, since the client has left
+                    await Response(status_code=499)(scope, receive, send)
                 return
             except Exception as exc:
                 error = errors.of(exc)

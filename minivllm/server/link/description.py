@@ -29,7 +29,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
     reads = own_names(engine.strategies)
     for _, processor in engine.processors:
         reads = reads.union(processor.reads)
-    blocks = min(pool.total for pool in engine.cache.pools) - 1  # without the null block
+    blocks = min(pool.total for pool in engine.cache.pools) - 1  # the null block is not counted
     selections: dict[str, Any] = {seam: part.name for seam, part in resolved.parts.items()}
     for seam, parts in (("strategy", resolved.strategies), ("hooks", resolved.hooks)):
         if parts:

@@ -90,8 +90,8 @@ class Link(Protocol):
 class _Live:
     """A request in the engine.
 
-    ``number`` is that of its stream on the link.  ``ended`` has the samples of branches whose end was reported.
-    ``reads`` are those of ``PooledTaps``.  With ``energy``, its end is reported only when its joules are known.
+    ``number`` is the number of its stream on the link.  ``ended`` has the samples of branches whose end was reported.
+    ``reads`` are the reads of ``PooledTaps``.  With ``energy``, its end is reported only when its joules are known.
     """
 
     __slots__ = ("ended", "energy", "number", "reads", "request", "started")
@@ -129,7 +129,8 @@ class EngineLoop(TurnLoop):
         budget = engine.planner.max_tokens
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget
-        self.paces = TurnPace(budget, first), TurnPace(budget, first)  # of steps without and with scored prompts
+        # the paces of steps without and with scored prompts
+        self.paces = TurnPace(budget, first), TurnPace(budget, first)
         self.shared_until = 0.0  # time.monotonic until which steps are short because several owners were served
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
         self.prompt_tokens = 0  # computed prompt tokens

@@ -8,7 +8,7 @@ import numpy as np
 
 from minivllm.core.interfaces.images import PlacedImage, PreparedImage
 
-FIELDS = 6  # of an image in the column "images": position, tokens, shape of 3 numbers, count of values
+FIELDS = 6  # numbers of an image in the column "images": position, tokens, shape of 3 numbers, count of values
 DIGEST = 32  # bytes
 
 

@@ -1,6 +1,6 @@
-"""Collect the states of the engine for open pages: one question to the engine for all pages that may see the same.
+"""Collect the states of the engine for open pages.  Pages that may see the same share one request to the engine.
 
-Without an open page the engine is never asked.  A page that reads slowly misses states, and delays nobody.
+Without an open page no state is collected.  A page that reads slowly misses states, and delays no other page.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LiveStates:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _collect(self, scope: str | None) -> None:
-        """Ask the engine for its state again and again, and offer each answer to the readers of a scope."""
+        """Collect the state of the engine repeatedly, and offer each to the readers of a scope."""
         steps = ended = 0
         while True:
             try:

@@ -30,8 +30,8 @@ IN_TIER = 8  # added to the state of a block whose content is also in a tier
 MOST_CELLS = 16_384  # a larger cache is shown with several blocks in a cell
 MOST_ROWS = 512  # running and waiting sequences in a snapshot
 LEAST_WAITING = 64  # waiting sequences that a snapshot has room for, however many run
-MOST_SEARCHED = 4096  # waiting sequences among which those of an owner are searched
-MOST_ENDED = 64  # ended requests that are kept while somebody watches
+MOST_SEARCHED = 4096  # the most waiting sequences that are searched for the sequences of an owner
+MOST_ENDED = 64  # the most ended requests that are kept for open pages
 MOST_STEPS = 512  # steps over which times are averaged
 MOST_FORMS = 6  # forms of steps in a snapshot
 WATCHED = 10.0  # seconds after a snapshot in which ended requests are kept
@@ -88,7 +88,7 @@ class Snapshots:
         return found
 
     def _waiting(self, owner: str | None, most: int) -> list[Seq]:
-        """Return waiting sequences, at most ``most``, those that wait for a tier first."""
+        """Return at most ``most`` waiting sequences, sequences that wait for a tier first."""
         tiers = self.engine.cache.tiers
         loading: Iterable[Seq] = () if tiers is None else tiers.waits
         queued: list[Seq] = [*loading]
@@ -143,7 +143,7 @@ class Snapshots:
             if cache.tiers is not None:
                 named = cache.tiers.named[0]
                 state[np.fromiter(named, np.intp, len(named))] += IN_TIER
-        state, of = state[1:], of[1:]  # without the null block
+        state, of = state[1:], of[1:]  # the null block is left out
         per = -(-len(state) // MOST_CELLS)
         if per > 1:
             starts = np.arange(0, len(state), per)
@@ -204,7 +204,7 @@ def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
     slots = engine.slots
     requests = [seq.request for seq in seqs]
     at = np.array([seq.slot for seq in seqs], np.intp)
-    runs = at >= 0  # the columns of other rows are those of slot -1, which are not used
+    runs = at >= 0  # other rows have the columns of slot -1, which are not used
     known = np.where(runs, slots.known[at], [seq.known for seq in seqs]).tolist()
     computed = np.where(runs, slots.computed[at], 0).tolist()
     blocks = np.where(runs, slots.blocks[0, at], 0).tolist()

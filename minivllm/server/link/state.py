@@ -41,7 +41,7 @@ def process(trim: bool) -> dict[str, Any]:
             give_back()
     fds = children = None
     with contextlib.suppress(OSError):
-        fds = len(os.listdir("/proc/self/fd")) - 1  # without the descriptor that reads the list
+        fds = len(os.listdir("/proc/self/fd")) - 1  # the descriptor that reads the list is not counted
         children = []
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
@@ -80,7 +80,7 @@ def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bo
     }
     counts = {"accepted": accepted, "finished": made.finished}
     resident = None
-    with contextlib.suppress(NotImplementedError, EngineDeadError):  # not every executor implements it
+    with contextlib.suppress(NotImplementedError, EngineDeadError):  # some executors do not implement it
         resident = made.call("kv_resident")
     memory = {"kv_resident_bytes": resident, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
     return {

@@ -84,7 +84,7 @@ class Forced:
                 end, whole = self._end_of_arguments()
                 if end:
                     found.append(Written(self._left[:end]))
-                self._left = self._left[end + whole :]  # without the "}" after the arguments
+                self._left = self._left[end + whole :]  # the "}" after the arguments is dropped
                 if not whole:
                     return found
                 found.append(Ended())

@@ -104,7 +104,7 @@ class Chat(Work):
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.in_pieces = bool(body.stream)  # the streams give text while it is generated
-        self.mode = ""  # of a grammar of calls, "" without one
+        self.mode = ""  # the mode of a grammar of calls, "" without one
         self.behind = False  # the form begins behind the reasoning
         spelling = service.spelling() if self.tools.choice != "none" else None
         form = whole_form(body, self.tools, spelling)
@@ -160,7 +160,7 @@ class Chat(Work):
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
             begins = params.structured_outputs is not None and TAGS not in self.passed and self.mode != AUTO
-            if not begins:  # else the form begins with the answer
+            if not begins:  # otherwise the form begins with the answer
                 self.opened = opens_reasoning(self.parser, tokenizer, ids)
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
@@ -328,7 +328,7 @@ def _chunk(number: int, delta: JsonObject) -> JsonObject:
 
 
 async def template_ids(request: Request, service: Service, body: Any) -> list[int]:
-    """Return the token ids of the conversation of a body that asks for them alone."""
+    """Return the token ids of the conversation of a body for a request that reads nothing else."""
     state = request.scope["state"]
     salt = state["tenant"], ""
     choice = tools.read_tools(body.tools, None, None)

@@ -82,7 +82,7 @@ class Completion(Work):
             held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
             asks: list[tuple[Ids, Any]] = []
             by_length: dict[int, Any] = {}  # prompts with the same limit share their parameters
-            # without an answer one token is generated and not shown, because the prompt's scores come with a token
+            # a request for no tokens generates one, which is not shown, because the prompt's scores come with a token
             asked = 1 if self.only_scores else self.asked
             for prompt, whole in zip(self.prompts, await self._encoded(), strict=True):
                 ids = await self._cut(prompt, whole)

@@ -211,9 +211,10 @@ def _merge_form(body: Translation, name: str, part: JsonObject) -> None:
 
 
 def check_required(values: Mapping[str, Any], model: Any) -> None:
-    """Raise ApiError (400) if a body has a refused field in place of a field that it must have.
+    """Raise ApiError (400) if a body has a refused field in place of a required field.
 
-    The message names the missing field and what to send instead of the refused one."""
+    The message names the missing field and the replacement for the refused one.
+    """
     missing = [name for name, info in model.model_fields.items() if info.is_required() and name not in values]
     for name in missing:
         for row in OTHER.values():
@@ -225,8 +226,9 @@ def check_required(values: Mapping[str, Any], model: Any) -> None:
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[JsonObject, Warnings]:
     """Return the parameters of ``SamplingParams`` among a body's further fields, and the warnings of the answer.
 
-    ``reads`` lists the parameters that a processor, the sampler or a strategy of this engine reads; those of other
-    packages are returned in ``extra``.  ApiError (400) for refused and misspelled names."""
+    ``reads`` lists the parameters that a processor, the sampler or a strategy of this engine reads; parameters of other
+    packages are returned in ``extra``.  Raise ApiError (400) for refused and misspelled names.
+    """
     translation = getattr(body, "_translation", None)
     warnings = [] if translation is None else [*translation.warnings]
     parameters: JsonObject = {}

@@ -145,7 +145,7 @@ class ProtocolWork(Protocol):
     media_type: str
 
     speller: Speller
-    empty_choice: Mapping[str, Any]  # the part of a stream's choice that stands for no text
+    empty_choice: Mapping[str, Any]  # the part of a stream's choice that has no text
     sends_empty: bool  # a stream sends pieces with empty text
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
@@ -161,12 +161,15 @@ class ProtocolWork(Protocol):
         """Return the choices that a stream sends before the first piece."""
 
     def text_choice(self, number: int) -> JsonObject | None:
-        """Return what a stream sends for a piece of text of the choice ``number``, with ``TEXT`` as the text.
+        """Return the object that a stream sends for a piece of text of the choice ``number``; its text is ``TEXT``.
 
-        None means that the choice depends on more than the text."""
+        None means that the choice depends on more than the text.
+        """
 
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
-        """Yield what a stream sends for a piece of the choice ``number``, each time with at most ``SCORES`` scores."""
+        """Yield the objects that a stream sends for a piece of the choice ``number``, each with at most ``SCORES``
+        scores.
+        """
 
     async def whole(self, answer: Answer) -> list[JsonObject]:
         """Return the choices of an answer without a stream.
@@ -206,8 +209,9 @@ class Answer:
     def usage(self, sent: int | None = None) -> JsonObject:
         """Return the token counts of an answer, and its joules if the request asks for them.
 
-        ``sent`` is the number of generated tokens that a running stream has sent; None means all of a complete
-        answer."""
+        ``sent`` is the number of generated tokens that a running stream has sent; None means all tokens of a complete
+        answer.
+        """
         prompt = sum(s.prompt_tokens for s in self.streams)
         completion = sum(s.completion_tokens for s in self.streams) if sent is None else sent
         if self.hidden:
@@ -565,7 +569,7 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             return LongAnswer(_resumed(begun, written), held.pop_all(), service.door, service.server, left, headers)
         except Gone:
             state["log"]["gone"] = True
-            return Response(status_code=499)  # for the log only
+            return Response(status_code=499)  # only the log gets it
 
 
 async def _begin(written: AsyncIterator[bytes]) -> list[bytes]:

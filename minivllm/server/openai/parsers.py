@@ -1,8 +1,8 @@
-"""The parser of a server's replies: it is chosen by name, or by the chat template of the model.
+"""The choice of the parser of a server's replies, by name or by the chat template of the model.
 
---tool-parser auto      what the tokenizer's response template or the chat template prints
---tool-parser NAME      a plug-in of the seam ``parser``, or a parser that ``tools.register`` has added
---reasoning-parser NAME the tags of the reasoning, where the format of NAME above has none
+--tool-parser auto      the format that the tokenizer's response template or the chat template prints --tool-parser NAME
+a plug-in of the seam ``parser``, or a parser that ``tools.register`` has added --reasoning-parser NAME the tags of the
+reasoning, if the format of NAME above has none
 """
 
 from __future__ import annotations

@@ -61,9 +61,10 @@ class Reader:
     If the length limit cuts a call, the deltas have the part of the call that was generated, and the message does not
     have the call.  Neither has a part of a call as content.
 
-    ``marks`` are those of the text.  No part has a mark: a mark that the parser leaves is spelled as its tag.
-    ``shows_reasoning=False`` omits the reasoning.  ``context`` is the request for a ``ReplyParser``; None makes it of
-    ``asked`` and ``marks``."""
+    ``marks`` are the marks of the text.  No part has a mark, because a mark that the parser leaves is replaced by its
+    tag.  ``shows_reasoning=False`` omits the reasoning.  ``context`` is the request for a ``ReplyParser``; None means
+    that it is made of ``asked`` and ``marks``.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Options of reasoning in a chat: ``reasoning_effort``, ``enable_thinking`` and their other names.
 
-A model reasons as its chat template tells it.  The options therefore become variables of the template::
+The chat template decides how a model reasons.  The options therefore become variables of the template::
 
     reasoning_effort, reasoning.effort      -> reasoning_effort                 if the template reads it
     enable_thinking, thinking, think,       -> enable_thinking and thinking     whichever of them it reads
@@ -8,7 +8,7 @@ A model reasons as its chat template tells it.  The options therefore become var
 
 ``reasoning.max_tokens`` and ``thinking.budget_tokens`` are the parameter ``thinking_token_budget``.
 
-A template that reads nothing of an option leaves it without effect, and the answer has a warning.
+An option that the template does not read has no effect, and the answer has a warning.
 """
 
 from __future__ import annotations

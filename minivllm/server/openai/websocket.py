@@ -79,7 +79,7 @@ class Connection(Socket):
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
         self.running: dict[str, _Asked] = {}
-        self.ended: dict[str, None] = {}  # in the order of their ends
+        self.ended: dict[str, None] = {}  # ids of ended responses, the oldest first
 
     def refusal(self, error: ApiError) -> JsonObject:
         """Return the message about an error that belongs to no request."""
@@ -115,7 +115,7 @@ class Connection(Socket):
             self._take(message.get("type"), ident, message)
         except Exception as exc:
             error = self.error_of(exc)
-            if ident in self.running:  # with the id, the error would be the final message of that request
+            if ident in self.running:  # an error with this id would be the final message of the running request
                 ident = None
             await self._say_last({"type": "error", "id": ident, **error.body()})
 

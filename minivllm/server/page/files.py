@@ -20,7 +20,7 @@ KINDS = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-# Trusted types: scripts make markup of text by the sanitizer's policy only, in the browsers that know them.
+# Trusted types: scripts make markup of text by the sanitizer's policy only, in browsers that support them.
 POLICY = "; ".join(
     (
         "default-src 'none'",

@@ -268,7 +268,7 @@ class ReplicaClient(EngineClient):
         if running:
             newest = max((stats["weights"] for stats in running), key=lambda found: found["version"])
             joined["weights"] = newest | {"version": self._weights.version}
-        for name in TOTALS:  # of replicas that do not answer, too
+        for name in TOTALS:  # replicas that do not answer are included
             joined[name] = sum(stats.get(name, 0) for stats in each)
         return joined | {"replicas": each, "moved": self.moved, "router_faults": self.routing.faults}
 

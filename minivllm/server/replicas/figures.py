@@ -19,7 +19,7 @@ class LifeTotals:
 
     def __init__(self) -> None:
         self.before: dict[str, int] = dict.fromkeys(TOTALS, 0)  # of ended engines
-        self.last: dict[str, int] = dict.fromkeys(TOTALS, 0)  # of the engine that runs
+        self.last: dict[str, int] = dict.fromkeys(TOTALS, 0)  # the totals of the running engine
 
     def read(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Return the statistics of the engine that runs with the totals of all engines."""

@@ -67,9 +67,9 @@ class Replica(ProcessClient):
         self._sizes: dict[int, int] = {}  # number of a stream -> its prompt tokens
         self._tokens = 0  # sum of ``_sizes``
         self.closed = False  # the socket of the engine has closed, and the reason is not known yet
-        self.drained = False  # by an operator, or for an update of the replicas
-        self.outdated = ""  # why the weights or their state may differ from those of other replicas
-        self.engine_version = 0  # of the weights, as the engine counts
+        self.drained = False  # set by an operator, or for an update of the replicas
+        self.outdated = ""  # the reason why the weights or their state may differ from other replicas
+        self.engine_version = 0  # the version of the weights, as the engine counts it
         self.versions: dict[int, int] = {}  # version of the engine -> version that clients see; others are equal
         self.requests = 0  # requests that were sent to this replica
         self.totals = LifeTotals()

@@ -20,13 +20,13 @@ from minivllm.server.logs import event
 from .replica import Replica
 
 STATS, UPDATE, SLEEP, WAKE, PAUSE = "stats", "update", "sleep", "wake", "pause"
-TURNS = 2  # of an engine, each of at most ``stuck_after`` seconds: the running step, and the change
+TURNS = 2  # turns of an engine, each of at most ``stuck_after`` seconds: the running step, and the change
 STARTING = "the replica starts, and repeats the changes of the weights before it serves"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change that a new engine repeats.  ``files`` are those of the folder of an update, when it was accepted."""
+    """A change that a new engine repeats.  ``files`` are the files of an update's folder when it was accepted."""
 
     do: str
     args: dict[str, Any]

@@ -22,9 +22,10 @@ ITEM = re.compile(r"[a-z]{2,5}_([A-Za-z0-9-]{1,160})_i?\d{1,5}")  # ids of items
 
 
 class History:
-    """The responses that one client can refer to: those of its key, and those of its connection.
+    """The responses that one client can refer to, because they have its key or belong to its connection.
 
-    ``local`` has the responses of a WebSocket that are not stored."""
+    ``local`` has the responses of a WebSocket that are not stored.
+    """
 
     def __init__(self, service: Service, identity: str, owner: str, local: LocalStore | None = None) -> None:
         self.service, self.identity, self.owner, self.local = service, identity, owner, local

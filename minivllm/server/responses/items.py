@@ -48,7 +48,7 @@ class ItemConversation:
         self.messages: list[JsonObject] = []
         self.places: dict[str, str] = {}
         self.warnings: Warnings = []
-        self._opening = True  # only instructions so far
+        self._opening = True  # whether all messages so far are instructions
         self._instructions: list[str] = []  # the first messages of system and developer, which become one message
         if instructions is not None:
             self._append({"role": "system", "content": instructions}, "instructions")
