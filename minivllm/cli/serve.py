@@ -54,6 +54,8 @@ SERVER = (
     ("restart", int, "how often an engine that ended is started again (default 0)"),
     ("replicas", int, "engines, each in a process with a KV cache of its own (default 1)"),
     ("router", str, "plug-in that chooses the replica of a request; `minivllm plugins router` lists them"),
+    ("cluster", str, "local (default), or ray: the replicas are deployments of Ray Serve"),
+    ("ray_address", str, "Ray cluster to join, host:port or auto (default: start one on this machine)"),
     ("drain_timeout", float, "seconds that running requests get after SIGTERM (default 30)"),
 )
 ENGINE = (
@@ -123,6 +125,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--api-key", action="append", metavar="KEY", help=text)
     text = "module:attribute of an ASGI middleware class or an async function(request, call_next); repeatable"
     sub.add_argument("--middleware", action="append", metavar="NAME", help=text)
+    text = "with --cluster ray: write the configuration for `serve run` to a file in YAML, and end"
+    sub.add_argument("--write-ray-config", metavar="FILE", help=text)
     notes: list[str] = []
     sub.set_defaults(notes=notes)
     flags_of = [action.option_strings for action in sub._actions]
@@ -234,6 +238,10 @@ def serve(args: argparse.Namespace) -> int:
     """Run ``minivllm serve`` until it is stopped, and return its exit code."""
     check_packages("serve")
     loaded = load(args)
+    if loaded.server.cluster == "ray":
+        return _serve_on_ray(args, loaded)
+    if args.write_ray_config is not None:
+        raise ConfigError("--write-ray-config without --cluster ray: set both, or neither")
     from minivllm.server import logs
     from minivllm.server.serve import serve as run
 
@@ -243,6 +251,23 @@ def serve(args: argparse.Namespace) -> int:
     for note in (*args.notes, *loaded.notes):
         logs.event("note", sentence=note, note=note)
     return run(args, loaded, lambda: load(args))
+
+
+def _serve_on_ray(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Run the server on a Ray cluster, or write its configuration, and return the exit code."""
+    from minivllm.server import logs
+    from minivllm.server.cluster.run import serve_on_ray, write_file
+    from minivllm.server.serve import given_keys
+
+    if args.middleware:
+        raise ConfigError("--middleware together with --cluster ray: replicas load no middleware; remove it")
+    if args.write_ray_config is not None:
+        if args.api_key:
+            raise ConfigError("--api-key together with --write-ray-config: a file has no keys; use --api-key-file")
+        write_file(loaded, args.write_ray_config)
+        return 0
+    logs.set_up(loaded.server.log_format, loaded.server.log_level)
+    return serve_on_ray(loaded, given_keys(args.api_key or (), ""), lambda: load(args))
 
 
 def _module_of(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from minivllm.config.base import Strict, refuse
+from minivllm.config.cluster import check_cluster
 
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}\]?")
 
@@ -131,6 +132,16 @@ class ServerConfig(Strict):
     replica_retries: int = Field(
         3, ge=0, le=1000, description="number of times that a request without a token moves from a dead replica"
     )
+    cluster: Literal["local", "ray"] = Field(
+        "local", description="local: replicas are processes of this machine; ray: deployments of Ray Serve"
+    )
+    ray_address: str | None = Field(
+        None, min_length=1, description="Ray cluster to join, host:port or auto; None: start one on this machine"
+    )
+    autoscaling: dict[str, Any] = Field(
+        {},
+        description="options of Ray Serve's autoscaling, such as max_replicas; {}: the number of replicas is fixed",
+    )
     drain_timeout: float = Field(30, ge=0, description="time for running requests to end after SIGTERM")
 
     @field_validator("allowed_hosts")
@@ -150,6 +161,7 @@ class ServerConfig(Strict):
         address = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and address:
             refuse("uds", f"uds together with server.{address[0]}: set a Unix socket or an address, not both")
+        check_cluster(self)
         for name in ("router", "router_options", "replica_retries"):
             if self.replicas == 1 and name in self.model_fields_set:
                 refuse(name, f"{name} without server.replicas above 1: set both, or neither")

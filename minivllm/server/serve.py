@@ -70,20 +70,26 @@ def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded]
     """Run the command ``minivllm serve`` with its arguments and configuration, and return the exit code.
 
     ``reload()`` reads the configuration again, for an update of replicas."""
-    keys = list(args.api_key or ())
-    if not keys and os.environ.get(ENVIRONMENT):
-        keys = [os.environ[ENVIRONMENT]]
     admin_key = os.environ.get(ADMIN, "")
-    for key in (*keys, admin_key) if admin_key else keys:
-        if not key.strip() or not is_text(key):
-            names = f"--api-key, {ENVIRONMENT} or {ADMIN}"
-            raise ConfigError(f"{names}: the key is empty or not valid Unicode text; expected a key")
+    keys = given_keys(args.api_key or (), admin_key)
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     check_config(loaded)
     found = middleware.load(args.middleware or ())
     read_again = None if reload is None else lambda: fair_to(keys, in_time(reload()))
     return asyncio.run(run(fair_to(keys, in_time(loaded)), keys, admin_key, found, read_again, args.quiet))
+
+
+def given_keys(flags: Sequence[str], admin_key: str) -> list[str]:
+    """Return the API keys of the command line, or else of the environment.  ConfigError for an empty one."""
+    keys = list(flags)
+    if not keys and os.environ.get(ENVIRONMENT):
+        keys = [os.environ[ENVIRONMENT]]
+    for key in (*keys, admin_key) if admin_key else keys:
+        if not key.strip() or not is_text(key):
+            names = f"--api-key, {ENVIRONMENT} or {ADMIN}"
+            raise ConfigError(f"{names}: the key is empty or not valid Unicode text; expected a key")
+    return keys
 
 
 def check_config(loaded: Loaded) -> None:
@@ -103,7 +109,7 @@ def check_config(loaded: Loaded) -> None:
         problem = "the server converts text in worker processes of its own, which have limits of time and memory"
         raise ConfigError(f"tokenizer_pool: {problem}; remove the option")
     choose(server, None, engine.allow_targets)
-    if server.replicas > 1:
+    if server.replicas > 1 and server.cluster == "local":
         environments(loaded)
         Routing(loaded)
     if engine.chat_template is not None and not is_name(engine.chat_template):
@@ -156,6 +162,15 @@ def make_service(
     return Service(client, server, names, tokens, door, metrics, defaults, most, allow_targets)
 
 
+async def open_service(app: Application, client: EngineClient, loaded: Loaded, server: ServerConfig) -> Service:
+    """Open an application for requests to an engine that has started, and return the state that its routes share."""
+    service = make_service(client, server, loaded.engine.model, loaded.sampling, loaded.engine.allow_targets)
+    service.tokens.pool.start()
+    await service.adapters.open(client)
+    app.open(service)
+    return service
+
+
 async def run(
     loaded: Loaded,
     keys: list[str],
@@ -193,11 +208,8 @@ async def run(
             if not opening.done():
                 return 0
             await opening  # raises the engine's error, with which the command ends
-            service = make_service(client, server, model, loaded.sampling, loaded.engine.allow_targets)
+            service = await open_service(app, client, loaded, server)
             service.reload = reload
-            service.tokens.pool.start()
-            await service.adapters.open(client)
-            app.open(service)
             state.freeze_loaded()
             _log_token(app)
             _log_loaded(client.info, time.monotonic() - start)

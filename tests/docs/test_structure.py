@@ -3,6 +3,7 @@
 The picture orders the parts (rooms) by their imports at run time; all arrows point down.
 
     │ cli                                                   the commands
+    │ server.cluster                                        servers as deployments of Ray Serve
     │ server.batch                                          requests of a file, by the application without a socket
     │ server.serve  server.app  server.operations  server.prefixes  server.weights  server.compat  server.pool_jobs
     │ server.page                                           the page, and the state of the engine for it
@@ -65,12 +66,13 @@ BASE = ("minivllm", "files", "validation", "errors", "moved")  # any room that i
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.batch server.serve server.openai "
+        "server.cluster server.batch server.serve server.openai "
         "lab.bench pocket lab.simulate lab.replay lab.compare_hf lab.quantize lab.traces "
         "frontend config frontend.record core.engine plugins runtime.hooks core.interfaces core.declared_params "
         "registry registration server runtime.processes registration.spec registration.fresh "
         "runtime.replies runtime.usage device.hardware"
     ),
+    "server.cluster": "server.serve server.app server.replicas server.link server.http config plugins server",
     "server.batch": "server.serve server.app server.replicas server",
     "server.serve": (
         "server.app server.replicas server.openai server.link server.http frontend runtime.text core.declared_params "

@@ -1,0 +1,1 @@
+"""Replicas as deployments of Ray Serve: ``minivllm serve --cluster ray``."""
