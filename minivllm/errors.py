@@ -142,7 +142,7 @@ def _raised(exc: BaseException | None) -> tuple[str, str]:
     """Return (plug-in, FILE:LINE) of the last external plug-in code that an exception passed through, or "" for both.
 
     External code is code of the packages of registered plug-ins.  If the package has several plug-ins and none can be
-    identified, the first element says "a part of PACKAGE".
+    identified, the first element is "a part of PACKAGE".
     """
     parts: dict[str, dict[str, None]] = {}
     for (module, _), label in _external.items():

@@ -1,9 +1,9 @@
 """Error messages for values that a pydantic model refused, in plain words and with the path of each value.
 
-pydantic says "Input should be a valid integer, unable to parse ...".  A message of this module names the option, its
-value and the accepted values: ``max_num_seqs='many': expected a whole number from 1``.  The accepted values come from
-the JSON Schema of the model, so the message is the same for every constraint of a field.  This also works for the
-option models of plug-ins.
+pydantic's own message is "Input should be a valid integer, unable to parse ...".  A message of this module names the
+option, its value and the accepted values: ``max_num_seqs='many': expected a whole number from 1``.  The accepted values
+come from the JSON Schema of the model, so the message is the same for every constraint of a field.  This also works for
+the option models of plug-ins.
 
 The module also checks values from outside (configurations, parameters, JSON) before other code reads them.  Text must
 be valid Unicode: a Python string may hold half of a surrogate pair, from JSON or YAML escapes or from arguments that
@@ -240,7 +240,7 @@ def _down(node: Any, place: Sequence[Any], root: Any = None) -> Any:
 
 
 def words(node: Any, root: Any = None) -> str:
-    """Return the values that a JSON Schema accepts, in words, or "" if it does not say."""
+    """Return the values that a JSON Schema accepts, in words, or "" if it describes none."""
     root = node if root is None else root
     parts = [_branch_words(branch, root) for branch in _branches(node, root) if branch.get("type") != "null"]
     if not all(parts):

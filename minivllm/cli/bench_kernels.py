@@ -98,7 +98,7 @@ def fit(args: argparse.Namespace, limits: EngineLimits) -> None:
 
 @contextlib.contextmanager
 def explained_memory_error() -> Iterator[None]:
-    """Turn torch's OutOfMemoryError into a ResourceError that says which option to change.
+    """Turn torch's OutOfMemoryError into a ResourceError that names the option to change.
 
     The measurement allocates its own operands, and the engine's KV cache may have taken that memory.
     """

@@ -33,7 +33,7 @@ KINDS: dict[str, type] = {
 
 @dataclass
 class Facts:
-    """The facts of an answer.  Times are in seconds, None where the source does not tell them."""
+    """The facts of an answer.  Times are in seconds, None if the source has none."""
 
     prompt: int = 0
     cached: int = 0

@@ -71,7 +71,7 @@ def config_flags(
 ) -> None:
     """Add ``--config``, ``--set`` and ``--allow-target``.
 
-    ``files`` says in the help how several files are used; ``example`` is the help of ``--set``.
+    ``files`` describes in the help how several files are used; ``example`` is the help of ``--set``.
     """
     add_repeatable(parser, "--config", "FILE", f"TOML, YAML or JSON; {files}")
     add_repeatable(parser, "--set", "KEY=VALUE", example)

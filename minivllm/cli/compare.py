@@ -361,7 +361,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, list[str], list[str]]]:
-    """Return (name, files, ``--set`` settings) of each configuration.  ConfigError as ``contenders`` says."""
+    """Return (name, files, ``--set`` settings) of each configuration.  Raise the ConfigErrors of ``contenders``."""
     if args.sweep and len(args.file) > 1:
         raise ConfigError(f"--sweep: expected at most one file to begin with, not {len(args.file)}")
     if not args.sweep and len(args.file) < 2:

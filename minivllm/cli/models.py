@@ -167,7 +167,7 @@ def _complete(folder: Path, weights: list[Path]) -> bool:
 
 
 def _kv_token(config: Mapping[str, Any]) -> int:
-    """Return the bytes of the keys and values of a token in all layers, 0 if the configuration does not say."""
+    """Return the bytes of the keys and values of a token in all layers, 0 if the configuration lacks a size."""
     text = config.get("text_config")
     about = text if isinstance(text, dict) else config
     layers, heads = about.get("num_hidden_layers"), about.get("num_attention_heads")

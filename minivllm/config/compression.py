@@ -27,8 +27,9 @@ def refuse_compression(
 ) -> None:
     """Raise ConfigError if the chosen compressor cannot be used, or if an option needs one and none is chosen.
 
-    ``parts`` are the chosen plug-ins, ``specs`` those of the layers with attention.  ``recurrent`` tells that the model
-    has recurrent states, ``own_models`` that a processor has a second model.  ``drafts`` is the number of drafts."""
+    ``parts`` are the chosen plug-ins, ``specs`` those of the layers with attention.  ``recurrent`` means that the model
+    has recurrent states, ``own_models`` that a processor has a second model.  ``drafts`` is the number of drafts.
+    """
     name = parts["compressor"].name
     if name == NO_COMPRESSION:
         for option in ("kv_budget", "compress_every"):

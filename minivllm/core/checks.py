@@ -206,7 +206,7 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
     least = width if stepwise else 1
     if not all(isinstance(b, Branch) for b in found) or not least <= len(found) <= width:
         count = f"{width}" if least == width else f"1 to {width}"
-        raise ValueError(f"start() gave {shown(value)}; expected {count} of Branch")
+        raise ValueError(f"start() gave {shown(value)}; expected a list of {count} Branch objects")
     samples = [whole(b.sample, 0, width - 1, "start() gave the sample") for b in found]
     if len(set(samples)) < len(samples):
         raise ValueError(f"start() gave the samples {samples}; expected no two that are equal")

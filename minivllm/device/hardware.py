@@ -333,7 +333,7 @@ def choose_dtype(asked: str, checkpoint: str, device: Device, native: bool = Fal
     """Return the dtype of a run, and the reason as text.
 
     ``asked`` is "auto" or a dtype.  ``checkpoint`` is the dtype in config.json, "float32" if it has none.  ``native``
-    tells whether the native CPU library can be used.  ConfigError for an unknown dtype, ResourceError for a dtype whose
+    is whether the native CPU library can be used.  ConfigError for an unknown dtype, ResourceError for a dtype whose
     products would end the process.
     """
     if asked not in ("auto", *DTYPES):

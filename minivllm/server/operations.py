@@ -227,7 +227,7 @@ async def debug_state(request: Request, service: Service) -> Any:
 
 
 async def reset_prefix_cache(request: Request, service: Service) -> Any:
-    """Empty the prefix cache.  ``reset`` tells whether that was done."""
+    """Empty the prefix cache.  ``reset`` is whether that was done."""
     return JSONResponse({"reset": await service.client.reset_prefix_cache()})
 
 

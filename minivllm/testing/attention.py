@@ -553,6 +553,6 @@ def _require_score(result: LayerResult, least: float) -> None:
 
 
 def _assert_same_bits(out: Tensor, expected: Tensor, row: int, how: str) -> None:
-    """Fail unless the outputs of a row are equal; ``how`` tells how the steps differ."""
+    """Fail unless the outputs of a row are equal; ``how`` describes how the steps differ."""
     differ = int((out != expected).sum())
     assert not differ, f"row {row}: {differ} of {out.numel()} elements of out have other bits when {how}"

@@ -249,8 +249,10 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_names_are_kept_until_they_are_forgotten(self) -> None:
-        """Check names of prefixes: they survive ``close`` with their keys, and other models have their own.  A store
-        that keeps no names says so."""
+        """Check names of prefixes: they survive ``close`` with their keys, and other models have their own.
+
+        A store that keeps no names reports that.
+        """
         store = self.build(*self.context())
         keys = [key_of(number) for number in range(3)]
         if not store.keeps_names:

@@ -79,7 +79,8 @@ class ModelStates(Conformance):
     @since(2, 4)
     def test_rejected_drafts_leave_no_trace_in_a_state(self, tmp_path: Path) -> None:
         """Check that a step computes accepted drafts again and rejected drafts never, and that no checkpoint is made of
-        drafts.  ``StepStates.behind`` says how many tokens the state lacks."""
+        drafts.  ``StepStates.behind`` describes how many tokens the state lacks.
+        """
         for name, case, model in self._models(tmp_path):
             want = logits(case.hf, TOKENS)
             for accepted in range(DRAFTS + 1):

@@ -179,8 +179,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_bad_values_are_refused_by_name(self) -> None:
-        """Check that ``bind`` refuses a bad value with ``RequestError(message, parameter)``, which tells a client the
-        wrong parameter.  Another exception, or a row that does not fit the columns, fails the test."""
+        """Check that ``bind`` refuses a bad value with ``RequestError(message, parameter)``, so that a client learns
+        the wrong parameter.  Another exception, or a row that does not fit the columns, fails the test.
+        """
         instance = self.make(self.vocab)
         for name in sorted(self.reads & set(STANDARD)):
             for value in wrong_values(name, self.vocab):

@@ -266,7 +266,7 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_missing_directory_raises_an_error_of_minivllm(self) -> None:
-        """Check that a tokenizer that reads files says in a ModelError that they are missing."""
+        """Check that a tokenizer that reads files raises a ModelError that names the missing files."""
         missing = self.path().parent / "no such directory"
         try:
             self.build(TokenizerContext(missing))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # least prompt tokens of a step in an owner's share, so that chunks are not tiny
 LEAST = 32
-# most waiting owners whose sequences the policy orders in a step: the owners with the fewest rows
+# the most waiting owners whose sequences the policy orders in a step; owners with fewer rows come first
 ASKED = 16
 
 

@@ -155,8 +155,8 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         """Receive the sequences that finished, failed or were aborted since the last step was planned, running or
         waiting.
 
-        ``known`` is their final length.  It says nothing about the true output length where ``aborted`` is 1.  The
-        engine calls this method only if it is overridden.
+        ``known`` is their final length.  If ``aborted`` is 1, it differs from the length that the output would have
+        had.  The engine calls this method only if it is overridden.
         """
 
     def victim(self, candidates: QueueView, need: int) -> int:

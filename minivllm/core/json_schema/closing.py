@@ -1,4 +1,4 @@
-"""Forbid undeclared properties in a JSON schema, where the schema does not say otherwise.
+"""Forbid undeclared properties in a JSON schema, except where the schema allows them.
 
 OpenAI's strict mode and XGrammar do the same.  A model that may invent property names may continue forever.
 """
@@ -32,9 +32,9 @@ MOST_ADDED = 256 << 10  # limit of the characters of added names
 def closed(schema: Any) -> Any:
     """Return a copy in which ``additionalProperties`` is false for each object that declares properties.
 
-    Objects that already say something about other properties are not changed.  Several schemas may describe the same
-    object (``allOf``, or ``$ref`` and ``anyOf`` next to ``properties``).  Then the outermost one is closed, and allows
-    the names that any of them declares.  ValueError if there are too many of these names.
+    Objects that already have a rule for other properties are not changed.  Several schemas may describe the same object
+    (``allOf``, or ``$ref`` and ``anyOf`` next to ``properties``).  Then the outermost one is closed, and allows the
+    names that any of them declares.  ValueError if there are too many of these names.
     """
     result = copy.deepcopy(schema)
     _Closing(result).close()

@@ -127,7 +127,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _names(described: Any) -> frozenset[str]:
-    """Return the names of the memory of an argument or result in an operation's schema."""
+    """Return the names of the memory (alias sets) of an argument or result in an operation's schema."""
     return frozenset(described.alias_info.before_set)
 
 

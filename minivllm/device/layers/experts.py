@@ -298,7 +298,9 @@ class Mixture(NormFusing):
 class ExpertsNorm(Joined):
     """A ``Joined`` of experts whose kernels also do the residual addition and the norm.
 
-    ``whole`` says that the norm is computed fully, because its reader is no product."""
+    ``whole`` means that the norm is computed fully, because the next module is no matrix product, which could divide by
+    the root mean square.
+    """
 
     def __init__(self, experts: Mixture, norm: RMSNorm, whole: bool) -> None:
         super().__init__(experts, None, norm, 1.0)

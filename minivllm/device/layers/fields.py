@@ -196,9 +196,10 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
     """Return the rotary embedding of the layers of ``layer_type``.
 
     It is read from ``rope_parameters``, which is one table or one table for each layer type, or from ``rope_scaling``
-    and ``rope_theta`` of an older config.  ``partial`` says that the architecture may rotate only the part of a head
+    and ``rope_theta`` of an older config.  ``partial`` means that the architecture may rotate only the part of a head
     that ``partial_rotary_factor`` sets.  ModelError for a type that is not implemented, a missing number, or an unknown
-    entry."""
+    entry.
+    """
     found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     nested = layer_type in found
     params = dict(found.get(layer_type) or {}) if nested else dict(found)

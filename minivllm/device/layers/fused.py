@@ -209,11 +209,12 @@ class LinearNorm(_Pair):
     """A linear layer, the residual addition and an RMSNorm: ``(x, residual) -> (Normed(norm(sum)), sum)``.
 
     sum = residual + linear(x) [T, dim].  The addition may be in place, so the caller may not use ``residual`` again.
-    ``whole`` says that the norm is computed fully, because its reader is no product.
+    ``whole`` means that the norm is computed fully, because the next module is no matrix product.
 
     If processes share the model and their GPUs can access each other's memory, one kernel after the product sums over
     the processes, adds to the residual and normalises.  It counts as a fused norm (``StepWiring.unfused``) and runs
-    also if the products of few rows are not joined."""
+    also if the products of few rows are not joined.
+    """
 
     mode = 2
 
@@ -275,7 +276,8 @@ class NormFusing:
     def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
         """Join the module with the addition and ``norm``: ``(x, residual) -> (Normed(norm(sum)), sum)``.
 
-        ``whole`` says that the norm is computed fully, because its reader is no product."""
+        ``whole`` means that the norm is computed fully, because the next module is no matrix product.
+        """
         raise NotImplementedError
 
 

@@ -118,7 +118,8 @@ class EagleHead:
     """The layer of EAGLE-3 with an output layer of its own for ``drafted`` tokens.
 
     ``spec`` describes the layer.  ``states`` is the width of the hidden states that it reads.  ``params`` are the
-    tensors of the vocabulary map in the checkpoint.  ``embeds`` says that the head has an embedding of its own."""
+    tensors of the vocabulary map in the checkpoint.  ``embeds`` means that the head has an embedding of its own.
+    """
 
     def __init__(
         self, spec: DecoderSpec, parts: ModuleParts, states: int, drafted: int, params: Sequence[str], embeds: bool

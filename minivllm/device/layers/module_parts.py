@@ -124,8 +124,9 @@ class ModuleParts:
     ) -> Linear:
         """Make a linear layer of ``inp`` inputs.  ``parts`` are (name, outputs), stacked in one weight matrix.
 
-        ``split`` says what the processes divide: "column" the outputs of each part, "row" the inputs, None nothing.
-        ModelError if the processes do not divide a size evenly."""
+        ``split`` is the part that the processes divide: "column" for the outputs of each part, "row" for the inputs, or
+        None.  ModelError if the processes do not divide a size evenly.
+        """
         inp, parts = self._shares(name, inp, parts, split)
         return self._linear(name, inp, parts, bias, split)
 
@@ -294,8 +295,9 @@ class ModuleParts:
     def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
         """Make one norm over all ``heads`` heads of ``dim`` elements together, as a projection returns them.
 
-        ``keys`` says that they are KV heads, of which processes may have copies.  ModelError for a LayerNorm that is
-        split over processes."""
+        ``keys`` means that they are KV heads, of which processes may have copies.  ModelError for a LayerNorm that is
+        split over processes.
+        """
         if self.shard.size == 1:
             return self.norm(name, heads * dim, kind)
         if kind.centered:
@@ -306,7 +308,8 @@ class ModuleParts:
     def heads_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> HeadsNorm:
         """Make a norm that normalises each of ``heads`` heads of ``dim`` elements separately, with its own weights.
 
-        ``keys`` says that they are KV heads, of which processes may have copies."""
+        ``keys`` means that they are KV heads, of which processes may have copies.
+        """
         copies = self._copies(heads) if keys else 1
         here = self.kv_heads(heads) if keys else self.heads(heads)
         first = self.shard.rank // copies * here
@@ -369,8 +372,9 @@ class ModuleParts:
         """Join a linear layer, the addition to the residual stream and the norm of the next product.
 
         The result is ``(x, residual) -> (Normed(norm(sum)), sum)`` with sum = residual + scale * after(linear(x)).
-        ``whole`` says that the norm is computed fully, because no product follows that could divide by the root mean
-        square.  With ``norm`` None the Normed holds the sum itself; ``after`` None is left out."""
+        ``whole`` means that the norm is computed fully, because no product follows that could divide by the root mean
+        square.  With ``norm`` None the Normed holds the sum itself; ``after`` None is left out.
+        """
         if after is None and scale == 1.0 and isinstance(norm, RMSNorm):
             if isinstance(linear, NormFusing):
                 return linear.with_norm(norm, whole)

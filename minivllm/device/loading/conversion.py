@@ -52,8 +52,10 @@ class TextConversion(Conversion):
 
 
 def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> tuple[Conversion | None, TensorNames]:
-    """Return the conversion of a checkpoint with these tensors (None if the rules speak of all of them as they are),
-    and the names that it gives them."""
+    """Return the conversion of a checkpoint with these tensors, and the names that it gives them.
+
+    The conversion is None if the rules name all tensors as the files do.
+    """
     names, inner = TensorNames(headers, arch.weights(cfg), cfg), arch.conversion(cfg)
     return (TextConversion(names, cfg, inner) if names.changes else inner), names
 

@@ -55,7 +55,7 @@ def isa() -> str:
 
 
 def told() -> str:
-    """Return one line that says whether captured steps are available on a CPU."""
+    """Return a line of text about captured steps on a CPU: available, or the reason why not."""
     reason = why_not()
     return f"{isa()}: captured CPU steps are available" if reason is None else f"none: no captured CPU steps ({reason})"
 

@@ -90,7 +90,8 @@ class TappedKey(GraphKey):
     """The captured shape of a step with taps.
 
     ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
-    read.  ``given`` says that rows have given experts."""
+    read.  ``given`` means that rows have given experts.
+    """
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
@@ -290,7 +291,8 @@ class Graphs:
     def operations(self, slots: np.ndarray, topk: int, late: bool) -> Asked | None:
         """Return the operations for drawing a token in each of ``slots`` i32 [N], or None if they cannot be captured.
 
-        ``topk`` is that of the plan, and ``late`` says that rows have masks."""
+        ``topk`` is that of the plan, and ``late`` means that rows have masks.
+        """
         state = self.runner.state
         variants = []
         for i, processor in enumerate(state.processors):

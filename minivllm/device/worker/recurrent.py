@@ -125,7 +125,8 @@ class StateMemory:
     ) -> StepStates:
         """Return the states of the rows of ``meta``; the other arguments are those of ``of_step``.
 
-        ``exact`` says that the lengths on the host are those of the rows, and no upper bounds."""
+        ``exact`` means that the lengths on the host are those of the rows, and no upper bounds.
+        """
         start = meta.kv_len[0] - meta.q_len
         step = self.of_step(meta.slots, start, meta.cu_q, stopped, drafts, first)
         step.row = meta.row

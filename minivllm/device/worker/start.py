@@ -49,7 +49,8 @@ class Rehearsals:
 
     Without ``compile_ahead`` of the configuration it does nothing, and kernels are compiled at their first launch.
     ``note`` gives the reason if the configuration has it and kernels are still compiled at their first launch.
-    ``kernels`` says whether the device runs Triton's kernels."""
+    ``kernels`` is whether the device runs Triton's kernels.
+    """
 
     def __init__(self, wiring: Wiring, times: StartTimes, device: torch.device, kernels: bool) -> None:
         self.times, self.device = times, device

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class HostLengths(NamedTuple):
-    """The lengths of the rows of a step, as far as the host knows them.  They are upper bounds in a capture."""
+    """The lengths of the rows of a step that the host has.  They are upper bounds in a capture."""
 
     tokens: int  # T, tokens of all rows
     decode_rows: int  # rows with one token

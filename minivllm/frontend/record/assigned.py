@@ -29,9 +29,10 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 class Assigned:
     """The names of a module, and ``Class.name`` for the names of a class body.
 
-    ``begins`` says how a name gets its value: ``SAID`` (a literal or an empty container), ``CLOCK`` or ``COMPUTED``.
-    ``literals`` has the values of literals.  ``changed`` has the names and attributes that functions assign, or whose
-    content they change."""
+    ``begins`` describes how a name gets its value: ``SAID`` (a literal or an empty container), ``CLOCK`` or
+    ``COMPUTED``.  ``literals`` has the values of literals.  ``changed`` has the names and attributes that functions
+    assign, or whose content they change.
+    """
 
     begins: Mapping[str, str] = field(default_factory=dict)
     literals: Mapping[str, Any] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def make(
     """Return the bill of a resolved configuration.  ``capacity`` is that of the engine, None before it is built.
 
     ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
-    ``changed_sources``, because the running code may be older than their text.  ``first`` says that the engine is the
+    ``changed_sources``, because the running code may be older than their text.  ``first`` means that the engine is the
     first of its process and has had no request, so that the values its parts read are as the start left them.
     """
     import minivllm

@@ -22,8 +22,8 @@ class Difference:
     """A difference between two bills; ``a`` and ``b`` are its values as text.
 
     ``follows`` names the differences that caused it; a difference with a cause is not part of the verdict.  ``counts``
-    says whether it can change the tokens; the verdict then calls it ``subject``.  ``asked`` says that the user asked
-    for different values, so that the difference is intended.
+    is whether it can change the tokens; the verdict then calls it ``subject``.  ``asked`` means that the user asked for
+    different values, so that the difference is intended.
     """
 
     name: str

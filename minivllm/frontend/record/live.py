@@ -155,7 +155,7 @@ class _Walk:
     def _surroundings(self, function: types.FunctionType, typed: bool) -> None:
         """Add closure values, defaults and globals that a function uses.
 
-        ``typed`` says that no file has the function.  For others only globals are added that differ from the file.
+        ``typed`` means that no file has the function.  For others only globals are added that differ from the file.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         for key, value in closure_values(function):
@@ -174,7 +174,7 @@ class _Walk:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def add_value(self, name: str, value: Any, needed: bool) -> None:
-        """Add a value.  ``needed`` says that no file has it, so that it is missing if it has no plain text."""
+        """Add a value.  ``needed`` means that no file has it, so that it is missing if it has no plain text."""
         while isinstance(value, functools.partial):
             self.add_value(f"{name}, arguments", [*value.args, sorted(value.keywords.items())], needed)
             value = value.func

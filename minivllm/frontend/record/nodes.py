@@ -48,10 +48,11 @@ LOOK_ON = ("hooks", "kvstore")  # hooks only observe; if one redirects the model
 class DiffNode:
     """A comparable value of a bill.
 
-    ``open`` says that the user left the choice to minivllm.  ``owner`` names a node that must be equal for this one to
+    ``open`` means that the user left the choice to minivllm.  ``owner`` names a node that must be equal for this one to
     be compared; the options of another plug-in are no difference of their own.  ``subject`` is the name in the verdict.
-    ``counts`` says whether the value can change tokens.  ``both`` limits the comparison to bills that both have the
-    node.  ``shown`` is the text for readers, "" for the value itself."""
+    ``counts`` is whether the value can change tokens.  ``both`` limits the comparison to bills that both have the node.
+    ``shown`` is the text for readers, "" for the value itself.
+    """
 
     name: str
     group: str

@@ -192,7 +192,7 @@ class ValueText:
             return [value.format]
         try:
             reduced = value.__reduce_ex__(2)
-        except Exception:  # a generator, say
+        except Exception:  # for example a generator
             raise UnknownValueError(_kind(value)) from None
         return [reduced] if isinstance(reduced, str) else [self.of(list(reduced[1:3]), depth)]
 

@@ -90,7 +90,7 @@ def package_source() -> Source:
 def model_identity(folder: Path, weights: bool = True, pickled: bool = False) -> Source:
     """Return the identity of a model: its weights, ``config.json`` and ``generation_config.json``.
 
-    ``folder`` may be a GGUF file.  ``weights`` False leaves the weights out.  ``pickled`` says that the weights are
+    ``folder`` may be a GGUF file.  ``weights`` False leaves the weights out.  ``pickled`` means that the weights are
     files of ``torch.save``.  Weight files of more than 64 MiB are sampled, which takes a second and not a minute: the
     header, and start, middle and end of each tensor.
     """

@@ -7,7 +7,7 @@ container (``said``), by the time of day (``clock``), or in another way (``compu
 
 A counter or a cache changes during a run, and a later engine of the process finds the content that an earlier one left.
 So a value is ``moving`` if functions of its module change it, or if it has another digest at the end of the run.
-``verdict`` says how a difference in such a value is judged.
+``verdict`` describes how a difference in such a value is judged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str]
     """Return the modules that were read, and the known facts about each value of a part by name.
 
     ``files`` contains the names of the part's modules.  Nothing is returned for a part that is not loaded and cannot be
-    imported.  A ``digest`` of "" stands for a value that cannot be compared; ``shown`` then says why.
+    imported.  A ``digest`` of "" stands for a value that cannot be compared; ``shown`` is then the reason.
     """
     cls = _class(target, builtin)
     if cls is None:
@@ -85,7 +85,7 @@ def look_again(parts: Iterable[JsonObject]) -> None:
 def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
     """Compare a value in two records of the same source.  None stands for the value that the file gives.
 
-    ``first`` says that both records are of the first engine of their process before any request.  Then only the start
+    ``first`` means that both records are of the first engine of their process before any request.  Then only the start
     of the engine can have changed the value.
     """
     known = [value for value in (a, b) if value is not None]

@@ -188,7 +188,7 @@ def _lines(axes: Any, chart: LineChart) -> None:
     axes.set_xlabel(chart.x_name)
     axes.set_ylabel(chart.y_name)
     axes.grid(alpha=0.3)
-    if _named(chart) > 1:  # below the axes, where it hides nothing
+    if _named(chart) > 1:  # the legend is below the axes, where it covers no line
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 

@@ -1,8 +1,9 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323): the columns of a weight are rounded one after another, and the columns
-that are not yet rounded are changed to compensate each column's error.  The second moments of the inputs say how.
+that are not yet rounded are changed to compensate each column's error.  The second moments of the inputs determine the
+changes.
 
-With H = sum of x xᵀ and U the upper Cholesky factor of the inverse of H (plus a damping term), column j has the error
-e = (w_j - q_j) / U_jj, and w_k -= e U_jk for k > j.  Columns behind a block are updated once per block.
+With H = sum of x xᵀ and U the upper Cholesky factor of the inverse of H (plus a damping term), column j has the error e
+= (w_j - q_j) / U_jj, and w_k -= e U_jk for k > j.  Columns behind a block are updated once per block.
 """
 
 from __future__ import annotations

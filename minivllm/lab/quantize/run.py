@@ -152,7 +152,7 @@ class Quantizing:
 
     @contextlib.contextmanager
     def _memory_errors(self) -> Iterator[None]:
-        """Convert torch's out-of-memory error in the context to a ResourceError that says how to continue."""
+        """Convert torch's out-of-memory error in the context to a ResourceError with advice to continue."""
         try:
             yield
         except torch.OutOfMemoryError as e:

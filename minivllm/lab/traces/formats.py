@@ -1,6 +1,6 @@
 """Readers of published trace formats.
 
-A trace holds lengths, and ids that say which prefixes are equal.  No reader stores text.
+A trace holds lengths and ids; equal ids mean equal prefixes.  No reader stores text.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class _Generator:
         return self.s.think * float(factor)
 
     def guess(self, deviation: float) -> float:
-        """Draw the deviation that a client expects: the mean of the deviations, given the part that it knows."""
+        """Draw the deviation that a client expects: the mean of all deviations that agree with the client's part."""
         known = self.s.known
         noise = float(self.guesses.standard_normal())
         spread = math.sqrt(known * (1 - known))

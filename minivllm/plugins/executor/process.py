@@ -134,7 +134,7 @@ class Process(Executor):
             raise self._fault
         try:
             if not self._due and not self.alive():
-                self._receive(wait=False)  # it says why
+                self._receive(wait=False)  # it raises an error with the reason
             while self._due:
                 waits = self._due[0] in self._masked  # nothing else would notice the worker's end then
                 wait = len(self._due) > in_flight and not waits

@@ -106,7 +106,7 @@ class RayRank(Rank):
 
     def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
         self._state, self._ip = state, given["ip"]
-        self._stores: list[Any] = []  # stores that live as long as the rank
+        self._stores: list[Any] = []  # stores that are kept until the rank ends
         super().__init__(channel)
         if state is not None:
             threading.Thread(target=self._say_where, args=(state,), daemon=True).start()

@@ -67,7 +67,7 @@ def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMAT
         return {}
     nodes = Nodes(schema)
     if not nodes.ends(schema):
-        raise ValueError("nothing that ends fits it: its references lead back to themselves")
+        raise ValueError("no finite value fits the schema, because its references form a cycle")
     endless = [node for node in nodes.all if "$ref" in node and not nodes.ends(node)]
     for node in nodes.all:
         node.pop("$schema", None)

@@ -1,6 +1,7 @@
 """The format of Qwen3-Coder and Qwen3.5: ``<function=NAME><parameter=KEY>VALUE</parameter></function>``.
 
-Values have no quotes; the schema of the function says which of them are strings."""
+Values have no quotes.  The schema of the function declares which of them are strings.
+"""
 
 from minivllm.runtime.replies import Calls, DescribedParser, Pairs, ReplyFormat
 

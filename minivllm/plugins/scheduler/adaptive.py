@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 RECENT = 64  # number of recent requests whose times and targets count
 WINDOW = 8  # steps of a window
 ENOUGH = 8  # windows, and new requests, before any request waits
-KEPT = 0.98  # weight of earlier windows, per window
+KEPT = 0.98  # the weight of a window shrinks by this factor with each later window
 DOUBT = np.array([1e-6, 0.05, 1e-3])  # shrinkage of each of the three times, as a share of its evidence
 TOKENS = 64.0  # unit of prompt tokens, which gives the columns similar sizes
 

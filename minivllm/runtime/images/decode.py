@@ -145,7 +145,7 @@ def _first_line(exc: Exception) -> str:
 
 
 def _upright(image: Image) -> Image:
-    """Decode an image, turn it as its EXIF data say, and return it in RGB."""
+    """Decode an image, turn it upright by its EXIF data, and return it in RGB."""
     from PIL import ImageOps
 
     image.load()

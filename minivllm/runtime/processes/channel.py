@@ -101,7 +101,8 @@ class Outgoing:
         self._bytes = memoryview(memory)
         self._start = start + HEAD
         self.size = size
-        self._words = self._bytes.cast("Q")  # single loads and stores; ``struct`` works byte by byte
+        # assignments to this view are single loads and stores; ``struct`` copies byte by byte
+        self._words = self._bytes.cast("Q")
         self._read, self._asleep, self._told = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._written = 0  # pieces so far

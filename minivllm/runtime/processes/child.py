@@ -230,7 +230,9 @@ def ignore_signals() -> None:
 
 
 def _end_with(socks: Sequence[int], parent: int, last: Callable[[], None] | None, patience: float) -> None:
-    """Wait until the other end of a socket closes or the parent changes, then end this process as ``follow`` says."""
+    """Wait until the other end of a socket closes or the parent changes, then end this process as described in
+    ``follow``.
+    """
     poll = select.poll()
     for sock in socks:
         poll.register(sock, HUNG_UP)

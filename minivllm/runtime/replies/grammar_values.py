@@ -1,7 +1,7 @@
 """The arguments of calls as grammars, for each syntax of arguments.
 
-A syntax without quotes has limits, which ``Inexpressible`` reports.  It cannot spell all names of arguments, and some
-schemas do not tell a string from another value.  A string of such a syntax is any text without its closing tag.
+A syntax without quotes has limits, which ``Inexpressible`` reports.  It cannot spell all names of arguments, and with
+some schemas a string looks like another value.  A string of such a syntax is any text without its closing tag.
 """
 
 from __future__ import annotations

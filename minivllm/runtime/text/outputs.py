@@ -21,9 +21,10 @@ _T = TypeVar("_T")
 
 
 class Logprob(NamedTuple):
-    """The natural log-probability of a token, from the raw logits unless ``logprobs_mode`` says otherwise.
+    """The natural log-probability of a token, from the raw logits unless ``logprobs_mode`` selects others.
 
-    ``rank`` is 1 + the number of tokens that are strictly more likely."""
+    ``rank`` is 1 + the number of tokens that are strictly more likely.
+    """
 
     logprob: float
     rank: int | None = None

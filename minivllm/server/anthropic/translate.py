@@ -72,8 +72,8 @@ BETA = "the fields of the body say which features a request uses"
 class ChatValues:
     """A message body as values of ``ChatBody``.
 
-    ``sent`` maps fields of a chat to the client's fields.  ``shows_thoughts`` tells whether thinking blocks have
-    text."""
+    ``sent`` maps fields of a chat to the client's fields.  ``shows_thoughts`` is whether thinking blocks have text.
+    """
 
     values: JsonObject = field(default_factory=dict)
     sent: dict[str, str] = field(default_factory=dict)

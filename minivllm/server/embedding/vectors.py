@@ -41,12 +41,13 @@ def field_of(place: str) -> str:
 
 @dataclass(frozen=True)
 class EmbedFields:
-    """The fields of a request that say how its texts become vectors.
+    """The fields of a request that determine how its texts become vectors.
 
     ``pooling`` None or "auto" is the pooling that the model's files name.  ``dimensions`` None keeps all values.
     ``truncate`` is the number of tokens of a prompt to keep: -1 keeps as many as fit, None refuses a prompt that is too
     long.  ``side`` is the side to cut.  ``special`` adds the tokenizer's special tokens to texts.  ``places`` names the
-    place of each prompt in the client's body, for errors; without any it is in the field ``input``."""
+    place of each prompt in the client's body, for errors; without any it is in the field ``input``.
+    """
 
     pooling: str | None = None
     normalize: bool = True

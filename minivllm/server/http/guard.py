@@ -230,7 +230,7 @@ def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
 
 
 def is_anthropic(scope: Any) -> bool:
-    """Return whether a client speaks Anthropic's protocol: by its path, or by the header ``anthropic-version``."""
+    """Return whether a request uses Anthropic's protocol, which its path or its header ``anthropic-version`` shows."""
     if errors.ANTHROPIC.fullmatch(asked_path(scope)):
         return True
     return any(name == b"anthropic-version" for name, _ in scope["headers"])

@@ -181,7 +181,7 @@ class ProcessClient(EngineClient):
         return drained
 
     async def _end(self, patience: float) -> None:
-        """End the process.  It gets the command to stop, and is killed if it lives after ``patience`` seconds."""
+        """End the process.  It gets the command to stop, and is killed if it still runs after ``patience`` seconds."""
         self._closing = True
         async with self._ending:
             child = self._child
@@ -193,7 +193,7 @@ class ProcessClient(EngineClient):
             await self._clear()
 
     async def _clear(self) -> None:
-        """Kill the child if it lives, and release its tasks, outbox, socket and pipe."""
+        """Kill the child if it still runs, and release its tasks, outbox, socket and pipe."""
         child = self._child
         if child is not None and child.returncode is None:
             self._kill()
@@ -321,7 +321,7 @@ class ProcessClient(EngineClient):
         return cause
 
     def _kill(self) -> None:
-        """Kill the child if it lives."""
+        """Kill the child if it still runs."""
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()

@@ -40,7 +40,7 @@ LOADING, NO_ROW, HELD, PREFIX, NO_BLOCKS, BUDGET = "loading", "rows", "held", "p
 
 
 class Snapshots:
-    """Makes the snapshots of an engine, and keeps the requests that ended while somebody watches."""
+    """Makes the snapshots of an engine, and keeps the requests that ended while a page is open."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -50,7 +50,7 @@ class Snapshots:
         engine.events.request_finished.subscribe(self._finished)
 
     def _finished(self, request: Request) -> None:
-        """Keep an ended request if somebody watches."""
+        """Keep an ended request if a page is open."""
         if time.monotonic() < self._until:
             self._count += 1
             self._ended.append((self._count, request))

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
-# tell(sample, text, number of tokens) returns whether it has sent the text; a text that was not sent becomes a piece
+# ``tell`` (sample, text, number of tokens) returns whether it has sent the text; a text that was not sent becomes a
+# piece
 Tell = Callable[[int, str, int], bool]
 
 

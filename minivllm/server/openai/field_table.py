@@ -1,6 +1,6 @@
 """The one table of the fields of request bodies.
 
-A row (``BodyField``) says how the server treats one name: the routes that declare the field and its type, the
+A row (``BodyField``) describes how the server treats one name: the routes that declare the field and its type, the
 parameter of ``SamplingParams`` that receives the value, the field that an alias stands for, or the reason why the value
 is refused or has no effect.  The models of bodies (``bodies.py``), the reader of further fields (``fields.py``),
 ``make_params`` and the table in docs/server.md are all made from these rows.

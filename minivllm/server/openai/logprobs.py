@@ -93,7 +93,8 @@ class Speller:
     def bytes(self, token: int) -> list[int]:
         """Return the UTF-8 bytes of a token.
 
-        A token that is a part of a character has the text U+FFFD, and only its bytes say which part."""
+        A token that is a part of a character has the text U+FFFD, so only its bytes identify the part.
+        """
         if not self.detokenize:
             return []
         found = self._kept.bytes.get(token)

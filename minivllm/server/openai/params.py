@@ -165,8 +165,9 @@ def whole_form(body: Any, tools: Tools | None = None, spelling: Spelling | None 
     """Return the form that the text of an answer must have, from the body or from its tools.
 
     None means any text.  An answer with forced calls has no content, so ``response_format`` does not restrict it.  With
-    the choice ``auto`` an answer is of the ``response_format``, or calls if the format of calls (``spelling``) can be
-    told from it.  ApiError (400) for ``structured_outputs`` together with forced calls."""
+    the choice ``auto`` an answer is of the ``response_format``, or calls if the format of calls (``spelling``) differs
+    from it.  ApiError (400) for ``structured_outputs`` together with forced calls.
+    """
     known = getattr(body, "known_form", None)
     if known is not None:
         return known

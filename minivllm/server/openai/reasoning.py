@@ -134,7 +134,7 @@ def _efforts(body: Any) -> Iterator[tuple[str, str]]:
 
 
 def _switches(body: Any) -> Iterator[tuple[str, bool]]:
-    """Yield whether a body requests reasoning, for each field that says so."""
+    """Yield whether a body requests reasoning, for each field that decides it."""
     kind = _member(body, "thinking", "type")
     if kind is not None and kind not in tuple(TYPES):
         expected = ", ".join(TYPES)

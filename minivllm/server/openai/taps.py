@@ -37,8 +37,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 def read_taps(taps: Any, state: Mapping[str, Any], server: ServerConfig, params: SamplingParams) -> PooledTaps:
     """Return the taps of a body.
 
-    ``state`` tells whether the client is an operator.  ApiError: 403 for other clients, 404 for an unknown vector, 400
-    for malformed taps."""
+    ``state`` is whether the client is an operator.  ApiError: 403 for other clients, 404 for an unknown vector, 400 for
+    malformed taps.
+    """
     if taps is None or taps == []:
         return NOTHING
     if not state.get("operator"):

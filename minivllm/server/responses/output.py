@@ -1,4 +1,4 @@
-"""The items of an answer, made from its parts, and the events that tell a client about them.
+"""The items of an answer, made from its parts, and the events by which a client gets them.
 
     Thought             reasoning item        output_item.added, content_part.added,
     Said                message item          output_text.delta ..., output_text.done,

@@ -25,8 +25,8 @@ APPLY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding of one layer, as the module that computes cos and sin and its arguments besides
-    positions.
+    """The rotary embedding of one layer: the module that computes cos and sin (``source``), and its arguments except
+    the positions.
     """
 
     source: str
