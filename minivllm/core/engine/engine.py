@@ -58,6 +58,7 @@ from .sessions import kinds_of, report_turn, turn_of
 from .slots import Slots
 from .speculation import Speculation
 from .step_budget import StepBudget
+from .step_limit import StepLimit
 from .strategies import answer
 from .taps import TapLimits
 from .tiers import POLL, VERB, Tiers
@@ -127,6 +128,7 @@ class Engine:
             self.compression,
             self.images,
             StepBudget.of(wiring),
+            StepLimit.of(capacity, wiring.max_num_seqs),
         )
         self.publisher = Publisher(
             self.slots,
@@ -289,6 +291,7 @@ class Engine:
             who, said = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
             raise RequestError(f"scheduler {who} failed on this request: {said}") from e
         self.requests[request.id] = request
+        self.planner.limit.enter(request)
         self.events.request_added(request)
 
     @alone
@@ -354,6 +357,7 @@ class Engine:
                 self.images.end(request)
             self.finished += 1
             self.requests.pop(request.id, None)
+            self.planner.limit.leave(request)
             self.events.request_finished(request)
             if request.on_done is not None:
                 try:

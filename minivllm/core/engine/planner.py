@@ -40,6 +40,7 @@ from .plan_columns import asked_columns, join_of, step_rows
 from .request import RUNNING, WAITING
 from .sessions import report_turn
 from .steady import Steady, next_steady, steady_of
+from .step_limit import StepLimit
 from .taps import most_cached
 from .underway import MOST_PASSED, Underway
 from .waiting import WaitingQueue
@@ -83,9 +84,10 @@ class Planner:
         compression: Compression | None = None,
         images: Images | None = None,
         budget: StepBudget | None = None,
+        limit: StepLimit | None = None,
     ) -> None:
+        self.limit, self.budget = limit or StepLimit(0), budget
         self.compression = compression
-        self.budget = budget
         self.images = images
         self.slots = slots
         self.cache = cache
@@ -245,7 +247,12 @@ class Planner:
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         most = min(self.most_prefill, self._timely(decode))
         parts = OwnerShares(
-            min(self.max_tokens - len(decode), cap, most),
+            min(
+                self.max_tokens - len(decode),
+                cap,
+                most,
+                self.limit.most(len(decode), self.max_tokens),
+            ),
             owner_count(s, s.running[self.need(s.running) > 1], self.waiting.heads())
             if self.shared
             else 1,

@@ -205,6 +205,9 @@ class Capacity:
     # bytes of the features of one token of an image; 0 if the executor reads no images, for the reason ``no_images``
     image_bytes: int = 0
     no_images: str = ""
+    # largest number of tokens of an efficient step; longer ones are planned only while a request needs steps that do
+    # not run in captures.  0 means ``Wiring.max_num_batched_tokens``.
+    step_tokens: int = 0
 
 
 class Executor(ABC):

@@ -455,6 +455,18 @@ class Graphs:
             self._launch_once(tokens)
         return later
 
+    def step_tokens(self) -> int:
+        """Return the number of tokens of the longest captured step if a step of ``max_num_batched_tokens`` would take
+        longer to launch than to run, else 0.
+
+        Two captured steps are then faster than one step of the same tokens as separate launches.
+        """
+        budget = self.runner.wiring.max_num_batched_tokens
+        shapes = {*self.forwards, *self.later.queue}
+        longest = max((key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"), default=0)
+        hidden = self.costs.most_tokens()
+        return longest if FIRST_TOKENS[-1] <= longest < budget < hidden else 0
+
     def _launch_once(self, tokens: int) -> None:
         """Run a step of one prompt of ``tokens`` tokens as separate launches, up to the drawn token.
 

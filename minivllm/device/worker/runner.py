@@ -213,13 +213,19 @@ class Runner:
 
         ``depth`` is the number of steps that run ahead: by default 1 on a GPU and 0 on a CPU."""
         w, depth = self.worker, self.wiring.steps.run_ahead
+        step_tokens = 0 if self.graphs is None else self.graphs.step_tokens()
+        notes = list(w.notes)
+        if step_tokens:
+            notes.append(
+                f"steps have at most {step_tokens:,} tokens, because longer ones take longer to launch than to run"
+            )
         return Capacity(
             blocks=tuple(w.num_blocks),
             block_bytes=tuple(w.block_bytes),
             vocab_size=w.vocab_size,
             weight_bytes=w.weight_bytes,
             depth=depth if depth is not None else int(self.device.type == "cuda"),
-            notes=tuple(w.notes),
+            notes=tuple(notes),
             guides=True,
             own_models=True,
             taps=self.taps.points,
@@ -230,6 +236,7 @@ class Runner:
             compresses=None if self.compactor is None else self.compactor.compressor.window,
             image_bytes=self.image_bytes,
             no_images=w.no_images,
+            step_tokens=step_tokens,
         )
 
     @property

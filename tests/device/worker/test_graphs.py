@@ -17,7 +17,7 @@ from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
 from minivllm.device.worker import build, graphs
-from minivllm.device.worker.graphs import CAPTURES, SIGHTS, TAPPED_CAPTURES, Captured, Graphs, TappedKey
+from minivllm.device.worker.graphs import CAPTURES, SHORT, SIGHTS, TAPPED_CAPTURES, Captured, Graphs, TappedKey
 from minivllm.device.worker.step_costs import HIDDEN, StepCosts, pair_flops, pairs_of
 from minivllm.testing.tiny import tiny_dir
 
@@ -262,3 +262,26 @@ def test_captured_steps_give_what_separate_launches_give(file):
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=here, env=environ, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+TINY = StepCosts(33.0, 0.00174)  # measured for 0.6B on an H200
+
+
+@pytest.mark.parametrize(
+    "budget, costs, tokens",
+    [(1 << 14, TINY, 8192), (1 << 15, TINY, 0), (8192, TINY, 0), (1 << 14, SMALL, 0), (1 << 14, LARGE, 0)],
+)
+def test_steps_are_limited_to_captures_only_if_the_longest_step_takes_longer_to_launch(budget, costs, tokens):
+    some = captures(512)
+    some.runner.wiring.max_num_batched_tokens, some.costs = budget, costs
+    sizes = first_mixed(some.coarse, min(budget, costs.most_tokens()))
+    some.forwards = {GraphKey("mixed", rows, size, SHORT): None for rows, size in sizes}
+    some.later.queue = []
+    assert some.step_tokens() == tokens
+
+
+def test_steps_are_not_limited_to_short_captures():
+    some = captures(512)
+    some.runner.wiring.max_num_batched_tokens, some.costs = 1 << 14, TINY
+    some.forwards, some.later.queue = {GraphKey("mixed", 16, 64, SHORT): None}, []
+    assert some.step_tokens() == 0
