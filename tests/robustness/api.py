@@ -1,5 +1,8 @@
-"""Fields of requests that are wrong (A6 to A43).  The fixed cases are those of ``bad_requests``; the others are drawn:
-wrong values of every kind for every field, so that a defence holds for the class and not for the example."""
+"""Fields of requests with wrong values (A6 to A43).
+
+The fixed cases are the cases of ``bad_requests``.  The others are drawn: wrong values of every kind for every field, so
+that a check must refuse the whole class and not only the example.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from .ground import Ground, refused
 from .lines import line
 
 JSON_TYPE = {"Content-Type": "application/json"}
-SECOND = 1.5  # a refusal is quick, on a machine that does other things too
+SECOND = 1.5  # the most seconds of a refusal, on a machine with other load
 
 
 def fixed(ground: Ground, prefix: str) -> Any:
-    """The cases of the tables whose name begins with the id of a line."""
+    """Yield the cases of the tables whose name begins with the id of a line."""
     for name, ((path, body), status, *words) in BAD.items():
         if name.split(" ")[0] == prefix:
             yield (
@@ -43,8 +46,8 @@ def quick(ground: Ground, path: str, body: Any, status: int, *words: str) -> Non
 
 
 def either(rng: random.Random, **more: Any) -> tuple[str, dict[str, Any]]:
-    """A request that is right but for these fields."""
-    head = {"max_tokens": 4, **rng.choice([{}, {"stream": True}])}  # else a chat's default does not fit the cache
+    """Draw a request that is valid except for these fields."""
+    head = {"max_tokens": 4, **rng.choice([{}, {"stream": True}])}  # the default of a chat would not fit in the cache
     path, body = rng.choice([(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})])
     return path, {**body, **head, **more}
 
@@ -53,7 +56,7 @@ WRONG_TYPES = ("7", "", [1], {}, {"a": 1}, [[]], "NaN", "1e3")
 
 
 def number(low: float, high: float, whole: bool = False, top: int = 10**9) -> Any:
-    """Draws what is no number from ``low`` to ``high``."""
+    """Return a function that draws wrong values for a number from ``low`` to ``high``: other types and sizes."""
 
     def draw(rng: random.Random) -> Any:
         below, above = low - rng.choice([1, 1e-3, 7, 1e6]), high + rng.choice([1, 1e-3, 100, float(top)])
@@ -69,7 +72,7 @@ def number(low: float, high: float, whole: bool = False, top: int = 10**9) -> An
     return draw
 
 
-# line -> field -> what draws a wrong value of it
+# line -> field -> function that draws a wrong value of it
 FIELDS: dict[str, dict[str, Any]] = {
     "A13": {"max_tokens": number(1, 10**6, whole=True)},
     "A18": {"n": number(1, 128, whole=True)},
@@ -119,7 +122,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "A41": {"cache_salt": lambda rng: rng.choice(["x" * rng.randrange(257, 10**5), "é" * 200, 5, {}, [], True, ""])},
     "A43": {"stream_options": lambda rng: rng.choice([{"include_use": True}, 5, "a", [1], {"include_usage": "maybe"}])},
 }  # fmt: skip
-MANY = 6  # drawn cases of a line
+MANY = 6  # number of drawn cases of a line
 IN_CHAT, IN_TEXT = {"messages", "chat_template_kwargs"}, {"prompt"}
 
 

@@ -1,7 +1,7 @@
-"""What a client may send that is wrong: the fixed part of the lines A1 to A44, a name, a request and its refusal each.
+"""Wrong requests of clients: the fixed cases of the lines A1 to A44.  A case is a name, a request and its refusal.
 
-``BAD``: name -> ((path, body), status, words that the message has, or that is the field).
-``BODIES``: name -> (bytes of a body for /v1/completions, status, word).
+``BAD``: name -> ((path, body), status, words in the message, or the name of the field).  ``BODIES``: name -> (bytes of
+a body for /v1/completions, status, word).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bodies that are no request, and texts that are too much work: A1 to A5, A21, A30, A31, A35, A36."""
+"""Bodies that are not requests, and texts that take too much work: A1 to A5, A21, A30, A31, A35, A36."""
 
 from __future__ import annotations
 
@@ -79,13 +79,15 @@ def a5(ground: Ground, rng: random.Random) -> Any:
         refused(ground.post(COMPLETIONS, content=big, headers=JSON_TYPE), 413, "8388608")
 
     def chunked() -> None:
-        # it may be told while it still sends, and not listen
+        # the refusal may arrive while the client still sends without reading
         with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
             refused(ground.post(COMPLETIONS, content=chunks(), headers=JSON_TYPE), 413, "8388608")
 
     def tiny() -> None:
-        """Hundreds of thousands of chunks of a byte (Triton: CVE-2025-23310), five more bytes around each: too many
-        beside the body, where httptools reads it."""
+        """Send hundreds of thousands of chunks of one byte (Triton: CVE-2025-23310).
+
+        Each has five bytes more around it, which are too many outside of the body, where httptools reads them.
+        """
         head = ground.head(COMPLETIONS, "Transfer-Encoding: chunked") + b"\r\n"
         answer = ground.raw(head + b"1\r\n{\r\n" + b"1\r\n \r\n" * 300_000 + b"1\r\n}\r\n0\r\n\r\n")
         assert status_of(answer) in (400, 431), answer[:100]
@@ -140,7 +142,7 @@ def a30(ground: Ground, rng: random.Random) -> Any:
 
 
 def bounded(ground: Ground, more: dict[str, Any], seconds: float = 4.0) -> None:
-    """Refused, or answered in time; and others are served meanwhile."""
+    """Check that a request is refused, or answered in time, and that others are served meanwhile."""
     body = {"prompt": "a", "max_tokens": 4, "timeout_s": seconds, **more}
     start = time.monotonic()
     answer = ground.post(COMPLETIONS, body)

@@ -1,4 +1,4 @@
-"""K1 to K6: command lines that are wrong."""
+"""K1 to K6: wrong command lines."""
 
 from __future__ import annotations
 

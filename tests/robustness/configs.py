@@ -1,4 +1,4 @@
-"""C1 to C11: configurations that are wrong.  Each ends with status 2 and one line that says what and where."""
+"""C1 to C11: wrong configurations.  Each ends with status 2 and one line that names the error and its place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POCKET = ROOT / "minivllm" / "pocket" / "draft"
 
 
 def ways(rng: random.Random, path: Path) -> list[str]:
-    """A command that reads the file."""
+    """Return a command that reads the file."""
     return rng.choice(
         [["config", "show", str(path)], ["serve", "--config", str(path)], ["generate", "a", "--config", str(path)]]
     )
@@ -60,7 +60,7 @@ def c2(tools: Tools, rng: random.Random) -> Any:
         yield repr(text[:20]), lambda text=text, name=name, words=words: config(tools, rng, text, *words, name=name)
 
     def bomb() -> None:
-        """A billion laughs: what it would come to is never built."""
+        """Write aliases that would expand to more than 10 ** 12 words, which must never be built."""
         text = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
         config(tools, rng, text, name="x.yaml")
 

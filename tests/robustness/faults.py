@@ -1,7 +1,7 @@
-"""What is done to an engine's process and what must come of it: a table, and what runs one line of it.
+"""A table of faults in an engine's process with their expected results, and the code that runs one line of it.
 
-After each line the engine must either be at rest and answer a golden request bit for bit, or be dead, have told
-everybody why, and have ended with status 7.  In both cases nothing is left: no stream, process or descriptor.
+After each line the engine must be at rest and answer a golden request bit for bit, or it must be dead, have reported
+the reason to all streams, and have ended with status 7.  In both cases no stream, process or descriptor may be left.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ GOLDEN = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=Tru
 
 @dataclass(frozen=True)
 class Fault:
-    """``check(client, load)`` does it; ``load`` are the streams' outcomes so far (see ``Load``).  ``dies``: the engine
-    is dead afterwards and its message holds this text."""
+    """A fault, which ``check(client, load)`` causes.
+
+    ``load`` has the outcomes of the streams so far (see ``Load``).  If ``dies`` is not empty, the engine is dead
+    afterwards and its message contains this text.
+    """
 
     id: str
     what: str
@@ -50,7 +53,7 @@ class Fault:
 
 
 class Load:
-    """Streams that run beside the fault.  ``ends`` counts how they ended: a finish reason, "dead" or "refused"."""
+    """Streams that run during the fault.  ``ends`` counts their ends: a finish reason, "dead" or "refused"."""
 
     def __init__(self, client: ProcessClient) -> None:
         self.client, self.ends = client, Counter[str]()
@@ -87,7 +90,9 @@ async def golden(client: ProcessClient) -> list[Any]:
 
 
 async def at_rest(client: ProcessClient, seconds: float) -> None:
-    """All blocks are free or evictable, nothing runs or waits, no table of the client has an entry (I1, I4, I5)."""
+    """Check that all blocks are free or evictable, that nothing runs or waits, and that no table of the client has an
+    entry (I1, I4, I5).
+    """
     until = time.monotonic() + seconds
     while True:
         stats = await client.stats()
@@ -105,7 +110,7 @@ def descriptors() -> int:
 
 
 def run(fault: Fault, want: list[Any], monkeypatch: Any) -> None:
-    """One line of the table; ``want`` is the golden request's answer."""
+    """Run one line of the table; ``want`` is the answer to the golden request."""
     if fault.fault:
         monkeypatch.setenv(VARIABLE, fault.fault)
     asyncio.run(asyncio.wait_for(_run(fault, want), 180))

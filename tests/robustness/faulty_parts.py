@@ -1,4 +1,5 @@
-"""Parts that fail when an environment variable says so, named as targets so that the engine's process can build them.
+"""Parts that fail as an environment variable demands.  They are named as targets, so that the engine's process can
+build them.
 
 MINIVLLM_TEST_FAULT="forward:raise@10"    attention.plan, call 10, counted from the first request on
                     "forward:memory@10"   the same with MemoryError

@@ -1,7 +1,8 @@
-"""The server that lines are played on: ``minivllm serve`` as a process, asked only through its sockets.
+"""The server on which lines are played: ``minivllm serve`` as a process, which is read only through its sockets.
 
-After every case it must be as it was (``at_rest``): the invariants I1 to I6, I12 and I13 from ``/debug/state`` and a
-golden request; after every line also I7 to I9 and I14 (``settled``); after a round I10 (``memory``).
+After every case it must be in its first state (``at_rest``): the invariants I1 to I6, I12 and I13 from
+``/debug/state``, and a golden request.  After every line I7 to I9 and I14 are checked too (``settled``), and after a
+round I10 (``memory``).
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from http_helpers import near
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-robust"
-OPTIONS = (  # a KV cache of 512 tokens under a model of 1024, every patience short, few grammars kept (see I10)
+OPTIONS = (  # a KV cache of 512 tokens for a model with 1024, short time limits, and few kept grammars (see I10)
     "--max-model-len", "1024", "--max-num-seqs", "8", "--max-queue", "16", "--set", "num_kvcache_blocks=33",
     "--set", "kvcache_block_size=16", "--set", "server.header_timeout=1.0", "--set", "server.body_timeout=1.5",
     "--set", "server.write_timeout=2", "--set", "server.keep_alive=1", "--set", "server.ping_interval=1",
     "--set", "server.idle_timeout=20", "--set", "batch_invariant=true", "--set", "grammar_cache_mb=1",
 )  # fmt: skip
 GOLDEN = {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0, "logprobs": 1, "ignore_eos": True}
-SHORT = {**GOLDEN, "max_tokens": 4}  # after each case; the whole one after each line
-REST = 4.0  # seconds for everything to be given back
-SLACK = 0.02  # of the memory of a process
+SHORT = {**GOLDEN, "max_tokens": 4}  # the request after each case; the whole one follows each line
+REST = 4.0  # seconds until all resources must be free
+SLACK = 0.02  # a share of the memory of a process
 
 
 def environment() -> dict[str, str]:
@@ -53,12 +54,12 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """A zombie counts as alive: nobody has waited for it."""
+    """Return whether a process exists.  A zombie counts, because its parent has not waited for it."""
     return os.path.exists(f"/proc/{pid}")
 
 
 class Ground:
-    """A server at ``url``.  ``post``, ``raw`` and ``connect`` speak to it; ``client`` is an httpx client with a key."""
+    """A server at ``url``.  ``post``, ``raw`` and ``connect`` send to it; ``client`` is an httpx client with a key."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url, self.key = url, key
@@ -71,7 +72,7 @@ class Ground:
         self.short: Any = None
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        if body is not None:  # as it is, NaN too
+        if body is not None:  # the value is sent unchanged, NaN too
             more["content"] = json.dumps(body)
             more["headers"] = {"Content-Type": "application/json", **more.get("headers", {})}
         return self.client.post(path, **more)
@@ -80,14 +81,14 @@ class Ground:
         return socket.create_connection((self.host, self.port), timeout=seconds)
 
     def raw(self, data: bytes, seconds: float = 10.0) -> bytes:
-        """What comes back for bytes, until the connection ends or says nothing more."""
+        """Send bytes, and return the answer until the connection ends or sends nothing more."""
         with self.connect(seconds) as link:
             with contextlib.suppress(ConnectionError):
                 link.sendall(data)
             return receive(link)
 
     def head(self, path: str = "/v1/completions", *lines: str, method: str = "POST") -> bytes:
-        """The beginning of a request, up to its last header."""
+        """Return the beginning of a request, up to its last header."""
         own = ["Host: localhost", "Content-Type: application/json", f"Authorization: Bearer {self.key}"]
         return "\r\n".join([f"{method} {path} HTTP/1.1", *own, *lines, ""]).encode("latin-1")
 
@@ -108,15 +109,18 @@ class Ground:
         return answer.json()["choices"]
 
     def learn(self) -> None:
-        """The golden answer; twice, as the first fills the prefix cache.  What is started when it is first needed, as
-        the process that compiles grammars, is there afterwards."""
+        """Get the golden answer twice, because the first request fills the prefix cache.
+
+        Processes that the server starts when they are first needed, such as the one that compiles grammars, exist
+        afterwards.
+        """
         self.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "ab"}})
         self.ask_golden()
         self.golden = self.ask_golden()
         self.short = self.ask_golden(SHORT)
 
     def at_rest(self) -> dict[str, Any]:
-        """I1 to I6, I12, I13.  Returns the state."""
+        """Check I1 to I6, I12 and I13, and return the state."""
         end = time.monotonic() + REST
         while True:
             state = self.state()
@@ -135,7 +139,7 @@ class Ground:
 
 
 def disorder(state: dict[str, Any]) -> list[str]:
-    """What a server at rest must not have."""
+    """Return the faults in the state of a server at rest."""
     engine, tables = state["engine"], state["server"]["tables"]
     found = [] if engine["fault"] is None else [f"I1-I3, I6: {engine['fault']}"]
     for number, pool in enumerate(engine["pools"]):
@@ -149,7 +153,7 @@ def disorder(state: dict[str, Any]) -> list[str]:
 
 
 class Served(Ground):
-    """``minivllm serve`` in a process of ours.  ``log`` is what it has said, a line each."""
+    """``minivllm serve`` in a process of the test.  ``log`` has the lines of its output."""
 
     def __init__(self, *words: str, key: str = KEY, admin: bool = True, wait: bool = True) -> None:
         more = [*(["--api-key", key] if key else []), *(["--admin"] if admin else [])]
@@ -161,7 +165,7 @@ class Served(Ground):
             stderr=subprocess.PIPE,
         )
         self.log: list[str] = []
-        self._bad = 0  # lines of the log that have been looked at
+        self._bad = 0  # number of lines of the log that have been checked
         self._url: str | None = None
         self._told = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -181,7 +185,7 @@ class Served(Ground):
         self._told.set()
 
     def wait(self) -> Served:
-        """Until it serves."""
+        """Wait until it serves."""
         assert self._told.wait(120) and self._url, f"the server did not start: {self.log[-5:]}"
         super().__init__(self._url, self._key)
         if self._admin:
@@ -198,7 +202,7 @@ class Served(Ground):
         return {}
 
     def settled(self) -> None:
-        """I7, I8, I9, I14, and I13 in full."""
+        """Check I7, I8, I9 and I14, and I13 in full."""
         if not self._admin:
             self.check_log()
             return
@@ -218,7 +222,7 @@ class Served(Ground):
         self.check_log()
 
     def check_log(self) -> None:
-        """I14: every line is JSON, none tells of a traceback or a lost task."""
+        """Check I14: every line is JSON, and none has a traceback or a lost task."""
         lines, self._bad = self.log[self._bad :], len(self.log)
         for line in lines:
             try:
@@ -230,7 +234,10 @@ class Served(Ground):
             assert "Task was destroyed" not in said and "never retrieved" not in said, f"I14: {said[:600]}"
 
     def memory(self) -> dict[str, int]:
-        """Bytes of each process once it has given back what it does not use.  I10: not more than when it was warm."""
+        """Return the bytes of each process after it has freed unused memory.
+
+        Check I10: they are not more than after the warm-up.
+        """
         state = self.state(trim=True)
         now = {name: state[name]["process"]["rss_bytes"] for name in ("server", "engine")}
         if self.warm is None:
@@ -241,7 +248,7 @@ class Served(Ground):
         return now
 
     def stop(self) -> None:
-        """End it, however it is; nothing of it stays."""
+        """End the process in any state, and remove its files."""
         inner = children(self.process.pid)
         if self.process.poll() is None:
             self.process.terminate()
@@ -257,7 +264,7 @@ class Served(Ground):
 
 
 def idle_of(state: dict[str, Any]) -> dict[str, int]:
-    """What does not change between requests."""
+    """Return the values of a state that do not change between requests."""
     found = {}
     for name in ("server", "engine"):
         process = state[name]["process"]
@@ -267,7 +274,7 @@ def idle_of(state: dict[str, Any]) -> dict[str, int]:
 
 
 def gone(pids: list[int], seconds: float = 8.0) -> None:
-    """AssertionError if one of these processes outlives its parent."""
+    """Raise AssertionError if one of these processes outlives its parent."""
     end = time.monotonic() + seconds
     while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < end, f"I7: processes {left} are left"
@@ -275,7 +282,9 @@ def gone(pids: list[int], seconds: float = 8.0) -> None:
 
 
 def receive(link: socket.socket, until: bytes | None = None, done: Any = None) -> bytes:
-    """What comes until ``until``, ``done`` says so, the end, a reset, or the socket's timeout."""
+    """Return the received bytes until ``until`` arrives, ``done`` returns true, the connection ends or is reset, or the
+    socket's timeout has passed.
+    """
     got = b""
     with contextlib.suppress(TimeoutError, ConnectionError):
         while (until is None or until not in got) and (part := link.recv(65536)):
@@ -286,13 +295,15 @@ def receive(link: socket.socket, until: bytes | None = None, done: Any = None) -
 
 
 def status_of(answer: bytes) -> int:
-    """0 if the connection ended without a word."""
+    """Return the status of an answer, 0 if the connection ended without one."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0
 
 
 def refused(answer: httpx.Response, status: int, *words: str) -> None:
-    """An error in OpenAI's shape, bounded, that tells nothing of the inside; each word is in its message, or is the
-    field that it is about."""
+    """Check that an answer is an error in OpenAI's form, of limited length, without internal details.
+
+    Each word must be in its message, or be the name of its field.
+    """
     assert answer.status_code == status, f"{answer.status_code}, expected {status}: {answer.text[:300]}"
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == status, error
@@ -302,7 +313,7 @@ def refused(answer: httpx.Response, status: int, *words: str) -> None:
 
 
 def at_once(calls: Sequence[Callable[[], Any]], most: int | None = None) -> list[Any]:
-    """What each call returns, at most ``most`` of them at a time (None: all); the first error if there was one."""
+    """Return the result of each call, with at most ``most`` calls at a time (None: all).  The first error is raised."""
     with ThreadPoolExecutor(most or len(calls)) as pool:
         return [one.result() for one in [pool.submit(call) for call in calls]]
 
@@ -312,7 +323,7 @@ def memory_of(ground: Ground) -> int:
 
 
 def slim(ground: Ground, before: int, most: int = 32 << 20) -> None:
-    """AssertionError if the server holds that many bytes more than before."""
+    """Raise AssertionError if the server holds that many bytes more than before."""
     now = ground.state(trim=True)["server"]["process"]["rss_bytes"]
     assert now - before < most, f"{now - before >> 20} MiB more"
 

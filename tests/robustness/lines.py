@@ -1,4 +1,4 @@
-"""A line of the suite, and what plays lines: every case of it alone, then what must hold after it."""
+"""A line of the suite, and the code that plays lines: each of its cases, then the checks after it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Cases = Iterable[tuple[str, Callable[[], Any]]]
 class Line:
     """``cases(ground, rng)`` gives names and functions that raise AssertionError; other seeds give other inputs.
 
-    ``ground``: "server" (shared, with a key and ``--admin``), "tools" (a process in which the command line runs), or ""
-    (the line starts what it needs).  ``cannot``: why it is not played on this machine, or "".
+    ``ground`` is "server" (shared, with a key and ``--admin``), "tools" (a process in which the command line runs), or
+    "" (the line starts what it needs).  ``cannot`` returns the reason why it is not played on this machine, or "".
     """
 
     id: str
@@ -52,7 +52,7 @@ def line(id: str, what: str, ground: str = "server", cannot: Callable[[], str] =
 
 
 def play(one: Line, grounds: dict[str, Any], seed: int) -> Result:
-    """All cases with this seed.  What must hold after a line counts as a case of it."""
+    """Run all cases with this seed.  The checks after a line count as a case of it."""
     result = Result(one)
     if why := one.cannot():
         result.skipped = why

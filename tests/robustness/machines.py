@@ -1,7 +1,7 @@
-"""Two machines that are network namespaces of this one, a Ray cluster over both, and what runs on them.
+"""Two machines that are network namespaces of this one, a Ray cluster over both, and the programs on them.
 
-Each has a network, a host name, a /dev/shm and a folder for temporary files of its own; a pair of virtual interfaces
-is the cable.  Processes and their numbers are this machine's, so that they are seen and ended from here.
+Each machine has a network, a host name, a /dev/shm and a folder for temporary files of its own.  A pair of virtual
+interfaces is the cable.  The processes and their numbers belong to the real machine, so tests can end them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 MARK = "TWO_MACHINES"
 NAMES = ("host-a", "host-b")
 PORT, HTTP = 6379, 8000
-STARTS = 180.0  # seconds that a cluster or an engine may take to start here
+STARTS = 180.0  # the most seconds that a cluster or an engine may take to start
 PROMPTS = ["Once upon a time", "The dog", "One day a girl", "Tom and Mia went"]
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=64, num_kvcache_blocks=64, max_model_len=256, device="cpu")
 ENGINE = """
@@ -64,7 +64,7 @@ def run(*words: str, check: bool = True) -> str:
 
 
 def why_not() -> str:
-    """Why two machines cannot be made here; "" if they can."""
+    """Return the reason why two machines cannot be made here, "" if they can."""
     if importlib.util.find_spec("ray") is None:
         return 'Ray is not installed: pip install "minivllm[ray]"'
     if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid() or not shutil.which("ip"):
@@ -83,7 +83,7 @@ def why_not() -> str:
 
 
 def of_mark(mark: str) -> list[int]:
-    """Processes that were started for a scene, wherever they belong by now."""
+    """Return the processes that were started for a scene, whatever their current parent is."""
     found, wanted = [], f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -103,7 +103,7 @@ class Machines:
         self.links = tuple(f"v{self.mark}{end}" for end in "ab")
         number = int(self.mark, 16)
         self.ips = tuple(f"10.{200 + number % 50}.{number >> 8 & 255}.{last}" for last in (1, 2))
-        self.folder = tempfile.mkdtemp(prefix="mv")  # where each machine has a file system of its own; a short path
+        self.folder = tempfile.mkdtemp(prefix="mv")  # a short path, where each machine has a file system of its own
         self.env = {**os.environ, MARK: self.mark, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         self.env |= {
             "TMPDIR": self.folder,
@@ -129,7 +129,7 @@ class Machines:
         run("ip", "-n", self.names[1], "link", "set", self.links[1], state)
 
     def start(self, where: int, *words: str, instead: Sequence[str] = (), **more: Any) -> subprocess.Popen:
-        """A process on a machine.  ``instead``: a folder, and the one in whose place that machine has it."""
+        """Start a process on a machine.  ``instead`` has a folder and the path at which the machine has it."""
         disk, memory = self._disks(where)
         binds = [(memory, "/dev/shm"), (disk, self.folder), *([tuple(instead)] if instead else [])]
         mounts = "; ".join(f"mount --bind {shlex.quote(a)} {shlex.quote(b)}" for a, b in binds)
@@ -138,14 +138,14 @@ class Machines:
         return subprocess.Popen(command, env=self.env, start_new_session=True, **more)
 
     def _disks(self, where: int) -> tuple[str, str]:
-        """Folders that a machine has in the place of that for temporary files, and of /dev/shm."""
+        """Make the folders that a machine has in place of the folder for temporary files and of /dev/shm."""
         found = f"{self.folder}.{where}", f"{self.folder}.{where}.shm"
         for folder in found:
             os.makedirs(folder, exist_ok=True)
         return found
 
     def of(self, where: int) -> list[int]:
-        """The processes of a scene that are on a machine."""
+        """Return the processes of a scene that are on a machine."""
         number = os.stat(f"/run/netns/{self.names[where]}").st_ino
         return [pid for pid in of_mark(self.mark) if _network(pid) == f"net:[{number}]"]
 
@@ -179,7 +179,7 @@ class Machines:
         return f"{self.ips[0]}:{PORT}"
 
     def cluster(self, instead: Sequence[str] = ()) -> None:
-        """``instead``: a folder, and the one in whose place the second machine has it."""
+        """Start the cluster.  ``instead`` has a folder and the path at which the second machine has it."""
         self.ray(0, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={self.folder}")
         probe = f"import socket; socket.create_connection(('{self.ips[0]}', {PORT}), 1)"
         end = time.monotonic() + STARTS
@@ -199,7 +199,7 @@ class Machines:
         return {**SIZES, "tensor_parallel_size": 2, "executor": {"name": "ray", "options": asked}}
 
     def of_node(self, where: int) -> list[int]:
-        """The processes of Ray on a machine, its workers among them."""
+        """Return the processes of Ray on a machine, including its workers."""
         return [pid for pid in self.of(where) if "ray" in command_of(pid)]
 
 
@@ -218,7 +218,7 @@ def _network(pid: int) -> str:
 
 
 class Engine:
-    """One on the first machine."""
+    """An engine on the first machine."""
 
     def __init__(self, machines: Machines, options: dict[str, Any], tokens: int = 200, once: bool = False) -> None:
         asked = {"options": options, "tokens": tokens, "once": once, "prompts": PROMPTS}
@@ -235,20 +235,20 @@ class Engine:
         )
 
     def hear(self) -> dict[str, Any]:
-        """The next line that it says; {} at its end."""
+        """Return the next line of its output, {} at the end."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         return json.loads(line) if line else {}
 
     def ready(self) -> list[list[Any]]:
-        """Process and host of each rank."""
+        """Return process and host of each rank."""
         said = self.hear()
         if "ready" not in said:
             raise AssertionError(f"it has not started: {said or self.process.stderr.read()[-500:]}")
         return said["ready"]
 
     def end(self, since: float) -> tuple[str, float]:
-        """What it says at last, and after how many seconds."""
+        """Return its last message, and its time in seconds after ``since``."""
         said: dict[str, Any] = {}
         while heard := self.hear():
             said = heard if "error" in heard or "start" in heard else said
@@ -270,13 +270,13 @@ class Server:
         self.process = machines.start(0, sys.executable, *command, stderr=subprocess.PIPE, text=True)
 
     def ask(self, tokens: int) -> subprocess.Popen:
-        """A client there, which prints the answer."""
+        """Start a client on the first machine that prints the answer."""
         body, pipes = json.dumps({**self.BODY, "max_tokens": tokens}), dict(stdout=subprocess.PIPE, text=True)
         pipes["stderr"] = subprocess.DEVNULL
         return self.machines.start(0, sys.executable, "-c", ASK, self.AT, body, **pipes)
 
     def answer(self, tokens: int) -> list[list[int]]:
-        """Token ids by prompt, once it has started."""
+        """Return the token ids by prompt, after the server has started."""
         end = time.monotonic() + STARTS
         while True:
             asks = self.ask(tokens)

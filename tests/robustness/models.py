@@ -1,4 +1,4 @@
-"""M1 to M10: models that are missing, broken or hostile.  Each ends with status 3 and one line that says why."""
+"""M1 to M10: models that are missing, broken or hostile.  Each ends with status 3 and one line with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POCKET = ROOT / "minivllm" / "pocket" / "draft"
 
 
 def model(tools: Tools, change: Any, *words: str, real: bool = False) -> None:
-    """A copy of a small model, changed; nobody serves it."""
+    """Check that a changed copy of a small model is refused."""
     folder = tools.folder() / "model"
     shutil.copytree(POCKET, folder)
     change(folder)
@@ -44,7 +44,7 @@ def write(name: str, data: str | bytes) -> Any:
 
 
 def cut(name: str, keep: Any) -> Any:
-    """The file keeps that many bytes; below 0: all but so many."""
+    """Return a change that cuts a file to ``keep`` bytes; a negative number is the number of bytes to remove."""
 
     def change(folder: Path) -> None:
         data = (folder / name).read_bytes()
@@ -54,7 +54,7 @@ def cut(name: str, keep: Any) -> Any:
 
 
 def header(edit: Any) -> Any:
-    """The header of the weights, edited as a dict; the data stays."""
+    """Return a change that edits the header of the weights as a dict, and keeps the data."""
 
     def change(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -154,7 +154,7 @@ def m3(tools: Tools, rng: random.Random) -> Any:
     ):
         key = next(iter(more))
         yield str(more), lambda more=more, key=key: model(tools, changed(**more), "config.json", key)
-    # before its key is known
+    # the value is read before its key
     long = changed(max_position_embeddings=10**300)
     yield "301 digits", lambda: model(tools, long, "config.json", "has 301 digits; expected at most 40")
 
@@ -178,7 +178,7 @@ def m4(tools: Tools, rng: random.Random) -> Any:
 
 
 def not_a_bug(tools: Tools, change: Any) -> None:
-    """Served after all, or refused with a reason."""
+    """Check that a model is served, or refused with a reason."""
     folder = tools.folder() / "model"
     shutil.copytree(POCKET, folder)
     change(folder)

@@ -1,4 +1,4 @@
-"""P1 to P8: plug-ins that are broken or hostile.  Each ends with status 4 and one line that names the package."""
+"""P1 to P8: broken or hostile plug-ins.  Each ends with status 4 and one line that names the package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plugin(
     real: bool = False,
     others: Any = (),
 ) -> None:
-    """A package with an evictor ``x``, which a configuration names."""
+    """Check the refusal of a package with an evictor ``x`` that a configuration names."""
     folder = tools.folder()
     for dist in ("acme", *others):
         install(

@@ -1,4 +1,4 @@
-"""F15 to F17 and the second half of F23: signals, and what a server does until it has ended."""
+"""F15 to F17 and the second half of F23: signals, and the behaviour of a server until it has ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ready(server: Served) -> int:
 
 
 def ended(server: Served, inner: list[int], code: int, seconds: float) -> None:
-    """With this status, in that time, with a last word, and nothing is left of it."""
+    """Check that a server ended in time with this status and a last log line, and that no process of it is left."""
     start = time.monotonic()
     assert server.process.wait(seconds + 20) == code, (server.process.returncode, server.log[-5:])
     took = time.monotonic() - start
@@ -81,7 +81,7 @@ def f16(ground: Any, rng: random.Random) -> Any:
             def check(server: Served = server, second: bool = second) -> None:
                 inner = children(server.process.pid)
                 links = [stream(server, 480) for _ in range(8)]
-                half = server.connect(30)  # and some that say half of it: they hold nothing up
+                half = server.connect(30)  # some connections send half a request, and must not delay the end
                 half.sendall(b"POST /v1/compl")
                 body = server.connect(30)
                 body.sendall(server.head(COMPLETIONS, "Content-Length: 99") + b"\r\n{")

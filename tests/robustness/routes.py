@@ -1,4 +1,4 @@
-"""Routes, methods, headers, keys and names: A8, A9, A11, A12, A38 to A40, A42, A44."""
+"""Routes, methods, headers, keys and names: A8, A9, A11, A12, A38 to A40, A42 and A44."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def a39(ground: Ground, rng: random.Random) -> Any:
 
 
 def no_success(got: bytes) -> None:
-    assert status_of(got) in (0, 200, 400, 414, 431), got[:200]  # a query may be as long as the parser allows
+    assert status_of(got) in (0, 200, 400, 414, 431), got[:200]  # the parser limits the length of a query
 
 
 @line("A40", "a request id that is long or has control characters")

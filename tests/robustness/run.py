@@ -2,7 +2,7 @@
 
     python tests/robustness/run.py [--times 10] [--only C3,F14] [--seed 1]
 
-A round plays every line with another seed; the shared servers live through all rounds.  Exit 1 if a case failed.
+A round plays every line with another seed, on the same servers.  The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUNDS = {"server": Served, "plain": lambda: Served(key="", admin=False), "tool
 
 
 def select(only: str) -> list[Line]:
-    """The lines with these ids, or whose ids begin with a letter that stands alone; all for ""."""
+    """Return the lines with these ids, or whose ids begin with a single letter among them; all for ""."""
     words = [word.strip() for word in only.split(",") if word.strip()]
     chosen = [
         one
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     args = parser.parse_args()
     lines = select(args.only)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of the suite are ended then too
     grounds: dict[str, Any] = {}
     results: dict[str, Result] = {}
     start = time.monotonic()
@@ -79,7 +79,7 @@ def merge(into: Result, found: Result) -> None:
 
 
 def memory(server: Served, results: dict[str, Result]) -> None:
-    """I10, as a line of its own."""
+    """Return I10 as a line of its own."""
     result = results.setdefault(
         "I10", Result(Line("I10", "memory after a round is that after the first", lambda *_: ()))
     )

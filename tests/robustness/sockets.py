@@ -1,4 +1,4 @@
-"""WebSockets, by hand and with a client: A47 to A50, F3, F22."""
+"""WebSockets, by hand and with a client library: A47 to A50, F3, F22."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT, BINARY, CLOSE, PING, MORE = 1, 2, 8, 9, 0  # opcodes (RFC 6455)
 
 
 def frame(opcode: int, data: bytes, final: bool = True, masked: bool = True) -> bytes:
-    """As a client sends it."""
+    """Return a frame as a client sends it."""
     head = bytes([(0x80 if final else 0) | opcode])
     bit = 0x80 if masked else 0
     n = len(data)
@@ -56,7 +56,7 @@ def handshake(ground: Ground, link: socket.socket, *more: str) -> bytes:
 
 
 def code_of(got: bytes) -> int:
-    """The close code at the end of what a server sent, or 0."""
+    """Return the close code at the end of received bytes, or 0."""
     at = 0
     while at + 2 <= len(got):
         opcode, n = got[at] & 15, got[at + 1] & 127
@@ -72,7 +72,7 @@ def code_of(got: bytes) -> int:
 
 
 def closes(ground: Ground, data: bytes, *codes: int, busy: bool = False) -> None:
-    """What is sent ends the connection with one of these codes; with ``busy`` while a request runs on it."""
+    """Check that the data end the connection with one of these codes; with ``busy`` while a request runs on it."""
     with ground.connect(6) as link:
         assert b" 101 " in handshake(ground, link)
         if busy:
@@ -81,7 +81,7 @@ def closes(ground: Ground, data: bytes, *codes: int, busy: bool = False) -> None
         with contextlib.suppress(ConnectionError):
             link.sendall(data)
         got = receive(link, done=lambda got: code_of(got) != 0)
-        if busy:  # it may have begun in the middle of a frame
+        if busy:  # the received bytes may begin in the middle of a frame
             got = got[max(got.rfind(b"\x88\x02"), got.rfind(b"\x88\x1a"), 0) :] if b"\x88" in got else got
         assert code_of(got) in codes or (busy and not got), (code_of(got), got[-60:])
 
@@ -95,7 +95,7 @@ def talk(ground: Ground, **more: Any) -> Any:
 
 
 def answers(ground: Ground, socket_: Any) -> None:
-    """The connection lives: a request on it has the text that it has."""
+    """Check that a request on the connection gets the expected text."""
     socket_.send(json.dumps({"type": "chat.completions", "id": "golden", "body": SUM}))
     text = ""
     while (message := json.loads(socket_.recv(timeout=20)))["type"] != "done" or message["id"] != "golden":
@@ -247,7 +247,7 @@ def f22(ground: Ground, rng: random.Random) -> Any:
     long = {"type": "completions", "id": "a", "body": {**LONG, "prompt": "a b " * 30}}
 
     def silent() -> None:
-        """Nobody answers its pings: as after a cable was pulled."""
+        """Leave the server's pings without an answer, as after a cut cable."""
         with ground.connect(10) as link:
             handshake(ground, link)
             for ident in range(4):
@@ -268,7 +268,7 @@ def f22(ground: Ground, rng: random.Random) -> Any:
         rest_within(ground, 2)
 
     def flood() -> None:
-        """Pings without end from who reads no pong."""
+        """Send pings endlessly without reading a pong."""
         before = memory_of(ground)
         link = narrow(ground)
         handshake(ground, link)
@@ -323,7 +323,7 @@ def f3(ground: Ground, rng: random.Random) -> Any:
         return ground.state()["server"]["process"]["fds"]
 
     def check() -> None:
-        """More is asked for than the system's buffers hold."""
+        """Request more than the system's buffers hold."""
         before, link = fds(), narrow(ground)
         text = "a b " * rng.randrange(3500, 4000)
         link.sendall(ground.request({"prompt": text, "return_token_strs": True}, "/tokenize") * 60)

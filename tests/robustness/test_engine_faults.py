@@ -1,4 +1,4 @@
-"""Faults at the boundary of the engine's process, under load: one line of a table each (``faults.py``)."""
+"""Faults at the boundary of the engine's process under load; each test is one line of a table (``faults.py``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def leave_after_5_tokens(client, beside):
 
 
 async def leave_at_once(client, beside):
-    """Most still wait or compute their prompt."""
+    """Abort requests, most of which still wait or compute their prompt."""
     beside.start(4)
 
     async def one(i):
@@ -118,7 +118,7 @@ async def as_large_as_the_pool(client, beside):
 async def the_policy_raises_once(client, beside):
     beside.start(24, 12)
     await beside.all()
-    assert beside.ends == {"length": 24}  # planning failed, not a step: the next turn does it
+    assert beside.ends == {"length": 24}  # only the planning failed, so the next turn plans again
 
 
 async def the_policy_hangs(client, beside):

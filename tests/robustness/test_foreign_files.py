@@ -1,4 +1,4 @@
-"""Files of strangers: each reader ends within limits of time and memory, with an error that names the file."""
+"""Files from others: each reader ends within limits of time and memory, with an error that names the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minivllm.runtime.text.tokenizer_files import NAMED
 
 
 def folder_of(path, tokenizer=None, **parts):
-    """A directory with a tokenizer that has these parts."""
+    """Return a directory with a tokenizer that has these parts."""
     made = tokenizer or Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     for name, part in parts.items():
         setattr(made, name, part)

@@ -36,7 +36,7 @@ def test_a_line_leaves_the_server_as_it_was(ground, id):
 
 
 def test_the_suite_notices_what_is_not_given_back(ground):
-    """A request that stays is seen by every check of rest."""
+    """Check that every check of rest notices a request that stays."""
     with ground.connect() as link:
         link.sendall(ground.request({"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}))
         link.recv(4096)

@@ -1,4 +1,4 @@
-"""Ranks on two machines, which are network namespaces; ``two_machines.py`` plays all scenes."""
+"""Ranks on two machines, which are network namespaces.  ``two_machines.py`` plays all scenes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The command line on a ground of its own: a process that runs ``minivllm`` again and again, so that torch is imported
-once.  What ends, hangs or kills it is seen; the next call gets a new one."""
+"""The command line in a process that runs ``minivllm`` repeatedly, so that torch is imported once.
+
+A command that ends, blocks or kills the process is noticed, and the next command gets a new process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from typing import Any
 
 from .ground import ROOT, children, command, environment, gone
 
-LIMIT = 60.0  # seconds for one command
+LIMIT = 60.0  # the most seconds of a command
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class Done:
     seconds: float
 
     def ended(self, code: int, *words: str) -> None:
-        """With this status and one line that says why, in which the words are.  AssertionError if not."""
+        """Raise AssertionError unless the command ended with this status and one line with the reason, which has the
+        words.
+        """
         assert self.code == code, f"ended with {self.code}, expected {code}: {self.err[-500:]}"
         lines = [line for line in self.err.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("minivllm: error: ")]
@@ -40,7 +44,10 @@ class Done:
 
 
 class Tools:
-    """``run`` in the process, ``really`` in a fresh one, as a user would.  ``folder`` is empty for each case."""
+    """Runs commands: ``run`` in the shared process, ``really`` in a new one, as for a user.
+
+    ``folder`` is empty for each case.
+    """
 
     def __init__(self) -> None:
         self._root = tempfile.TemporaryDirectory(prefix="minivllm-robust-")
@@ -49,7 +56,7 @@ class Tools:
 
     @property
     def canary(self) -> Path:
-        """A file that code in data would write."""
+        """Return the file that hostile code in data would write if it ran."""
         return Path(self._root.name) / "canary"
 
     def folder(self) -> Path:
@@ -128,7 +135,7 @@ class Tools:
 
 @contextlib.contextmanager
 def _alarm(seconds: float, child: Any) -> Any:
-    """Kill the process if it takes longer: reading from it then ends."""
+    """Kill the process after ``seconds``, so that reading from it ends."""
 
     def kill(number: int, at: Any) -> None:
         child.kill()

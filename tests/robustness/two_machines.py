@@ -1,12 +1,13 @@
-"""Executor ``ray`` over two machines, which are network namespaces of this one: equal tokens, and what breaks between.
+"""Executor ``ray`` over two machines, which are network namespaces of this one: equal tokens, and failures of a machine
+or of the network.
 
     python tests/robustness/two_machines.py                       all scenes, as root on Linux, with Ray installed
     python tests/robustness/two_machines.py --only serve "the cable is cut"
 
 Each machine has a network, a host name, and a /dev/shm and folder for Ray of its own; a pair of virtual interfaces is
 the cable.  A Ray head of one CPU runs on the first machine and a Ray node of one CPU on the second, so that of two
-ranks each machine has one.  A scene prints what the engine said and after how many seconds; afterwards no process,
-file, shared memory or namespace may be left.  Exit status 1 if something was wrong, 77 where it cannot be tried.
+ranks each machine has one.  A scene prints the last output of the engine and its time.  Afterwards no process, file,
+shared memory or namespace may be left.  The exit status is 1 after a failure, and 77 if the scenes cannot run here.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from robustness.machines import NAMES, SIZES, STARTS, Engine, Machines, Server, command_of, of_mark, run, why_not
 
-SOON = 10.0  # seconds in which the engine must have said what is wrong, and all ranks have ended
+SOON = 10.0  # seconds until the engine must have reported the reason and all ranks have ended
 SKIPPED = 77
 
 
 def tokens_of_one(machines: Machines) -> list[list[int]]:
-    """By one process, executor ``local``."""
+    """Return the tokens of one process with the executor ``local``."""
     alone = Engine(machines, {**SIZES, "executor": "local"}, tokens=40, once=True)
     alone.ready()
     found = alone.hear()["tokens"]
@@ -44,7 +45,7 @@ def tokens_of_one(machines: Machines) -> list[list[int]]:
 
 
 def equal(machines: Machines, cut: float = 0.0, transport: str = "auto") -> str:
-    """The tokens of two machines are those of one process, also where the cable is out for ``cut`` seconds."""
+    """Check that two machines give the tokens of one process, even if the cable is cut for ``cut`` seconds."""
     want = tokens_of_one(machines)
     engine = Engine(machines, machines.options(transport=transport), tokens=40)
     ranks = engine.ready()
@@ -64,7 +65,7 @@ def equal(machines: Machines, cut: float = 0.0, transport: str = "auto") -> str:
 
 
 def slow_cable(machines: Machines) -> str:
-    """Every packet comes 20 ms late."""
+    """Check equal tokens if every packet is 20 ms late."""
     late = ["qdisc", "add", "dev", machines.links[1], "root", "netem", "delay", "20ms"]
     try:
         run("tc", "-n", machines.names[1], *late)
@@ -74,7 +75,7 @@ def slow_cable(machines: Machines) -> str:
 
 
 def serve(machines: Machines) -> str:
-    """The server answers with the tokens of one process, and ends by SIGTERM."""
+    """Check that the server answers with the tokens of one process, and ends by SIGTERM."""
     want, server = tokens_of_one(machines), Server(machines)
     got = server.answer(40)
     assert got == want, f"{got}, one process gives {want}"
@@ -85,7 +86,7 @@ def serve(machines: Machines) -> str:
 
 
 def serve_and_cut(machines: Machines) -> str:
-    """The cable is cut under a request: it is answered with 503, and the server ends with exit code 7 and says why."""
+    """Check that a request gets 503 when the cable is cut, and that the server ends with exit code 7 and the reason."""
     server = Server(machines)
     server.answer(4)
     asks = server.ask(230)
@@ -103,7 +104,7 @@ def serve_and_cut(machines: Machines) -> str:
 
 
 def breaks(machines: Machines, do: Callable[[Machines, list[list[Any]]], None], *words: str, **more: Any) -> str:
-    """While it generates, something is done; the engine says these words soon."""
+    """Check that ``do``, called during generation, makes the engine report these words soon."""
     engine = Engine(machines, machines.options(**more))
     ranks = engine.ready()
     assert "tokens" in engine.hear()
@@ -120,7 +121,7 @@ def breaks(machines: Machines, do: Callable[[Machines, list[list[Any]]], None], 
 
 
 def gone(pids: Sequence[int], end: float) -> list[int]:
-    """Which of them have not ended by then."""
+    """Return the processes that have not ended by then."""
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "ray::" in command_of(pid)]:
         if time.monotonic() > end:
             break
@@ -137,7 +138,7 @@ def kill_all(pids: Sequence[int]) -> None:
 
 
 def without_node(machines: Machines) -> str:
-    """The second machine has gone before the engine starts."""
+    """Start the engine after the second machine has gone."""
     kill_all(machines.of_node(1))
     begun = time.monotonic()
     engine = Engine(machines, machines.options(placement_timeout=3))
@@ -148,7 +149,7 @@ def without_node(machines: Machines) -> str:
 
 
 def other_sources(machines: Machines) -> tuple[str, str]:
-    """Another version of the package, and where the second machine has it instead of this one."""
+    """Return another version of the package, and the path at which the second machine has it."""
     package, other = Path(minivllm.__file__).parent, Path(machines.folder + ".1", "other")
     shutil.copytree(package, other, ignore=shutil.ignore_patterns("__pycache__"))
     with open(other / "errors.py", "a") as file:
@@ -157,7 +158,7 @@ def other_sources(machines: Machines) -> tuple[str, str]:
 
 
 def refused(machines: Machines, *words: str) -> str:
-    """The engine does not start, says these words soon and ends with exit code 5."""
+    """Check that the engine does not start, reports these words soon and ends with exit code 5."""
     begun = time.monotonic()
     engine = Engine(machines, machines.options(), once=True)
     said, took = engine.end(begun)
@@ -167,7 +168,7 @@ def refused(machines: Machines, *words: str) -> str:
 
 
 def cut_while_starting(machines: Machines) -> str:
-    """The cable is cut once the process of a rank is there, before it has come in or after that."""
+    """Cut the cable after the process of a rank exists, before or after it has joined."""
     engine = Engine(machines, machines.options())
     end = time.monotonic() + STARTS
     while not any("RankPlace" in command_of(pid) for pid in machines.of_node(1)):
@@ -219,7 +220,7 @@ def belongings() -> set[str]:
 
 
 def play(name: str) -> str:
-    """A scene on machines of its own; AssertionError says what was wrong."""
+    """Play a scene on machines of its own.  Raise AssertionError with the failure."""
     before = belongings()
     with Machines() as machines:
         machines.cluster(other_sources(machines) if name == ANOTHER else ())
@@ -235,7 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SCENES, default=list(SCENES), metavar="SCENE")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is removed then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # everything that the scene made is removed then too
     if why := why_not():
         print(f"skipped: {why}")
         return SKIPPED

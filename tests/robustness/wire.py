@@ -1,4 +1,4 @@
-"""A45, A46, F14, F23 and what else a connection may do that is wrong, by hand on sockets."""
+"""A45, A46, F14, F23 and other wrong behaviour of a connection, with plain sockets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def a45(ground: Ground, rng: random.Random) -> Any:
         assert status_of(got) == 408 and time.monotonic() - start < 5, got[:200]
 
     def drip() -> None:
-        """A byte now and then does not help."""
+        """Send a byte now and then, which must not prolong the limit."""
         with ground.connect() as link:
             link.sendall(ground.head(COMPLETIONS, "Content-Length: 1000") + b"\r\n")
             link.settimeout(0.2)
@@ -188,7 +188,7 @@ def f23(ground: Ground, rng: random.Random) -> Any:
     yield "half of each", check
 
     def idle() -> None:
-        """Connections that say nothing at all, and upgrades that stop half way."""
+        """Open connections that send nothing, and upgrades that stop half way."""
         links = [ground.connect(10) for _ in range(50)]
         for link in links[::2]:
             link.sendall(

@@ -1,4 +1,4 @@
-"""Run ``minivllm`` commands that come as lines of JSON, and tell what each did: for ``tools``."""
+"""Run ``minivllm`` commands that arrive as lines of JSON, and report the result of each to ``tools``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(asked: dict) -> dict:
         sys.path[:] = before
         os.environ.clear()
         os.environ.update(environ)
-        for name in set(sys.modules) - modules:  # what a package of the case brought
+        for name in set(sys.modules) - modules:  # remove the modules of the case's package
             if any((getattr(sys.modules[name], "__file__", None) or "").startswith(p) for p in asked["path"]):
                 del sys.modules[name]
     return {"code": code, "out": out.getvalue()[-4000:], "err": err.getvalue()[-4000:]}
