@@ -1,37 +1,66 @@
-"""The options of adapters (LoRA)."""
+"""The options of adapters, and the methods that read and apply them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minivllm.core.interfaces.executor import AdapterWiring
-from minivllm.errors import ConfigError
+from minivllm.core.interfaces.executor import AdapterWiring, Part
+from minivllm.errors import ConfigError, shown
 from minivllm.validation import begins, source_of
+
+from .values import PluginChoice
 
 if TYPE_CHECKING:
     from .values import EngineConfig
 
 FIELDS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 HOST = 4  # adapters in host memory for each on the device, by default
+LORA = "lora"  # the method that enable_lora adds
+TYPE = "peft_type"  # the trait that names the folders of a method
 
 
-def wire_adapters(config: EngineConfig, origins: Mapping[str, str]) -> AdapterWiring:
-    """Return the options of adapters.  ConfigError if they contradict each other."""
-    if not config.enable_lora:
+def with_lora(config: EngineConfig) -> list[PluginChoice]:
+    """Return the chosen methods, with LoRA if ``enable_lora`` is set."""
+    names = {choice.name for choice in config.adapters}
+    if not config.enable_lora or names & {LORA, f"minivllm/{LORA}"}:
+        return list(config.adapters)
+    return [*config.adapters, PluginChoice(name=LORA)]
+
+
+def wire_adapters(config: EngineConfig, origins: Mapping[str, str], methods: Sequence[Part]) -> AdapterWiring:
+    """Return the options of adapters for the chosen methods.  ConfigError if they contradict each other."""
+    if not methods:
         # a record of a run names all options, with their defaults
         fields = type(config).model_fields
         named = next((name for name in FIELDS if getattr(config, name) != fields[name].default), None)
         if named is not None:
             where = begins(source_of(origins, named))
             raise ConfigError(
-                f"{where}{named} without enable_lora=true has no effect: set enable_lora, or leave it out"
+                f"{where}{named} without enable_lora=true or adapters has no effect: set one of them, or leave it out"
             )
         return AdapterWiring()
+    _check_types(methods, origins)
     host = HOST * config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
     if host < config.max_loras:
         raise ConfigError(
             f"{begins(source_of(origins, 'max_cpu_loras'))}max_cpu_loras={host} is less than max_loras="
             f"{config.max_loras}: adapters on the device are in host memory too; raise it"
         )
-    return AdapterWiring(config.max_loras, config.max_lora_rank, host)
+    return AdapterWiring(config.max_loras, config.max_lora_rank, host, tuple(methods))
+
+
+def _check_types(methods: Sequence[Part], origins: Mapping[str, str]) -> None:
+    """Raise ConfigError for a method whose folders are not known, or are those of another method."""
+    label = begins(source_of(origins, "adapters"))
+    found: dict[str, str] = {}
+    for part in methods:
+        kind = part.traits.get(TYPE)
+        if kind is None:
+            raise ConfigError(
+                f"{label}adapters: {part.name} has no trait {TYPE}: its spec must name the folders it reads"
+            )
+        if kind in found:
+            both = f"{found[kind]} and {part.name} both read folders of {TYPE}={shown(kind)}"
+            raise ConfigError(f"{label}adapters: {both}; remove one of them")
+        found[kind] = part.name

@@ -96,6 +96,7 @@ def _why_not(
         "compressor": wiring.compressor is not None,
         "kvstore": bool(wiring.cache.stores),
         "enable_lora": config.enable_lora,
+        "adapters": bool(config.adapters),
         "processors with a second model": bool(wiring.own_models),
         "load_format": config.load_format not in ("auto", "safetensors"),
         "executor": parts["executor"].name not in EXECUTORS,

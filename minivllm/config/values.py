@@ -88,7 +88,7 @@ def _choices(value: Any) -> Any:
     return [_choice(v) for v in value]
 
 
-def _stores(value: Any) -> Any:
+def _list_or_one(value: Any) -> Any:
     """Convert a list of names and tables, or a name or a table alone."""
     return _choices([value] if isinstance(value, (str, Mapping, PluginChoice)) else value)
 
@@ -152,7 +152,7 @@ Overrides = Annotated[dict[str, Any], BeforeValidator(_overrides)]
 Pool = Annotated[dict[str, Any], BeforeValidator(_pool)]
 One = Annotated[PluginChoice, BeforeValidator(_choice)]
 Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
-Stores = Annotated[list[PluginChoice], BeforeValidator(_stores)]
+ListOrOne = Annotated[list[PluginChoice], BeforeValidator(_list_or_one)]
 Path_ = Annotated[str, BeforeValidator(_path)]
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 Impl = Annotated[Literal["auto", "minivllm", "transformers"], BeforeValidator(_impl)]
@@ -272,7 +272,7 @@ class EngineConfig(Strict):
     energy: Annotated[str, Field(pattern=r"^(off|on|rapl|rapl:.+)$")] = Field(
         "off", description="measure energy and divide it among requests: on (the device's counter), rapl, rapl:FOLDER"
     )
-    enable_lora: bool = Field(False, description="serve adapters (LoRA) that requests name")
+    enable_lora: bool = Field(False, description="serve adapters (LoRA) that requests name: adds lora to adapters")
     max_loras: int = Field(8, ge=1, le=512, description="adapters on the device at the same time")
     max_lora_rank: int = Field(16, ge=1, le=512, description="largest rank of an adapter")
     max_cpu_loras: int | None = Field(
@@ -320,7 +320,8 @@ class EngineConfig(Strict):
     processors: Several = [PluginChoice(name=name) for name in PROCESSORS]
     strategies: Several = [PluginChoice(name="single"), PluginChoice(name="parallel"), PluginChoice(name="beam")]
     hooks: Several = []
-    kvstore: Stores = []
+    kvstore: ListOrOne = []
+    adapters: ListOrOne = []
     grammar_compile_seconds: float = Field(
         0.8, gt=0, le=60, description="largest time for compiling a grammar of a client"
     )
@@ -399,7 +400,7 @@ SHAPE = ConfigShape(
     several=SEVERAL,
     free=("hf_overrides", "tokenizer_pool"),
     choice=tuple(PluginChoice.model_fields),
-    alone=("kvstore",),
+    alone=("kvstore", "adapters"),
     aliases=ALIASES,
     version=CONFIG_VERSION,
 )

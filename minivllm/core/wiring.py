@@ -54,7 +54,9 @@ def wiring_from_json(text: str) -> Wiring:
     values["steps"] = StepWiring(**steps)
     values["speculation"] = SpeculationWiring(**speculation)
     values["parallel"] = ParallelWiring(**values["parallel"])
-    values["adapters"] = AdapterWiring(**values["adapters"])
+    adapters = values["adapters"]
+    adapters["methods"] = tuple(Part(**part) for part in adapters["methods"])
+    values["adapters"] = AdapterWiring(**adapters)
     values["images"] = ImageWiring.from_json(values["images"])
     return Wiring(**values)
 

@@ -47,7 +47,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
     from minivllm.device.functions.host_rows import HostDraw
-    from minivllm.device.loading.adapter_files import check_adapter
+    from minivllm.device.worker.adapters import adapter_checks
     from minivllm.device.worker.build import make_processors
     from minivllm.registry import Catalog, build_part
     from minivllm.runtime.hooks.bridge import EngineHooks
@@ -81,7 +81,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
                 strategies=figures.each("strategy", [(p.name, build_part("strategy", p)) for p in resolved.strategies]),
                 host_sampler=HostDraw,
                 grammars=grammars,
-                check_adapter=check_adapter,
+                check_adapter=adapter_checks(wiring),
                 now=executor.now or monotonic,
                 energy=counter_of(config.energy, executor, parts["executor"].name),
             ),
@@ -155,6 +155,7 @@ def listen(engine: Engine, resolved: Resolved) -> None:
     if usage.is_on():
         lists = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
         lists["kvstore"] = resolved.wiring.cache.stores
+        lists["adapter"] = resolved.wiring.adapters.methods
         names = {seam: [part.name] for seam, part in resolved.parts.items()}
         names |= {seam: [part.name for part in parts] for seam, parts in lists.items()}
         usage.UsageCounter(engine, resolved.config.model, names)

@@ -1,6 +1,9 @@
 """The built-in plug-ins: (seam, name, where its Spec is).  Strings only, sorted, so that listing them costs nothing."""
 
 BUILTINS: tuple[tuple[str, str, str], ...] = (
+    ("adapter", "ia3", "minivllm.plugins.adapter.spec:IA3"),
+    ("adapter", "lora", "minivllm.plugins.adapter.spec:LORA"),
+    ("adapter", "steering", "minivllm.plugins.adapter.spec:STEERING"),
     ("attention", "flash_attn", "minivllm.plugins.attention.spec:FLASH_ATTN"),
     ("attention", "flash_attn2", "minivllm.plugins.attention.spec:FLASH_ATTN2"),
     ("attention", "flashinfer", "minivllm.plugins.attention.spec:FLASHINFER"),

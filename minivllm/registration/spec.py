@@ -75,6 +75,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         kind.name: kind
         for kind in (
             Kind(
+                "adapter",
+                _SEAMS + "adapter:AdapterMethod",
+                facts=("device",),
+                traits={"peft_type": "the `peft_type` of the folders that the method reads"},
+            ),
+            Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
                 api=(1, 7),
@@ -211,6 +217,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 # (kind, trait) -> (function that checks a value, the accepted values in words)
 TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
+        ("adapter", "peft_type"): (lambda v: _text(v), "a name, such as 'LORA'"),
         ("attention", "graph"): (lambda v: v in ("none", "decode", "mixed"), "'none', 'decode' or 'mixed'"),
         ("attention", "plan"): (lambda v: v in ("host", "device"), "'host' or 'device'"),
         ("attention", "drafts"): (lambda v: v in ("apart", "merged"), "'apart' or 'merged'"),
@@ -236,8 +243,8 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
     }
 )
 OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
-    "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser", "processor": "processors",
-    "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
+    "adapter": "adapters", "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser",
+    "processor": "processors", "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
 }  # fmt: skip
 RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests

@@ -98,9 +98,9 @@ def check_config(loaded: Loaded) -> None:
     server, engine = loaded.server, loaded.engine
     if server.steering_dir is not None and not os.path.isdir(server.steering_dir):
         raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder")
-    if (server.lora_modules or server.lora_dir) and not engine.enable_lora:
+    if (server.lora_modules or server.lora_dir) and not (engine.enable_lora or engine.adapters):
         name = "lora_modules" if server.lora_modules else "lora_dir"
-        raise ConfigError(f"server.{name} without enable_lora=true: set both, or neither")
+        raise ConfigError(f"server.{name} without enable_lora=true or adapters: set both, or neither")
     if server.lora_dir is not None and not os.path.isdir(server.lora_dir):
         raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder")
     if server.weights_dir is not None and not os.path.isdir(server.weights_dir):

@@ -1,7 +1,8 @@
-"""Adapters (LoRA) made by PEFT for tiny models, and the answers of PEFT."""
+"""Adapters made by PEFT for tiny models, steering vectors, and the answers of PEFT."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,38 @@ def write_adapter(model: Any, folder: Path, seed: int = 0, **config: Any) -> Pat
                     p.normal_(0, 0.15)
         adapted.save_pretrained(folder)
         adapted.unload()
+    return folder
+
+
+# layers whose outputs IA3 scales, and those whose inputs it scales, by the last part of their names
+OUTPUTS = ("q_proj", "k_proj", "v_proj", "up_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn", "dense", "in_proj")
+INPUTS = ("o_proj", "down_proj", "dense_4h_to_h", "out_proj", "w2", "mlp.c_proj", "gate_up_proj")
+
+
+def write_ia3(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """Let PEFT write random factors (IA3) for a model of transformers, and leave the model as it was."""
+    from peft import IA3Config, get_peft_model
+
+    torch.manual_seed(seed)
+    options = {"target_modules": [*OUTPUTS, *INPUTS], "feedforward_modules": [*INPUTS], **config}
+    with quiet():
+        adapted = get_peft_model(model, IA3Config(**options))
+        with torch.no_grad():
+            for name, p in adapted.named_parameters():
+                if "ia3_" in name:
+                    p.normal_(1, 0.3)
+        adapted.save_pretrained(folder)
+        adapted.unload()
+    return folder
+
+
+def write_steering(folder: Path, vectors: dict[str, torch.Tensor], **config: Any) -> Path:
+    """Write a folder of vectors by tap point."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "STEERING", **config}))
+    save_file(vectors, folder / "adapter_model.safetensors")
     return folder
 
 

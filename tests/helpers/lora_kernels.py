@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minivllm.device.kernels.lora import LoraProduct, group
+from minivllm.plugins.adapter.triton_lora import LoraProduct, group
 
 PLACES, RANK = 5, 16
 # (inputs, first outputs of the parts, outputs), shapes of qkv, gate and up, and a plain layer

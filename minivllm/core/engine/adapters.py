@@ -42,7 +42,7 @@ class EngineAdapters:
         self,
         limits: AdapterWiring,
         slots: Slots,
-        check: Callable[[str, int], AdapterFiles],
+        check: Callable[[str], AdapterFiles],
         evictor: Callable[[EvictorContext], Evictor],
         now: Callable[[], float],
     ) -> None:
@@ -90,7 +90,7 @@ class EngineAdapters:
         if adapter is not None and adapter.request == asked:
             if adapter.state == FAILED and not adapter.users:
                 self.forget(adapter)
-            elif self.check(asked.lora_path, self.limits.max_lora_rank) == adapter.files:
+            elif self.check(asked.lora_path) == adapter.files:
                 return adapter
             else:
                 raise RequestError(
@@ -110,7 +110,7 @@ class EngineAdapters:
                 )
             if other is not None:
                 self.forget(other)
-        files = self.check(asked.lora_path, self.limits.max_lora_rank)
+        files = self.check(asked.lora_path)
         self._number += 1
         adapter = Adapter(self._number, asked, files)
         self.known[asked.lora_int_id] = self.names[asked.lora_name] = adapter

@@ -177,7 +177,7 @@ class Engine:
         except NotImplementedError as e:
             who = type(self.executor).__name__
             raise ConfigError(
-                f"enable_lora=true: the executor {who} loads no adapters; use local, process or multiprocess"
+                f"the executor {who} loads no adapters; use local, process or multiprocess"
             ) from e
         return EngineAdapters(limits, self.slots, parts.check_adapter, parts.evictor, self.now)
 
@@ -235,7 +235,7 @@ class Engine:
         if request.lora is None:
             return None
         if self.adapters is None:
-            what = "this engine serves no adapters; set enable_lora=true"
+            what = "this engine serves no adapters; set enable_lora=true, or adapters"
             raise RequestError(f"lora_request: {what}", "lora_request")
         return self.adapters.find(request.lora)
 
@@ -623,7 +623,9 @@ class Engine:
         """Load an adapter into host memory, during the next steps, and call ``done`` with "" or the error.
         RequestError if its folder is malformed."""
         if self.adapters is None:
-            raise RequestError("this engine serves no adapters; set enable_lora=true", "lora_name")
+            raise RequestError(
+                "this engine serves no adapters; set enable_lora=true, or adapters", "lora_name"
+            )
         self.adapters.preload(asked, done)
 
     @alone

@@ -40,8 +40,8 @@ class EngineParts:
     grammars: Any = None
     # listeners may subscribe before the engine exists
     events: EngineEvents = field(default_factory=EngineEvents)
-    # (folder, largest rank) -> the files of an adapter, checked (RequestError); needed if adapters are served
-    check_adapter: Callable[[str, int], AdapterFiles] | None = None
+    # folder -> the files of an adapter, checked (RequestError); needed if adapters are served
+    check_adapter: Callable[[str], AdapterFiles] | None = None
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
     energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
 

@@ -90,11 +90,12 @@ class SpeculationWiring:
 
 @dataclass(frozen=True)
 class AdapterWiring:
-    """The options of adapters (LoRA)."""
+    """The options of adapters, such as LoRA."""
 
     max_loras: int = 0  # adapters on the device at the same time; 0 means that requests have none
     max_lora_rank: int = 16  # largest rank of an adapter
     max_cpu_loras: int = 0  # adapters in host memory, those on the device included
+    methods: tuple[Part, ...] = ()  # the plug-ins that read and apply adapters
 
 
 @dataclass(frozen=True)

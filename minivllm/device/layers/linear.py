@@ -141,7 +141,7 @@ class Linear(Module):
         super().__init__(info.name)
         self.info, self.scheme, self.group = info, scheme, group
         self.reduce = info.split == "row" and info.shard.size > 1
-        self.adapter: Any = None  # the ``LinearAdapter`` of the layer; None if no adapters are served
+        self.adapter: Any = None  # the ``LayerAdapters`` of the layer; None if no adapters are served
         self.tensors = dict(scheme.tensors)
         self.bias: Tensor | None = None
         if info.bias:

@@ -1,53 +1,110 @@
-"""The adapters (LoRA) of one process.  A thread loads them during steps, and deltas copy them to the device.
+"""The adapters of one process.  A thread loads them during steps, and deltas copy them to the device.
 
 verb "adapters" ──► thread reads the folder ──► host memory, by number
 Delta.adapter (place, number) ──► place on the device
 Join.adapter ──► column of the slots
+
+A method (``AdapterMethod``) reads and applies the adapters.  Each place has an adapter of one method.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from minivllm.core.external_calls import as_exception
-from minivllm.device.layers.adapters import AdapterMemory
-from minivllm.device.loading.adapter_weights import AdapterReader, HostAdapter
+from minivllm.core.interfaces.adapter import (
+    AdaptedLayer,
+    AdaptedModel,
+    AdapterContext,
+    AdapterMemory,
+    AdapterMethod,
+)
+from minivllm.core.interfaces.model import tap_points
+from minivllm.core.interfaces.taps import read_only
+from minivllm.device.layers.adapters import ActiveMethods, AdaptedTaps, LayerAdapters
+from minivllm.device.layers.linear import Linear
+from minivllm.device.loading.adapter_files import TYPE, AdapterChecks, method_of
+from minivllm.device.loading.adapter_weights import AdapterReader
 from minivllm.errors import MinivllmError, describe_error
+from minivllm.registry import build_part
 
 from .capture import ALONE
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.model import Model, StepTaps
     from minivllm.core.interfaces.plan import Delta, StepPlan
     from minivllm.device.layers.parts import ModelParts
+
+
+class Loaded(NamedTuple):
+    """An adapter in host memory."""
+
+    method: int
+    weights: Any  # the result of ``AdapterMemory.read``
+    points: tuple[str, ...]  # tap points that the adapter changes
+
+
+def make_methods(wiring: Wiring) -> dict[str, AdapterMethod]:
+    """Build the methods of a wiring, by the ``peft_type`` of the folders that they read."""
+    limits = wiring.adapters
+    ctx = AdapterContext(limits.max_loras, limits.max_lora_rank)
+    return {str(part.traits[TYPE]): build_part("adapter", part, ctx) for part in limits.methods}
+
+
+def adapter_checks(wiring: Wiring) -> AdapterChecks:
+    """Return the checks of folders on the host."""
+    return AdapterChecks(make_methods(wiring))
 
 
 class Adapters:
     """The adapters in host memory and on the device, and the adapter of each slot.
 
-    ``column`` i64 [slots] has the place of each slot's adapter, -1 for none; ``of_slot`` is the same on the host."""
+    ``column`` i32 [slots] has the place of each slot's adapter, -1 for none; ``of_slot`` is the same on the host.
+    ``methods`` are the numbers of the memories by ``peft_type``, and ``of_place`` the loaded adapter of each place.
+    With several methods, ``tables`` i32 [methods, places + 1] has a place's own number in the row of its method, and
+    -1 elsewhere; the last column is -1."""
 
-    def __init__(self, wiring: Wiring, cfg: Any, parts: ModelParts, device: torch.device) -> None:
+    def __init__(self, wiring: Wiring, cfg: Any, model: Model, parts: ModelParts, device: torch.device) -> None:
         limits, slots = wiring.adapters, wiring.max_num_seqs + 1
-        self.memory = AdapterMemory(
-            parts.modules, limits.max_loras, limits.max_lora_rank, parts.dtype, device, wiring.batch_invariant
-        )
         # the device with its number, because other threads may have another current device
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        layers = {name: module for name, module in parts.modules.items() if type(module) is Linear}
+        points = {name: width for name, width in tap_points(model).items() if not read_only(name)}
+        adapted = AdaptedModel(
+            {name: AdaptedLayer(module.info, module.bias) for name, module in layers.items()},
+            points,
+            parts.dtype,
+            device,
+            wiring.batch_invariant,
+            self._zeros,
+        )
+        made = make_methods(wiring)
+        self.memories: list[AdapterMemory] = [method.memory(adapted) for method in made.values()]
+        self.methods = {name: number for number, name in enumerate(made)}
+        self.all = tuple(range(len(self.memories)))
+        self.active = ActiveMethods()
+        for name, module in layers.items():
+            changes = [(n, memory.layer(name)) for n, memory in enumerate(self.memories)]
+            given = [(n, change) for n, change in changes if change is not None]
+            module.adapter = LayerAdapters(self.active, given) if given else None
         self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.of_slot = np.full(slots, -1, np.int32)
-        self.loaded: dict[int, HostAdapter] = {}
-        # on a GPU, copies to the device that may not have ended, with the event after each
-        self._copied: deque[tuple[Any, HostAdapter]] = deque()
-        self._reader = AdapterReader(wiring, cfg, parts, self.memory, self._zeros)
+        self.of_place: list[Loaded | None] = [None] * limits.max_loras
+        self.pointed = False  # an adapter on the device changes tap points
+        self.tables = torch.full((len(self.all), limits.max_loras + 1), -1, dtype=torch.int32, device=device)
+        self.loaded: dict[int, Loaded] = {}
+        # on a GPU: copies to the device that may not have ended, with an event behind each
+        self._copied: deque[tuple[Any, Loaded]] = deque()
+        self._reader = AdapterReader(wiring, cfg, parts)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
         self._wake = threading.Condition()
@@ -88,13 +145,22 @@ class Adapters:
                 number, folder = self._orders.popleft()
             error = None
             try:
-                loaded = self._reader.read(folder)
+                loaded = self._read(folder)
             except BaseException as e:
                 error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
             with self._wake:
                 if error is None:
                     self.loaded[number] = loaded
                 self._ended.append((number, error))
+
+    def _read(self, folder: str) -> Loaded:
+        """Read a folder by its method.  RequestError if it does not fit the model."""
+        with self._reader.opened(folder) as source:
+            number = self.methods[method_of(folder, source.config, self.methods)]
+            memory = self.memories[number]
+            weights = memory.read(source)
+            points = tuple(memory.points(weights))
+        return Loaded(number, weights, points)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -120,8 +186,13 @@ class Adapters:
         both = torch.from_numpy(np.stack([slots, places]).astype(np.int64)).to(self.device, non_blocking=True)
         self.column[both[0]] = both[1].int()
 
-    def _store(self, place: int, adapter: HostAdapter) -> None:
-        self.memory.store(place, adapter.weights, adapter.ranks)
+    def _store(self, place: int, adapter: Loaded) -> None:
+        self.of_place[place] = adapter
+        self.pointed = any(one is not None and one.points for one in self.of_place)
+        if len(self.all) > 1:
+            self.tables[:, place] = -1
+            self.tables[adapter.method, place] = place
+        self.memories[adapter.method].store(place, adapter.weights)
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -129,13 +200,35 @@ class Adapters:
             while self._copied and self._copied[0][0].query():
                 self._copied.popleft()
 
-    def serves(self, plan: StepPlan) -> bool:
-        """Return whether a row of a step has an adapter."""
-        return bool((self.of_slot[plan.slots] >= 0).any())
+    def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the numbers of the methods of a step's rows, and the tap points that their adapters change."""
+        places = self.of_slot[plan.slots]
+        if not (places >= 0).any():
+            return (), ()
+        if len(self.all) == 1 and not self.pointed:
+            return self.all, ()
+        places = np.unique(places)
+        found = [adapter for place in places.tolist() if place >= 0 and (adapter := self.of_place[place]) is not None]
+        points = {point for adapter in found for point in adapter.points}
+        return tuple(sorted({adapter.method for adapter in found})), tuple(sorted(points))
 
-    def step(self, meta: AttnMeta) -> AbstractContextManager[None]:
-        """Return the context in which the layers of a step apply the adapters of its rows."""
-        return self.memory.step(self.column[meta.slots[meta.row]])
+    def taps(self, methods: tuple[int, ...], points: tuple[str, ...], then: StepTaps | None) -> StepTaps | None:
+        """Return the taps of a step: adapters of ``methods`` change the values of ``points`` before ``then``."""
+        return AdaptedTaps([self.memories[n] for n in methods], points, then) if points else then
+
+    @contextmanager
+    def step(self, meta: AttnMeta, methods: tuple[int, ...]) -> Iterator[None]:
+        """Apply the adapters of ``methods`` in the layers of a step."""
+        tokens = self.column[meta.slots[meta.row]]
+        try:
+            self.active.numbers = methods
+            for n in methods:
+                self.memories[n].begin(tokens if len(self.all) == 1 else self.tables[n][tokens])
+            yield
+        finally:
+            self.active.numbers = ()
+            for n in methods:
+                self.memories[n].end()
 
     def close(self) -> None:
         """End the thread after the load that it is running."""
@@ -144,6 +237,6 @@ class Adapters:
             self._wake.notify()
 
 
-def applied(adapters: Adapters | None, meta: AttnMeta, on: bool) -> AbstractContextManager[None]:
-    """Return the context of a step's layers: with adapters if ``on``, else without."""
-    return adapters.step(meta) if adapters is not None and on else nullcontext()
+def applied(adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...]) -> AbstractContextManager[None]:
+    """Return the context of a step's layers, in which the adapters of ``methods`` apply; () applies none."""
+    return adapters.step(meta, methods) if adapters is not None and methods else nullcontext()

@@ -27,7 +27,7 @@ from minivllm.device.loading import shapes
 from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.device.loading.tensor_names import OF_TEXT, names_in
 from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
-from minivllm.errors import ConfigError, ModelError, ResourceError
+from minivllm.errors import ConfigError, MinivllmError, ModelError, ResourceError
 from minivllm.registry import build_part, head_of
 
 from . import step
@@ -182,7 +182,7 @@ def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> Non
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     if wiring.adapters.max_loras:
-        worker.adapters = _take_adapters(wiring, cfg, worker.parts, worker.device)
+        worker.adapters = _take_adapters(wiring, cfg, worker)
     if wiring.images.max_images:
         _load_images(worker, wiring)
 
@@ -207,11 +207,13 @@ def _load_images(worker: Worker, wiring: Wiring) -> None:
     worker.weight_bytes += encoder.bytes
 
 
-def _take_adapters(wiring: Wiring, cfg: Any, parts: ModelParts, device: torch.device) -> Adapters:
+def _take_adapters(wiring: Wiring, cfg: Any, worker: Worker) -> Adapters:
     """Allocate the memory of adapters.  Raise ResourceError if it is too small."""
     try:
         with torch.inference_mode():
-            return Adapters(wiring, cfg, parts, device)
+            return Adapters(wiring, cfg, worker.model, worker.parts, worker.device)
+    except MinivllmError:
+        raise
     except (RuntimeError, MemoryError) as e:
         which = f"max_loras={wiring.adapters.max_loras} adapters of max_lora_rank={wiring.adapters.max_lora_rank}"
         raise ResourceError(f"no memory for {which} ({str(e).splitlines()[0]}): lower one of them") from e

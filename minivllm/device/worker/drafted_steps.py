@@ -132,7 +132,7 @@ class DraftedSteps:
         apart = (plan.host, plan.held, plan.late, plan.guided, plan.prompt, plan.pooled, plan.observe, plan.taps)
         if not len(plan.draft) or rows > self.sizes[-1] or any(map(len, apart)) or len(plan.samples) < rows:
             return None
-        if (plan.q_len != 1).any() or len(plan.steered) or len(plan.given) or self.runner.adapts(plan):
+        if (plan.q_len != 1).any() or len(plan.steered) or len(plan.given) or self.runner.adapts(plan)[0]:
             return None
         size = self.sizes[int(np.searchsorted(self.sizes, rows))]
         span = SHORT if int(plan.computed.max()) < SHORT else self.runner.wiring.max_model_len

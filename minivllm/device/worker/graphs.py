@@ -90,13 +90,15 @@ class TappedKey(GraphKey):
     """The captured shape of a step with taps.
 
     ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
-    read.  ``given`` means that rows have given experts.
+    read.  ``given`` means that rows have given experts, and ``changed`` are the names of the points that adapters
+    change.
     """
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     adapted: bool = False  # rows have adapters
     given: bool = False
+    changed: tuple[str, ...] = ()
 
 
 def adapted(key: GraphKey) -> bool:
@@ -180,7 +182,8 @@ class Graphs:
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
-        adapts = self.runner.adapts(plan)
+        methods, changed = self.runner.adapts(plan)
+        adapts = bool(methods)
         kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
@@ -194,10 +197,9 @@ class Graphs:
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             key = kind("mixed", size, max(token_size(tokens), size), span)
-        if steered or read or given:
-            key = TappedKey(
-                key.kind, key.rows, key.tokens, key.span, steered=steered, read=read, adapted=adapts, given=given
-            )
+        if steered or read or given or changed:
+            shape = key.kind, key.rows, key.tokens, key.span
+            key = TappedKey(*shape, steered=steered, read=read, adapted=adapts, given=given, changed=changed)
         return key
 
     def key(self, plan: StepPlan) -> GraphKey | None:
@@ -587,7 +589,7 @@ class Graphs:
             read = read_columns(r.state, static)
             self._tap(key, read)
             read.watch = r.watch(read)
-            with applied(r.adapters, read.meta, adapted(key)):
+            with applied(r.adapters, read.meta, self._methods(key)):
                 step.forward(r.model, r.backend, read, key, out=b.hidden)
 
         return run, {"keep": static}
@@ -604,14 +606,23 @@ class Graphs:
             self._tap(key, read)
             read.watch = r.watch(read)
             selects = r.selects_tokens(read) and not adapted(key)
-            with applied(r.adapters, read.meta, adapted(key)):
+            with applied(r.adapters, read.meta, self._methods(key)):
                 step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
 
         return run, {"rows": table}
 
+    def _methods(self, key: GraphKey) -> tuple[int, ...]:
+        """Return the adapter methods of a captured step: all of them, because replays have rows of any method."""
+        adapters = self.runner.adapters
+        return adapters.all if adapters is not None and adapted(key) else ()
+
     def _tap(self, key: GraphKey, read: StepTensors) -> None:
-        if isinstance(key, TappedKey):
+        if not isinstance(key, TappedKey):
+            return
+        if key.steered or key.read or key.given:
             read.taps = self.runner.taps.captured(key.steered, key.read, read.meta, key.given)
+        if self.runner.adapters is not None:
+            read.taps = self.runner.adapters.taps(self._methods(key), key.changed, read.taps)
 
     def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
         b = self._buffers(size)

@@ -268,7 +268,7 @@ class Runner:
                     plan = running.plan
                 what = "model"
                 apart = self.images is not None and self.images.reached(plan)
-                if self.native is not None and not self.adapts(plan) and not apart and self.native.takes(plan):
+                if self.native is not None and not self.adapts(plan)[0] and not apart and self.native.takes(plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native, running.draws_natively = True, running.pooled is None
                     return running
@@ -338,16 +338,18 @@ class Runner:
         tapped = self.taps.tokens(plan)
         read.taps = own = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
+        if len(plan.observe):
+            assert self.compactor is not None and self.compactor.queries is not None
+            read.queries = self.compactor.queries.of_step(plan)
+        methods, points = self.adapts(plan)
+        if self.adapters is not None:
+            read.taps = self.adapters.taps(methods, points, read.taps)
         if self.images is not None:
             features, running.lost = self.images.enter(plan, read.meta)
             if features is not None:
                 features.precede(read.taps)
                 read.taps = features
-        if len(plan.observe):
-            assert self.compactor is not None and self.compactor.queries is not None
-            read.queries = self.compactor.queries.of_step(plan)
-        adapts = self.adapts(plan)
-        selects = self.selects_tokens(read) and not adapts
+        selects = self.selects_tokens(read) and not methods
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
         needed = used_tokens(plan, at)
         used: np.ndarray | None = None
@@ -357,7 +359,7 @@ class Runner:
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
         running.shared = self.shared_rows(plan)
         key = GraphKey(shared=running.shared > 0)
-        with applied(self.adapters, read.meta, adapts):
+        with applied(self.adapters, read.meta, methods):
             hidden = step.forward(self.model, self.backend, read, key, indices, selects, run=run)
         if own is not None and (unused := sorted(own.routes.keys() - own.used)):
             raise ValueError(f"the model accepts given experts at {unused[0]!r}, and did not read them")
@@ -371,9 +373,9 @@ class Runner:
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
 
-    def adapts(self, plan: StepPlan) -> bool:
-        """Return whether a row of a step has an adapter."""
-        return self.adapters is not None and self.adapters.serves(plan)
+    def adapts(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return the adapter methods of a step's rows, and the tap points that their adapters change."""
+        return ((), ()) if self.adapters is None else self.adapters.of_step(plan)
 
     def shared_rows(self, plan: StepPlan) -> int:
         """Return the number of decoding rows that share prefixes; 0 if the step reads each row alone."""

@@ -113,6 +113,7 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
     several["strategy"] = iter(resolved.strategies)
     several["hooks"] = iter(resolved.hooks)
     several["kvstore"] = iter(resolved.wiring.cache.stores)
+    several["adapter"] = iter(resolved.wiring.adapters.methods)
     for selection in resolved.selections:
         kind = selection.kind
         option = OPTION_OF.get(kind, kind)

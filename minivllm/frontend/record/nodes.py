@@ -40,7 +40,7 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # the values that decide a value tha
     "run_ahead": ("executor", "device"),
     "prompts": ("tokenizer",),  # a chat template is the tokenizer's
 }
-SEVERAL = ("processors", "strategies", "hooks", "kvstore")
+SEVERAL = ("processors", "strategies", "hooks", "kvstore", "adapters")
 LOOK_ON = ("hooks", "kvstore")  # hooks only observe; if one redirects the model's name, the hash of the model shows it
 
 

@@ -16,6 +16,9 @@ from adapters import PROMPT, engine, lora, write_adapter
 from devices import DEVICE
 
 from minivllm import AsyncLLM, LoRARequest, RequestError, SamplingParams, Tap
+from minivllm.core.interfaces.adapter import AdapterContext
+from minivllm.device.loading.adapter_files import AdapterChecks
+from minivllm.plugins.adapter.lora import LoRA
 from minivllm.testing.tiny import quiet, save, tiny_dir
 
 
@@ -271,14 +274,13 @@ def test_a_wrong_adapter_fails_its_request_alone(made, tmp_path):
     ids=str,
 )
 def test_settings_that_are_not_implemented_are_refused_by_name(made, tmp_path, change, message):
-    from minivllm.device.loading.adapter_files import check_adapter
-
+    check_adapter = AdapterChecks({"LORA": LoRA(None, AdapterContext(8, 16))})
     config = json.loads((made["one"] / "adapter_config.json").read_text())
     folder = shutil.copytree(made["one"], tmp_path / "changed")
-    check_adapter(str(folder), 16)
+    check_adapter(str(folder))
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(RequestError, match=message):
-        check_adapter(str(folder), 16)
+        check_adapter(str(folder))
 
 
 def test_pickles_missing_files_and_wrong_requests_are_refused(made, tmp_path):

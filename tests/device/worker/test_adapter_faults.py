@@ -13,9 +13,9 @@ from adapters import PROMPT, engine, lora, write_adapter
 from minivllm import SamplingParams
 from minivllm.core.engine import engine as engine_module
 from minivllm.core.engine.adapter_set import ResidentSet
-from minivllm.device.layers.adapters import AdapterMemory
-from minivllm.device.loading.adapter_files import AdapterSettings
 from minivllm.device.worker.adapters import Adapters
+from minivllm.plugins.adapter.lora_config import LoraSettings
+from minivllm.plugins.adapter.lora_memory import HostAdapter, LoraMemory
 from minivllm.testing.tiny import quiet, save, tiny_dir
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -69,7 +69,7 @@ def place_taken_from_a_running_row(monkeypatch):
 
 
 def scale_forgotten(monkeypatch):
-    monkeypatch.setattr(AdapterSettings, "scale_of", lambda self, module: 1.0)
+    monkeypatch.setattr(LoraSettings, "scale_of", lambda self, module: 1.0)
 
 
 def prefix_shared(monkeypatch):
@@ -78,16 +78,17 @@ def prefix_shared(monkeypatch):
 
 def padding_read(monkeypatch):
     """Read A and B beyond the rank of an adapter, where the memory has other numbers."""
-    store = AdapterMemory.store
+    store = LoraMemory.store
 
-    def wrong(self, place, weights, ranks):
-        store(self, place, torch.where(weights == 0, 0.3, weights), torch.full_like(ranks, 16))
+    def wrong(self, place, loaded):
+        weights, ranks = loaded
+        store(self, place, HostAdapter(torch.where(weights == 0, 0.3, weights), torch.full_like(ranks, 16)))
 
-    monkeypatch.setattr(AdapterMemory, "store", wrong)
+    monkeypatch.setattr(LoraMemory, "store", wrong)
 
 
 def adapter_never_copied(monkeypatch):
-    monkeypatch.setattr(AdapterMemory, "store", lambda self, place, weights, ranks: None)
+    monkeypatch.setattr(LoraMemory, "store", lambda self, place, loaded: None)
 
 
 FAULTS = [other_row, place_taken_from_a_running_row, scale_forgotten, prefix_shared, padding_read, adapter_never_copied]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, wait
 
 # (most tokens of a step, tokens of a tile); batch-invariant steps always use the first tile
 TILES = ((256, 16), (1024, 32), (1 << 62, 64))

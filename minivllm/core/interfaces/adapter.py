@@ -1,0 +1,188 @@
+"""The adapter seam: weights of a request that change the linear layers or the tap points of a model.
+
+A *method*, such as LoRA, reads the folders whose adapter_config.json names its ``peft_type``, a trait of its spec.  The
+engine has ``places`` adapters on the device, of all methods together, and gives each token of a step the place of its
+row's adapter::
+
+    folder ──check──► host       read ──► host memory ──store──► place on the device
+    step     begin(tokens) ─► layer change: product(x) ──► y ─► at_point(x) ─► end()
+
+An adapter keeps its place while a row with it runs.  So a method only applies the adapters in the places of the tokens.
+Places, loads, prefix keys and captures belong to the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from minivllm.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .quantizer import ModuleInfo
+
+API = (1, 0)
+
+
+@dataclass(frozen=True)
+class AdapterContext:
+    """The arguments with which a method is constructed, on the host and in each process of the model."""
+
+    places: int  # adapters on the device at the same time
+    max_rank: int  # the option max_lora_rank
+
+
+class AdaptedLayer(NamedTuple):
+    """A linear layer whose output a method may change.  Sizes are those of this process's share."""
+
+    info: ModuleInfo
+    # [out]; it is added to the changed product, after the sum over processes if the inputs are split
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """The model of a process, as methods see it."""
+
+    layers: Mapping[str, AdaptedLayer]  # by the name of the module, such as "layers.0.attn.qkv"
+    points: Mapping[str, int]  # width of each tap point to which values can be added
+    dtype: torch.dtype  # of activations
+    device: torch.device
+    batch_invariant: bool  # the result of a token must not depend on other tokens of the step
+    # zeros(size, dtype): host memory [size], pinned for a GPU
+    zeros: Callable[[int, torch.dtype], Tensor]
+
+
+class AdapterTarget(Protocol):
+    """The place of a linear layer of the checkpoint in the served model, which may merge and share layers."""
+
+    @property
+    def layer(self) -> str:
+        """Return the name of the served layer in ``AdaptedModel.layers``."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the parts of the served layer, in the order of the checkpoint's outputs."""
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of inputs of the checkpoint's layer, over all processes."""
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs of the checkpoint's layer, over all processes."""
+
+    def rows(self, values: Tensor) -> list[tuple[str, slice, Tensor]]:
+        """Return the share of this process of values [outputs, ...].
+
+        It has for each part its name, its range in the outputs of the served layer, and its values in their order."""
+
+    def columns(self, values: Tensor) -> Tensor:
+        """Return the share of this process of values [..., inputs]."""
+
+
+class AdapterSource(Protocol):
+    """The folder of an adapter while it is read."""
+
+    @property
+    def folder(self) -> str:
+        """Return the path of the folder."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the fields of adapter_config.json."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of the tensors in adapter_model.safetensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of the file."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of the file, on the host."""
+
+    def target(self, module: str) -> AdapterTarget:
+        """Return the place of a linear layer of the checkpoint.
+
+        RequestError if the model has no such layer, or if it is of a kind that is not adapted."""
+
+
+def adapter_refusal(folder: str, what: str) -> RequestError:
+    """Return the error that refuses the adapter of a folder."""
+    return RequestError(f"adapter {shown(folder)}: {what}", "lora_request")
+
+
+# change(product, x) returns this process's part of the changed product [T, out], where product(x) is that of the layer
+LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
+
+
+class AdapterMemory(ABC):
+    """The adapters of one method in one process of the model.
+
+    Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  Between the two:
+
+    * A token whose place is -1 keeps its values bit for bit.
+    * The result of another token depends on its own values and on the adapter in its place alone.
+    * Arguments are not changed in place.
+    * On a GPU no tensor is read on the host, because these calls are captured.  A later ``store`` takes effect in steps
+      that are captured already, so it writes to the same memory."""
+
+    @abstractmethod
+    def read(self, source: AdapterSource) -> Any:
+        """Return the adapter of a folder in host memory.  RequestError if it does not fit the model.
+
+        A thread calls this next to steps.  The engine keeps the result while the adapter is in host memory."""
+
+    @abstractmethod
+    def store(self, place: int, loaded: Any) -> None:
+        """Copy an adapter in host memory to a place on the device, instead of the adapter that was there."""
+
+    def layer(self, name: str) -> LayerChange | None:
+        """Return the function that changes the product of a linear layer, None if adapters never change it.
+
+        It is called once for each layer of the model, after the construction."""
+        return None
+
+    def points(self, loaded: Any) -> Sequence[str]:
+        """Return the names of the tap points that an adapter changes."""
+        return ()
+
+    @abstractmethod
+    def begin(self, tokens: Tensor) -> None:
+        """Prepare the layers of a step.
+
+        ``tokens`` i32 [T] are the places of its tokens, -1 for tokens without an adapter of this method."""
+
+    def at_point(self, point: str, x: Tensor) -> Tensor:
+        """Return the changed value [T, width] of a tap point, for a step in which ``points`` of a row has it."""
+        return x
+
+    def end(self) -> None:
+        """Forget the tokens of the step."""
+        return
+
+
+class AdapterMethod(ABC):
+    """A kind of adapters, such as LoRA.
+
+    The host has an instance that checks folders; each process of the model has one that makes a memory."""
+
+    def __init__(self, options: Any, ctx: AdapterContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    @abstractmethod
+    def check(self, folder: str, config: Mapping[str, Any]) -> None:
+        """Check the fields ``config`` of adapter_config.json before weights are read.
+
+        RequestError for a field with an effect that is not implemented.  The host calls this for each request, and has
+        no torch."""
+
+    @abstractmethod
+    def memory(self, model: AdaptedModel) -> AdapterMemory:
+        """Allocate the memory of ``ctx.places`` adapters of a model."""

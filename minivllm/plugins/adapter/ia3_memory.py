@@ -1,0 +1,146 @@
+"""The memory of IA3.
+
+    inputs[layer]   [places + 1, in]     factors of the inputs of a layer (``feedforward_modules``)
+    outputs[layer]  [places + 1, out]    factors of its outputs
+    y [T, out]  =  outputs[place] * (product(x * inputs[place]) + bias)
+
+Rows of adapters that do not change a layer are ones, and so is the last row, of tokens without an adapter.  The layer
+adds its bias later, so the bias times (factor - 1) is added to the product.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.adapter import (
+    AdaptedLayer,
+    AdaptedModel,
+    AdapterMemory,
+    AdapterSource,
+    AdapterTarget,
+    LayerChange,
+    adapter_refusal,
+)
+from minivllm.errors import shown
+
+NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.ia3_l(\.default)?")
+
+
+class Factors(NamedTuple):
+    """The factors of one adapter in host memory, by layer."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Return the layers that the adapter changes."""
+        return frozenset(self.inputs) | frozenset(self.outputs)
+
+
+class LayerFactors:
+    """The factors of one layer, for all places."""
+
+    def __init__(self, memory: IA3Memory, name: str, layer: AdaptedLayer) -> None:
+        self.memory, self.name = memory, name
+        rows, info, model = memory.none + 1, layer.info, memory.model
+        options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+        self.inputs = torch.ones(rows, info.in_features, **options)
+        self.outputs = torch.ones(rows, info.out_features, **options)
+        # of several processes whose results are added, one adds the bias
+        self.bias = layer.bias if info.split != "row" or info.shard.rank == 0 else None
+
+    def store(self, place: int, factors: Factors) -> None:
+        """Copy the factors of an adapter to a place; ones where it has none."""
+        for memory, given in ((self.inputs, factors.inputs), (self.outputs, factors.outputs)):
+            if self.name in given:
+                memory[place].copy_(given[self.name], non_blocking=True)
+            else:
+                memory[place].fill_(1)
+
+    def __call__(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return product(x) [T, out] with the factors of the adapters, for x [T, in]."""
+        memory = self.memory
+        if memory.rows is None or (memory.used is not None and self.name not in memory.used):
+            return product(x)
+        y = product(x * self.inputs[memory.rows])
+        factors = self.outputs[memory.rows]
+        return y * factors if self.bias is None else y * factors + self.bias * (factors - 1)
+
+
+class IA3Memory(AdapterMemory):
+    """The factors of adapters for all linear layers."""
+
+    def __init__(self, model: AdaptedModel, places: int) -> None:
+        self.model, self.none = model, places
+        self.changes = {name: LayerFactors(self, name, layer) for name, layer in model.layers.items()}
+        self.layers: list[frozenset[str]] = [frozenset()] * places  # changed by the adapter of each place
+        self.rows: Tensor | None = None  # i64 [T] row of each token of the step
+        # layers that adapters of the step change; None means all, because a GPU's places are not read on the host
+        self.used: frozenset[str] | None = None
+
+    def layer(self, name: str) -> LayerChange:
+        return self.changes[name]
+
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    def read(self, source: AdapterSource) -> Factors:
+        found = Factors({}, {})
+        if not source.names:
+            raise adapter_refusal(source.folder, "its file of weights has no tensors")
+        for name in source.names:
+            match = NAME.fullmatch(name)
+            if match is None:
+                raise adapter_refusal(source.folder, f"tensor {shown(name)} is not adapted: expected factors, ia3_l")
+            self._take(source, name, source.target(match["module"]), found)
+        return found
+
+    def _take(self, source: AdapterSource, name: str, target: AdapterTarget, found: Factors) -> None:
+        """Add a tensor of a folder to the factors ``found``.  RequestError if it does not fit the model."""
+        shape, values = source.shape(name), source.tensor(name)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        if not torch.isfinite(values.to(self.model.dtype)).all():
+            raise adapter_refusal(source.folder, f"{name}: its factors are not all finite numbers in {dtype}")
+        layer = self.model.layers[target.layer]
+        if shape == (target.outputs, 1):
+            factors = self._of(found.outputs, target.layer, layer.info.out_features)
+            for _, rows, share in target.rows(values[:, 0]):
+                factors[rows] = share
+        elif shape == (1, target.inputs):
+            if len(target.parts) < len(layer.info.parts):
+                merged = ", ".join(part for part, _ in layer.info.parts)
+                what = f"{name} has factors of the inputs of one part of a merged layer ({merged})"
+                raise adapter_refusal(source.folder, f"{what}, which is not implemented: {'merge it into the weights'}")
+            self._of(found.inputs, target.layer, layer.info.in_features).copy_(target.columns(values[0]))
+        else:
+            expected = f"[{target.outputs}, 1] (outputs) or [1, {target.inputs}] (inputs)"
+            what = f"{name} has shape {list(shape)}, expected {expected}; it was trained on another model"
+            raise adapter_refusal(source.folder, what)
+
+    def _of(self, factors: dict[str, Tensor], layer: str, size: int) -> Tensor:
+        """Return the factors [size] of a layer, in host memory; ones at the first use."""
+        if layer not in factors:
+            factors[layer] = self.model.zeros(size, self.model.dtype).fill_(1)
+        return factors[layer]
+
+    def store(self, place: int, loaded: Factors) -> None:
+        before, self.layers[place] = self.layers[place], loaded.layers
+        for name in before | loaded.layers:
+            self.changes[name].store(place, loaded)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def begin(self, tokens: Tensor) -> None:
+        self.rows = torch.where(tokens < 0, self.none, tokens).long()
+        self.used = None
+        if tokens.device.type == "cpu":
+            places = [place for place in tokens.unique().tolist() if place >= 0]
+            self.used = frozenset().union(*(self.layers[place] for place in places))
+
+    def end(self) -> None:
+        self.rows = self.used = None

@@ -1,0 +1,29 @@
+"""The fields that adapter_config.json has for every method of PEFT.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from minivllm.core.interfaces.adapter import adapter_refusal
+from minivllm.errors import brief, shown
+
+# fields that do not change the result of the weights in the file
+DESCRIPTIVE = {
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "peft_type",
+    "peft_version", "revision", "target_modules", "task_type",
+}  # fmt: skip
+MERGE = "merge the adapter into the weights"
+
+
+def refuse_other_fields(
+    folder: str, config: Mapping[str, Any], fields: Collection[str], hints: Mapping[str, str], hint: str
+) -> None:
+    """Raise RequestError for a field with an effect that is not implemented.
+
+    ``fields`` are read, or have no effect.  ``hints`` says for a field what to do instead; ``hint`` is the default."""
+    for name, value in config.items():
+        if not value or name in fields or name in DESCRIPTIVE:
+            continue
+        what = f"{brief(name, 80)}={shown(value)} is not implemented"
+        raise adapter_refusal(folder, f"{what}: {hints.get(name, hint)}")

@@ -1,0 +1,43 @@
+"""Steering: a vector is added at tap points, such as the residual stream behind a layer, to each token of a row.
+
+adapter_config.json          {"peft_type": "STEERING", "scale": 4.0}     the scale is 1 by default
+adapter_model.safetensors    {"layers.2.residual": [width], ...}         a vector for each point
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMethod, adapter_refusal
+from minivllm.errors import shown
+
+from .peft_config import refuse_other_fields
+
+if TYPE_CHECKING:
+    from .steering_memory import SteeringMemory
+
+HINT = "a steering folder has peft_type and scale"
+
+
+class Steering(AdapterMethod):
+    """The method of folders with vectors."""
+
+    def check(self, folder: str, config: Mapping[str, Any]) -> None:
+        refuse_other_fields(folder, config, ("scale",), {}, HINT)
+        scale_of(folder, config)
+
+    def memory(self, model: AdaptedModel) -> SteeringMemory:
+        from .steering_memory import SteeringMemory
+
+        return SteeringMemory(model, self.ctx.places, self.options.points)
+
+
+def scale_of(folder: str, config: Mapping[str, Any]) -> float:
+    """Return the factor of the vectors of a folder.  RequestError for another value than a finite number."""
+    scale = config.get("scale", 1.0)
+    right = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not right or not math.isfinite(scale):
+        raise adapter_refusal(folder, f"scale={shown(scale)}: expected a finite number")
+    return float(scale)
