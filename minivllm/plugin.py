@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import suggest as _suggest
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.adapter import (
+        AdaptedLayer,
+        AdaptedModel,
+        AdapterContext,
+        AdapterMemory,
+        AdapterMethod,
+        AdapterSource,
+        AdapterTarget,
+        adapter_refusal,
+    )
     from minivllm.core.interfaces.attention import (
         NULL_BLOCK,
         AttentionBackend,
@@ -171,6 +181,9 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.session": "Session SessionTurn",
     "minivllm.core.interfaces.structured": "StructuredOutputsParams",
     "minivllm.core.interfaces.taps": "Tap",
+    # adapter
+    "minivllm.core.interfaces.adapter": "AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod "
+    "AdapterSource AdapterTarget adapter_refusal",
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
@@ -238,6 +251,13 @@ __all__ = [
     "ANY",
     "MLP",
     "NULL_BLOCK",
+    "AdaptedLayer",
+    "AdaptedModel",
+    "AdapterContext",
+    "AdapterMemory",
+    "AdapterMethod",
+    "AdapterSource",
+    "AdapterTarget",
     "AdapterWiring",
     "Ask",
     "AtLeast",
@@ -393,6 +413,7 @@ __all__ = [
     "WeightScheme",
     "Wiring",
     "Written",
+    "adapter_refusal",
     "build_worker",
     "check_shape",
     "decode_late",

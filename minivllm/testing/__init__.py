@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .suites import SUITES
 
 if TYPE_CHECKING:
+    from .adapter import AdapterConformance
     from .attention import AttentionConformance
     from .compressor import CompressorConformance
     from .drafter import DrafterConformance
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [
-    "SUITES", "AttentionConformance", "CompressorConformance", "DrafterConformance", "EncoderConformance",
+    "SUITES", "AdapterConformance", "AttentionConformance", "CompressorConformance", "DrafterConformance",
+    "EncoderConformance",
     "EvictorConformance", "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
     "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",

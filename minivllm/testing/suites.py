@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SUITES = {  # seam -> (module of this package, class)
+    "adapter": ("adapter", "AdapterConformance"),
     "attention": ("attention", "AttentionConformance"),
     "compressor": ("compressor", "CompressorConformance"),
     "drafter": ("drafter", "DrafterConformance"),

@@ -26,12 +26,13 @@ from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.timing import form_name
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import commit
-from minivllm.device.layers import adapters, captured_sizes
+from minivllm.device.layers import captured_sizes
 from minivllm.device.layers.experts import Mixture
 from minivllm.device.worker import captured, graphs, sampling, step
 from minivllm.device.worker.graphs import AdaptedKey, TappedKey
 from minivllm.device.worker.state import DeviceState
 from minivllm.device.worker.taps import TapState
+from minivllm.plugins.adapter import ia3_memory, lora_memory
 from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
 from minivllm.testing.tiny import tiny_dir
@@ -254,7 +255,7 @@ def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypa
     params = asked(*[{"temperature": 0}] * 6, max_tokens=6, ignore_eos=True, logprobs=2)
     lora, options = [one, None, two, one, None, two], {"enable_lora": True, **options}
     want, none = play(folder, params, False, lora=lora, **options)
-    monkeypatch.setattr(adapters, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
     with cpu_captures() as recorded:
         got, made = play(folder, params, True, lora=lora, **options)
     assert none is None and made.notes == [] and len(recorded) == len(made.forwards) + len(made.samples)
@@ -265,6 +266,37 @@ def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypa
         for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
             assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
     assert len({tuple(out.outputs[0].token_ids) for out in got}) > 3
+
+
+@pytest.mark.parametrize("options", [{"run_ahead": 1}, {"run_ahead": 2, "num_kvcache_blocks": 9, "max_loras": 2}])
+def test_adapters_of_several_methods_are_those_of_separate_launches(tmp_path, monkeypatch, options):
+    """One capture serves rows of any method.  Steps with steering have captures with their points."""
+    pytest.importorskip("peft")
+    from adapters import lora as request
+    from adapters import write_ia3, write_steering
+
+    folder, _, model = tiny_dir(tmp_path / "adapted", "qwen3")
+    width = model.config.hidden_size
+    vectors = [{f"layers.{n}.residual": torch.randn(width) * 2} for n in range(2)]
+    steering = [request(write_steering(tmp_path / f"s{n}", one), 7 + n) for n, one in enumerate(vectors)]
+    ia3 = request(write_ia3(model, tmp_path / "ia3"), 9)
+    low_rank = adapters_of(folder, model, 1)[0]
+    params = asked(*[{"temperature": 0}] * 7, max_tokens=8, ignore_eos=True, logprobs=2)
+    lora = [low_rank, None, ia3, steering[0], steering[1], ia3, steering[0]]
+    options = {"adapters": ["ia3", "steering", "lora"], **options}
+    want, none = play(folder, params, False, lora=lora, **options)
+    monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(ia3_memory, "chooses_layers", lambda device: False)
+    with cpu_captures() as recorded:
+        got, made = play(folder, params, True, lora=lora, **options)
+    assert none is None and made.notes == [] and len(recorded) == len(made.forwards) + len(made.samples)
+    kinds = {(type(key), key.kind) for key in made.forwards}
+    assert {(AdaptedKey, "decode"), (GraphKey, "decode"), (TappedKey, "decode")} <= kinds
+    for a, b in zip(want, got, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids
+        for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
+            assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
+    assert len({tuple(out.outputs[0].token_ids) for out in got}) > 4
 
 
 def test_hidden_states_of_captured_steps_are_read_by_a_head(tmp_path, monkeypatch):

@@ -138,9 +138,14 @@ class IA3Memory(AdapterMemory):
     def begin(self, tokens: Tensor) -> None:
         self.rows = torch.where(tokens < 0, self.none, tokens).long()
         self.used = None
-        if tokens.device.type == "cpu":
+        if chooses_layers(tokens.device):
             places = [place for place in tokens.unique().tolist() if place >= 0]
             self.used = frozenset().union(*(self.layers[place] for place in places))
 
     def end(self) -> None:
         self.rows = self.used = None
+
+
+def chooses_layers(device: torch.device) -> bool:
+    """Return whether only the layers that adapters of the step change are multiplied: places are read on the host."""
+    return device.type == "cpu"

@@ -8,7 +8,7 @@ import torch
 from compiled_loops import MADE, Compiled, Hopper
 from triton.runtime import driver
 
-from minivllm.device.kernels import lora
+from minivllm.plugins.adapter import triton_lora as lora
 
 
 def main() -> None:

@@ -1,0 +1,361 @@
+"""The conformance suite of adapter methods.
+
+The changes of layers and tap points are compared with float64, in a model whose layers are merged and shared by
+processes.  Then an engine serves adapters of the method.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minivllm import LLM, LoRARequest, SamplingParams
+from minivllm.core.interfaces.adapter import AdapterContext, AdapterMethod
+from minivllm.errors import RequestError
+
+from . import adapter_folders
+from .adapter_folders import FOLDERS, Shapes
+from .adapter_model import LAYERS, POINTS, Process, inputs_of, layers_of, sources_of
+from .base import since
+from .kept import Lasting
+from .spec import SpecConformance
+from .tiny import tiny_dir
+
+PLACES = 4
+NONE = -1
+CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28]
+OUTPUT = 6  # tokens
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+class AdapterConformance(Lasting, SpecConformance):
+    """The suite of adapter methods.  It writes folders of the built-in values of ``peft_type``.
+
+    For other folders a test class overrides ``write``, and ``output`` or ``value``."""
+
+    kind = "adapter"
+
+    # ---- what a test class may override ------------------------------------------------------------------------------
+
+    def write(self, folder: Path, number: int, layers: Shapes, points: dict[str, int]) -> None:
+        """Write adapter ``number``, 0 to 2, for a model with ``layers`` (name: outputs, inputs) and ``points`` (name:
+        width).  The adapters differ, and at least one of them changes a part of the layers or points only."""
+        writer = adapter_folders.WRITERS.get(self.folders)
+        if writer is None:
+            pytest.skip(f"the kit has no folders of peft_type={self.folders!r}: override write, output and value")
+        writer(folder, number, layers, points)
+
+    def output(self, folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the output [T, out] of a layer of the checkpoint with the adapter of a folder, in float64; ``weight``
+        [out, in] and ``bias`` [out] are those of the layer."""
+        compute = adapter_folders.OUTPUTS.get(self.folders)
+        return x @ weight.T + bias if compute is None else compute(folder, name, x, weight, bias)
+
+    def value(self, folder: Path, point: str, x: Tensor) -> Tensor:
+        """Return the value x [T, width] of a tap point with the adapter of a folder, in float64."""
+        compute = adapter_folders.VALUES.get(self.folders)
+        return x if compute is None else compute(folder, point, x)
+
+    # ---- instances ---------------------------------------------------------------------------------------------------
+
+    @property
+    def folders(self) -> str:
+        """Return the ``peft_type`` of the folders that the method reads."""
+        return str(self.spec.traits.get("peft_type"))
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in besides its options."""
+        return (AdapterContext(PLACES, 8),)
+
+    def made(self, rank: int = 0, size: int = 1, invariant: bool = False) -> Process:
+        """Return a process of the model with a memory of the method."""
+        return Process(self.build(*self.context()), self.place(), rank, size, invariant)
+
+    def exercise(self, instance: AdapterMethod) -> Any:
+        """Return the outputs of a step without adapters."""
+        process = Process(instance, self.place())
+        outputs = process.outputs([NONE] * 3, inputs_of(3, self.place()))
+        return {name: y.tolist() for name, y in outputs.items()}
+
+    def once_more(self, instance: AdapterMethod, number: int) -> None:
+        """Run a step of another number of tokens."""
+        tokens = 1 + number % 7
+        Process(instance, self.place()).outputs([NONE] * tokens, inputs_of(tokens, self.place(), number))
+
+    def written(self, place: Path) -> list[Path]:
+        """Write the adapters of the model of the suite, and return their folders."""
+        folders = [place / f"adapter{number}" for number in range(FOLDERS)]
+        for number, folder in enumerate(folders):
+            self.write(folder, number, LAYERS, POINTS)
+        return folders
+
+    # ---- comparisons -------------------------------------------------------------------------------------------------
+
+    def compare(self, processes: list[Process], folders: list[Path | None], places: list[int], seed: int = 0) -> None:
+        """Compare a step with float64.  ``folders`` has the adapter in each place."""
+        inputs = inputs_of(len(places), self.place(), seed)
+        before = {name: x.clone() for name, x in inputs.items()}
+        shares = [process.outputs(places, inputs) for process in processes]
+        for name, x in inputs.items():
+            assert torch.equal(x, before[name]), f"the inputs of {name} were changed in place"
+            self._compare_layer(processes, name, [one[name] for one in shares], x, folders, places)
+
+    def _compare_layer(
+        self,
+        processes: list[Process],
+        name: str,
+        shares: list[Tensor],
+        x: Tensor,
+        folders: list[Path | None],
+        places: list[int],
+    ) -> None:
+        """Compare the parts ``shares`` of a served layer's product, one of each process, with float64."""
+        if processes[0].infos[name].split == "row":
+            whole = sum(shares[1:], shares[0]) + processes[0].biases[name]
+            found = dict.fromkeys(sources_of(name), whole)
+        else:
+            found = {source: self._joined(processes, name, source, shares) for source in sources_of(name)}
+        for source, y in found.items():
+            layer = layers_of(self.place())[source]
+            for token, place in enumerate(places):
+                folder = None if place == NONE else folders[place]
+                row, weight, bias = x[token : token + 1].double(), layer.weight.double(), layer.bias.double()
+                wanted = row @ weight.T + bias if folder is None else self.output(folder, source, row, weight, bias)
+                error = (y[token].double() - wanted[0]).abs().max().item()
+                what = "no adapter" if folder is None else folder.name
+                assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
+                    f"{source}, token {token} of {len(places)} with {what}: the output differs by {error:.2e}"
+                )
+
+    def _joined(self, processes: list[Process], name: str, source: str, shares: list[Tensor]) -> Tensor:
+        """Return the outputs [T, out] of a layer of the checkpoint whose rows are split over processes."""
+        parts = []
+        for part in sources_of(name)[source]:
+            for process, share in zip(processes, shares, strict=True):
+                rows = process.infos[name].rows[part]
+                parts.append((share + process.biases[name])[:, rows])
+        return torch.cat(parts, dim=1)
+
+    def compare_points(
+        self, process: Process, folders: list[Path | None], loaded: list[Any], places: list[int]
+    ) -> None:
+        """Compare the values of tap points in a step with float64."""
+        x = torch.randn(len(places), next(iter(POINTS.values())), generator=torch.Generator().manual_seed(3))
+        x = x.to(self.place())
+        before = x.clone()
+        values = process.values(places, [one for one in loaded if one is not None], x)
+        assert torch.equal(x, before), "the value of a point was changed in place"
+        for point, y in values.items():
+            for token, place in enumerate(places):
+                folder = None if place == NONE else folders[place]
+                row = x[token : token + 1].double()
+                wanted = row if folder is None else self.value(folder, point, row)
+                assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
+                    f"{point}, token {token}: the value differs by {(y[token] - wanted[0]).abs().max().item():.2e}"
+                )
+
+    # ---- rules -------------------------------------------------------------------------------------------------------
+
+    @since(1, 0, spec_only=True)
+    def test_the_spec_names_the_folders_that_it_reads(self) -> None:
+        """Check that the spec has the trait ``peft_type``, by which the engine chooses the method of a folder."""
+        self._has_spec()
+        assert self.spec.traits.get("peft_type"), "the spec has no trait peft_type"
+
+    @since(1, 0)
+    def test_each_token_has_the_adapter_of_its_row(self, tmp_path: Path) -> None:
+        """Check outputs of layers and values of points for mixtures of adapters, and for one adapter alone."""
+        process, folders = self.made(), self.written(tmp_path)
+        at: list[Path | None] = [folders[2], None, folders[0], folders[1]]
+        loaded = [None if folder is None else process.read(folder) for folder in at]
+        for place, one in enumerate(loaded):
+            if one is not None:
+                process.memory.store(place, one)
+        for seed, places in enumerate([[2, 0, NONE, 3, 2, 3, 0], [3], [2, 2, 2], [NONE, 0], [0, 2] * 20]):
+            self.compare([process], at, places, seed)
+            self.compare_points(process, at, loaded, places)
+
+    @since(1, 0)
+    def test_a_token_without_an_adapter_keeps_its_bits(self, tmp_path: Path) -> None:
+        """Check that a token without an adapter has the bits of a step without adapters."""
+        process, folders = self.made(), self.written(tmp_path)
+        loaded = process.read(folders[0])
+        process.memory.store(0, loaded)
+        inputs = inputs_of(6, self.place())
+        places = [0, NONE, 0, NONE, NONE, 0]
+        mixed = process.outputs(places, inputs)
+        for name, weight in process.weights.items():
+            plain = inputs[name] @ weight.T
+            for token in (1, 3, 4):
+                assert torch.equal(mixed[name][token], plain[token]), f"{name}: token {token} changes"
+
+    @since(1, 0)
+    def test_a_place_keeps_nothing_of_the_adapter_before(self, tmp_path: Path) -> None:
+        """Check that an adapter that is stored over a larger one has its own effect alone, also in steps that were
+        prepared before, and that other places keep theirs."""
+        process, folders = self.made(), self.written(tmp_path)
+        loaded = [process.read(folder) for folder in folders]
+        at: list[Path | None] = [None] * PLACES
+        stored: list[Any] = [None] * PLACES
+        for place, number in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 0)):
+            process.memory.store(place, loaded[number])
+            at[place], stored[place] = folders[number], loaded[number]
+            places = [0, NONE, 1, 0] if at[1] is not None else [0, NONE, 0]
+            self.compare([process], at, places)
+            self.compare_points(process, at, stored, places)
+
+    @since(1, 0)
+    def test_what_was_read_is_not_changed_by_later_reads_and_stores(self, tmp_path: Path) -> None:
+        """Check that an adapter in host memory can be stored again after others were read."""
+        process, folders = self.made(), self.written(tmp_path)
+        first = process.read(folders[0])
+        others = [process.read(folder) for folder in folders[1:]]
+        for place, one in enumerate(others):
+            process.memory.store(place, one)
+        process.memory.store(3, first)
+        at: list[Path | None] = [folders[1], folders[2], None, folders[0]]
+        self.compare([process], at, [3, 0, 1, 3])
+        self.compare_points(process, at, [*others, None, first], [3, 0, 1, 3])
+
+    @since(1, 0)
+    def test_processes_share_the_result_of_a_layer(self, tmp_path: Path) -> None:
+        """Check that two processes with shares of the layers have the outputs of one."""
+        processes, folders = [self.made(rank, 2) for rank in range(2)], self.written(tmp_path)
+        for process in processes:
+            for place, folder in enumerate(folders):
+                process.memory.store(place, process.read(folder))
+        self.compare(processes, [*folders], [0, NONE, 2, 1, 0])
+
+    @since(1, 0)
+    def test_a_batch_invariant_token_does_not_depend_on_others(self, tmp_path: Path) -> None:
+        """Check that with the option batch_invariant a token has the same bits alone and beside others."""
+        process, folders = self.made(invariant=True), self.written(tmp_path)
+        for place, folder in enumerate(folders):
+            process.memory.store(place, process.read(folder))
+        inputs, places = inputs_of(9, self.place()), [0, 1, NONE, 2, 0, 0, 1, 2, 0]
+        seen: dict[int, Any] = {}
+
+        def product_of(process: Process, rows: slice) -> dict[str, Tensor]:
+            return process.outputs(places[rows], {name: x[rows] for name, x in inputs.items()})
+
+        process.weights = {name: torch.eye(*weight.shape) for name, weight in process.weights.items()}
+        process.weights = {name: weight.to(self.place()) for name, weight in process.weights.items()}
+        together = product_of(process, slice(None))
+        for token in range(len(places)):
+            seen[token] = product_of(process, slice(token, token + 1))
+            for name, y in seen[token].items():
+                assert torch.equal(y[0], together[name][token]), f"{name}: token {token} has other bits alone"
+
+    @since(1, 0)
+    def test_captured_steps_apply_adapters_that_are_stored_later(self, tmp_path: Path) -> None:
+        """Check on a GPU that a captured step can be replayed for other tokens and adapters."""
+        if self.place() != "cuda":
+            pytest.skip("steps are captured on a GPU")
+        process, folders = self.made(), self.written(tmp_path)
+        loaded = [process.read(folder) for folder in folders]
+        tokens = torch.tensor([0, 1, NONE, 0], dtype=torch.int32, device="cuda")
+        inputs = inputs_of(len(tokens), "cuda")
+
+        def step() -> dict[str, Tensor]:
+            process.memory.begin(tokens)
+            found = {}
+            for name, change in process.changes.items():
+                weight = process.weights[name]
+                found[name] = (
+                    inputs[name] @ weight.T if change is None else change(lambda x, w=weight: x @ w.T, inputs[name])
+                )
+            process.memory.end()
+            return found
+
+        process.memory.store(0, loaded[0])
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for places, stored in (([0, NONE, NONE, 0], 1), ([1, 0, 1, NONE], 2)):
+            process.memory.store(0, loaded[stored])
+            process.memory.store(1, loaded[0])
+            tokens.copy_(torch.tensor(places, dtype=torch.int32))
+            graph.replay()
+            apart = step()
+            for name, y in captured.items():
+                assert torch.allclose(y, apart[name], **CLOSE), f"{name}: a replay differs from a step"
+
+    @since(1, 0)
+    def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
+        """Check that unknown fields are refused before the weights are read, and then unknown names, other shapes and
+        numbers that are not finite."""
+        method, process, folder = self.build(*self.context()), self.made(), tmp_path / "adapter"
+        self.write(folder, 0, LAYERS, POINTS)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        method.check(str(folder), config)
+        with pytest.raises(RequestError):
+            method.check(str(folder), {**config, "a_field_of_tomorrow": {"x": 1}})
+            pytest.fail("a field that no code reads is accepted", pytrace=False)
+        tensors = load_file(folder / WEIGHTS)
+        name, values = next(iter(tensors.items()))
+        wrong = {
+            "an unknown name": {**tensors, name.replace("0", "7") + "_of_tomorrow": values.clone()},
+            "another shape": {**tensors, name: torch.ones([n + 1 for n in values.shape])},
+            "a number that is not finite": {**tensors, name: values * float("nan")},
+            "no tensor": {},
+        }
+        for what, changed in wrong.items():
+            save_file(changed, folder / WEIGHTS)
+            try:
+                process.read(folder)
+            except RequestError:
+                continue
+            pytest.fail(f"a folder with {what} is accepted: expected a RequestError", pytrace=False)
+
+    @since(1, 0)
+    def test_the_engine_serves_it(self, tmp_path: Path) -> None:
+        """Check that requests have the same log-probabilities alone and beside requests with other adapters, with
+        prefixes in the cache, and with fewer places than adapters."""
+        path, _, model = tiny_dir(tmp_path / "model")
+        linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+        layers = {name: (m.out_features, m.in_features) for name, m in linear.items()}
+        points = {"layers.0.residual": model.config.hidden_size, "embedding": model.config.hidden_size}
+        folders = [tmp_path / f"served{number}" for number in range(FOLDERS)]
+        for number, folder in enumerate(folders):
+            self.write(folder, number, layers, points)
+        asked: list[LoRARequest | None] = [LoRARequest(f.name, 1 + n, str(f)) for n, f in enumerate(folders)]
+        asked.append(None)
+        with self._engine(path, max_loras=PLACES, enable_prefix_caching=False) as llm:
+            alone = [self._scores(llm, [one])[0] for one in asked]
+        for number, scores in enumerate(alone):
+            same = [other for other in range(number) if alone[other] == scores]
+            assert not same, f"adapters {number} and {same[0]} have the same log-probabilities"
+        for places in (PLACES, 1):
+            with self._engine(path, max_loras=places) as llm:
+                for _ in range(2):
+                    self._compare_scores(alone, self._scores(llm, asked))
+
+    def _engine(self, path: Path, **options: Any) -> LLM:
+        """Return an engine that serves the method."""
+        choice = {"name": self.plugin, "options": dict(self.options)}
+        if ":" in self.plugin:
+            options["allow_targets"] = [self.plugin.partition(":")[0]]
+        plain: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
+        return LLM(str(path), adapters=[choice], device=self.place(), max_num_seqs=4, **plain, **options)
+
+    def _scores(self, llm: LLM, asked: list[LoRARequest | None]) -> list[list[float]]:
+        """Return the log-probabilities of the generated tokens of a request for each adapter."""
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
+        outputs = llm.generate([PROMPT] * len(asked), params, use_tqdm=False, lora_request=asked)
+        for output in outputs:
+            assert output.error is None, f"a request with an adapter ended with an error: {output.error}"
+        rows = [output.outputs[0].logprobs or [] for output in outputs]
+        return [[next(iter(one.values())).logprob for one in row] for row in rows]
+
+    def _compare_scores(self, alone: list[list[float]], together: list[list[float]]) -> None:
+        for number, (a, b) in enumerate(zip(alone, together, strict=True)):
+            what = "the request without an adapter" if number == FOLDERS else f"the request with adapter {number}"
+            assert b == pytest.approx(a, abs=1e-4), f"{what} has other log-probabilities beside others than alone"

@@ -1,0 +1,101 @@
+"""Folders of adapters for the kit, and their effect in float64, for the built-in values of ``peft_type``.
+
+A folder has the number 0, 1 or 2.  Folder 0 changes all layers and points, folder 1 the last of them, folder 2 all but
+the last.  Their ranks differ too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FOLDERS = 3
+RANKS = (6, 3, 1)
+PREFIX = "base_model.model."
+SCALED_INPUTS = ("o_proj", "down_proj")  # layers whose inputs IA3 scales; these layers are not merged
+Shapes = Mapping[str, tuple[int, int]]  # layer of the checkpoint -> (outputs, inputs)
+
+
+def chosen(names: Mapping[str, Any], number: int) -> list[str]:
+    """Return the names that a folder changes."""
+    ordered = list(names)
+    return (ordered, ordered[-1:], ordered[:-1] or ordered)[number]
+
+
+def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write the two files of an adapter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+
+
+def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
+    """Write a LoRA whose scale is 3."""
+    generator, rank = torch.Generator().manual_seed(number), RANKS[number]
+    tensors = {}
+    for name in chosen(layers, number):
+        outputs, inputs = layers[name]
+        a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        b = torch.randn(outputs, rank, generator=generator) * 0.3
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+    save(folder, {"peft_type": "LORA", "r": rank, "lora_alpha": 3 * rank}, tensors)
+
+
+def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
+    """Write factors of inputs and outputs."""
+    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
+    for name in chosen(layers, number):
+        outputs, inputs = layers[name]
+        shape = (1, inputs) if name.endswith(SCALED_INPUTS) else (outputs, 1)
+        tensors[f"{PREFIX}{name}.ia3_l"] = 1 + 0.5 * torch.randn(shape, generator=generator)
+    save(folder, {"peft_type": "IA3"}, tensors)
+
+
+def write_steering(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
+    """Write vectors whose scale is 2."""
+    generator = torch.Generator().manual_seed(number)
+    tensors = {point: torch.randn(points[point], generator=generator) for point in chosen(points, number)}
+    save(folder, {"peft_type": "STEERING", "scale": 2.0}, tensors)
+
+
+def lora_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return x W^T + bias + scale * x A^T B^T."""
+    tensors, config = read(folder)
+    y = x @ weight.T + bias
+    if f"{PREFIX}{name}.lora_A.weight" not in tensors:
+        return y
+    a, b = (tensors[f"{PREFIX}{name}.lora_{which}.weight"].double() for which in "AB")
+    return y + config["lora_alpha"] / config["r"] * (x @ a.T @ b.T)
+
+
+def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the output whose inputs or outputs are scaled."""
+    factors = read(folder)[0].get(f"{PREFIX}{name}.ia3_l")
+    if factors is None:
+        return x @ weight.T + bias
+    if factors.shape[0] == 1:
+        return (x * factors[0].double()) @ weight.T + bias
+    return (x @ weight.T + bias) * factors[:, 0].double()
+
+
+def steering_value(folder: Path, point: str, x: Tensor) -> Tensor:
+    """Return x plus the vector of a point."""
+    tensors, config = read(folder)
+    return x + config["scale"] * tensors[point].double() if point in tensors else x
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the fields of a folder."""
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return load_file(folder / "adapter_model.safetensors"), config
+
+
+WRITERS = {"LORA": write_lora, "IA3": write_ia3, "STEERING": write_steering}
+OUTPUTS = {"LORA": lora_output, "IA3": ia3_output}
+VALUES = {"STEERING": steering_value}

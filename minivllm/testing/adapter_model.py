@@ -1,0 +1,174 @@
+"""A model of three served linear layers and two tap points, for the suite of adapters.
+
+checkpoint                          served layer
+q_proj, k_proj, v_proj              "layers.0.attn.qkv"      merged, outputs are split over processes
+gate_up_proj                        "layers.0.mlp.gate_up"   two parts of one tensor, outputs are split
+down_proj                           "layers.0.mlp.down"      inputs are split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.adapter import AdaptedLayer, AdaptedModel, AdapterMemory, AdapterMethod
+from minivllm.core.interfaces.model import Rule
+from minivllm.core.interfaces.quantizer import ModuleInfo, Shard
+from minivllm.device.loading.adapter_weights import OpenFolder, TargetLayer
+from minivllm.device.loading.tensor_files import opened
+from minivllm.errors import RequestError, shown
+
+HIDDEN, INNER = 16, 40
+POINTS = {"embedding": HIDDEN, "layers.0.residual": HIDDEN}
+_ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+# layer of the checkpoint -> (outputs, inputs)
+LAYERS = {
+    _ATTENTION + "q_proj": (24, HIDDEN),
+    _ATTENTION + "k_proj": (8, HIDDEN),
+    _ATTENTION + "v_proj": (8, HIDDEN),
+    _MLP + "gate_up_proj": (2 * INNER, HIDDEN),
+    _MLP + "down_proj": (HIDDEN, INNER),
+}
+# served layer -> (layers of the checkpoint with their parts, split)
+_SERVED: dict[str, tuple[dict[str, tuple[str, ...]], str]] = {
+    "layers.0.attn.qkv": ({f"{_ATTENTION}{part}_proj": (part,) for part in "qkv"}, "column"),
+    "layers.0.mlp.gate_up": ({_MLP + "gate_up_proj": ("gate", "up")}, "column"),
+    "layers.0.mlp.down": ({_MLP + "down_proj": ("",)}, "row"),
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the checkpoint, float32: ``weight`` [outputs, inputs] and ``bias`` [outputs]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def layers_of(device: str) -> dict[str, Layer]:
+    """Return random layers of the checkpoint."""
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for name, (outputs, inputs) in LAYERS.items():
+        weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+        found[name] = Layer(weight.to(device), torch.randn(outputs, generator=generator).to(device))
+    return found
+
+
+class Process:
+    """One of ``size`` processes that share the model, and the memory of a method in it."""
+
+    def __init__(
+        self, method: AdapterMethod, device: str, rank: int = 0, size: int = 1, invariant: bool = False
+    ) -> None:
+        self.shard, self.layers = Shard(rank, size), layers_of(device)
+        self.infos = {name: self._info(name, device) for name in _SERVED}
+        self.targets = {
+            source: TargetLayer(self.infos[served], parts, Rule(source, served, parts))
+            for served, (sources, _) in _SERVED.items()
+            for source, parts in sources.items()
+        }
+        self.weights = {name: self._cut(name, "weight") for name in _SERVED}
+        self.biases = {name: self._cut(name, "bias") for name in _SERVED}
+        self.model = AdaptedModel(
+            {name: AdaptedLayer(info, self.biases[name]) for name, info in self.infos.items()},
+            POINTS,
+            torch.float32,
+            torch.device(device),
+            invariant,
+            lambda count, dtype: torch.zeros(count, dtype=dtype),
+        )
+        self.memory: AdapterMemory = method.memory(self.model)
+        self.changes = {name: self.memory.layer(name) for name in _SERVED}
+
+    def _info(self, name: str, device: str) -> ModuleInfo:
+        """Return the description of this process's share of a served layer."""
+        sources, split = _SERVED[name]
+        size = self.shard.size
+        parts = []
+        for source, names in sources.items():
+            rows = LAYERS[source][0] // len(names)
+            parts += [(part, rows // size if split == "column" else rows) for part in names]
+        inputs = LAYERS[next(iter(sources))][1]
+        share = inputs // size if split == "row" else inputs
+        return ModuleInfo(name, "linear", share, tuple(parts), "float32", device, True, split, self.shard)
+
+    def _cut(self, name: str, kind: str) -> Tensor:
+        """Return this process's share of the weight or the bias of a served layer."""
+        found = []
+        for source in _SERVED[name][0]:
+            values = getattr(self.layers[source], kind)
+            target = self.targets[source]
+            found += [share for _, _, share in target.rows(values)]
+        joined = torch.cat(found)
+        return self.targets[source].columns(joined).contiguous() if kind == "weight" else joined
+
+    def read(self, folder: Path) -> Any:
+        """Read a folder by the method."""
+        with opened(folder / "adapter_model.safetensors") as file, torch.inference_mode():
+            return self.memory.read(OpenFolder(str(folder), file, self.target))
+
+    def target(self, name: str) -> TargetLayer:
+        """Return the place of a layer of the checkpoint.  RequestError for an unknown name."""
+        if name not in self.targets:
+            raise RequestError(f"its target {shown(name)} is no layer of this model", "lora_request")
+        return self.targets[name]
+
+    def outputs(self, places: Sequence[int], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this process's part of the product of each served layer in a step, without the bias.
+
+        ``places`` are those of the tokens, ``inputs`` [T, in] the inputs of each served layer over all processes."""
+        found = {}
+        with self.step(places):
+            for name, change in self.changes.items():
+                x = inputs[name]
+                if self.infos[name].split == "row":
+                    x = x.chunk(self.shard.size, dim=1)[self.shard.rank].contiguous()
+                product = partial(_product, self.weights[name])
+                found[name] = product(x) if change is None else change(product, x)
+        return found
+
+    def step(self, places: Sequence[int]) -> Any:
+        """Return the context of a step of tokens with adapters in ``places``."""
+        return _Step(self.memory, torch.tensor(places, dtype=torch.int32, device=self.model.device))
+
+    def values(self, places: Sequence[int], loaded: Sequence[Any], x: Tensor) -> dict[str, Tensor]:
+        """Return x [T, width] as the method changes it at each point, in a step with adapters ``loaded``."""
+        changed = {point for one in loaded for point in self.memory.points(one)}
+        with self.step(places):
+            return {point: self.memory.at_point(point, x) if point in changed else x for point in POINTS}
+
+
+class _Step:
+    """The context of a step: ``begin`` with its tokens, and ``end``."""
+
+    def __init__(self, memory: AdapterMemory, tokens: Tensor) -> None:
+        self.memory, self.tokens = memory, tokens
+
+    def __enter__(self) -> None:
+        self.memory.begin(self.tokens)
+
+    def __exit__(self, *exc: Any) -> None:
+        self.memory.end()
+
+
+def _product(weight: Tensor, x: Tensor) -> Tensor:
+    return x @ weight.T
+
+
+def inputs_of(tokens: int, device: str, seed: int = 0) -> dict[str, Tensor]:
+    """Return random inputs [tokens, in] of the served layers, over all processes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {name: LAYERS[next(iter(sources))][1] for name, (sources, _) in _SERVED.items()}
+    return {name: torch.randn(tokens, size, generator=generator).to(device) for name, size in sizes.items()}
+
+
+def sources_of(name: str) -> dict[str, tuple[str, ...]]:
+    """Return the layers of the checkpoint in a served layer, with their parts."""
+    return _SERVED[name][0]
