@@ -32,6 +32,7 @@ VIEWS = (
 )  # fmt: skip
 # seam -> names that its contract uses from other files: (file, names); no names means all public names
 MORE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "adapter": [("core/interfaces/quantizer.py", ("ModuleInfo", "Shard"))],
     "attention": [("core/interfaces/attnspec.py", ("AttnSpec",))],
     "executor": [("registration/spec.py", ("Part",)), ("core/interfaces/plan.py", PLANS)],
     "hooks": [("runtime/hooks/views.py", VIEWS)],
@@ -49,7 +50,12 @@ MORE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "sampler": [("device/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
 }
 # further classes of a contract that a plug-in implements
-IMPLEMENTED = {"model": ("Conversion",), "quantizer": ("WeightScheme",), "strategy": ("Search",)}
+IMPLEMENTED = {
+    "adapter": ("AdapterMemory",),
+    "model": ("Conversion",),
+    "quantizer": ("WeightScheme",),
+    "strategy": ("Search",),
+}
 ELSEWHERE = {  # seam -> classes of the interface that another page shows
     "hooks": {"HookContracts"},
     "processor": {"Sampler", "Draw"},

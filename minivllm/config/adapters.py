@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.executor import AdapterWiring, Part
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 FIELDS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 HOST = 4  # adapters in host memory for each on the device, by default
 LORA = "lora"  # the method that enable_lora adds
+# (seam, choices, names of facts) -> the chosen plug-ins
+Choose = Callable[[str, Sequence[PluginChoice], Sequence[str]], Sequence[Part]]
 TYPE = "peft_type"  # the trait that names the folders of a method
 
 
-def with_lora(config: EngineConfig) -> list[PluginChoice]:
+def _with_lora(config: EngineConfig) -> list[PluginChoice]:
     """Return the chosen methods, with LoRA if ``enable_lora`` is set."""
     names = {choice.name for choice in config.adapters}
     if not config.enable_lora or names & {LORA, f"minivllm/{LORA}"}:
@@ -28,8 +30,9 @@ def with_lora(config: EngineConfig) -> list[PluginChoice]:
     return [*config.adapters, PluginChoice(name=LORA)]
 
 
-def wire_adapters(config: EngineConfig, origins: Mapping[str, str], methods: Sequence[Part]) -> AdapterWiring:
-    """Return the options of adapters for the chosen methods.  ConfigError if they contradict each other."""
+def wire_adapters(config: EngineConfig, origins: Mapping[str, str], choose: Choose) -> AdapterWiring:
+    """Choose the methods of adapters, and return the options.  ConfigError if they contradict each other."""
+    methods = tuple(choose("adapter", _with_lora(config), ("device",)))
     if not methods:
         # a record of a run names all options, with their defaults
         fields = type(config).model_fields
@@ -47,7 +50,7 @@ def wire_adapters(config: EngineConfig, origins: Mapping[str, str], methods: Seq
             f"{begins(source_of(origins, 'max_cpu_loras'))}max_cpu_loras={host} is less than max_loras="
             f"{config.max_loras}: adapters on the device are in host memory too; raise it"
         )
-    return AdapterWiring(config.max_loras, config.max_lora_rank, host, tuple(methods))
+    return AdapterWiring(config.max_loras, config.max_lora_rank, host, methods)
 
 
 def _check_types(methods: Sequence[Part], origins: Mapping[str, str]) -> None:

@@ -15,15 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core import declared_params
-from minivllm.core.interfaces.executor import (
-    AdapterWiring,
-    CacheWiring,
-    DraftWiring,
-    ParallelWiring,
-    Part,
-    SpeculationWiring,
-    Wiring,
-)
+from minivllm.core.interfaces.executor import CacheWiring, DraftWiring, ParallelWiring, Part, SpeculationWiring, Wiring
 from minivllm.device.hardware import Device, choose_dtype, find_device
 from minivllm.device.loading.generation import read_generation
 from minivllm.device.loading.hf_config import Checkpoint, context_said, longest_context
@@ -39,7 +31,7 @@ from minivllm.runtime.text.tokenizer_files import describe_files
 from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
-from .adapters import wire_adapters, with_lora
+from .adapters import wire_adapters
 from .compression import refuse_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
@@ -265,11 +257,6 @@ class _Fold:
         refuse_compression(config, self.origins, self.parts, specs, bool(self.states), drafts, own_models)
         return replace(cache, kv_budget=config.kv_budget, compress_every=config.compress_every)
 
-    def _adapters(self) -> AdapterWiring:
-        """Choose the methods of adapters, and return the options of adapters."""
-        choices = with_lora(self.config)
-        return wire_adapters(self.config, self.origins, tuple(self._several("adapter", choices, ("device",))))
-
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.
 
@@ -317,7 +304,7 @@ class _Fold:
             steps=wire_steps(config, self.facts["device"], self.origins),
             speculation=speculation,
             parallel=ParallelWiring(config.tensor_parallel_size),
-            adapters=self._adapters(),
+            adapters=wire_adapters(config, self.origins, self._several),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,

@@ -214,7 +214,7 @@ def table(path: Path, name: str) -> list[str]:
     return found[1].splitlines()
 
 
-LISTS = ("processors", "strategies", "hooks", "kvstore")  # options that take several plug-ins
+LISTS = ("processors", "strategies", "hooks", "kvstore", "adapters")  # options that take several plug-ins
 
 
 def options_table() -> list[str]:

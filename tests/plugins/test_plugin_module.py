@@ -23,6 +23,7 @@ from minivllm.registry import Catalog
 ROOT = Path(__file__).resolve().parents[2]
 # A name leaves only with a new major version of its seam's contract; docs/compatibility.md says so.
 PINNED = """
+AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod AdapterSource AdapterTarget adapter_refusal
 ANY Ask AtLeast AtMost Attention AttentionBackend AttentionContext AttnLayer AttnMeta AttnSpec BlockInfo BlocksView
 Branch BranchEnd CacheWiring Capacity Channel ChannelClosed CodecError Column Compiled ConfigError Conversion
 DecoderSpec DecodingStrategy Delta DeltaNames DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor

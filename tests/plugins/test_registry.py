@@ -129,7 +129,7 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: attention, compressor, drafter, encoder, "
+        "No seam is called 'atention'. Did you mean 'attention'? There are: adapter, attention, compressor, drafter, encoder, "
         "evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, "
         "scheduler, strategy, tokenizer."
     )

@@ -21,7 +21,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
-# StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given
+# StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
+# AdapterWiring.methods
 API = (2, 11)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 

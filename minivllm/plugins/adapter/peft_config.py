@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,3 +28,11 @@ def refuse_other_fields(
             continue
         what = f"{brief(name, 80)}={shown(value)} is not implemented"
         raise adapter_refusal(folder, f"{what}: {hints.get(name, hint)}")
+
+
+def finite_number(folder: str, name: str, value: Any) -> float:
+    """Return the value of a field.  RequestError for another value than a finite number."""
+    right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not right or not math.isfinite(value):
+        raise adapter_refusal(folder, f"{name}={shown(value)}: expected a finite number")
+    return float(value)

@@ -6,14 +6,12 @@ adapter_model.safetensors    {"layers.2.residual": [width], ...}         a vecto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMethod, adapter_refusal
-from minivllm.errors import shown
+from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMethod
 
-from .peft_config import refuse_other_fields
+from .peft_config import finite_number, refuse_other_fields
 
 if TYPE_CHECKING:
     from .steering_memory import SteeringMemory
@@ -26,18 +24,9 @@ class Steering(AdapterMethod):
 
     def check(self, folder: str, config: Mapping[str, Any]) -> None:
         refuse_other_fields(folder, config, ("scale",), {}, HINT)
-        scale_of(folder, config)
+        finite_number(folder, "scale", config.get("scale", 1.0))
 
     def memory(self, model: AdaptedModel) -> SteeringMemory:
         from .steering_memory import SteeringMemory
 
         return SteeringMemory(model, self.ctx.places, self.options.points)
-
-
-def scale_of(folder: str, config: Mapping[str, Any]) -> float:
-    """Return the factor of the vectors of a folder.  RequestError for another value than a finite number."""
-    scale = config.get("scale", 1.0)
-    right = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not right or not math.isfinite(scale):
-        raise adapter_refusal(folder, f"scale={shown(scale)}: expected a finite number")
-    return float(scale)

@@ -16,7 +16,7 @@ from torch import Tensor
 from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMemory, AdapterSource, adapter_refusal
 from minivllm.errors import PluginError, shown, suggest
 
-from .steering import scale_of
+from .peft_config import finite_number
 
 
 class SteeringMemory(AdapterMemory):
@@ -38,7 +38,8 @@ class SteeringMemory(AdapterMemory):
         self.rows: Tensor | None = None  # i64 [T] row of each token of the step
 
     def read(self, source: AdapterSource) -> dict[str, Tensor]:
-        scale, found = scale_of(source.folder, source.config), dict[str, Tensor]()
+        scale = finite_number(source.folder, "scale", source.config.get("scale", 1.0))
+        found: dict[str, Tensor] = {}
         if not source.names:
             raise adapter_refusal(source.folder, "its file of weights has no tensors")
         for point in source.names:
