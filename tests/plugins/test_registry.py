@@ -129,9 +129,9 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
-        "No seam is called 'atention'. Did you mean 'attention'? There are: adapter, attention, compressor, drafter, encoder, "
-        "evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, "
-        "scheduler, strategy, tokenizer."
+        "No seam is called 'atention'. Did you mean 'attention'? There are: adapter, attention, compressor, drafter, "
+        "encoder, evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, "
+        "sampler, scheduler, strategy, tokenizer."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
