@@ -1,7 +1,7 @@
 """Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
-    hooks → tokenizer → device → executor → model → drafter → quantizer → KV format → processors → attention → block size
-          → evictor → scheduler → sampler → strategies → grammar → kvstore → compressor → adapters → encoder
+    hooks → tokenizer → device → executor → model → drafter → quantizer → KV format → processors → attention
+        → block size → evictor → scheduler → sampler → strategies → grammar → kvstore → compressor → adapters → encoder
 
 The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
