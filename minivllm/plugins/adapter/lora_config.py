@@ -17,7 +17,7 @@ from minivllm.errors import shown
 from .peft_config import MERGE, refuse_other_fields
 
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # patterns of a folder, and characters of one of them
-MOST_REPEATS = 3  # of * and + in a pattern
+MOST_REPEATS = 3  # the most repetitions (* and +) in a pattern
 # fields that are read, or do not change the result of the weights in the file
 FIELDS = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
@@ -45,7 +45,7 @@ class LoraSettings:
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # by a pattern of module names
+    ranks: Mapping[str, int]  # pattern of module names -> rank
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:

@@ -43,13 +43,13 @@ OTHERS = {
 }
 ALIGNED = 128  # numbers; A and B of each layer begin at a multiple
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
-LEAST_RANK = 16  # of the memory, since tensor cores multiply 16 columns at a time
+LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
 
 
 class Place(NamedTuple):
     """The place of a layer's A and B in a row of the arena."""
 
-    number: int  # of the layer, among all linear layers
+    number: int  # the layer's number among all linear layers
     parts: int
     rank: int  # of the memory
     inputs: int
