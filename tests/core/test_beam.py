@@ -1,4 +1,4 @@
-"""Beam search: the sequences and scores of transformers, blocks shared, nothing computed twice, whatever happens."""
+"""Beam search: transformers' sequences and scores, shared blocks, and no token computed twice, whatever happens."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_memory_chunks_neighbours_and_aborts_change_nothing(seed):
     engine = sim_engine(
         depth=seed % 3,
         windows=((None,), (None, 6), (5,))[seed % 3],
-        # a model of windows alone, without a prefix cache, holds only its windows: less memory preempts it
+        # a model with only sliding windows keeps only the windows without a prefix cache, so it is preempted with less
+        # memory
         blocks=16 if seed == 5 else 24,
         slots=10,
         budget=12,
@@ -242,7 +243,7 @@ def test_parameters_that_make_no_search_are_refused_by_name(values, field):
 
 
 def generate(model, prompt, width, **params):
-    """(score, tokens) of transformers; without what fills up shorter sequences."""
+    """Return (score, tokens) of transformers, without the tokens that pad shorter sequences."""
     eos = params.get("eos_token_id") or []
     ids = torch.tensor([prompt])
     with torch.no_grad(), quiet():
@@ -309,7 +310,7 @@ def test_sequences_and_scores_are_those_of_transformers(family, seed):
 
 def test_stop_strings_end_beams_as_they_end_samples():
     with LLM("pocket", max_num_seqs=8, max_num_batched_tokens=256, dtype="float32") as llm:
-        stop = "who"  # every story has it after a few words
+        stop = "who"  # every story contains it after a few words
         for include in (False, True):
             asked = dict(stop=[stop], include_stop_str_in_output=include, ignore_eos=True, max_tokens=24)
             out = llm.generate(

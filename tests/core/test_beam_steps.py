@@ -1,4 +1,4 @@
-"""What a search decides, as data: applied to nothing but lists of tokens it gives each beam its own history."""
+"""The decisions of a search as data.  Applied to plain lists of tokens, they give each beam its own history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, CANDIDATES, PROMPT = 4, 5, 3
 
 
 class Random(Search):
-    """Goes on from any beams any number of times."""
+    """A search that continues any beams any number of times."""
 
     def __init__(self, rng):
         self.rng, self.kept = rng, 0
@@ -53,7 +53,10 @@ def give_candidates(beams, rng):
 
 
 def applied(step, held):
-    """``held``: beam -> its tokens, of the live ones.  As the planner does it, and as strictly."""
+    """Return the histories after a step, with the same checks as the planner.
+
+    ``held`` maps each live beam to its tokens.
+    """
     for beam in step.drop:
         del held[beam]
     for parent, beam in step.fork:
@@ -78,7 +81,7 @@ def test_a_step_applied_in_its_order_gives_each_beam_the_tokens_of_its_branch():
             held = applied(step, held)
             seen["forked"] += bool(step.fork)
             seen["dropped"] += bool(step.drop)
-            if rng.random() < 0.2:  # preempted before it was applied
+            if rng.random() < 0.2:  # preempted before the step was applied
                 before = {beam: tokens[:-1] for beam, tokens in held.items()}
                 survivors = beams.leave()
                 assert [[*before[s.beam], s.token] for s in survivors] == want

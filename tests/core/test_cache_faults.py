@@ -1,4 +1,4 @@
-"""Faults planted into the block manager and the planner: the state machine must catch every one of them."""
+"""Faults in the block manager and the planner.  The state machine must detect every one of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ FAULTS = {}
 
 
 def fault(cls):
-    """``fault(cls)``: the decorated function gets the real method first and stands in its place."""
+    """Return a decorator for a method of ``cls``.
+
+    The decorated function replaces the method, and gets it as first argument.
+    """
 
     def plant(fn):
-        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn)
         return fn
 
     return plant
@@ -25,13 +28,13 @@ def fault(cls):
 
 @fault(BlockPool)
 def a_decrement_is_skipped(real, self, blocks):
-    """release: the last of several blocks keeps its reference."""
+    """In ``release``, the last of several blocks keeps its reference."""
     real(self, blocks[:-1] if len(blocks) > 2 else blocks)
 
 
 @fault(BlockPool)
 def a_block_is_freed_twice(real, self, blocks):
-    """release: what was freed last is put on the free list again."""
+    """In ``release``, the block that was freed last is put on the free list again."""
     before = self.free
     real(self, blocks)
     if self.free > before and self.held:
@@ -41,14 +44,14 @@ def a_block_is_freed_twice(real, self, blocks):
 
 @fault(Planner)
 def a_stop_frees_twice(real, self, slot):
-    """leave: the blocks are given back before the row is left, and again."""
+    """In ``leave``, the blocks are released before the row leaves, and again afterwards."""
     self.cache.release(slot)
     real(self, slot)
 
 
 @fault(Planner)
 def a_preempted_row_keeps_its_blocks(real, self, slot):
-    """leave: the tables of a row that goes back to the queue are forgotten, not released."""
+    """In ``leave``, the tables of a row that returns to the queue are dropped without a release of the blocks."""
     if self.slots.seq[slot].preempted:
         self.slots.blocks[:, slot] = 0
     real(self, slot)
@@ -56,45 +59,45 @@ def a_preempted_row_keeps_its_blocks(real, self, slot):
 
 @fault(BlockPool)
 def a_hit_does_not_hold(real, self, blocks):
-    """share: idle blocks are used without a reference."""
+    """In ``share``, idle blocks are used without a reference."""
     real(self, blocks[self.ref[blocks] > 0])
 
 
 @fault(BlockPool)
 def the_salt_is_forgotten(real, self, salt):
-    """root: only the tenant counts."""
+    """In ``root``, only the tenant is used."""
     return real(self, (salt[0], ""))
 
 
 @fault(BlockPool)
 def the_tenant_is_forgotten(real, self, salt):
-    """root: only the salt counts."""
+    """In ``root``, only the salt is used."""
     return real(self, ("", salt[1]))
 
 
 @fault(BlockPool)
 def a_hit_trusts_the_hash(real, self, *args):
-    """lookup: neither token ids nor parents are compared."""
+    """In ``lookup``, neither token ids nor parents are compared."""
     return np.array(list(self.chain(*args)), np.int32)
 
 
 @fault(BlockPool)
 def the_parent_is_wrong(real, self, block, parent, key, tokens, depth, tenant=0):
-    """publish: a block hangs on its grandparent."""
+    """In ``publish``, the parent of a block is its grandparent."""
     above = int(self.parent[parent]) if parent >= 0 else parent
     return real(self, block, above if above >= 0 else parent, key, tokens, depth, tenant)
 
 
 @fault(BlockPool)
 def an_evicted_block_stays_in_the_index(real, self, key, block):
-    """_forget: it can still be found."""
+    """In ``_forget``, an evicted block can still be found."""
     real(self, key, block)
     self.index[key] = block
 
 
 @fault(BlockPool)
 def a_sibling_is_not_unlinked(real, self, key, block):
-    """_forget: its older sibling becomes the head although a younger one is there."""
+    """In ``_forget``, an older sibling becomes the head although a younger one exists."""
     older, younger, line = self.older[block], self.younger[block], (int(self.parent[block]), self.first[block])
     real(self, key, block)
     if older and younger:
@@ -103,7 +106,7 @@ def a_sibling_is_not_unlinked(real, self, key, block):
 
 @fault(KVCache)
 def a_fork_shares_the_half_written_block(real, self, parent, child, computed):
-    """fork: the block that both write next is not copied."""
+    """In ``fork``, the block that both rows write next is not copied."""
     real(self, parent, child, -(-computed // self.block) * self.block)
     self.slots.computed[child] = computed
     self.slots.prefix_published[child] = min(int(self.slots.prefix_published[child]), computed // self.block)
@@ -111,28 +114,28 @@ def a_fork_shares_the_half_written_block(real, self, parent, child, computed):
 
 @fault(KVCache)
 def a_copy_writes_its_source(real, self, g, slot, index, source):
-    """_append_copy: source and copy change places."""
+    """In ``_append_copy``, source and copy are exchanged."""
     real(self, g, slot, index, source)
     self.copies.append((g, *reversed(self.copies.pop()[1:])))
 
 
 @fault(KVCache)
 def a_copy_of_a_copy_reads_what_is_not_there_yet(real, self, g, slot, index, source):
-    """_append_copy: a source that is itself copied by the same delta is not followed."""
+    """In ``_append_copy``, a source that the same delta copies is not replaced by its own source."""
     real(self, g, slot, index, source)
     self.copies.append((g, source, self.copies.pop()[2]))
 
 
 @fault(BlockPool)
 def a_partial_hit_counts_a_token_too_many(real, self, parent, tokens):
-    """partial: the first token that differs is taken for equal."""
+    """In ``partial``, the first token that differs counts as equal."""
     block, shared = real(self, parent, tokens)
     return block, min(shared + 1, len(tokens)) if shared else 0
 
 
 @fault(KVCache)
 def a_tail_holds_the_token_that_was_never_read(real, self, slot, seq):
-    """publish_tail: the last token drawn has no KV yet."""
+    """In ``publish_tail``, the last token drawn is included, which has no KV yet."""
     more = int(self.slots.collected[slot] % self.block > 1)
     self.slots.collected[slot] += more
     real(self, slot, seq)
@@ -141,13 +144,13 @@ def a_tail_holds_the_token_that_was_never_read(real, self, slot, seq):
 
 @fault(KVCache)
 def a_block_is_published_before_it_is_full(real, self, rows):
-    """publish: the block that is being written counts."""
+    """In ``publish``, the block that is being written counts as full."""
     real(self, [(slot, done + self.block - 1) for slot, done in rows])
 
 
 @fault(KVCache)
 def a_twin_leaves_the_row_its_own_block(real, self, g, slot, i, parent, key, row):
-    """_publish_one: one reference more for the block that the row has already published."""
+    """In ``_publish_one``, a block that the row has already published gets one reference too many."""
     before = int(self.slots.table[g, slot, i])
     real(self, g, slot, i, parent, key, row)
     if self.slots.table[g, slot, i] != before:
@@ -156,7 +159,7 @@ def a_twin_leaves_the_row_its_own_block(real, self, g, slot, i, parent, key, row
 
 @fault(KVCache)
 def a_trim_gives_back_what_the_window_still_sees(real, self, slots):
-    """trim: a block too many."""
+    """In ``trim``, one block too many is released."""
     self.slots.computed[slots] += self.block
     real(self, slots)
     self.slots.computed[slots] -= self.block
@@ -164,7 +167,7 @@ def a_trim_gives_back_what_the_window_still_sees(real, self, slots):
 
 @fault(KVCache)
 def the_device_is_not_told_of_a_new_block(real, self, slots, missing):
-    """grow: a row's table on the device lacks what the host has given it."""
+    """In ``grow``, the row's table on the device lacks a new block."""
     told = len(self.table)
     real(self, slots, missing)
     del self.table[told:]

@@ -1,4 +1,7 @@
-"""Code that the engine calls: whatever it raises ends what it was called for, and nobody waits for ever."""
+"""External code that the engine calls.
+
+Any exception ends only the calls for which it was called, and no caller waits forever.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_in_an_async_engine_everyone_else_goes_on(folder, field):
 
 @pytest.mark.parametrize("where", ["bind", "apply", "commit", "draw"])
 def test_what_a_processor_or_sampler_raises_ends_the_rows_that_bound_it(folder, monkeypatch, where):
-    """The processor is bound by one request of three; the sampler by all, so all of that step end."""
+    """The processor is bound by one request of three.  The sampler is bound by all, so all requests of the step end."""
     faulty = dict(processors=[f"{FAULTY}:Faulty"], allow_targets=[FAULTY])
     with LLM(folder, **SMALL, **faulty) as llm:
         want = [o.tokens for o in llm.generate(PROMPTS, plain(), use_tqdm=False)]
@@ -256,7 +259,7 @@ def test_a_hook_that_raises_anything_ends_nothing(exc):
 
 
 class TimeIsUp(Exception):
-    """What an application's own handler of SIGALRM raises."""
+    """The exception of an application's own handler of SIGALRM."""
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -282,7 +285,7 @@ def test_a_signal_in_the_middle_of_a_step_takes_effect_when_the_step_is_whole(ll
 
 
 def test_what_is_raised_into_the_engine_itself_ends_it_and_nobody_waits():
-    """By another thread say: which books are half written nobody knows."""
+    """For example, another thread may raise it, and then any table may be half written."""
     engine = sim_engine()
     made = [request(engine, f"r{i}", [i, 2], max_tokens=10, ignore_eos=True) for i in range(3)]
     engine.step()

@@ -1,4 +1,4 @@
-"""Code that the engine calls cannot call the engine; and who waits for a thread that ends gets the reason."""
+"""Code that the engine calls cannot call the engine, and a caller that waits for a thread that ends gets the reason."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_output_that_cannot_be_made_still_ends_its_stream(folder, monkeypatch
 
 
 class Held:
-    """A link that keeps the frames, and gives the loop what the test says."""
+    """A link that keeps the frames, and gives the loop the messages of the test."""
 
     def __init__(self):
         self.frames, self.commands = [], []
@@ -218,7 +218,7 @@ def test_the_servers_loop_tells_everyone_whatever_plugins_raise(exc):
     link.add(1, max_tokens=4, ignore_eos=True)
     link.add(2, max_tokens=4, ignore_eos=True, tenant="bad")
     link.add(3, max_tokens=4, ignore_eos=True)
-    while len(link.said("accepted")) < 2:  # a turn obeys for some milliseconds, then it steps
+    while len(link.said("accepted")) < 2:  # a turn reads commands for some milliseconds, and then steps
         loop.turn()
     assert link.said("accepted") == [1, 3] and link.said("refused")[0][0] == 2
     assert type(exc).__name__ in link.said("refused")[0][2]

@@ -1,4 +1,4 @@
-"""Copies of recurrent states: the books against a simple model, and prefix hits of a cache that has them."""
+"""Copies of recurrent states: the engine's tables against a simple model, and prefix hits of a cache with copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST, SLOTS, BLOCKS = 9, 4, 12
 
 
 class Books(RuleBasedStateMachine):
-    """Rows ask for copies, publish them, leave; blocks go.  Each index has one holder at any time."""
+    """Rows request copies, publish them and leave, and blocks are removed.  Each index has one holder at any time."""
 
     @initialize(count=st.integers(0, 5))
     def begin(self, count):

@@ -1,4 +1,4 @@
-"""``close()`` frees the model, the KV cache and the captures, although the front door is still referenced."""
+"""``close()`` frees the model, the KV cache and the captures even while the front end is still referenced."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def free() -> int:
 
 
 def open_and_close(folder, kind: str) -> object:
-    """Run one engine of a kind and close it.  Return what a notebook would still refer to."""
+    """Run one engine of a kind and close it.  Return the objects to which a notebook would still refer."""
     options = dict(model=str(folder), device="cuda", **{**OPTIONS, "dtype": "bfloat16", "num_kvcache_blocks": -1})
     if kind == "AsyncLLM":
 
@@ -157,7 +157,7 @@ KINDS = (
 @pytest.mark.gpu
 def test_ten_engines_in_turn_leave_the_free_memory_of_the_start(tmp_path):
     tiny_dir(tmp_path, "qwen3", vocab_size=257)
-    torch.zeros(1, device="cuda")  # the context of the process itself stays
+    torch.zeros(1, device="cuda")  # the context of the process itself remains
     start, kept, left = free(), [], {}
     for kind in KINDS:
         kept.append(open_and_close(tmp_path, kind))

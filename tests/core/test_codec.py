@@ -1,4 +1,4 @@
-"""Plans, masks and results as bytes: what is decoded equals what was encoded; what nobody encoded is refused."""
+"""Plans, masks and results as bytes.  Decoded values equal the encoded ones, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 def same(a, b):
-    """Equal, arrays by dtype, shape and value; NaN equals NaN."""
+    """Return whether two values are equal, arrays by dtype, shape and value.  NaN equals NaN."""
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if is_dataclass(a):
@@ -179,7 +179,7 @@ def test_bytes_that_end_early_or_late_are_refused(plan, data):
 @settings(max_examples=200, deadline=None)
 @given(plans(), st.data())
 def test_damaged_bytes_are_decoded_to_a_plan_or_refused_and_never_read_beyond(plan, data):
-    """Nothing tells that a number is not the one that was meant; but no number leads out of the bytes."""
+    """A wrong number cannot be detected, but no number may cause a read outside of the bytes."""
     _, whole = through(codec.encode_plan, codec.decode_plan, plan)
     for _ in range(8):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
@@ -216,7 +216,7 @@ def test_a_column_of_another_dtype_length_or_width_is_named():
 
 
 def test_nothing_but_numbers_goes_over():
-    """An object in a row would need pickle."""
+    """An object in a row would need pickle, which is not used."""
     none = np.zeros(0, np.int32)
     bound = ({0: Row({"c": np.array([object()])})},)
     join = Join(*[none] * 5, none.astype(np.int64), none, none, np.zeros((0, STOP_IDS), np.int32), none, none, bound)
@@ -225,7 +225,7 @@ def test_nothing_but_numbers_goes_over():
 
 
 def test_every_plan_of_a_storm_survives_the_codec(monkeypatch):
-    """Every plan and result of a storm of requests goes through bytes."""
+    """Encode and decode every plan and result of many random requests."""
     make, kinds = test_storm.sim_engine, []
 
     def made(**options):

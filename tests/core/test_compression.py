@@ -1,4 +1,4 @@
-"""KV compression in the engine's books: any order of events, planted faults, and requests that are refused."""
+"""KV compression in the engine's tables: any order of events, planted faults, and refused requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ READS = ("temperature", "kv_budget", "beam_width")
 
 
 def fault(cls):
-    """``fault(cls)``: the decorated function gets the real method first and replaces it."""
+    """Return a decorator for a method of ``cls``.
+
+    The decorated function replaces the method, and gets it as first argument.
+    """
 
     def plant(fn):
-        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn)
         return fn
 
     return plant
@@ -34,7 +37,7 @@ def fault(cls):
 
 @fault(KVCache)
 def a_compressed_block_is_published_under_the_uncompressed_key(real, self, compactions):
-    """compact: the row goes on to publish its blocks."""
+    """In ``compact``, the row continues to publish its blocks."""
     before = {one.slot: int(self.slots.prefix_published[one.slot]) for one in compactions}
     real(self, compactions)
     for slot, published in before.items():
@@ -43,7 +46,7 @@ def a_compressed_block_is_published_under_the_uncompressed_key(real, self, compa
 
 @fault(KVCache)
 def blocks_are_free_before_the_device_has_read_them(real, self, compactions):
-    """compact: the old blocks are released at once."""
+    """In ``compact``, the old blocks are released at once."""
     real(self, compactions)
     for one in compactions:
         self.pools[one.group].release(one.retired)
@@ -52,7 +55,7 @@ def blocks_are_free_before_the_device_has_read_them(real, self, compactions):
 
 @fault(KVCache)
 def old_blocks_are_never_released(real, self):
-    """changes: the blocks that a compressed row gives up stay taken."""
+    """In ``changes``, the blocks that a compressed row has left stay in use."""
     for one in self.compactions:
         one.retired = NO_BLOCKS
     return real(self)
@@ -60,7 +63,7 @@ def old_blocks_are_never_released(real, self):
 
 @fault(KVCache)
 def kept_tokens_move_into_a_cached_prefix(real, self, slot, keep):
-    """to_compact: a published block counts as the row's own."""
+    """In ``to_compact``, a published block counts as the row's own."""
     found = real(self, slot, keep)
     for one in found:
         one.own[:] = self.pools[one.group].ref[one.blocks[: len(one.own)]] == 1
@@ -69,7 +72,7 @@ def kept_tokens_move_into_a_cached_prefix(real, self, slot, keep):
 
 @fault(KVCache)
 def kept_tokens_move_into_a_block_of_another_branch(real, self, slot, keep):
-    """to_compact: a block that two rows share counts as the row's own."""
+    """In ``to_compact``, a block that two rows share counts as the row's own."""
     found = real(self, slot, keep)
     for one in found:
         one.own[:] = self.pools[one.group].key[one.blocks[: len(one.own)]] == 0
@@ -78,7 +81,7 @@ def kept_tokens_move_into_a_block_of_another_branch(real, self, slot, keep):
 
 @fault(KVCache)
 def the_device_reads_one_block_less(real, self):
-    """changes: the last source is named twice in place of the first."""
+    """In ``changes``, the last source is named twice, in place of the first."""
     found = real(self)
     if "sources" in found and len(found["sources"]) > 1:
         found["sources"] = np.roll(found["sources"], 1)
@@ -87,7 +90,7 @@ def the_device_reads_one_block_less(real, self):
 
 @fault(KVCache)
 def a_compression_of_a_preempted_row_is_sent(real, self, slot):
-    """release: the order stays, for the next row of the slot."""
+    """In ``release``, the order of a compression stays for the next row of the slot."""
     kept = [one for one in self.compactions if one.slot == slot]
     real(self, slot)
     for one in kept:
@@ -97,7 +100,7 @@ def a_compression_of_a_preempted_row_is_sent(real, self, slot):
 
 @fault(Slots)
 def a_row_that_returns_counts_as_compressed(real, self, seq):
-    """enter: the number of dropped tokens is that of the last row of the slot."""
+    """In ``enter``, the number of dropped tokens of the slot's last row stays."""
     before = self.dropped[:, self.free[-1]].copy()
     slot = real(self, seq)
     self.dropped[:, slot] = before
@@ -106,7 +109,7 @@ def a_row_that_returns_counts_as_compressed(real, self, seq):
 
 @fault(Compression)
 def a_row_is_compressed_before_its_blocks_are_published(real, self, planner):
-    """plan: steps in flight are ignored."""
+    """In ``plan``, steps in flight are ignored."""
     steps = planner.slots.step.copy()
     planner.slots.step[:] = 0
     real(self, planner)
@@ -115,7 +118,7 @@ def a_row_is_compressed_before_its_blocks_are_published(real, self, planner):
 
 @fault(Planner)
 def a_step_goes_beyond_a_compression(real, self, run):
-    """need: the row computes all that is missing."""
+    """In ``need``, the row computes all missing tokens."""
     compression, self.compression = self.compression, None
     try:
         return real(self, run)
@@ -125,7 +128,7 @@ def a_step_goes_beyond_a_compression(real, self, run):
 
 @fault(Sim)
 def the_device_keeps_a_token_less(real, self, d):
-    """_compact: the last kept place is not written."""
+    """In ``_compact``, the last kept place is not written."""
     before = self.kv[0].copy()
     real(self, d)
     g, slot, _, kept, _ = d.compact[-1].tolist()
@@ -136,7 +139,7 @@ def the_device_keeps_a_token_less(real, self, d):
 
 @fault(Sim)
 def a_row_keeps_tokens_of_the_row_before(real, self, j):
-    """_join: the positions of the slot's last row stay."""
+    """In ``_join``, the positions of the slot's last row stay."""
     held = dict(self.held)
     real(self, j)
     self.held = held
@@ -201,7 +204,7 @@ def test_a_row_is_compressed_at_its_prompts_end_and_after_every_so_many_tokens(d
                 most = max(most, int(made.slots.blocks[0, slot]))
     at_rest(made)
     assert outputs(r)[0] == answer(range(1, 21), r.params, max_len=128)
-    # at 20, 24, 28 and 32 tokens; 33 of the 34 tokens are computed
+    # compressions at 20, 24, 28 and 32 tokens; 33 of the 34 tokens are computed
     assert made.compression.stats() == {"compressions": 4, "dropped_tokens": 14 + 4 + 4 + 4}
     assert most == -(-(6 + 4) // made.wiring.block)
 
@@ -216,7 +219,7 @@ def test_a_share_is_one_of_the_prompt_and_a_budget_above_it_compresses_nothing()
 
 
 def test_more_requests_run_at_once_when_they_are_compressed():
-    """Ten prompts of 32 tokens with 24 generated tokens take 140 blocks of 4 tokens; 48 are there."""
+    """Ten prompts of 32 tokens with 24 generated tokens take 140 blocks of 4 tokens, and there are 48."""
     most = {}
     for budget in (0, 8):
         made = engine(slots=10, blocks=49, compress=(budget, 0), prefix=False, budget=32)
@@ -275,7 +278,7 @@ def test_a_budget_of_a_request_takes_the_place_of_the_engines():
 
 
 def test_protected_rows_that_wait_for_a_compression_do_not_stop_the_oldest():
-    """Their blocks were checked, and a table is too short to reserve them all."""
+    """The blocks of these rows were checked before, and a block table is too short to reserve all of them."""
     made = engine(max_len=40, blocks=25, budget=72)
     request(made, "old", range(1, 37), max_tokens=4, ignore_eos=True, kv_budget=32, arrival=10.0)
     prompt = [1 + (7 * i + 3) % 48 for i in range(36)]

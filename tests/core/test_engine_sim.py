@@ -1,4 +1,4 @@
-"""The engine on the simulated device: whatever happens to a sequence, its tokens are the ones it gets alone."""
+"""The engine on the simulated device.  A sequence has the same tokens as alone, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tokens_do_not_depend_on_batching_chunking_prefix_hits_or_preemption(dep
 
 @pytest.mark.parametrize("depth", [2, 4])
 def test_every_prompt_token_has_its_log_probability_whenever_its_row_is_preempted(depth):
-    """Also one whose last token is drawn by a step that was in flight when its row was preempted."""
+    """Include a prompt whose last token is drawn by a step that was in flight when its row was preempted."""
     in_flight = []
     for seed in range(4):
         engine = sim_engine(depth=depth, blocks=34, budget=24, max_len=128)
@@ -79,7 +79,7 @@ def test_branches_hold_the_full_prompt_blocks_once():
     for _ in range(4):
         engine.step()
     used = engine.cache.pools[0].total - 1 - engine.cache.pools[0].available
-    assert len(engine.slots.running) == 6 and used == 8 + 6  # 32 // 4 shared, one tail each
+    assert len(engine.slots.running) == 6 and used == 8 + 6  # 32 // 4 shared blocks, and one tail for each row
     run(engine)
     at_rest(engine)
 

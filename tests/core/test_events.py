@@ -1,4 +1,4 @@
-"""What an engine tells those who listen to its events."""
+"""The events that an engine sends to its listeners."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a fault may touch: one request, one step, or (an evictor, an executor) the engine; then everybody is told."""
+"""The effects of a fault: it ends one request or one step, and a fault of an evictor or executor ends the engine, with
+an error for every request.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_branches_never_go_on_from_a_prompt_whose_step_failed(fail_at):
     engine = sim_engine(depth=2, budget=8)
     engine.executor.fail_at = {fail_at}
     made = [request(engine, f"r{i}", range(n), n=3, max_tokens=6, ignore_eos=True) for i, n in enumerate((5, 13, 20))]
-    run(engine, check=True)  # the simulated device would see KV that was never written
+    run(engine, check=True)  # the simulated device would detect a read of KV that was never written
     for r in made:
         assert all(
             reason == "error" or (t, reason) == answer(r.prompt, r.params, i)
@@ -196,7 +198,7 @@ def test_choose_fn_stands_alone(other):
 
 
 def test_ctrl_c_ends_a_call_between_two_steps_and_the_engine_serves_on(tiny):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore the signal
     with LLM(**tiny) as llm, contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, before)
         want = llm.generate([1, 2, 3], long(20), use_tqdm=False)[0].tokens

@@ -1,4 +1,4 @@
-"""Guidance with a model: transformers' tokens, and what shapes a draw acts once on what both rows say."""
+"""Guidance with a model: transformers' tokens, with processors that act once, on the combined logits of both rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.testing.sim import at_rest
 from minivllm.testing.tiny import quiet, tiny_dir
 
-torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+torch.set_num_threads(1)  # with tiny tensors, threads only wait for each other
 SMALL = dict(
     skip_tokenizer_init=True,
     dtype="float32",
@@ -26,7 +26,7 @@ SCALES = (1.5, 0.0, 3.0, 0.5)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(folder, transformers' model) by seed."""
+    """Return (folder, transformers' model) by seed."""
     made = {}
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp(f"tiny{seed}")
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
 
 
 def asked(seed, n=8, longest=18, vocab=96):
-    """(prompt, negative prompt or None, scale)"""
+    """Return (prompt, negative prompt or None, scale)."""
     r = random.Random(seed)
     ids = lambda: [r.randrange(1, vocab) for _ in range(r.randint(1, longest))]  # noqa: E731
     return [(ids(), None if i % 3 == 0 else ids(), SCALES[i % 4]) for i in range(n)]
@@ -65,7 +65,7 @@ def transformers_tokens(model, prompt, negative, scale, n=10, **more):
 
 
 def combined(model, own, other, scale):
-    """f32 [V], what the next token is drawn from."""
+    """Return f32 [V], the logits from which the next token is drawn."""
     with torch.inference_mode():
         p, q = (model(torch.tensor([ids])).logits[0, -1].log_softmax(-1) for ids in (own, other))
     return scale * (p - q) + q
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_transformers(models, options):
     for seed, (folder, model) in models.items():
         items = asked(seed, vocab=model.config.vocab_size)
         with LLM(folder, **{**SMALL, **options}) as llm:
-            for _ in range(2):  # the second time both prompts are in the prefix cache
+            for _ in range(2):  # in the second round both prompts are in the prefix cache
                 got = tokens(llm, [p for p, _, _ in items], [params_of(q, s) for _, q, s in items])
                 for (prompt, negative, scale), ids in zip(items, got, strict=True):
                     assert ids == transformers_tokens(model, prompt, negative, scale)
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_transformers(models, options):
 
 
 def test_what_shapes_a_draw_acts_once_on_what_both_rows_say(models):
-    """Penalties, a minimum of tokens and forbidden words, as transformers applies them after guidance."""
+    """Penalties, a minimum of tokens and forbidden words act as in transformers, which applies them after guidance."""
     folder, model = models[0]
     eos = 7
     with LLM(folder, **SMALL) as llm:
@@ -142,7 +142,7 @@ def test_a_mask_and_log_probabilities_are_of_what_both_rows_say(models):
 
 
 def test_draws_do_not_depend_on_neighbours_with_and_without_guides(models):
-    """Of the guided request, of guided neighbours, and of those that have no guide."""
+    """Check draws of the guided request beside guided neighbours and neighbours without a guide."""
     folder, model = models[0]
     items = asked(3, 7, vocab=model.config.vocab_size)
     with LLM(folder, **SMALL, batch_invariant=True) as llm:

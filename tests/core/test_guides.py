@@ -1,4 +1,7 @@
-"""Guides on the simulated device: both rows of a pair in step whatever happens to them, and nobody else notices."""
+"""Guides on the simulated device.
+
+Both rows of a pair are in the same steps whatever happens to them, and other requests do not change.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from minivllm.testing.sim import answer, at_rest, guided_answer, outputs, reques
 
 
 class Either(Guidance):
-    """Serves all requests: those that set a scale with a guide."""
+    """A strategy for all requests; requests with a scale get a guide."""
 
     def takes(self, params):
         return True
@@ -36,7 +39,7 @@ class AnyVictim(Fcfs):
 
 
 def wanted(r, max_len=40):
-    """Of each sample."""
+    """Return the expected tokens of each sample."""
     guide, prompt, samples = Either().start(r.params)[0].guide, r.prompt.tolist(), range(r.params.n)
     if guide is None:
         return [answer(prompt, r.params, i, max_len) for i in samples]
@@ -65,7 +68,7 @@ def add_some(engine, r, n):
 @pytest.mark.parametrize("protected_after", [1, 8, 10**9])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_tokens_stay_the_same_when_rows_are_preempted_aborted_and_fail(monkeypatch, depth, protected_after):
-    """In pools that are too small for all, with windows and drafts; the device checks every slot that is read."""
+    """The pools are too small for all rows, with windows and drafts.  The device checks every slot that is read."""
     monkeypatch.setattr(planner, "PROTECTED_AFTER", protected_after)
     preempted = aborted = failed = 0
     for seed in range(10):
@@ -142,7 +145,7 @@ def test_an_abort_gives_both_rows_back_at_once():
 
 
 def test_what_runs_is_counted_without_guides():
-    """A guide is no sequence of a user, who sees ``stats`` and the metrics made of it."""
+    """A guide is not a sequence of the user, who reads ``stats`` and its metrics."""
     engine, seen = sim_engine(strategy=Either(), slots=16), set()
     for i in range(3):
         request(engine, f"g{i}", [1, 2, 3], max_tokens=4 + i, n=1 + i, guidance_scale=2.0)
@@ -167,7 +170,7 @@ def test_the_answer_ends_where_either_context_is_full():
 
 
 def test_each_of_a_pair_shares_prefixes_with_requests_of_its_own_length():
-    """Where the rotary embedding goes by how long a request may become: a guide of another length may change that."""
+    """The rotary embedding depends here on the longest possible length of a request, which a guide may change."""
     engine = sim_engine(strategy=Either(), blocks=200)
     engine.wiring = replace(engine.wiring, rope_switch=100)
     made = request(engine, "a", [1] * 5, max_tokens=200, guidance_scale=2.0, negative_prompt_token_ids=[4] * 240)
@@ -182,7 +185,7 @@ def test_both_prompts_are_found_in_the_prefix_cache():
     computed = []
     for i in range(2):
         engine.executor.trail.clear()
-        ids = list(np.array([4, 5] * 12))  # numpy's numbers are as good
+        ids = list(np.array([4, 5] * 12))  # numpy's integers are accepted too
         asks = dict(guidance_scale=2.0, negative_prompt_token_ids=ids, max_tokens=3)
         made = request(engine, f"r{i}", [7, 8, 9] * 9, **asks)
         run(engine, check=True)

@@ -1,4 +1,4 @@
-"""The engine's book of images: numbers by content, and the bytes of features."""
+"""The engine's table of images: numbers by content, and the bytes of features."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from minivllm.core.engine.request import Seq
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import PlacedImage, PreparedImage
 
-BYTES = 16  # of the features of a token
+BYTES = 16  # bytes of the features of a token
 
 
 def images_of(tokens):
@@ -73,7 +73,7 @@ def test_contents_of_live_requests_keep_their_number_and_others_are_forgotten(mo
         made.end(request_of(made, digest))
     assert len(made.contents) <= 8
     assert request_of(made, 0).contents == waiting.contents
-    # features of forgotten contents are freed, so an image of the whole limit has room
+    # features of forgotten contents are freed, so an image of the largest size has room
     seq = seq_of(waiting)
     assert made.place(seq)
     assert Rows(seq).compute(made, 0, 6) == [[waiting.contents[0].number, 1]]
@@ -96,7 +96,7 @@ def test_a_content_that_is_forgotten_while_a_row_reads_it_is_freed_with_the_row(
     made.lose([request.contents[0].number])
     again = request_of(made, 1)
     assert again.contents[0].number != request.contents[0].number
-    assert rows.compute(made, 0, 2) == [[0, 0], [0, 1]]  # freed, and computed again for the row
+    assert rows.compute(made, 0, 2) == [[0, 0], [0, 1]]  # the features are freed, and computed again for the row
     made.leave(seq)
     assert sums(made) == (0, 0, 0) and made.frees == [0]
 
@@ -108,7 +108,7 @@ def test_rows_release_features_behind_their_last_image_and_the_least_recently_us
     assert made.place(first) and made.place(second) and not made.place(third)
     rows.compute(made, 0, 6)
     rows.compute(made, 1, 5)
-    rows.compute(made, 0, 1)  # a decode step of the first row, which holds its slot
+    rows.compute(made, 0, 1)  # a decode step of the first row keeps its slot
     assert second not in made.held and first not in made.held
     assert sums(made) == (10, 10, 10)
     assert made.place(third) and made.evicted == 1

@@ -1,4 +1,4 @@
-"""Several owners on one engine: nobody waits for all of another's requests, whatever the policy and what is short."""
+"""Several owners on one engine.  No owner waits for all requests of another, with any policy and any lack of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.plugins.scheduler.fair import Fair
 from minivllm.testing.sim import answer, at_rest, outputs, run, sim_engine
 
-BUILT_IN = [name for name in POLICIES if name != "static"]  # which admits nobody while others run
+BUILT_IN = [name for name in POLICIES if name != "static"]  # this policy admits no request while others run
 
 
 def made_by(name, **sim):
@@ -30,7 +30,7 @@ def add(engine, name, owner, prompt, arrival, **params):
 
 
 def steps_until(engine, request, limit=2000):
-    """Steps until its first token is there."""
+    """Return the number of steps until the request has its first token."""
     for n in range(1, limit):
         engine.step()
         if request.done or int(max(s.known - len(request.prompt) for s in request.sequences)) > 0:
@@ -39,7 +39,7 @@ def steps_until(engine, request, limit=2000):
 
 
 def first_token_of_another(engine, n, prompt, tokens, owner="a", **more):
-    """Steps that a request of one token of "b" takes which comes behind ``n`` of another owner's."""
+    """Return the steps of a request for one token by "b" that comes after ``n`` requests of another owner."""
     rng = random.Random(1)
     flood = [
         add(engine, f"a{i}", owner, [rng.randrange(50) for _ in range(prompt)], 0.0, max_tokens=tokens, **more)
@@ -57,18 +57,20 @@ def first_token_of_another(engine, n, prompt, tokens, owner="a", **more):
 @pytest.mark.parametrize(
     ("n", "prompt", "tokens", "sim"),
     [
-        (300, 40, 3, {"slots": 4, "budget": 16}),  # many requests of long prompts: the budget is short
-        (60, 4, 100, {"slots": 4, "budget": 32, "blocks": 300}),  # rows that run for long: rows are
-        (60, 30, 60, {"slots": 16, "budget": 64, "blocks": 40}),  # contexts that fill the cache: blocks are
+        (300, 40, 3, {"slots": 4, "budget": 16}),  # many requests with long prompts, so that the budget is short
+        # requests that run for a long time, so that rows are short
+        (60, 4, 100, {"slots": 4, "budget": 32, "blocks": 300}),
+        # contexts that fill the cache, so that blocks are short
+        (60, 30, 60, {"slots": 16, "budget": 64, "blocks": 40}),
         (12, 240, 10, {"slots": 8, "budget": 64, "blocks": 600}),  # few prompts, each of several steps
     ],
     ids=["queue", "rows", "blocks", "prompts"],
 )
 def test_one_owners_flood_delays_another_by_a_few_steps(name, n, prompt, tokens, sim):
-    """Alone the flood takes hundreds of steps before it has come to who is last."""
+    """Alone, these requests take hundreds of steps until the last one has a token."""
     engine = made_by(name, **sim)
     took, flood = first_token_of_another(engine, n, prompt, tokens)
-    # "fair" takes turns by what was served, after the newcomer was lifted to what the other has waiting
+    # "fair" orders owners by their served tokens, and a new owner begins at the count of the waiting owner
     bound = {"fair": 40, "prefill-first": 40, "prefix-aware": 12}.get(name, 8)
     assert took <= bound
     for request in flood[8:]:
@@ -79,7 +81,7 @@ def test_one_owners_flood_delays_another_by_a_few_steps(name, n, prompt, tokens,
 
 
 def test_the_same_flood_without_owners_delays_by_all_of_it():
-    """The other test's requests do depend on owners: with one for all, it is first come, first served."""
+    """The requests of the other test need owners.  With one owner for all, they are served first come, first served."""
     took, _ = first_token_of_another(made_by("fcfs", slots=4, budget=16), 100, 40, 3, owner="b")
     assert took > 150
 
@@ -153,7 +155,7 @@ def test_parts_count_what_was_spent_and_are_anybodys_once_joined():
     parts.spend(1, 100)
     assert (parts.most(1), parts.most(2), parts.left) == (0, 100, 200)
     parts.spend(2, 30)
-    parts.spend(2, -30)  # the row was preempted
+    parts.spend(2, -30)  # this row was preempted
     assert parts.join() and parts.most(1) == 200 and not parts.join()
     alone = OwnerShares(10, 1)
     assert alone.most(5) == 10 and not alone.join()
@@ -172,7 +174,7 @@ def test_whoever_has_the_fewest_rows_is_next_and_each_ones_own_order_stays():
 
 
 def test_an_owner_who_sends_one_request_after_another_does_not_push_out_more_than_a_row():
-    """The other's rows give way once for each that finds no row, and the oldest never does."""
+    """One row of the other owner is preempted for each request that finds no row, but never the oldest."""
     engine = made_by("fcfs", slots=4, budget=64, blocks=400)
     flood = [add(engine, f"a{i}", "a", [i, 7], 0.0, max_tokens=120) for i in range(20)]
     for _ in range(5):
@@ -190,7 +192,7 @@ def test_an_owner_who_sends_one_request_after_another_does_not_push_out_more_tha
 
 
 def test_addresses_are_tenants_to_a_policy_that_shares_by_tenant():
-    """Without keys all tenants are "", and the policy "fair" has owners to go by."""
+    """Without keys all tenants are "", so the policy "fair" uses owners."""
     engine = sim_engine(policy=Fair)
     first, second = (add(engine, o, f"address {o}", [1, 2], 0.0, max_tokens=2) for o in ("10.0.0.1", "10.0.0.2"))
     third = add(engine, "c", "address 10.0.0.1", [1, 2], 0.0, max_tokens=2)

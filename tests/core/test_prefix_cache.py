@@ -1,4 +1,4 @@
-"""Hits that end inside a block, what the cache counts, and what watches over it."""
+"""Hits that end inside a block, the counters of the cache, and its self-checks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_hits_are_counted_by_depth():
     for i, prompt in enumerate((range(40), range(40), [*range(14), *range(30, 45)])):
         serve(engine, f"r{i}", prompt, max_tokens=1)
     depths = {name: (d["hits"], d["queries"]) for name, d in engine.stats()["prefix_by_depth"].items()}
-    # 9, 9 and 7 whole blocks asked for (a token is always left); 0, 9 and 3 found
+    # 9, 9 and 7 whole blocks were looked up (one token is always left to compute), and 0, 9 and 3 found
     assert depths == {"0": (2, 3), "1": (2, 3), "2-3": (3, 6), "4-7": (4, 11), "8-15": (1, 2)}
     stats = engine.stats()
     assert stats["prefix_queries"] == 40 + 40 + 29 and stats["prefix_hits"] == 39 + 14
@@ -101,7 +101,7 @@ def test_a_block_that_is_lost_ends_the_engine_when_nothing_runs():
     r = request(engine, "r", range(9), max_tokens=9, ignore_eos=True)
     for _ in range(3):
         engine.step()
-    engine.cache.pools[0].share(engine.slots.table[0, r.sequences[0].slot, :1])  # a reference that nobody gives back
+    engine.cache.pools[0].share(engine.slots.table[0, r.sequences[0].slot, :1])  # a reference that is never released
     run(engine)
     assert "1 KV blocks are in use although nothing runs" in engine.dead
 
@@ -122,7 +122,7 @@ def test_the_full_walk_runs_after_every_step_if_asked_for(monkeypatch):
         engine = sim_engine()
         request(engine, "r", range(9), max_tokens=9)
         engine.step()
-        engine.cache.pools[0].ref[engine.slots.table[0, 0, 0]] += 1  # no counter shows it yet
+        engine.cache.pools[0].ref[engine.slots.table[0, 0, 0]] += 1  # no counter changes yet
         engine.step()
         ended[asked] = engine.dead
     assert ended[""] is None and "AssertionError" in ended["1"]

@@ -1,5 +1,7 @@
-"""What plug-ins and a request's functions return: a wrong answer fails whom it was for, by the name of who gave it, and
-nobody else; it is never cut, rounded or clamped to fit."""
+"""Return values of plug-ins and of a request's functions.
+
+A wrong value fails only its own request, with the name of the plug-in.  It is never cut, rounded or clamped to fit.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(folder, graph="off", **SMALL) as llm:  # tests put other models in
+    with LLM(folder, graph="off", **SMALL) as llm:  # the tests replace plug-ins of this engine
         llm.want = [o.tokens for o in llm.generate(PROMPTS, plain(), use_tqdm=False)]
         yield llm
 
@@ -161,7 +163,7 @@ WRONG_DRAFTS = {
 
 @pytest.mark.parametrize("name", WRONG_DRAFTS)
 def test_wrong_drafts_cost_the_drafts_and_no_request_anything(folder, llm, name):
-    """Beams, rows whose token the host chooses and log-probabilities among them, in the very step that fails."""
+    """The failing step includes beams, rows whose token the host chooses, and log-probabilities."""
     with LLM(folder, **SMALL, drafter="ngram", num_speculative_tokens=3, speculate="always") as drafting:
         propose = drafting.engine.executor.runner.drafting.drafter
         with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +193,7 @@ def test_wrong_drafts_cost_the_drafts_and_no_request_anything(folder, llm, name)
 
 
 class Anything:
-    """A grammar that everything fits; ``wrong`` answers from its third step on."""
+    """A grammar that accepts every token.  ``wrong`` is its result from the third step on."""
 
     def __init__(self, **wrong):
         self.wrong, self.steps = wrong, 0

@@ -1,4 +1,4 @@
-"""What schedulers, evictors and strategies return: a wrong answer fails by the name of who gave it."""
+"""Return values of schedulers, evictors and strategies.  A wrong value fails with the name of the plug-in."""
 
 from __future__ import annotations
 
@@ -181,7 +181,10 @@ def test_a_wrong_answer_of_a_strategy_fails_its_own_request_by_its_name():
 
 
 class Guided(Search):
-    """Goes on with the likeliest three; gives a wrong answer in its third step, or in the end."""
+    """A search that continues with the three likeliest tokens.
+
+    It returns a wrong value in its third step or at the end.
+    """
 
     def __init__(self, wrong, answer):
         self.wrong, self.answer, self.steps, self.kept = wrong, answer, 0, 0

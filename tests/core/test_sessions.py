@@ -1,4 +1,6 @@
-"""Facts of sessions: their checks, the way to schedulers, evictors and tiers, and the feedback about evicted blocks."""
+"""Facts of sessions: their checks, their way to schedulers, evictors and tiers, and the feedback about evicted
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_facts_are_the_same_from_a_mapping_an_object_a_record_and_over_http():
     params = SamplingParams(session=FACTS)
     assert params.session == Session(**FACTS) == SamplingParams(session=Session(**FACTS)).session
     assert params.session.spans == (("system", 6), ("tool", 4))
-    recorded = plain_params(params)  # records and the link to the engine's process use it
+    recorded = plain_params(params)  # records and the link to the engine's process use this form
     assert SamplingParams(**_params(recorded)) == params
     assert recorded["session"]["spans"] == [["system", 6], ["tool", 4]]
 
@@ -201,7 +203,7 @@ def test_a_block_is_evicted_and_needed_if_it_was_among_the_last_evicted_keys(see
         made.append(request(engine, f"r{n}", prompt, max_tokens=rng.randint(1, 8), ignore_eos=True, session=facts))
         run(engine)
     assert not wrong and engine.stats()["evicted_needed"] == engine.needed
-    for r in made:  # no fact changes a token
+    for r in made:  # facts change no token
         assert outputs(r) == [answer(r.prompt, r.params)]
     began, ended = ([c for c in seen_of(engine).calls if c[0] == event] for event in ("began", "ended"))
     assert len(began) == len(ended) == sum(r.params.session is not None for r in made)
@@ -235,7 +237,7 @@ def test_the_deadline_of_an_answer_comes_before_the_default_target():
     bench.add("busy", [1], max_tokens=20)
     bench.turn()
     bench.add("usual", [2], max_tokens=20)
-    bench.add("long", [3], max_tokens=80, session={"id": "a", "deadline_s": 12})  # has to start within 4 seconds
+    bench.add("long", [3], max_tokens=80, session={"id": "a", "deadline_s": 12})  # it must start within 4 seconds
     bench.add("brief", [4], max_tokens=20, session={"id": "a", "deadline_s": 9})  # within 7 seconds
     bench.add("far", [5], max_tokens=20, session={"id": "a", "deadline_s": 90})
     bench.run()

@@ -1,4 +1,4 @@
-"""Recurrent states in the engine without a model, whose device checks the state of every row that it computes."""
+"""Recurrent states in the engine without a model.  Its device checks the state of every row that it computes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_hit_ends_where_a_checkpoint_is():
     served(engine, "a", PROMPT)
     # a checkpoint lies 16 tokens or more before the last token of the prompt
     assert served(engine, "b", PROMPT).cached_tokens == 20
-    # the request before left a checkpoint where its prompt left the cached chain
+    # the previous request left a checkpoint where its prompt differs from the cached chain
     assert served(engine, "c", [*PROMPT[:36], 9, 9, 9]).cached_tokens == 36
     assert served(engine, "d", [*PROMPT[:28], 9, 9, 9]).cached_tokens == 20
     plain = sim_engine(block=4, blocks=64, partial=False)

@@ -1,5 +1,7 @@
-"""Speculative decoding changes how many steps there are and no token: in the engine without a model, with small models
-bit for bit, and as a distribution."""
+"""Speculative decoding changes the number of steps and no token.
+
+This is checked in the engine without a model, bit for bit with small models, and as a distribution.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,16 @@ from minivllm.testing.drafter import DrafterConformance
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 from minivllm.testing.tiny import quiet, tiny_dir
 
-torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+torch.set_num_threads(1)  # with tiny tensors, threads only wait for each other
 
 # ---- the engine without a model ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_no_token_and_no_block_is_lost_whatever_is_rejected(seed):
-    """Preemption, prefix hits, windows, forks, run-ahead, chunks and rows that may not speculate, in one engine whose
-    device checks every KV slot that it reads."""
+    """One engine, whose device checks every KV slot that is read, has preemptions, prefix hits, windows, forks, steps
+    in flight, chunks and rows without drafts.
+    """
     rng = random.Random(seed)
     engine = sim_engine(
         slots=rng.choice([2, 4, 8]),
@@ -93,9 +96,11 @@ def test_prefills_come_before_drafts_in_the_token_budget():
 def serve(
     spec: Speculation, rows: int, plain: float, drafted: float, per_row: float, steps: int, chance=None, slope=0.0
 ) -> int:
-    """Steps of a batch under a clock of their own; how many had drafts.  A step with drafts takes ``drafted``, and
-    ``slope`` more for each of them.  Each draft holds with ``chance`` behind those before it, or all of
-    them give ``per_row`` tokens."""
+    """Return the steps of a batch under a simulated clock, and how many of them had drafts.
+
+    A step with drafts takes ``drafted``, and ``slope`` more for each draft.  Each draft is accepted with probability
+    ``chance`` if the drafts before it are, or all steps give ``per_row`` tokens.
+    """
     now, with_drafts, rng = 0.0, 0, np.random.default_rng(1)
     for _ in range(steps):
         k = spec.most_drafts(rows)
@@ -130,7 +135,7 @@ def test_it_goes_off_where_it_loses_and_says_so(caplog):
 def test_where_it_loses_the_trials_cost_a_tenth_at_most(drafted, per_row):
     spec = Speculation(4, "x")
     few = serve(spec, 64, plain=1.0, drafted=drafted, per_row=per_row, steps=5000)
-    wanted = 5000 - few + few * per_row  # milliseconds for the same tokens without
+    wanted = 5000 - few + few * per_row  # milliseconds for the same tokens without drafts
     assert few >= ENOUGH and 5000 - few + few * drafted < 1.1 * wanted
 
 
@@ -151,7 +156,9 @@ def test_where_it_begins_to_win_it_is_noticed():
 @pytest.mark.parametrize("fixed, slope", [(0.1, 0.05), (0.1, 0.2), (0.6, 0.05), (0.3, 0.4), (2.0, 0.1)])
 @pytest.mark.parametrize("chance", [0.3, 0.5, 0.65, 0.8, 0.9])
 def test_the_number_of_drafts_is_about_the_best_one(most, fixed, slope, chance):
-    """From no drafts to all, by acceptance and by the fixed and growing part of the time."""
+    """Check the number from no drafts to all, for several acceptance rates and for fixed and growing parts of
+    the time.
+    """
     spec = Speculation(most, "x")
     with_drafts = serve(spec, 2, 1.0, 1.0 + fixed, 0, 3000, chance, slope)
     gains = [1.0] + [(1 - chance ** (k + 1)) / (1 - chance) / (1 + fixed + slope * k) for k in range(1, most + 1)]
@@ -173,7 +180,7 @@ def test_always_means_always():
 
 
 class Lookup(DrafterConformance):
-    """For its way to ask."""
+    """The tests use only its method ``drafts``."""
 
     plugin = "minivllm/ngram"
 
@@ -184,7 +191,7 @@ def look_up(rows, k, **options):
 
 
 def plain_lookup(row, k, most, least):
-    """The same, spelled out."""
+    """Return the drafts of prompt lookup by a plain search."""
     for n in range(min(most, len(row) - 1), least - 1, -1):
         for end in range(len(row) - 2, n - 2, -1):
             if row[end - n + 1 : end + 1] == row[-n:]:
@@ -215,7 +222,7 @@ def test_ngram_finds_the_longest_latest_match_and_goes_on_in_its_period():
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A tiny model, and a draft model that is the same but for some noise: it is often right, not always."""
+    """Return a tiny model, and a draft model that is a noisy copy of it and often right."""
     folder, _, model = tiny_dir(tmp_path_factory.mktemp("model"), eos_token_id=60)
     with torch.no_grad():
         torch.manual_seed(1)
@@ -273,8 +280,11 @@ def want(pair):
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 @pytest.mark.parametrize("more", [{}, {"num_kvcache_blocks": 42, "num_speculative_tokens": 7}, {"apart": True}])
 def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
-    """Bit for bit: sampled too, with every limit and penalty, chunked prompts, prefix hits, preemption, branches, stops
-    and log-probabilities; with the drafts of a row as one row for attention, and as rows of their own."""
+    """Tokens are equal bit for bit.
+
+    The cases have sampling, every limit and penalty, chunked prompts, prefix hits, preemption, branches, stops and
+    log-probabilities.  The drafts of a row are one row for attention, or rows of their own.
+    """
     more = dict(more)
     apart = more.pop("apart", False)
     with llm(pair, drafter, **more) as engine:
@@ -292,7 +302,9 @@ def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
 
 
 def joint(model, prompt, p):
-    """Probabilities f64 [V * V] of the first two tokens under temperature, top-k, top-p and presence penalty."""
+    """Return the probabilities f64 [V * V] of the first two tokens with temperature, top-k, top-p and presence
+    penalty.
+    """
 
     def dist(ids):
         x = model(torch.tensor([prompt + ids])).logits[0, -1].double()
@@ -310,7 +322,7 @@ def joint(model, prompt, p):
 
 
 class Guess(NGram):
-    """The same token for every place, whatever the row says."""
+    """A drafter that proposes the same token at every place."""
 
     spec = Spec(f"{__name__}:Guess", (1, 0), "guesses", limits={"device": ANY}, options=OPTIONS)
     token = 0
@@ -322,8 +334,10 @@ class Guess(NGram):
 
 @pytest.mark.parametrize("drafter", [f"{__name__}:Guess", "model"])
 def test_pairs_of_tokens_come_with_the_models_probabilities(pair, drafter):
-    """2,048 draws of two tokens, of which the second is drawn behind a draft: a chi-square test that finds w = 0.24
-    (one probability of 0.2 off by 0.6 of it) with power 0.999."""
+    """Draw 2,048 pairs of tokens, the second behind a draft.
+
+    The chi-square test detects w = 0.24 (one probability of 0.2 that is off by 0.6 of it) with power 0.999.
+    """
     p = {"temperature": 0.9, "top_k": 5, "top_p": 0.95, "presence_penalty": 0.5}
     prompt, n = [3, 4, 5, 6] * 3, 2048
     with quiet():
@@ -358,7 +372,7 @@ def test_a_drafter_that_raises_costs_its_drafts_and_nothing_else(pair, want, cap
 
 
 class Counts(LogitBias):
-    """Forbids the token that was accepted last: its state comes token by token."""
+    """A processor that forbids the last accepted token, so its state depends on each token."""
 
     reads = frozenset({"logit_bias"})
     spec = Spec(f"{__name__}:Counts", (1, 0), "by commit", limits={"device": ANY})
@@ -394,7 +408,7 @@ def test_rows_whose_processor_goes_token_by_token_do_not_speculate(pair):
 
 @pytest.fixture
 def simulated_clock(monkeypatch):
-    """Speculation is told that a step takes 1 ms and one with drafts 3 ms, whatever else this machine does."""
+    """Set the times of steps for speculation: 1 ms, and 3 ms with drafts, independent of this machine."""
     measure, seconds = Speculation.time, [0.0]
 
     def time(self, rows, drafts, got, begun, now, pure):
@@ -405,8 +419,11 @@ def simulated_clock(monkeypatch):
 
 
 def test_where_guesses_are_wrong_the_engine_stops_guessing_and_says_so(pair, caplog, simulated_clock):
-    """Tokens without any pattern, in which short n-grams match by chance: a step with drafts costs more and gives no
-    more.  What is off is logged and told by ``stats``, and the tokens are those of an engine without a drafter."""
+    """Tokens have no pattern, so short n-grams match only by chance, and a step with drafts costs more and gains
+    nothing.
+
+    The log and ``stats`` report that speculation is off.  The tokens equal the tokens of an engine without a drafter.
+    """
     rng = random.Random(4)
     prompts = [[rng.randrange(3, 60) for _ in range(30)] for _ in range(8)]
     params = [SamplingParams(temperature=2.0, seed=i, max_tokens=180, ignore_eos=True) for i in range(8)]

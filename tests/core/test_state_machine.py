@@ -1,4 +1,7 @@
-"""The engine through any order of events under policies that nobody would write; the kit does it with the real ones."""
+"""The engine through any order of events under unusual policies.
+
+The conformance kit does the same with the real ones.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from minivllm.testing.scheduler import HARD, EngineMachine
 
 
 class AnyVictim(Fcfs):
-    """Preempts whom nobody expects."""
+    """A policy that preempts a row which depends on the ids of the rows."""
 
     def victim(self, candidates, need):
         return int(candidates.id.sum() * 7919 % len(candidates))
 
 
 class Reversed(AnyVictim):
-    """Serves the latest first."""
+    """A policy that serves the latest request first."""
 
     def order(self, head, running, now):
         return np.argsort(-head.id)
@@ -35,7 +38,7 @@ def test_no_policy_can_make_the_engine_lose_a_block_or_a_token():
     seen = Seen()
     machine = type("Machine", (EngineMachine,), {"policies": [AnyVictim, Reversed, PrefillFirst], "seen": seen})
     how = settings(max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-    for _ in range(4):  # what is rare may be missing in examples that are drawn once
+    for _ in range(4):  # rare events may be missing in examples that are drawn once
         run_state_machine_as_test(machine, settings=how)
         if all(seen[event] for event in HARD):
             break

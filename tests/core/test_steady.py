@@ -1,4 +1,4 @@
-"""Steps that are made from the one before are those that would be planned."""
+"""Steps that are made from the previous step equal the steps that would be planned."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ SETUPS = {
 
 
 def noted(engine) -> list:
-    """What the executor is given."""
+    """Return the list of plans that the executor receives."""
     plans, submit = [], engine.executor.submit
     engine.executor.submit = lambda plan: (plans.append(plan), submit(plan))
     return plans
@@ -49,7 +49,7 @@ def add_one(engine, rng: random.Random, name: str):
 
 
 def drive(engine, seed: int, anew: bool) -> list:
-    """Requests come and go at steps that the seed says.  ``anew``: every step is planned."""
+    """Add and remove requests at steps that depend on the seed.  With ``anew``, every step is planned."""
     rng, made, step = random.Random(seed), [], 0
     while engine.busy or len(made) < 25:
         if len(made) < 25 and rng.random() < 0.15:
@@ -92,7 +92,7 @@ def test_a_policy_that_shapes_steps_is_asked_in_each():
 
 
 def test_a_sequence_that_ends_in_the_queue_is_told_in_the_next_step():
-    """It was preempted, so the device keeps columns of it; the rows that run go on unchanged."""
+    """The sequence was preempted, so the device keeps its columns.  The running rows continue unchanged."""
     engine = sim_engine(blocks=14, slots=2, budget=64)
     plans = noted(engine)
     first = request(engine, "first", range(8), max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The bound on the prompt tokens of a step by the time that decoding rows wait."""
+"""The bound on the prompt tokens of a step, which limits the time that decoding rows wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Device:
 
 
 def steps_of(budget, device, rows, length, steps=40, at=0):
-    """Compute prompts of ``length`` tokens one after another beside ``rows`` rows; return each step's milliseconds."""
+    """Compute prompts of ``length`` tokens one after another in steps with ``rows`` decoding rows, and return the
+    milliseconds of each step.
+    """
     found = []
     for _ in range(steps):
         left, chunks = budget.most(rows, at, length - at), []
@@ -90,7 +92,7 @@ def test_the_option_makes_a_budget_unless_it_is_off(value, made):
 
 
 def serve(target, prompts, **options):
-    """Serve prompts, each added two steps after the last; return the answers and the steps."""
+    """Serve prompts, each added two steps after the one before, and return the answers and the steps."""
     sim = SimOptions(step_ms=0.2, token_ms=0.05, vocab_size=VOCAB, check=True)
     engine = sim_engine(budget=64, blocks=400, device=lambda _, *rest: SimExecutor(sim, *rest), **options)
     engine.planner.budget = None if target is None else StepBudget(target, 64)

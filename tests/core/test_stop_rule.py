@@ -1,4 +1,4 @@
-"""The stop rule of a request on the host is that of the device, whatever the request asks for."""
+"""The stop rules of a request are the same on the host and on the device, for all parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_end_of_sequence_ids_beyond_the_vocabulary_and_twice_are_left_out():
 
 
 def test_a_least_length_beyond_the_end_is_the_end():
-    """The device keeps it as an int32."""
+    """The device stores it as an int32."""
     for least in (2**31 - 4, 2**40, 10**30):
         rule = StopRule.of(SamplingParams(max_tokens=None, min_tokens=least), (3,), 4, 12, False)
         assert rule.min_end == rule.min_length == rule.end == 12

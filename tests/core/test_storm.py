@@ -1,5 +1,7 @@
-"""Preemption under every built-in policy: in a pool of a tenth of what is needed all streams end, each is preempted 8
-times at most, the oldest that runs never, and no token changes."""
+"""Preemption under every built-in policy, in a pool with a tenth of the needed blocks.
+
+All streams end, each is preempted at most 8 times and the oldest running one never, and no token changes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ BLOCK = 4
 
 
 class Storm(RuleBasedStateMachine):
-    """``streams`` of ``out`` tokens each come in any order with steps and aborts between; a subclass sets them."""
+    """A load of ``streams`` requests of ``out`` tokens each, in any order with steps and aborts.
+
+    Subclasses set both numbers.
+    """
 
     policies, streams, out, preempted = POLICIES, 16, 24, None
 

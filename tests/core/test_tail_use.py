@@ -1,4 +1,4 @@
-"""Tails of ended sequences: kept in a full cache only where later prompts continue them."""
+"""Tails of ended sequences, which a full cache keeps only if later prompts continue them."""
 
 from __future__ import annotations
 

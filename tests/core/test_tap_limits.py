@@ -1,4 +1,4 @@
-"""What bounds taps: bytes that are read, the range of a dtype, the memory of the device."""
+"""The limits of taps: bytes that are read, the range of a dtype, the memory of the device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def test_logits_of_a_scored_prompt_count_before_it_is_computed(folder):
 
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"beam_width": 2, "n": 2}], ids=str)
 def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unsteered(folder, monkeypatch, extra):
-    """Nor are its branches.  Once there is memory, the same request is steered."""
+    """The branches of the row are not steered without the vector either.
+
+    With enough memory, the same request is steered.
+    """
     prompt = prompts(61, [21])[0]
     tap = Tap("layers.0.mlp", add=np.linspace(-1, 1, 32))
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -70,13 +73,13 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
         assert failed.finish_reason == "error" and "no memory left for what is added at layers.0.mlp" in failed.error
         assert not any(out.tokens for out in failed.outputs) and beside.tokens == plain
         monkeypatch.undo()
-        assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot is well
+        assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot works afterwards
         again = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
     assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
 
 
 class Ranks:
-    """A communicator of two, whose other end has room, or has none."""
+    """A communicator of two ranks, whose other rank has memory or has none."""
 
     def __init__(self, room: bool) -> None:
         self.room, self.asked = room, 0
@@ -88,7 +91,7 @@ class Ranks:
 
 @pytest.mark.parametrize("other", [True, False])
 def test_ranks_of_which_one_has_no_memory_for_a_vector_add_it_on_none(folder, monkeypatch, other):
-    """Else they would capture other steps, each with calls to the others."""
+    """Otherwise the ranks would capture different steps, with different calls to the others."""
     prompt, tap = prompts(61, [21])[0], Tap("layers.0.mlp", add=np.linspace(-1, 1, 32))
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(folder, **SMALL) as llm:
@@ -102,14 +105,15 @@ def test_ranks_of_which_one_has_no_memory_for_a_vector_add_it_on_none(folder, mo
 
 @pytest.mark.parametrize(("dtype", "beyond", "most"), [("bfloat16", 3.4e38, 3.38e38), ("float16", 65540.0, 65500.0)])
 def test_what_a_dtype_cannot_hold_is_refused_before_it_is_infinite(folder, dtype, beyond, most):
-    """``scale`` counts, and what several add at one point."""
+    """``scale`` is included, and so is the sum of several vectors at one point."""
     params, full = SamplingParams(max_tokens=2), np.full(32, most)
     with LLM(folder, **{**SMALL, "dtype": dtype}) as llm:
         for adds in ([Tap("norm", add=np.full(32, beyond))], [Tap("norm", add=full, scale=-0.6)] * 2):
             with pytest.raises(RequestError, match=f"out of the range of {dtype}"):
                 llm.generate([[5]], params, False, adds)
         assert llm.generate([[5]], params, False, [Tap("norm", add=full, scale=1 / most)])[0].error is None
-        llm.generate([[5]], params, False, [Tap("norm", add=full)])  # taken, whatever the model makes of it
+        # the request is accepted, whatever the model computes from it
+        llm.generate([[5]], params, False, [Tap("norm", add=full)])
 
 
 def test_a_prompt_that_all_outputs_together_may_not_hold_is_refused(folder):

@@ -1,4 +1,4 @@
-"""Taps on the host, over a simulated device: whatever happens to a request, it is told of each position once."""
+"""Taps on the host with a simulated device.  A request receives each position once, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ POINTS = {"place": 2, "stream": 3, "logits": VOCAB}
 
 
 class TapSim(sim_module.SimExecutor):
-    """At ``place`` each token has its id and its position; the logits are the number of tokens before.  What is added
-    is kept by slot, so that a step names the points of its rows and no others."""
+    """A simulated device with taps.
+
+    At ``place`` each token has its id and its position as values, and its logits are the number of earlier tokens.
+    Vectors to add are kept by slot, so a step names only the points of its rows.
+    """
 
     def start(self, wiring):
         self.steering = {}
@@ -83,8 +86,9 @@ def check(r: Request, add: list[float]) -> None:
 
 @st.composite
 def asks(draw):
-    """(prompt, n, tokens, points that are read, whether something is added, turn at which it comes, aborted after,
-    whether the host chooses the tokens)"""
+    """Draw (prompt, n, tokens, points that are read, whether a vector is added, turn of arrival, turns until an abort,
+    whether the host chooses the tokens).
+    """
     prompt = [draw(st.integers(1, 3)), *range(1, draw(st.integers(1, 24)))]
     read = draw(st.lists(st.sampled_from(list(POINTS)), unique=True))
     turn = st.integers(0, 12)
@@ -93,7 +97,7 @@ def asks(draw):
 
 
 def play(items, depth, blocks, budget, aborts=False):
-    """Run them all and check what each was told; how many were preempted."""
+    """Run all requests, check the values that each received, and return the number of preemptions."""
     engine = sim_engine(slots=5, max_len=60, blocks=blocks, depth=depth, budget=max(budget, 5), reads=("n",))
     asked, turn = [], 0
     while len(asked) < len(items) or engine.busy:
@@ -136,10 +140,10 @@ def test_each_position_is_told_once_and_steps_name_what_is_added_to_their_rows(i
 def test_values_grow_in_memory_of_their_own(room):
     values, want = TapValues(0, 0, room), []
     for step in range(200):
-        block = np.arange(256 * 4, dtype=np.float32).reshape(256, 4) + step  # what all rows of a step have read
+        block = np.arange(256 * 4, dtype=np.float32).reshape(256, 4) + step  # the values of all rows of a step
         values.keep(0, block[step : step + 1 + step % 3])
         want.append(block[step : step + 1 + step % 3].copy())
-        block[:] = np.nan  # the step's memory is the device's again
+        block[:] = np.nan  # the device reuses the memory of the step
     assert np.array_equal(values.parts[0].rows, np.concatenate(want)) and len(values.parts[0].memory) <= 4_194_304
 
 
@@ -153,7 +157,7 @@ def test_values_that_outgrow_their_memory_are_told_once_too(room, monkeypatch):
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_is_computed_again_after_a_preemption_is_not_told_again(depth, host):
-    """A row that waits for the host loses its step to a preemption, and its logits were told all the same."""
+    """A row that waits for the host loses its step by a preemption, but its logits were delivered before."""
     items = [([i, *range(1, 20)], 1, 30, [*POINTS], i % 2 == 1, i, 0, host and i % 2 == 0) for i in range(8)]
     assert play(items, depth, 34, 9) > 1
 

@@ -1,4 +1,4 @@
-"""The tiers behind the KV cache: any order of events, and faults planted into the books, the mover and the device."""
+"""The tiers behind the KV cache: any order of events, and faults in the engine's tables, the mover and the device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ FAULTS = {}
 
 
 def fault(cls):
-    """``fault(cls)``: the decorated function gets the real method first and stands in its place."""
+    """Return a decorator for a method of ``cls``.
+
+    The decorated function replaces the method, and gets it as first argument.
+    """
 
     def plant(fn):
-        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn)
         return fn
 
     return plant
@@ -35,19 +38,19 @@ def fault(cls):
 
 @fault(Tiers)
 def the_salt_is_missing(real, self, salt):
-    """root: only the tenant is in the keys."""
+    """In ``root``, only the tenant is in the keys."""
     return real(self, (salt[0], ""))
 
 
 @fault(Tiers)
 def the_tenant_is_missing(real, self, salt):
-    """root: only the salt is in the keys."""
+    """In ``root``, only the salt is in the keys."""
     return real(self, ("", *salt[1:]))
 
 
 @fault(Tiers)
 def keys_have_no_parent(real, self, tokens, salt, keys, blocks):
-    """keys_of: a key is made of the tokens of its own block only."""
+    """In ``keys_of``, a key depends on the tokens of its own block only."""
     for i in range(len(keys), blocks):
         step = self.cache.block
         keys += real(self, tokens[i * step : (i + 1) * step], salt, [], 1)
@@ -56,13 +59,13 @@ def keys_have_no_parent(real, self, tokens, salt, keys, blocks):
 
 @fault(Tiers)
 def groups_share_a_key(real, self, digest, group):
-    """page_key: blocks of all groups, and states, have the same keys."""
+    """In ``page_key``, the blocks of all groups, and states, have the same keys."""
     return digest
 
 
 @fault(Tiers)
 def one_rank_is_enough(real, self, page, ok, size, seconds):
-    """_loaded: a page counts when the first rank has it."""
+    """In ``_loaded``, a page counts as loaded when the first rank has it."""
     if not page.done:
         page.acks = self.ranks - 1
         real(self, page, ok, size, seconds)
@@ -70,7 +73,7 @@ def one_rank_is_enough(real, self, page, ok, size, seconds):
 
 @fault(Tiers)
 def a_page_that_is_not_there_is_used(real, self, seq, n):
-    """take: loads that failed, or have not ended, count as well."""
+    """In ``take``, loads that failed or have not ended count as loaded."""
     for page in () if seq.load is None else seq.load.pages.values():
         page.done, page.failed = True, False
     return real(self, seq, n)
@@ -78,7 +81,7 @@ def a_page_that_is_not_there_is_used(real, self, seq, n):
 
 @fault(Tiers)
 def a_page_is_released_while_others_wait_for_it(real, self, seq):
-    """leave: the first of several sequences releases its pages."""
+    """In ``leave``, the first of several sequences releases its pages."""
     for page in () if seq.load is None else seq.load.pages.values():
         page.users = 1
     real(self, seq)
@@ -86,18 +89,18 @@ def a_page_is_released_while_others_wait_for_it(real, self, seq):
 
 @fault(Tiers)
 def a_page_stays_staged(real, self, page):
-    """_release: the workers are not told."""
+    """In ``_release``, the workers get no message."""
     self.staged_bytes -= page.size
 
 
 @fault(Checkpoints)
 def states_of_another_length(real, self, block, index):
-    """checkpointed: a copy of states gets the key of the block before."""
+    """In ``checkpointed``, a copy of states gets the key of the block before."""
 
 
 @fault(KVCache)
 def blocks_are_filled_in_reverse(real, self, tiers, slot, n):
-    """_fill: the pages of a row change places."""
+    """In ``_fill``, the pages of a row are exchanged."""
     before = len(tiers.fills)
     m = real(self, tiers, slot, n)
     mine = [f for f in tiers.fills[before:] if f[0] == 0]
@@ -109,7 +112,7 @@ def blocks_are_filled_in_reverse(real, self, tiers, slot, n):
 
 @fault(SimPages)
 def blocks_are_read_late(real, self, group, blocks):
-    """read: the block is read when the store works, not between the steps."""
+    """In ``read``, the block is read when the store works, and not between the steps."""
     batch = real(self, group, blocks)
     batch.pages = lambda: real(self, group, blocks)._pages
     return batch
@@ -117,7 +120,7 @@ def blocks_are_read_late(real, self, group, blocks):
 
 @fault(Mover)
 def a_load_writes_to_the_block_of_an_earlier_one(real, self, rows):
-    """fill: the first page of a delta goes to the block of the last one as well."""
+    """In ``fill``, the first page of a delta is also written to the block of the last one."""
     turned = rows[rows[:, 0] != RELEASE]
     if len(turned) > 1:
         extra = np.array([[*turned[-1, :2], turned[0, 2]]])
@@ -128,7 +131,7 @@ def a_load_writes_to_the_block_of_an_earlier_one(real, self, rows):
 
 @fault(TierThread)
 def a_page_of_another_size_is_used(real, self, key, size):
-    """get: a short page is filled up."""
+    """In ``get``, a short page is filled with other bytes."""
     page = self.store.get(key) if not self.store.next_faults else None
     if page is None and key in self.store.pages:
         self.store.next_faults.clear()
@@ -139,7 +142,7 @@ def a_page_of_another_size_is_used(real, self, key, size):
 
 @fault(TierIndex)
 def an_evicted_page_stays_in_the_index(real, self, key):
-    """_forget: its bytes count as free, and it can still be found."""
+    """In ``_forget``, the bytes of an evicted page count as free, and it can still be found."""
     real(self, key)
     self.stored.add(key)
 
@@ -187,7 +190,7 @@ def test_tiers_change_no_token_and_lose_no_page():
 
 
 class Bench:
-    """An engine of two ranks with one tier, whose stores work between the steps."""
+    """An engine of two ranks with one tier, whose stores run between the steps."""
 
     def __init__(self, store=WeakStore, **options) -> None:
         self.engine = sim_engine(slots=4, max_len=64, blocks=20, stores=(part(store),), device=TierDevice, **options)
@@ -209,7 +212,7 @@ class Bench:
         return request(self.engine, name, prompt, max_tokens=3, ignore_eos=True, **params)
 
     def evict(self) -> None:
-        """Evict all blocks, and let the stores have them."""
+        """Evict all blocks, and let the stores save them."""
         for pool in self.engine.cache.pools:
             pool.release(pool.take(pool.available))
         for _ in range(3):
@@ -221,7 +224,7 @@ class Bench:
         return [tokens for tokens, _ in outputs(r)]
 
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # three blocks and the token that is left to compute
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # three blocks, and a token that remains to be computed
 
 
 def fork_from_a_tier():
@@ -248,7 +251,7 @@ def test_a_fork_that_gets_old_states_is_caught(monkeypatch):
 
 
 def test_a_row_that_leaves_before_its_delta_takes_its_writes_with_it():
-    """A load that was ordered into a block is never written once the block has another owner."""
+    """A load into a block is never written after the block has another owner."""
     bench = Bench()
     bench.run(bench.ask("a", PROMPT))
     bench.evict()
@@ -316,7 +319,7 @@ def test_a_plan_that_fails_after_an_admission_sends_no_page_ahead_of_the_row(sta
 
 @pytest.mark.parametrize("store", [WeakStore, EagerStore])
 def test_pages_of_beams_have_the_keys_of_their_tokens(store):
-    """Beams take the places of others in every step; ``check`` compares the keys with the tokens of the rows."""
+    """Beams replace each other in every step.  ``check`` compares the keys with the tokens of the rows."""
     bench = Bench(store, strategy=Beam())
     ask = dict(max_tokens=18, beam_width=3, ignore_eos=True)
     searches = [request(bench.engine, f"r{i}", [i, 3, 5], **ask) for i in range(6)]
@@ -332,7 +335,10 @@ def test_pages_of_beams_have_the_keys_of_their_tokens(store):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_full_tier_has_room_for_the_pages_for_which_it_lost_others(depth):
-    """Steps evict blocks of the device, for which the tier evicts pages; some of these are ordered again at once."""
+    """Steps evict blocks of the device, and the tier evicts pages for them.
+
+    Some of these are ordered again at once.
+    """
     bench = Bench(depth=depth)
     for i in range(120):
         twins = [bench.ask(f"{name}{i}", [i % 13, i % 7, i % 5, *[i % 3] * 6]) for name in "ab"]
@@ -350,7 +356,7 @@ def test_a_full_tier_has_room_for_the_pages_for_which_it_lost_others(depth):
 
 @pytest.mark.parametrize("store", [WeakStore, EagerStore])
 def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monkeypatch):
-    """On idle turns, and within a step's delta when blocks are evicted."""
+    """Blocks are read on idle turns, and within a step's delta when blocks are evicted."""
     real, calls = SimPages.read, []
 
     def read(self, *args):
@@ -376,7 +382,7 @@ def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monke
 
 
 class Fussy(Fcfs):
-    """Fails on the sequences ``fails``, counted from the moment that it is set."""
+    """A policy whose call of ``key`` with the number ``fails`` raises."""
 
     fails = 10**9
 
@@ -388,7 +394,7 @@ class Fussy(Fcfs):
 
 
 class Guided(DecodingStrategy):
-    """n samples with a guide each."""
+    """A strategy with n samples, each with a guide."""
 
     reads = frozenset({"guidance_scale"})
 
@@ -406,7 +412,7 @@ def test_a_request_that_the_scheduler_refuses_leaves_no_sequence_that_waits_for_
     bench.evict()
     real, begun = Tiers.begin, []
 
-    def begin(self, seq):  # pages come for the first sequence only
+    def begin(self, seq):  # only the first sequence gets pages
         begun.append(seq)
         return len(begun) == 1 and real(self, seq)
 
@@ -431,7 +437,7 @@ def test_a_request_computes_what_comes_too_late():
     bench.evict()
     again = bench.ask("b", PROMPT)
     other = bench.ask("c", [7] * 9)
-    for _ in range(30):  # the stores hang: others go on
+    for _ in range(30):  # the stores never answer, and other requests continue
         bench.engine.step()
     assert other.done
     assert not again.done
@@ -493,18 +499,18 @@ def test_reset_empties_the_tiers():
 
 def test_the_faster_way_is_chosen_by_measured_speeds():
     choice = LoadChoice([False, False])
-    assert choice.loads({0: 1000}, {0: 1000}, 16)  # nothing was measured: it is tried
-    choice.step_ended(np.array([64], np.int32), 64.0)  # 1 ms a token
+    assert choice.loads({0: 1000}, {0: 1000}, 16)  # without measurements, a load is tried
+    choice.step_ended(np.array([64], np.int32), 64.0)  # 1 ms for each token
     choice.step_ended(np.array([1, 1], np.int32), 900.0)  # no prompts
     assert choice.token_seconds == pytest.approx(1e-3)
     assert choice.loads({0: 1000}, {0: 1000}, 16)
     choice.page_loaded(0, 1000, 0.010)
-    assert choice.loads({0: 1000}, {0: 1000}, 16)  # 10 ms against 16
-    assert not choice.loads({0: 1000}, {0: 3000}, 16)  # others come first: 30 ms against 16
+    assert choice.loads({0: 1000}, {0: 1000}, 16)  # 10 ms to load, 16 ms to compute
+    assert not choice.loads({0: 1000}, {0: 3000}, 16)  # 30 ms with the loads of other requests first, 16 ms to compute
     assert not choice.loads({0: 2000}, {0: 2000}, 16)
     assert choice.loads({0: 2000, 1: 10}, {0: 2000, 1: 10}, 32)
     choice.written(1000, 0.02)
-    assert not choice.loads({0: 1000}, {0: 1000}, 16)  # 20 ms to write it
+    assert not choice.loads({0: 1000}, {0: 1000}, 16)  # writing the page takes 20 ms
     assert (choice.loaded, choice.computed) == (4, 3)
 
 
@@ -513,7 +519,7 @@ def test_a_token_costs_what_it_adds_to_a_step():
     assert slope.value is None
     slope.add(100, 0.5)
     slope.add(101, 0.505)
-    assert slope.value == pytest.approx(0.005, rel=0.01)  # all alike: the mean
+    assert slope.value == pytest.approx(0.005, rel=0.01)  # all measured steps are equal, so this is their mean
     for tokens in (10, 50, 400, 900):
         slope.add(tokens, 0.020 + 0.001 * tokens)
     for tokens in (30, 300, 700) * 40:
@@ -538,7 +544,7 @@ def test_a_wait_beyond_the_loads_is_learned_and_counts_in_the_choice():
         choice.ended(choice.seconds_to_load({0: 1000}), 5.0 if n == 17 else 0.030)
     assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.030, rel=0.05)
     assert not choice.loads({0: 1000}, {0: 1000}, 16)
-    for _ in range(20):  # and then not at all
+    for _ in range(20):  # now the requests do not wait
         choice.ended(choice.seconds_to_load({0: 1000}), 0.001)
     assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010, rel=0.05)
 

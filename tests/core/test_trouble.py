@@ -1,4 +1,4 @@
-"""What the planner, the cache and their plug-ins do to each other when everything goes wrong."""
+"""Failures of the planner, the cache and their plug-ins that happen together."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def test_branches_that_fork_and_lose_their_rows_before_a_plan_do_not_keep_the_ro
 
 @pytest.mark.parametrize("seed", range(16))
 def test_a_block_whose_key_collides_stays_private_in_every_group(seed):
-    """Tenants with the same prompt, whose keys are the same too: what is private in the leading group has no number
-    that a block of another group could hang on."""
+    """Tenants have the same prompt and the same keys.
+
+    A block that stays private in the leading group has no number, so no block of another group can have it as parent.
+    """
     rng, made = random.Random(seed), []
     engine = sim_engine(
         slots=4, max_len=60, blocks=[rng.randint(20, 60), rng.randint(16, 40)], block=2, windows=(None, 5)
@@ -137,7 +139,7 @@ WRONG_VICTIMS = {
 
 
 def trouble_with(evictor, prompts=40):
-    """An engine with that evictor under more prompts than fit, until it ends."""
+    """Run an engine with this evictor and more prompts than fit, until it ends."""
     engine, rng, made = sim_engine(slots=3, blocks=20, depth=1, evictor=evictor), random.Random(0), []
     for i in range(prompts):
         made.append(request(engine, f"r{i}", [rng.randrange(50) for _ in range(12)], max_tokens=6, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Requests that arrive together compute the prompt that they share once."""
+"""Requests that arrive together compute their shared prompt once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt(*own: int, head: list[int] = HEAD) -> list[int]:
 
 
 def served(engine, prompts, **params):
-    """Serve prompts that arrive together; return the requests and the prompt tokens that were computed."""
+    """Serve prompts that arrive together, and return the requests and the number of computed prompt tokens."""
     params = {"max_tokens": 4, "ignore_eos": True, **params}
     requests = [request(engine, f"r{i}", one, **params) for i, one in enumerate(prompts)]
     computed = []

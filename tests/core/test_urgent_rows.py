@@ -1,4 +1,4 @@
-"""Rows that are preempted for urgent requests: first tokens come earlier, and no row starves or loses tokens."""
+"""Rows that are preempted for urgent requests.  First tokens come earlier, and no row starves or loses tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected(made):
 
 
 def times_of_urgent_requests(kind, preempt, depth, seed, blocks=200):
-    """Return the seconds to the first token of the urgent requests of a random load, after checks of all answers."""
+    """Return the seconds to the first token of the urgent requests of a random load.  All answers are checked first."""
     rng = random.Random(seed)
     made, urgent = [], []
     with Clock() as clock:
@@ -84,8 +84,8 @@ def test_priority_needs_the_levels_of_the_option():
     head = rows([100.0], priority=[-1])
     assert policy.displaced(head, rows([95.0, 99.0], priority=[0, 0]), 100.0) == -1
     assert policy.displaced(head, rows([95.0, 99.0], priority=[2, 0]), 100.0) == 0
-    assert policy.displaced(head, rows([50.0, 99.0], priority=[2, 1]), 100.0) == -1  # the first has waited long
-    # a row that was displaced never precedes the request for which it left
+    assert policy.displaced(head, rows([50.0, 99.0], priority=[2, 1]), 100.0) == -1  # the first row has waited long
+    # a row that was displaced never precedes the request that displaced it
     assert policy.displaced(rows([95.0], priority=[2]), rows([100.0], priority=[-1]), 200.0) == -1
 
 
@@ -101,7 +101,7 @@ def test_deadline_preempts_for_requests_that_can_be_in_time():
     assert policy.displaced(rows([10.0], ttft_due=[inf], **head), running, 10.0) == -1
     assert policy.displaced(rows([10.0], ttft_due=[11.0], **head), running, 11.5) == -1  # too late
     again = rows([10.0], ttft_due=[11.0], prompt=[5], known=[7])
-    assert policy.displaced(again, running, 10.0) == -1  # it has its first token
+    assert policy.displaced(again, running, 10.0) == -1  # the row has its first token
 
 
 @pytest.mark.slow

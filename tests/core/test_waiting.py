@@ -1,4 +1,4 @@
-"""The queue of waiting sequences against a sorted list, and what the planner shows a policy of it."""
+"""The queue of waiting sequences compared with a sorted list, and the view of it that the planner gives a policy."""
 
 from __future__ import annotations
 
