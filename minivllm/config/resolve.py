@@ -40,7 +40,7 @@ from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels, Served, has_head
 from .places import ModelPlaces, describe_folder
 from .states import second_states_explained, states_explained
-from .steps import check_captured_drafts, wire_steps
+from .steps import captures_drafts, wire_steps
 from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
 
@@ -504,8 +504,8 @@ class _Fold:
             model = second_models.add(part, "draft_model", f"{label}the draft model")
         if "target_head" in part.features:
             model = second_models.add_head(part, served, f"{label}drafter {part.name}")
-        check_captured_drafts(self.config, drafts, self.origins)
-        return SpeculationWiring(drafts, self.config.speculate, model, self.config.captured_drafts)
+        captured = captures_drafts(self.config, drafts, str(self.facts["device"]), self.origins)
+        return SpeculationWiring(drafts, self.config.speculate, model, captured)
 
     def _refuse_split(self, part: Part, label: str) -> None:
         """Raise ConfigError if the drafter cannot be used by several processes that share a model."""

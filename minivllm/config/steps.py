@@ -38,18 +38,22 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
     )
 
 
-def check_captured_drafts(config: EngineConfig, drafts: int, origins: Mapping[str, str]) -> None:
-    """Raise ConfigError if other options contradict ``captured_drafts``.
+def captures_drafts(config: EngineConfig, drafts: int, device: str, origins: Mapping[str, str]) -> bool:
+    """Return whether steps with drafts are captured.  ConfigError if other options contradict ``captured_drafts=true``.
 
-    ``drafts`` is the largest number of drafts of a row, 0 without a drafter."""
+    ``drafts`` is the largest number of drafts of a row, 0 without a drafter.  ``device`` is "cpu" or "cuda"."""
+    split, off = config.tensor_parallel_size > 1, config.enforce_eager or config.graph == "off"
+    if config.captured_drafts == "auto":
+        return device != "cpu" and drafts > 0 and not off and not split
     if not config.captured_drafts:
-        return
+        return False
     setting = f"{begins(source_of(origins, 'captured_drafts'))}captured_drafts=true"
     if not drafts:
         raise ConfigError(f"{setting} without a drafter: no step has drafts; choose a drafter, or leave it out")
-    if config.enforce_eager or config.graph == "off":
+    if off:
         option = "enforce_eager=true" if config.enforce_eager else "graph=off"
         raise ConfigError(f"{setting} with {option}, which captures no steps: set only one of them")
-    if config.tensor_parallel_size > 1:
+    if split:
         size = f"tensor_parallel_size={config.tensor_parallel_size}"
         raise ConfigError(f"{setting} with {size}: drafts are captured on one device only; leave it out")
+    return True

@@ -295,9 +295,9 @@ class EngineConfig(Strict):
     speculate: Literal["auto", "always"] = Field(
         "auto", description="auto: no drafts at batch sizes at which they were measured to be slower; always"
     )
-    captured_drafts: bool = Field(
-        False,
-        description="capture steps with drafts and calls of the drafter in CUDA graphs; not measured yet",
+    captured_drafts: bool | Literal["auto"] = Field(
+        "auto",
+        description="capture steps with drafts and calls of the drafter in CUDA graphs; auto: on one GPU, unless graph=off",
     )
     batch_invariant: bool = Field(False, description="make the results of a request independent of other requests")
     attention: One = PluginChoice()

@@ -1,12 +1,16 @@
-"""``captured_drafts``: off by default, and refused beside options that leave nothing to capture."""
+"""``captured_drafts``: on where captures are possible, and refused where it was set and leaves nothing to capture."""
 
 from __future__ import annotations
 
 import pytest
 
-from minivllm.config.steps import check_captured_drafts
+from minivllm.config.steps import captures_drafts
 from minivllm.config.values import EngineConfig
 from minivllm.errors import ConfigError
+
+
+def captures(device="cuda", drafts=4, **options):
+    return captures_drafts(EngineConfig(model="pocket", **options), drafts, device, {})
 
 
 @pytest.mark.parametrize(
@@ -18,8 +22,12 @@ from minivllm.errors import ConfigError
         ({"tensor_parallel_size": 2}, 4, "with tensor_parallel_size=2: drafts are captured on one device only"),
     ],
 )
-def test_captured_drafts_are_refused_where_nothing_can_be_captured(options, drafts, message):
-    check_captured_drafts(EngineConfig(model="pocket", **options), drafts, {})
+def test_drafts_are_captured_only_where_steps_are(options, drafts, message):
+    assert captures() and not captures(drafts=drafts, **options)
     with pytest.raises(ConfigError, match=f"captured_drafts=true {message}"):
-        check_captured_drafts(EngineConfig(model="pocket", captured_drafts=True, **options), drafts, {})
-    check_captured_drafts(EngineConfig(model="pocket", captured_drafts=True), 4, {})
+        captures(drafts=drafts, captured_drafts=True, **options)
+
+
+def test_drafts_are_not_captured_on_a_cpu_or_without_the_option():
+    assert not captures("cpu") and captures("cpu", captured_drafts=True)
+    assert not captures(captured_drafts=False) and captures(captured_drafts=True)

@@ -238,6 +238,8 @@ def values_of(name: str, field) -> str:
         return "plug-ins"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
+    if kind == bool | Literal["auto"]:
+        return "`auto`, true, false"
     if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
         return "some of " + ", ".join(f"`{value}`" for value in get_args(get_args(kind)[0]))
     words = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "16"
+VERSION = "17"
 # kinds of faults, the most serious first; a case counts for the first of its kinds
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip

@@ -76,6 +76,7 @@ PLAIN = {  # the values that shrinking tries first
     "partial_prefix_hits": False, "kvstore": [], "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
     "max_num_batched_tokens": 4096, "max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 2000,
     "max_model_len": 512, "speculate": "always", "num_speculative_tokens": 2, "compressor": "none", "compress_every": 0,
+    "captured_drafts": False,
 }  # fmt: skip
 
 
@@ -114,6 +115,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "drafter": rng.choice(["none", "none", "none", "ngram", "model", "suffix"]),
         "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
         "speculate": rng.choice(["always", "always", "auto"]),
+        "captured_drafts": rng.choice(["auto", "auto", True, False]),
         "logprobs_mode": rng.choice(["raw_logprobs", "raw_logprobs", "processed_logprobs"]),
         "quantizer": rng.choice(QUANTIZERS),
         "kv_format": rng.choice(KV_FORMATS),
@@ -132,6 +134,8 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
     if out["sampler"] == "mirostat":  # it updates its state after each token of a row
         out["drafter"] = "none"
+    if out["captured_drafts"] is True and (out["drafter"] == "none" or out["graph"] == "off"):
+        out["captured_drafts"] = "auto"
     if device == "cpu" and out["graph"] != "off":
         out["graph"] = "auto"
     return out

@@ -43,7 +43,8 @@ def shared(case: Case, executor: str, most: int = MOST) -> Case:
         if executor == "ray":
             how["transport"] = rng.choice(["auto", "tcp"])
         checked = {"name": executor, "options": how}
-        more: dict[str, object] = {"batch_invariant": False, "quantizer": "none"} if size > 1 else {}
+        alone: dict[str, object] = {"batch_invariant": False, "quantizer": "none", "captured_drafts": "auto"}
+        more = alone if size > 1 else {}
         if size > 1 and options.get("drafter") in ALONE:
             more["drafter"] = "ngram"
         engines.append({**options, "executor": checked, "tensor_parallel_size": size, **more})

@@ -107,7 +107,7 @@ class Runner:
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         self.graphs, self.native = self.captured_steps(), self.native_steps()
-        self.drafted = self.drafted_steps()  # captures of steps with drafts; None by default
+        self.drafted = self.drafted_steps()  # captures of steps with drafts; None without the option
         self.weights = RunningWeights(self)
 
     def native_steps(self) -> NativeSteps | None:
