@@ -297,7 +297,8 @@ class EngineConfig(Strict):
     )
     captured_drafts: bool | Literal["auto"] = Field(
         "auto",
-        description="capture steps with drafts and calls of the drafter in CUDA graphs; auto: on one GPU, unless graph=off",
+        description="capture steps with drafts and calls of the drafter in CUDA graphs; auto: on one GPU, unless "
+        "graph=off",
     )
     batch_invariant: bool = Field(False, description="make the results of a request independent of other requests")
     attention: One = PluginChoice()

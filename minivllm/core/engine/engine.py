@@ -434,7 +434,6 @@ class Engine:
         self.clock.lap(PLAN)
         if flight is None:
             return None
-        flight.begun = self.now()
         self.in_flight.append(flight)
         self.ask(self.executor.submit, flight.plan)
         self.clock.lap(SUBMIT)

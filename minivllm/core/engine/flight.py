@@ -23,7 +23,6 @@ class Flight:
     after: np.ndarray  # i32 [R] tokens with KV after the step
     drawn: np.ndarray  # i64 [N] slots of the rows that sample
     position: np.ndarray  # i32 [N] positions of their new tokens
-    begun: float = 0.0  # time of submission in seconds of the engine's clock
 
     @classmethod
     def of(cls, plan: StepPlan, slots: Slots) -> Flight:

@@ -576,8 +576,10 @@ class Planner:
         """Build the step from the decoding slots and the chunks (slot -> tokens); None if it has no rows.  Draft tokens
         use what remains of ``budget``."""
         s, spec = self.slots, self.speculation
-        ahead = spec is not None and spec.on(len(decode))
-        n = NO_DRAFTS if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
+        most, n = 0, NO_DRAFTS
+        if spec is not None and budget > 0:
+            most = spec.most_drafts(len(decode), sum(chunks.values()))
+            n = spec.drafts(s, self.cache, decode, most, budget) if most else n
         decode, n, draft = with_drafts(decode, n) if n.any() else (decode, NO_DRAFTS, NO_DRAFTS)
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
@@ -596,7 +598,7 @@ class Planner:
             draws |= draft > 0
         drawn = at[draws]
         s.known[drawn] = s.schedulable[drawn] = s.known[drawn] + 1
-        if ahead:
+        if most:
             s.ready[drawn[s.speculates[drawn]]] = False
         if len(draft):
             mine = at[draft > 0]

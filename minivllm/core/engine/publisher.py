@@ -32,6 +32,7 @@ from .images import lost_image
 from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
+from .speculation import StepClass, class_of
 from .taps import NO_LIMITS, TapKeeper, TapLimits
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Publisher:
             s.tpot_due[mine] = now + s.tpot[mine]
         self._note_first_tokens(mine[pos == s.prompt[mine]], now)
         s.collected[mine] = pos + 1
-        s.ready[mine] = True
+        # a row that waits for its drafts is not ready while a later step with it is in flight
+        s.ready[mine] |= s.known[mine] == pos + 1
         self.tokens += len(mine)
         if len(plan.guided):  # a guide repeats its row's token, so its token is not counted
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
@@ -205,18 +207,17 @@ class Publisher:
     ) -> None:
         """Count accepted and rejected drafts, and undo the planning of the rejected ones.  ``now`` is in seconds."""
         plan = flight.plan
-        decodes = int((plan.q_len == 1).sum())
+        kind, rows, fresh = _class_of(plan)
         if not len(plan.draft):
-            spec.time(decodes, 0, plan.draft, flight.begun, now, decodes == len(plan.slots))
+            spec.time(kind, 0, plan.draft, rows, now, fresh)
             return
         first, heads = group_rows(plan.draft)
         given = np.zeros(len(plan.slots), np.int32)
         given[plan.samples] = result.count
         got = np.bincount(first, given, len(first)).astype(np.int32)
         spec.collect(plan, result, heads, got[heads])
-        rows, pure = int((plan.draft == 0).sum()), bool((plan.q_len == 1).all())
         taken = np.maximum(got[heads] - 1, 0)
-        spec.time(rows, int(plan.draft.max()), taken, flight.begun, now, pure)
+        spec.time(kind, int(plan.draft.max()), taken, rows, now, fresh)
         for head, drafts in zip(heads.tolist(), result.drafted.tolist(), strict=False):
             seq = self.slots.seq[plan.slots[head]] if live[head] else None
             if seq is not None:
@@ -419,6 +420,15 @@ class Publisher:
 def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
     assert seq.choose is not None
     return checks.chosen_token(seq.choose(logits, ids), len(logits))
+
+
+def _class_of(plan: StepPlan) -> tuple[StepClass, int, bool]:
+    """Return the class of a step for ``Speculation.time``, its decoding rows, and whether all its rows are new."""
+    rows = plan.q_len if not len(plan.draft) else plan.q_len[plan.draft == 0]
+    decodes = int(np.count_nonzero(rows == 1))
+    prompt = int(rows.sum()) - decodes
+    joined = 0 if plan.delta.join is None else len(plan.delta.join.slot)
+    return class_of(decodes, prompt), decodes, joined >= len(rows)
 
 
 def rejected_drafts(plan: StepPlan, result: StepResult) -> np.ndarray | None:

@@ -1,23 +1,28 @@
 """Speculation on the host, which decides the number of drafts in a step and whether speculation is worthwhile.
 
-Drafts are accepted with some probability and cost time.  Beyond some batch size a step with drafts takes longer than
-the accepted tokens save.  Both are measured for each class of batch sizes (powers of two).  The measurements are the
-time of a step without drafts and with k drafts per row, and the share of rows whose first, second ... draft was
-accepted.  The number of drafts is the k with the largest gain.  Speculation is on while this gain is at least 1::
+Drafts are accepted with some probability and cost time; beyond some batch size a step with drafts takes longer than
+the accepted tokens save.  Both are measured, for each class of steps: the time of a step without drafts and with k
+drafts per row, and the share of rows whose first, second ... draft was accepted.  The class of a step has the number of
+decoding rows and the number of prompt tokens beside them, both as powers of two.  The number of drafts is the k with
+the largest gain, and speculation is on while this gain is at least 1:
 
     gain(k) = (1 + share of the first + ... + share of the k-th) * milliseconds without / milliseconds with k
 
-The time of a k that was not tried is interpolated between its neighbours.  A trial begins with the most drafts, which
-also gives the shares of fewer drafts.  It continues with the best k until that is timed too.  While speculation is off
-it is tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial determines the wait
-before the next one.
+The time of a step is the time between the end of the step before and its own end, so it includes the work of the host
+between two steps, in which a device without further work waits.  It is the median of the last steps, because a step in
+which a CUDA graph is captured takes a hundred times as long.  Times of a k that was not tried lie on the line between
+the neighbouring ones.  A trial begins with the most drafts, whose shares tell those of fewer, and goes on with the best
+k until that was timed too.  Where speculation is off it is tried again for a few steps, at first soon and then more and
+more rarely.  The cost of a trial determines the wait before the next one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,16 +39,39 @@ log = logging.getLogger("minivllm")
 TRIES = 8
 FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until the next trial, at first and at most
 RENEW = 512  # steps with drafts after which steps without are timed again
-WEIGHT = 0.1  # weight of a new step in running means
+LAST_STEPS = 15  # newest steps of a kind whose median time counts
+WEIGHT = 0.1  # largest weight of a new step in the running means of the acceptance
+MEAN_ROWS = 64  # rows of the newest steps over which the acceptance is averaged, at least
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
 # the wait before the next trial as a multiple of its duration, so that trials take a twentieth of the time
 TRIAL_COST = 20
 KEEP = 1.02  # the number of drafts changes only if the gain grows by this factor
 
 
+class StepClass(NamedTuple):
+    """The class of a step: its decoding rows and its prompt tokens as powers of two (see ``class_of``)."""
+
+    rows: int
+    prompt: int
+
+    def __str__(self) -> str:
+        rows = _span(self.rows)
+        return rows if not self.prompt else f"{rows} beside {_span(self.prompt - 1)} prompt tokens"
+
+
+def class_of(rows: int, prompt: int) -> StepClass:
+    """Return the class of a step with so many decoding rows, drafts not counted, and so many prompt tokens."""
+    return StepClass(max(rows - 1, 0).bit_length(), 1 + (prompt - 1).bit_length() if prompt else 0)
+
+
+def _span(size: int) -> str:
+    """Return the numbers whose largest power of two has the exponent ``size``, as text."""
+    return f"{(1 << size >> 1) + 1}-{1 << size}" if size > 1 else str(1 << size)
+
+
 @dataclass
 class Class:
-    """Measurements of one class of batch sizes.  ``most`` is the largest number of drafts of a row."""
+    """Measurements of one class of steps.  ``most`` is the largest number of drafts of a row."""
 
     most: int
     ms: dict[int, float] = field(default_factory=dict)  # drafts per row -> milliseconds of a step
@@ -52,13 +80,15 @@ class Class:
     left: int = TRIES  # steps until the next decision
     trial: bool = True  # the current steps are a trial
     wait: int = FIRST_WAIT
-    spent: float = 0.0  # milliseconds of steps with drafts in the current trial
+    tried: int = 0  # timed steps with drafts in the current trial
+    first: bool = True  # the next step is the first after a decision, and is not timed
+    recent: dict[int, deque[float]] = field(default_factory=dict)  # the newest times behind ``ms``
 
     def __post_init__(self) -> None:
         self.k = self.k or self.most
         # share of the rows of a step whose first, second ... draft was accepted, with all before
         self.shares = np.zeros(self.most)
-        self.observed = np.zeros(self.most, bool)  # whether the share of each draft was measured
+        self.observed = np.zeros(self.most, np.int64)  # steps in which each share was measured
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a row in a step with k drafts."""
@@ -90,19 +120,25 @@ class Class:
         best = max(gains, key=lambda k: gains[k])
         return best if gains[best] > KEEP * gains.get(self.k, 0.0) else self.k
 
-    def note(self, drafts: int, ms: float, shares: np.ndarray) -> None:
-        """Add a step to the running means.
+    def note(self, drafts: int, ms: float, shares: np.ndarray, rows: int) -> None:
+        """Add a step of ``rows`` rows with so many drafts per row to the measurements.
 
-        ``drafts`` is its number of drafts per row, ``ms`` its milliseconds, and ``shares`` f64 [most] the shares of its
-        rows.
-        """
-        if drafts and self.trial:
-            self.spent += ms
-        old = self.ms.get(drafts)
-        self.ms[drafts] = ms if old is None else old + WEIGHT * (ms - old)
-        weight = np.where(self.observed[:drafts], WEIGHT, 1.0)
+        ``ms`` is its time, and ``shares`` f64 [most] are the shares of its rows that accepted each draft."""
+        recent = self.recent.setdefault(drafts, deque(maxlen=LAST_STEPS))
+        recent.append(ms)
+        self.ms[drafts] = median_low(recent)
+        if not drafts:
+            return
+        self.tried += self.trial
+        self.observed[:drafts] += 1
+        least = min(WEIGHT, rows / MEAN_ROWS)
+        weight = np.maximum(1 / self.observed[:drafts], least)
         self.shares[:drafts] += weight * (shares[:drafts] - self.shares[:drafts])
-        self.observed[:drafts] = True
+
+    def forget(self, drafts: int) -> None:
+        """Forget the times of steps with so many drafts, because they are old."""
+        self.ms.pop(drafts, None)
+        self.recent.pop(drafts, None)
 
     def turn(self) -> bool:
         """Count down one step, and decide anew at 0 whether the class speculates, and with how many drafts.  Return
@@ -115,10 +151,18 @@ class Class:
         hopeless = early and 0 < gain < HOPELESS
         if self.left > 0 and not hopeless:
             return False
+        before = self.on, self.k
+        stopped = self._decide(gain)
+        self.first = before != (self.on, self.k)
+        return stopped
+
+    def _decide(self, gain: float) -> bool:
+        """Begin or end a trial, given the largest gain, 0 if none was measured.  Return whether speculation was
+        switched off."""
         if not self.on:  # steps without drafts were just timed
             self.on = self.trial = True
-            self.left, self.spent = TRIES, 0.0
-            self.ms.pop(self.k, None)  # an older time
+            self.left, self.tried = TRIES, 0
+            self.forget(self.k)
             return False
         if gain and gain < 1:
             self._stop()
@@ -128,14 +172,15 @@ class Class:
             return False
         if not self.trial:  # time steps without drafts again, and then one draft more
             self.on, self.trial = False, True
-            self.ms.pop(0)
+            self.forget(0)
             self.k = min(self.k + 1, self.most)
         self.left = TRIES
         return False
 
     def _stop(self) -> None:
-        """Switch speculation off until the next trial, which uses the number of drafts that lost least."""
-        self.left = max(self.wait, int(TRIAL_COST * self.spent / self.ms[0]))
+        """Switch off until the next trial, which uses the number of drafts that lost least."""
+        spent = self.tried * self.estimate(self.k)
+        self.left = max(self.wait, int(TRIAL_COST * spent / self.ms[0]))
         self.wait = min(2 * self.wait, MOST_WAIT)
         self.on = self.trial = False
         self.k = self.best()
@@ -160,12 +205,11 @@ class Speculation:
     steps: int = 0
     rows: int = 0  # rows with drafts, summed over all steps
     tokens: int = 0  # tokens that these rows received
-    classes: dict[int, Class] = field(default_factory=dict)
+    classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.proposed, self.accepted = np.zeros(self.k, np.int64), np.zeros(self.k, np.int64)
-        self._last: tuple[int, int] | None = None
-        self._begun = 0.0
+        self._ended: float | None = None  # when the last step was published
 
     @classmethod
     def of(cls, wiring: Wiring) -> Speculation | None:
@@ -190,32 +234,27 @@ class Speculation:
 
     # ---- planning ----------------------------------------------------------------------------------------------------
 
-    def on(self, rows: int) -> bool:
-        """Return True if a batch of ``rows`` decoding rows speculates now."""
-        return self.most_drafts(rows) > 0
-
-    def most_drafts(self, rows: int) -> int:
-        """Return the number of drafts of each row in a batch of ``rows`` decoding rows now, 0 if none has drafts."""
+    def most_drafts(self, rows: int, prompt: int = 0) -> int:
+        """Return the number of drafts of each row in a step of ``rows`` decoding rows and ``prompt`` prompt tokens now.
+        0 means that no row has drafts."""
         if self.failed:
             return 0
         if self.always:
             return self.k
-        found = self._class(rows)
+        found = self._class(class_of(rows, prompt))
         return found.k if found.on else 0
 
-    def _class(self, rows: int) -> Class:
-        size = max(rows - 1, 0).bit_length()
-        if size not in self.classes:
-            self.classes[size] = Class(self.k)
-        return self.classes[size]
+    def _class(self, kind: StepClass) -> Class:
+        if kind not in self.classes:
+            self.classes[kind] = Class(self.k)
+        return self.classes[kind]
 
-    def drafts(self, s: Slots, cache: KVCache, decode: np.ndarray, budget: int) -> np.ndarray:
-        """Return the number of drafts i32 [n] of each decoding row, within ``budget`` tokens in total.  The blocks for
-        them are taken, but no row is preempted for them."""
+    def drafts(
+        self, s: Slots, cache: KVCache, decode: np.ndarray, most: int, budget: int
+    ) -> np.ndarray:
+        """Return the number of drafts i32 [n] of each decoding row, at most ``most``, within ``budget`` tokens in
+        total.  The blocks for them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
-        most = self.most_drafts(len(decode)) if len(decode) and budget > 0 else 0
-        if not most:
-            return n
         # A row that waits to fork also lacks one token, but it does not sample.
         known = s.known[decode]
         fits = (
@@ -256,22 +295,25 @@ class Speculation:
             self.accepted[j] += np.count_nonzero((taken > j) & (drafts > j))
 
     def time(
-        self, rows: int, drafts: int, taken: np.ndarray, begun: float, now: float, pure: bool
+        self, kind: StepClass, drafts: int, taken: np.ndarray, rows: int, now: float, fresh: bool
     ) -> None:
-        """Record the time of a step of ``rows`` decoding rows, which was planned at ``begun`` and published at ``now``,
-        in seconds.  ``drafts`` is the largest number of drafts of a row, and ``taken`` i32 [n] the accepted drafts of
-        the rows that had drafts.  ``pure`` means that the step had no other rows."""
-        ms, self._begun = (now - max(begun, self._begun)) * 1e3, now
-        if self.always or self.failed or not rows:
+        """Record the time of a step of ``rows`` decoding rows that was published at ``now``, in seconds.
+
+        ``kind`` is its class, ``drafts`` the largest number of drafts of a row, and ``taken`` i32 [n] the accepted
+        drafts of the rows that had drafts.  ``fresh`` means that all its rows are new, so that the engine may have been
+        idle before."""
+        before, self._ended = self._ended, now
+        if self.always or self.failed or not rows or fresh or before is None:
             return
-        here = (max(rows - 1, 0).bit_length(), drafts)
-        same, self._last = here == self._last, here
-        c = self._class(rows)
-        if pure and same:
-            accepted = taken[:, None] > np.arange(self.k)
-            shares = accepted.sum(0) / rows
-            c.note(drafts, ms, shares)
-        if (drafts > 0) == c.on and c.turn():
+        c = self._class(kind)
+        if (drafts > 0) != c.on:
+            return  # it was planned before the last decision
+        if c.first:
+            c.first = False
+        else:
+            shares = (taken[:, None] > np.arange(self.k)).sum(0) / rows
+            c.note(drafts, (now - before) * 1e3, shares, rows)
+        if c.turn():
             log.info(
                 "speculation is off for batches of about %d rows: the best number of drafts would not give more "
                 "tokens per second; it is tried again after %d steps",
@@ -287,7 +329,7 @@ class Speculation:
             for a, p in zip(self.accepted.tolist(), proposed, strict=True)
         ]
         sizes = {
-            f"{(1 << c >> 1) + 1}-{1 << c}" if c > 1 else str(1 << c): {
+            str(c): {
                 "gain": round(v.gain, 3),
                 "k": v.k,
                 "plain_ms": round(v.ms.get(0, 0.0), 3),
