@@ -106,8 +106,7 @@ class Publisher:
             s.tpot_due[mine] = now + s.tpot[mine]
         self._note_first_tokens(mine[pos == s.prompt[mine]], now)
         s.collected[mine] = pos + 1
-        # a row that waits for its drafts is not ready while a later step with it is in flight
-        s.ready[mine] |= s.known[mine] == pos + 1
+        s.ready[mine] |= s.known[mine] == pos + 1  # else a later step with the row is in flight
         self.tokens += len(mine)
         if len(plan.guided):  # a guide repeats its row's token, so its token is not counted
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
@@ -218,11 +217,9 @@ class Publisher:
         spec.collect(plan, result, heads, got[heads])
         taken = np.maximum(got[heads] - 1, 0)
         spec.time(kind, int(plan.draft.max()), taken, rows, now, fresh)
-        for head, drafts in zip(heads.tolist(), result.drafted.tolist(), strict=False):
-            seq = self.slots.seq[plan.slots[head]] if live[head] else None
-            if seq is not None:
-                seq.request.drafted += drafts
-                seq.request.accepted += min(max(int(got[head]) - 1, 0), drafts)
+        if len(result.drafted) == len(heads):
+            drafts, mine = result.drafted, plan.slots[heads]
+            self.slots.drafts[:, mine] += live[heads] * [drafts, np.minimum(taken, drafts)]
         self._take_back(flight, heads[live[heads]], first, got)
 
     def _take_back(
@@ -239,7 +236,9 @@ class Publisher:
         )
         s.computed[slots] = s.known[slots] - 1
         s.ready[slots], s.drafting[slots] = True, False
-        among = np.isin(first, heads)
+        among = np.zeros(len(first), bool)
+        among[heads] = True
+        among = among[first]
         flight.after[among] = np.minimum(flight.after, (plan.computed + got)[first])[among]
 
     # ---- one row -----------------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ class Slots:
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self.tokens = np.zeros((size, max_len + 1), np.int32)
+        # drafts that were checked and accepted in this stay, not yet added to the request
+        self.drafts = np.zeros((2, size), np.int64)
         self._add_cache_columns(groups, size, -(-max_len // block) + 1)
 
     def _add_cache_columns(self, groups: int, size: int, blocks: int) -> None:
@@ -186,6 +188,8 @@ class Slots:
         self.paired -= int(self.partner[slot] >= 0)
         self.tapping -= int(self.tapped[slot])
         self.pooling -= int(self.pooled[slot])
+        if self.drafts[0, slot]:
+            self._count_drafts(slot, seq)
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n
@@ -200,6 +204,13 @@ class Slots:
         self.blocks[:, slot] = 0
         self.running = self.running[self.running != slot]
         self.cooling.append(slot)
+
+    def _count_drafts(self, slot: int, seq: Seq) -> None:
+        """Add the drafts of a row to the counts of its request."""
+        drafted, accepted = self.drafts[:, slot].tolist()
+        seq.request.drafted += drafted
+        seq.request.accepted += accepted
+        self.drafts[:, slot] = 0
 
     def view(self, slots: np.ndarray) -> QueueView:
         """Return the columns of these rows as a policy reads them.  Each column is computed when it is first read."""
