@@ -90,8 +90,7 @@ class Slots:
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self.tokens = np.zeros((size, max_len + 1), np.int32)
-        # drafts that were checked and accepted in this stay, not yet added to the request
-        self.drafts = np.zeros((2, size), np.int64)
+        self.drafts = np.zeros((2, size), np.int64)  # checked and accepted drafts of this stay
         self._add_cache_columns(groups, size, -(-max_len // block) + 1)
 
     def _add_cache_columns(self, groups: int, size: int, blocks: int) -> None:
