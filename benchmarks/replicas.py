@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,17 @@ async def opened(replicas: int, server: dict[str, Any], engine: dict[str, Any]) 
     return client
 
 
+def cpu_seconds(client: ReplicaClient) -> float:
+    """Return the CPU time of this process and of the engines."""
+    found = time.process_time()
+    for one in client.replicas:
+        fields = Path(f"/proc/{one.pid}/stat").read_text().rpartition(") ")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 async def speed(args: argparse.Namespace) -> int:
-    """Print output tokens a second of both ways."""
+    """Print output tokens a second, and CPU microseconds a token, of both ways.  ``ratio`` is through / by hand."""
     client = await opened(args.replicas, {"router": args.router}, {"max_num_seqs": 32})
     params = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0)
     rng = np.random.default_rng(0)
@@ -52,21 +62,24 @@ async def speed(args: argparse.Namespace) -> int:
         stream = await target.stream(ids, params, f"r{next(names)}")
         return sum([len(piece.token_ids) async for piece in stream])
 
-    async def batch(direct: bool) -> float:
+    async def batch(direct: bool) -> tuple[float, float]:
+        """Return tokens a second, and CPU microseconds a token."""
         prompts = [rng.integers(10, 500, 100).tolist() for _ in range(12 * args.replicas)]
         targets = client.replicas if direct else [client]
-        start = time.perf_counter()
-        tokens = await asyncio.gather(*(one(targets[i % len(targets)], ids) for i, ids in enumerate(prompts)))
-        return sum(tokens) / (time.perf_counter() - start)
+        start, before = time.perf_counter(), cpu_seconds(client)
+        tokens = sum(await asyncio.gather(*(one(targets[i % len(targets)], ids) for i, ids in enumerate(prompts))))
+        return tokens / (time.perf_counter() - start), 1e6 * (cpu_seconds(client) - before) / tokens
 
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    figures: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for direct in (False, True):
         await batch(direct)
     for turn in range(args.rounds):
         for direct in (False, True) if turn % 2 else (True, False):
-            rates[direct].append(await batch(direct))
-    through, by_hand = (float(np.median(rates[direct])) for direct in (False, True))
-    print(json.dumps({"through": round(through), "by_hand": round(by_hand), "ratio": round(through / by_hand, 3)}))
+            figures[direct].append(await batch(direct))
+    (rate, cpu), (rate_by_hand, cpu_by_hand) = (np.median(figures[direct], axis=0) for direct in (False, True))
+    rates = {"through": round(rate), "by_hand": round(rate_by_hand), "ratio": round(rate / rate_by_hand, 3)}
+    cpus = {"through": round(cpu), "by_hand": round(cpu_by_hand), "ratio": round(cpu_by_hand / cpu, 3)}
+    print(json.dumps({"tokens_per_second": rates, "cpu_us_per_token": cpus, "load": os.getloadavg()[0]}))
     await client.close()
     return 0
 
