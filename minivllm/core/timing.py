@@ -12,7 +12,8 @@ The host time of each plug-in (``SeamTimes``) is measured in addition, whichever
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +28,35 @@ from .interfaces.plan import NO_FORM, StepForm
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 MOST_FORMS = 4096  # the most forms that a clock counts; captures have a few hundred
+
+
+class StartTimes:
+    """The seconds that each part of a start took.  Time in an inner part counts for this part only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = 0.0  # seconds of the parts inside the current block
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Add the time of the block to ``part``."""
+        outer, self._inner, begun = self._inner, 0.0, perf_counter()
+        try:
+            yield
+        finally:
+            spent = perf_counter() - begun
+            self._add(part, spent - self._inner)
+            self._inner = outer + spent
+
+    def include(self, parts: Mapping[str, float]) -> None:
+        """Count the parts of another measurement, which ran inside the current block, in place of the block."""
+        for part, seconds in parts.items():
+            self._add(part, seconds)
+            self._inner += seconds
+
+    def _add(self, part: str, seconds: float) -> None:
+        """Add seconds to a part."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
 
 class SeamTimes(dict[str, float]):

@@ -29,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Device:
     """The device of an engine.
 
     ``sm`` is 10 * major + minor of the compute capability, 0 on a CPU.  ``memory`` is its total memory in bytes.
+    ``seconds`` is the time that it took to find the device, with the initialization of the driver.
     """
 
     kind: str  # cpu | cuda
@@ -74,6 +75,7 @@ class Device:
     memory: int
     why: str
     devices: int = 1  # number of devices of this kind
+    seconds: float = field(default=0.0, compare=False)
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
@@ -105,8 +107,14 @@ def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str 
 
 
 def find_device(asked: str) -> Device:
-    """Return the device for "auto", "cpu" or "cuda" (the current device).  ResourceError if there is no such
-    device."""
+    """Return the device for "auto", "cpu" or "cuda" (the current device), with the time that this took.  ResourceError
+    if there is no such device."""
+    begun = time.perf_counter()
+    found = _find_device(asked)
+    return replace(found, seconds=time.perf_counter() - begun)
+
+
+def _find_device(asked: str) -> Device:
     import torch
 
     if asked != "cpu" and torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
+from minivllm.core.timing import StartTimes
+from minivllm.device import early
 from minivllm.errors import ConfigError, part_fault
 
 if TYPE_CHECKING:
@@ -32,39 +35,45 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     ``live`` means that clients use real time.  PluginError names an external plug-in that raises an unexpected
     exception.
     """
+    times = StartTimes()
+    early.open_driver(loaded.engine.device)
     try:
-        return _build(loaded, live)
+        with times.of("engine"):
+            engine, resolved, tokenizer = _build(loaded, live, times)
     except Exception as exc:
         fault = part_fault(exc)
         if fault is not None:
             raise fault from exc
         raise
+    engine.start_times = times.seconds
+    return engine, resolved, tokenizer
 
 
-def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Build the engine, as ``build_engine`` does, but let unexpected exceptions of plug-ins pass."""
-    from minivllm.config.resolve import resolve
-    from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
-    from minivllm.device.functions.host_rows import HostDraw
-    from minivllm.device.worker.adapters import adapter_checks
-    from minivllm.device.worker.build import make_processors
-    from minivllm.registry import Catalog, build_part
-    from minivllm.runtime.hooks.bridge import EngineHooks
-    from minivllm.runtime.hooks.figures import PluginFigures
-    from minivllm.runtime.hooks.manager import HookManager
+def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Build the engine, as ``build_engine`` does, but let unexpected exceptions of plug-ins pass.
 
-    config = loaded.engine
-    resolved = resolve(config, Catalog.discover(), loaded.origins)
-    tokenizer, eos_ids = open_tokenizer(resolved)
-    wiring = replace(resolved.wiring, eos_ids=eos_ids)
-    parts = resolved.parts
+    ``times`` counts the parts of the start."""
+    with times.of("imports"):
+        from minivllm.core.engine.engine import Engine
+        from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
+        from minivllm.device.functions.host_rows import HostDraw
+        from minivllm.device.worker.adapters import adapter_checks
+        from minivllm.device.worker.build import make_processors
+        from minivllm.registry import build_part
+        from minivllm.runtime.hooks.bridge import EngineHooks
+        from minivllm.runtime.hooks.figures import PluginFigures
+        from minivllm.runtime.hooks.manager import HookManager
+
+    resolved = choose_parts(loaded, times)
+    with times.of("tokenizer"):
+        tokenizer, eos_ids = open_tokenizer(resolved)
+    config, parts, wiring = loaded.engine, resolved.parts, replace(resolved.wiring, eos_ids=eos_ids)
     # made before the model, so that errors come early
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None
     grammars: Any = None
     executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
-        capacity = executor.start(wiring)
+        capacity = start_executor(executor, wiring, times)
         check_own_models(wiring, capacity, parts["executor"].name)
         notes = (*resolved.notes, *(("capacity", note) for note in capacity.notes))
         resolved = replace(resolved, wiring=wiring, notes=notes)
@@ -100,6 +109,27 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def choose_parts(loaded: Loaded, times: StartTimes) -> Resolved:
+    """Choose the plug-ins of a configuration, and count the parts of the time that this takes."""
+    with times.of("imports"):
+        from minivllm.config.resolve import resolve
+        from minivllm.registry import Catalog
+
+    with times.of("plug-ins"):
+        resolved = resolve(loaded.engine, Catalog.discover(), loaded.origins)
+        times.include({"device": resolved.device.seconds})
+    return resolved
+
+
+def start_executor(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
+    """Start an executor, and count the parts that it reports; "executor" is the rest of its time."""
+    with times.of("executor"):
+        capacity = executor.start(wiring)
+        with contextlib.suppress(NotImplementedError):
+            times.include(executor.call("start_times"))
+    return capacity
 
 
 def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:

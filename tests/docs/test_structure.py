@@ -34,7 +34,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ device.native  device.loading.gguf_file
     │ runtime.usage                                         statistics that stay on this machine
     │ plugin                                                names for authors, each imported when it is used
-    ▼ minivllm  device.hardware  files  validation  errors  moved    imported from everywhere
+    ▼ minivllm  device.hardware  device.early  files  validation  errors  moved    imported from everywhere
 
 A room is a package or a file of its own name; a module without a row belongs to the room of its package, so ``server``
 is the part that all of the server's folders share: errors, queues, logs.  Two graphs are checked:
@@ -125,7 +125,7 @@ MAY_IMPORT = {
     "frontend": (
         "config runtime.structured runtime.images frontend.record runtime.text core.engine device.functions "
         "device.loading device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
-        "runtime.usage device.hardware"
+        "runtime.usage device.hardware device.early"
     ),
     "config": (
         "runtime.images frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
@@ -140,7 +140,7 @@ MAY_IMPORT = {
     "plugins": (
         "runtime.text device.worker device.loading device.layers device.kernels device.native runtime.hooks core "
         "core.wiring runtime.replies core.interfaces core.json_schema runtime.processes registration.spec "
-        "registration.fresh device.loading.gguf_file"
+        "registration.fresh device.loading.gguf_file device.early"
     ),
     "runtime.text": (
         "core.engine core.interfaces registry runtime.replies runtime.processes registration.fresh "
@@ -179,6 +179,7 @@ MAY_IMPORT = {
     "plugin": "",
     "minivllm": "device.hardware errors moved",
     "device.hardware": "",
+    "device.early": "",
     "files": "validation errors",
     "validation": "errors",
     "errors": "",

@@ -86,12 +86,14 @@ log.addHandler(logging.NullHandler())
 
 
 class Engine:
-    """Engine that turns requests into tokens for their sinks.  It is not thread-safe: one thread makes all calls (see
-    ``async_llm``).
+    """Engine that turns requests into tokens for their sinks.  One thread makes all calls (see ``async_llm``).
 
     ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
 
     dead: str | None = None  # why the engine has ended
+    start_times: Mapping[
+        str, float
+    ] = {}  # seconds of the parts of the start, by name, if the builder sets them
 
     def __init__(
         self,

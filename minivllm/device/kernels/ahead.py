@@ -69,6 +69,13 @@ class ShapesOnly(TorchDispatchMode):
         # storages whose content is as in a real run, by address; they are kept alive, so that no address is used again
         self._certain: dict[int, Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that ``torch.compile`` needs no protection from this mode.
+
+        The protection imports torch._dynamo at the first operation, which takes about a second of a start."""
+        return False
+
     def forget(self, values: Any) -> None:
         """Note that a kernel would write to the tensors in ``values``, a tree of Python containers."""
         for x in _tensors(values):

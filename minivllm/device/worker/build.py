@@ -19,6 +19,7 @@ from minivllm.core.interfaces.encoder import EncoderContext
 from minivllm.core.interfaces.model import ModelArch, tap_points
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
+from minivllm.core.timing import StartTimes
 from minivllm.device.hardware import free_ram
 from minivllm.device.layers.kv_memory import allocate, layouts_of
 from minivllm.device.layers.parts import ModelParts
@@ -36,7 +37,7 @@ from .capture import ALONE, release_unused, synchronize
 from .encoder import LoadedEncoder
 from .images import lacks_points
 from .recurrent import StateMemory, state_bytes
-from .start import Rehearsals, StartTimes
+from .start import Rehearsals
 from .state import DeviceState
 from .target_states import TargetStates
 

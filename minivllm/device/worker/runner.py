@@ -106,7 +106,8 @@ class Runner:
         self.shared = shared_pages(w, self.state)  # None if each row is read alone
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
-        self.graphs, self.native = self.captured_steps(), self.native_steps()
+        with w.times.of("captures"):
+            self.graphs, self.native = self.captured_steps(), self.native_steps()
         self.drafted = self.drafted_steps()  # captures of steps with drafts; None without the option
         self.weights = RunningWeights(self)
 

@@ -1,11 +1,9 @@
-"""The start of a runner: its times by part, and kernels that are compiled before they are needed."""
+"""The start of a runner: kernels that are compiled before they are needed."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minivllm.core.external_calls import as_exception
+from minivllm.core.timing import StartTimes
 from minivllm.core.wiring import wiring_to_json
 from minivllm.errors import describe_error
 
@@ -23,25 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
 FIRST, ALL = "first", "all"  # which captures have compiled kernels: the captures of the start, or all
-
-
-class StartTimes:
-    """The seconds that each part of a start took.  Time in an inner part counts for this part only."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = 0.0
-
-    @contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        """Add the time of the block to ``part``."""
-        outer, self._inner, begun = self._inner, 0.0, time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - begun
-            self.seconds[part] = self.seconds.get(part, 0.0) + spent - self._inner
-            self._inner = outer + spent
 
 
 class Rehearsals:

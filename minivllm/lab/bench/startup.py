@@ -7,7 +7,6 @@ The operating system caches files, so after the first run they are read from mem
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -32,10 +31,10 @@ PARTS = ("import", "build", "first_token")
 def once(loaded: Loaded) -> Result:
     """Measure one start and return its seconds.  Raise ResourceError if the process fails.
 
-    ``import_s`` is the time to import Python, torch and minivllm, ``build_s`` the time to build the engine.
+    ``import_s`` is the time to start Python and import minivllm, ``build_s`` the time to build the engine.
     ``first_token_s`` is the time of a request with a prompt of 16 tokens, or fewer for a shorter ``max_model_len``.
-    ``startup_s`` is the sum.  ``build_weights_s`` and others are parts of ``build_s``, as far as the executor
-    reports them.
+    ``startup_s`` is the sum.  ``build_imports_s``, ``build_weights_s`` and others are the parts of ``build_s``;
+    ``build_other_s`` is the rest.
     """
     values = loaded.engine.model_dump(mode="json", exclude_unset=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,8 +55,11 @@ def once(loaded: Loaded) -> Result:
     for name, (start, end) in zip(PARTS, itertools.pairwise(marks), strict=True):
         found[f"{name}_s"] = end - start
     found["startup_s"] = times["first"] - begun
-    for part, seconds in times["parts"].items():
-        found[f"build_{part.lower().replace(' ', '_')}_s"] = seconds
+    parts = times["parts"]
+    parts["other"] = found["build_s"] - sum(parts.values())
+    for part, seconds in parts.items():
+        name = part.lower().replace(" ", "_")
+        found[f"build_{name}_s"] = seconds
     return found
 
 
@@ -67,21 +69,18 @@ def main(path: str) -> None:
 
     with open(path, encoding="utf-8") as file:
         values = json.load(file)
-    import torch
-
-    assert torch.get_num_threads()
     imported = time.monotonic()
     llm = LLM(config=values)
     built = time.monotonic()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    token = min(1, llm.engine.capacity.vocab_size - 1)
+    vocabulary = llm.engine.capacity.vocab_size
+    token = min(1, vocabulary - 1)
     length = max(1, min(16, llm.engine.wiring.max_model_len - 1))
     llm.generate([[token] * length], params, use_tqdm=False)
     first = time.monotonic()
-    parts = {}
-    with contextlib.suppress(NotImplementedError):
-        parts = llm.engine.call("start_times")
-    print(MARK + json.dumps({"imported": imported, "built": built, "first": first, "parts": parts}), flush=True)
+    parts = llm.engine.start_times
+    times = {"imported": imported, "built": built, "first": first, "parts": parts}
+    print(f"{MARK}{json.dumps(times)}", flush=True)
     llm.close()
 
 

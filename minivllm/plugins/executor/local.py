@@ -14,6 +14,8 @@ import numpy as np
 
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
+from minivllm.core.timing import StartTimes
+from minivllm.device import early
 from minivllm.errors import RequestError, ResourceError
 from minivllm.runtime.processes.memory import HeapTrimmer, resident_bytes
 
@@ -43,10 +45,15 @@ class Local(Executor):
         self._heap: HeapTrimmer | None = None  # set if steps use this process's heap
 
     def start(self, wiring: Wiring) -> Capacity:
-        from minivllm.device.worker.runner import Runner
+        times = StartTimes()
+        with times.of("imports"):
+            early.prepare_kernels(wiring.device)
+            from minivllm.device.worker.runner import Runner
 
         try:
-            return self.adopt(Runner(wiring))
+            runner = Runner(wiring)
+            runner.worker.times.include(times.seconds)
+            return self.adopt(runner)
         except BaseException as e:
             if wiring.device != "cpu":
                 _free_failed_start(e)

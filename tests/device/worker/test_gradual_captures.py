@@ -11,8 +11,8 @@ import pytest
 
 from minivllm import LLM
 from minivllm.core.engine.captures import QUIET, IdleCaptures
+from minivllm.core.timing import StartTimes
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_decode, first_mixed, is_first_mixed, row_sizes
-from minivllm.device.worker.start import StartTimes
 from minivllm.errors import EngineDeadError
 from minivllm.testing.tiny import tiny_dir
 
@@ -76,14 +76,17 @@ def test_an_executor_that_dies_in_a_capture_ends_the_engine():
 
 
 def test_the_parts_of_a_start_add_up_to_its_time(monkeypatch):
-    now = iter([0.0, 1.0, 4.0, 6.0, 7.0, 9.0])
-    monkeypatch.setattr("minivllm.device.worker.start.time.perf_counter", lambda: next(now))
+    now = iter([0.0, 1.0, 4.0, 6.0, 7.0, 9.0, 20.0, 30.0])
+    monkeypatch.setattr("minivllm.core.timing.perf_counter", lambda: next(now))
     times = StartTimes()
     with times.of("KV cache"), times.of("compile"):
         pass
     with times.of("compile"):
         pass
     assert times.seconds == {"compile": 5.0, "KV cache": 3.0}
+    with times.of("executor"):
+        times.include({"weights": 4.0, "compile": 1.0})
+    assert times.seconds == {"compile": 6.0, "KV cache": 3.0, "weights": 4.0, "executor": 5.0}
 
 
 def without_interpreter(name):
