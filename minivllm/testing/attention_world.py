@@ -252,7 +252,7 @@ class World:
     def _poison(self, layer: AttnLayer) -> None:
         """Fill every slot of a layer's cache with garbage, through ``write``.
 
-        The values are large, and so are all or every other of the keys.  The null block gets finite garbage here.
+        All values are large, and so is every key or every second key.  The null block gets finite garbage here.
         """
         spec = layer.spec
         is_nan = self.poison != self.poison

@@ -249,9 +249,11 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_products_are_those_of_the_weight_that_is_held(self) -> None:
-        """Check products against float64: the error is at most twice that of a plain product in the same dtype.  The
-        number of tokens is any, ``x`` is contiguous or not, ``out`` is passed or not, and the bias is left to the
-        layer.  With ``batch_invariant`` a row has the same bits alone."""
+        """Check products against float64: the error is at most twice that of a plain product in the same dtype.
+
+        Steps of several sizes are tried, with ``x`` contiguous and not, and with and without ``out``.  The bias is
+        left to the layer.  With ``batch_invariant`` a row has the same bits alone.
+        """
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized((*data.SHAPES, data.LONG), dtype=dtype, bias=True):
                 torch.manual_seed(4)

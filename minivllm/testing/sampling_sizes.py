@@ -158,7 +158,7 @@ class ProcessorSizes(SamplingSizes):
 
     @since(1, 0)
     def test_a_very_long_history_counts_too(self) -> None:
-        """Check a prompt of 3,000 tokens with some output: tokens that come once, at either end, count."""
+        """Check a prompt of 3,000 tokens with some output.  Tokens at both ends count, even if they occur once."""
         rng = np.random.default_rng(3)
         prompt = (50, *rng.integers(0, 40, HISTORY).tolist(), 51)
         logits = normal_logits(rng, 3, self.vocab)

@@ -571,7 +571,7 @@ class Engine:
         self.drop_prefixes()
 
     def drop_prefixes(self, keep_tiers: bool = False) -> None:
-        """Do the same as ``reset_prefix_cache``, within another method.  ``keep_tiers`` keeps the pages of tiers."""
+        """Reset the prefix cache for another method of the engine.  ``keep_tiers`` keeps the pages of tiers."""
         try:
             if keep_tiers:
                 self._turn_loads()

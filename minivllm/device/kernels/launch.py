@@ -101,7 +101,7 @@ def keep_room(launched: Any, programs: int, device: torch.device) -> None:
     """
     if launched is None or programs == 0 or capability(device) == 0:
         return
-    share = programs * (launched.metadata.shared + 1024)  # the driver takes 1 KiB of each program
+    share = programs * (launched.metadata.shared + 1024)  # the driver reserves 1 KiB for each program
     _prefer(launched.function, min(100, -(-100 * share // shared_memory(device))))
 
 

@@ -195,7 +195,7 @@ class _Walk:
                 if needed:
                     self.missing.append(f"the value of {name} is {exc}, and what is in it is not known")
                 return
-            for thing in text.code:  # such as a table of functions
+            for thing in text.code:  # the functions of a value, for example of a table
                 self.add_value(f"{name}, {thing.__name__}", thing, needed)
 
     def _module(self, module: types.ModuleType) -> None:

@@ -42,7 +42,7 @@ HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")  # modules of objec
 
 
 class UnknownValueError(ValueError):
-    """A value has no such text.  The message describes the value."""
+    """The error for a value without a plain text.  The message describes the value."""
 
 
 class ValueText:

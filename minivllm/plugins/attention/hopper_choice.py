@@ -25,7 +25,7 @@ from types import ModuleType
 from minivllm.core.interfaces.attnspec import AttnSpec
 
 LINES = 128  # lines of a tile (M)
-LEAST_BLOCK = 16  # tokens of a block, from which on a copy has the rows of a swizzle
+LEAST_BLOCK = 16  # fewest tokens of a block; a copy of fewer rows is smaller than a swizzle pattern
 MOST_GROUP = 16  # query heads per KV head that were tested
 LEAST_WINDOW = 1024  # with smaller windows a tile reads few keys, mostly with a mask
 LEAST_TILES = 96  # tiles of all KV heads; fewer would leave much of the device idle, and smaller tiles do not

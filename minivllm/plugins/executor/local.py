@@ -62,7 +62,7 @@ class Local(Executor):
             raise
 
     def adopt(self, runner: Runner) -> Capacity:
-        """Run steps with a runner that exists."""
+        """Use an existing runner for the steps, and return its capacity."""
         self.runner = runner
         self._heap = HeapTrimmer() if self.runner.device.type == "cpu" else None
         return self.runner.capacity()

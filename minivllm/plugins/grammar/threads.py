@@ -15,7 +15,7 @@ from typing import Any
 SOON, LATE = 32, 512
 # Weight of the newest measurement in the mean. A slow call may have been caused by other work on the machine.
 FASTER, SLOWER = 0.5, 0.1
-MOST = 3.0  # times the mean that one measurement counts at most
+MOST = 3.0  # a longer measurement counts as this multiple of the mean
 
 
 class Hill:

@@ -29,7 +29,7 @@ class Output:
         return parts
 
     def say(self, text: str) -> None:
-        """Add text for the user."""
+        """Add text for the user.  Spaces at an edge are dropped or held back, as ``edge`` requires."""
         if not text:
             return
         if self.edge != KEEP:

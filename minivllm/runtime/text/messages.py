@@ -35,7 +35,7 @@ MEDIA = re.compile(
     r"(input_)?(image|audio|video|file|document|media)s?(_url|_urls|_data|_embeds|_pil|_id)?|attachments?"
 )
 TEXT_ONLY = "this engine serves text and reads no images, audio, video or files"
-# keys that cause no warning: a prompt has their data, or clients send them without a meaning for a prompt
+# keys without a warning, because a prompt contains their data or because they have no meaning for a prompt
 KNOWN = frozenset(
     {
         "role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations",

@@ -380,7 +380,7 @@ class Answer:
         return chunk
 
     def fingerprint(self) -> str | None:
-        """Return the newest version of the weights that drew tokens, None for those from the start."""
+        """Return the newest version of the weights that drew tokens; None for the first weights of the engine."""
         version = max(stream.weights_version for stream in self.streams)
         return f"weights-{version}" if version else None
 
