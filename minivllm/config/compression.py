@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from .values import EngineConfig
 
+COMPRESSION_OPTIONS = ("kv_budget", "compress_every", "pressure_budget")  # of the engine, without its compressor
+
 
 def refuse_compression(
     config: EngineConfig,
@@ -32,18 +34,19 @@ def refuse_compression(
     """
     name = parts["compressor"].name
     if name == NO_COMPRESSION:
-        for option in ("kv_budget", "compress_every"):
+        for option in COMPRESSION_OPTIONS:
             _refuse_option(config, origins, option)
         return
     reason = _excluded(specs, recurrent, drafts, own_models, parts["drafter"].name)
     if reason:
         label = begins(source_of(origins, "compressor"))
         raise ConfigError(f"{label}compressor={name.removeprefix('minivllm/')}: {reason}")
-    budget = config.kv_budget
-    if budget >= 1 and budget != int(budget):
-        label = begins(source_of(origins, "kv_budget"))
-        expected = "a whole number of tokens, or a share of the prompt below 1"
-        raise ConfigError(f"{label}kv_budget={budget}: expected {expected}")
+    for option, whole in (("kv_budget", "the prompt"), ("pressure_budget", "the computed tokens")):
+        budget = getattr(config, option)
+        if budget >= 1 and budget != int(budget):
+            label = begins(source_of(origins, option))
+            expected = f"a whole number of tokens, or a share of {whole} below 1"
+            raise ConfigError(f"{label}{option}={budget}: expected {expected}")
 
 
 def _refuse_option(config: EngineConfig, origins: Mapping[str, str], option: str) -> None:

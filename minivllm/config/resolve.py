@@ -32,7 +32,7 @@ from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
 from .adapters import wire_adapters
-from .compression import refuse_compression
+from .compression import COMPRESSION_OPTIONS, refuse_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .images import wire_images
@@ -255,7 +255,7 @@ class _Fold:
         self._pick("compressor", config.compressor, ("device",))
         drafts = speculation.num_speculative_tokens
         refuse_compression(config, self.origins, self.parts, specs, bool(self.states), drafts, own_models)
-        return replace(cache, kv_budget=config.kv_budget, compress_every=config.compress_every)
+        return replace(cache, **{name: getattr(config, name) for name in COMPRESSION_OPTIONS})
 
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.

@@ -238,6 +238,13 @@ class EngineConfig(Strict):
     compress_every: int = Field(
         0, ge=0, description="generated tokens between two compressions of a request; 0: one at the end of its prompt"
     )
+    pressure_budget: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="tokens of a running request, or below 1 a share of its computed tokens, that stay when KV blocks "
+        "are short; requests are then compressed before one is preempted; requests with kv_budget=0 are not; 0: never",
+    )
     enforce_eager: bool = Field(False, description="never use CUDA graphs: the same as graph=off")
     graph: Literal["auto", "mixed", "decode", "off"] = Field(
         "auto",

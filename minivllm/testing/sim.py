@@ -170,6 +170,7 @@ def _wiring(
     checkpoints: int | None,
     stores: tuple[Part, ...] = (),
     compress: tuple[float, int] | None = None,
+    pressure: float = 0,
 ) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     return Wiring(
@@ -191,6 +192,7 @@ def _wiring(
             stores=stores,
             kv_budget=compress[0] if compress else 0,
             compress_every=compress[1] if compress else 0,
+            pressure_budget=pressure,
         ),
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
@@ -218,6 +220,7 @@ def sim_engine(
     checkpoints: int | None = None,
     stores: tuple[Part, ...] = (),
     compress: tuple[float, int] | None = None,
+    pressure: float = 0,
     device: Callable[..., SimExecutor] | None = None,
 ) -> Engine:
     """Return an engine over a simulated device.
@@ -227,10 +230,11 @@ def sim_engine(
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
     ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
     ``stores`` are the tiers of the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``; None means that
-    no row is compressed.  ``device`` makes the simulated device.  None means
+    no row is compressed.  ``pressure`` is ``pressure_budget``.  ``device`` makes the simulated device.  None means
     ``SimExecutor``.
     """
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints, stores, compress)
+    groups = len(windows)
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, stores, compress, pressure)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)

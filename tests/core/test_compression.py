@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compression_machine import drive
+from compression_machine import CompressionMachine, PressureMachine, drive
 
-from minivllm.core.engine.blocks import NO_BLOCKS
+from minivllm.core.engine.blocks import NO_BLOCKS, BlockPool
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.compaction import Compaction
 from minivllm.core.engine.compression import Compression
@@ -29,7 +29,7 @@ def fault(cls):
     """
 
     def plant(fn):
-        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn)
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn, fn.__doc__)
         return fn
 
     return plant
@@ -145,8 +145,26 @@ def a_row_keeps_tokens_of_the_row_before(real, self, j):
     self.held = held
 
 
+@fault(BlockPool)
+def a_block_of_another_row_is_taken_under_pressure(real, self, blocks):
+    """Let ``private_from`` count all blocks of a row as its own under pressure."""
+    return 0
+
+
+@fault(BlockPool)
+def a_block_stays_in_the_prefix_cache_and_is_overwritten(real, self, blocks):
+    """Let ``unpublish`` leave all blocks in the prefix cache under pressure."""
+
+
+@fault(Slots)
+def a_row_that_returns_forgets_its_compressions_under_pressure(real, self, seq):
+    """Let ``enter`` lose the compressions recorded under pressure."""
+    seq.compressions = {}
+    return real(self, seq)
+
+
 def plant(monkeypatch, name):
-    cls, method, fn = FAULTS[name]
+    cls, method, fn, _ = FAULTS[name]
     real = getattr(cls, method)
     monkeypatch.setattr(cls, method, lambda self, *args: fn(real, self, *args))
 
@@ -155,7 +173,7 @@ def plant(monkeypatch, name):
 def test_a_planted_fault_is_caught(name, monkeypatch):
     plant(monkeypatch, name)
     with pytest.raises(Exception) as caught:
-        drive(1000, shrink=False)
+        drive(1000, shrink=False, machine_of=PressureMachine if "pressure" in FAULTS[name][3] else CompressionMachine)
     message = f"{type(caught.value).__name__}: {caught.value}"
     print(f"{name}: {message.splitlines()[0][:160]}")
     assert not any(error in message for error in ("TypeError", "AttributeError", "NameError")), message
@@ -164,6 +182,11 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
 def test_compression_changes_no_token_of_the_simulated_device_and_loses_no_block():
     seen = drive(100)
     seen.require(compressed=1, preempted=1, forked=1, aborted=1, evicted=1)
+
+
+def test_compression_under_pressure_changes_no_token_of_the_simulated_device_and_is_repeated_after_a_preemption():
+    seen = drive(100, machine_of=PressureMachine)
+    seen.require(compressed=1, preempted=1, forked=1, aborted=1, evicted=1, pressed=20, repeated=5)
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -216,6 +239,45 @@ def test_a_share_is_one_of_the_prompt_and_a_budget_above_it_compresses_nothing()
     assert (half.keep, whole.keep) == (15, 0)
     run(made, check=True)
     assert made.compression.stats() == {"compressions": 1, "dropped_tokens": 15}
+
+
+def test_rows_are_compressed_under_pressure_before_one_is_preempted():
+    """Six rows of 40 tokens take 60 blocks of 4 tokens; 39 are there."""
+    preempted = {}
+    for pressure in (0, 0.4):
+        made = engine(slots=6, blocks=40, pressure=pressure, prefix=pressure > 0)
+        asked = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
+        run(made, check=True)
+        at_rest(made)
+        preempted[pressure] = made.planner.preemptions
+        for r in asked:
+            assert outputs(r)[0] == answer(r.prompt, r.params, max_len=128)
+    assert preempted[0.4] == 0 < preempted[0]
+
+
+def test_a_request_without_a_budget_of_its_own_is_compressed_under_pressure_only():
+    made = engine(slots=6, blocks=40, compress=(0, 3), pressure=0.4)
+    r = request(made, "a", range(1, 13), max_tokens=28, ignore_eos=True)
+    assert (r.keep, r.pressure) == (0, 0.4)
+    run(made, check=True)
+    assert made.compression.stats()["compressions"] == 0
+
+
+def test_a_request_that_forbids_compression_is_never_compressed_under_pressure():
+    made = engine(slots=6, blocks=40, pressure=0.4)
+    for i in range(6):
+        request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True, kv_budget=0)
+    run(made, check=True)
+    assert made.compression.stats()["compressions"] == 0 < made.planner.preemptions
+
+
+def test_pressure_compresses_a_row_with_a_budget_to_its_budget():
+    made = engine(slots=6, blocks=40, compress=(20, 0), pressure=0.1)
+    asked = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
+    seqs = [r.sequences[0] for r in asked]
+    run(made, check=True)
+    at_rest(made)
+    assert {kept for seq in seqs for kept in seq.compressions.values()} == {20}
 
 
 def test_more_requests_run_at_once_when_they_are_compressed():

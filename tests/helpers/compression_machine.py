@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache_machine import CacheMachine
 from cache_machine import drive as drive_cache
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, rule
 
 from minivllm.testing.base import Seen
 from minivllm.testing.policy_watch import PolicyWatch
@@ -13,17 +13,40 @@ from minivllm.testing.sim import Clock, SimExecutor, request, sim_engine
 
 
 class Device(SimExecutor):
-    """A simulated device that checks at which number of tokens rows are compressed."""
+    """A simulated device that checks at which number of tokens rows are compressed.
+
+    ``all`` has the compressions of each sequence, and ``stays`` those of its present stay in a slot, as computed tokens
+    -> kept tokens."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.all, self.stays = {}, {}
 
     def _compact(self, d):
         engine = self.engine()
         every = engine.compression.every
-        for _, slot, stored, kept, computed in d.compact.tolist():
+        for group, slot, stored, kept, computed in d.compact.tolist():
             seq = engine.slots.at(slot)
             behind = computed - len(seq.request.prompt)
-            assert behind == 0 or (every and behind % every == 0), f"slot {slot} is compressed at {behind} tokens"
-            assert kept == seq.request.keep < stored
+            regular = seq.request.keep and (behind == 0 or (every and behind % every == 0))
+            pressed = engine.compression.pressure is not None
+            assert regular or pressed, f"slot {slot} is compressed at {behind} tokens"
+            assert kept < stored
+            assert pressed or kept == seq.request.keep
+            self.seen["pressed"] += not regular
+            if group == 0:
+                self._note(seq, computed, kept)
         super()._compact(d)
+
+    def _note(self, seq, computed, kept):
+        """Check that a sequence that was preempted repeats its earlier compressions."""
+        before, stay = self.all.setdefault(seq.id, {}), self.stays.setdefault(seq.serial, {})
+        stay[computed] = kept
+        self.seen["repeated"] += computed in before
+        due = {at: n for at, n in before.items() if at <= computed}
+        assert due.items() <= stay.items(), f"compressed at {stay}, and in an earlier stay at {due}"
+        assert computed in before or all(at < computed for at in before), f"{computed} is not among {before}"
+        before[computed] = kept
 
 
 class CompressionMachine(CacheMachine):
@@ -44,6 +67,9 @@ class CompressionMachine(CacheMachine):
         prefix=st.sampled_from([True, True, False]),
     )
     def start(self, depth, windows, blocks, step, keep, every, observed, prefix):
+        self.begin(depth, windows, blocks, step, keep, every, observed, prefix)
+
+    def begin(self, depth, windows, blocks, step, keep, every, observed, prefix, pressure=0):
         self.clock, self.budget, self.keep = Clock(), step, keep
         self.engine = sim_engine(
             slots=5,
@@ -55,6 +81,7 @@ class CompressionMachine(CacheMachine):
             prefix=prefix,
             reads=("temperature", "kv_budget"),
             compress=(0, every),
+            pressure=pressure,
             device=lambda *args: self._device(observed, *args),
         )
         self.watch = PolicyWatch(self.engine.planner.policy)
@@ -64,16 +91,20 @@ class CompressionMachine(CacheMachine):
     def _device(self, observed, *args):
         device = Device(*args)
         device.observed = observed
+        device.seen = self.seen
         device.engine = lambda: self.engine
         return device
 
     def ask(self, parts, n, out, owner):
         self.n += 1
         prompt = [t for part in parts for t in part]
-        budget = self.keep if self.n % 4 else 0
+        # every fourth request is never compressed, and one in four only under pressure
+        budget = {0: 0, 1: None}.get(self.n % 4, self.keep)
         if n * (len(prompt) + out) > 40 or not self._fits(len(prompt), out, n):
             return
         params = dict(n=n, max_tokens=out, ignore_eos=True, tenant=owner[0], cache_salt=owner[1], kv_budget=budget)
+        if budget is None:
+            del params["kv_budget"]
         before = self.engine.compression.compressions
         self.made.append(request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params))
         self.seen["forked"] += n > 1
@@ -85,6 +116,28 @@ class CompressionMachine(CacheMachine):
         return self.engine.cache.fits_alone(prompt, most, n)
 
 
-def drive(examples: int, steps: int = 30, shrink: bool = True) -> Seen:
-    """Run the machine on the same examples every time, and return what it saw."""
-    return drive_cache(examples, steps, shrink, CompressionMachine)
+class PressureMachine(CompressionMachine):
+    """Compress rows beside that when blocks are short, in a cache for two to five long rows."""
+
+    @initialize(
+        depth=st.integers(0, 2),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (None, None)]),
+        blocks=st.integers(14, 24),
+        step=st.integers(12, 40),
+        keep=st.sampled_from([3, 7, 0.5]),
+        every=st.sampled_from([0, 0, 5]),
+        observed=st.sampled_from([0, 0, 4]),
+        prefix=st.booleans(),
+        pressure=st.sampled_from([3, 0.3, 0.6]),
+    )
+    def start(self, depth, windows, blocks, step, keep, every, observed, prefix, pressure):
+        self.begin(depth, windows, blocks, step, keep, every, observed, prefix, pressure)
+
+    @rule(first=st.integers(1, 40), length=st.integers(1, 12), out=st.integers(10, 24))
+    def long_outputs(self, first, length, out):
+        self.ask([[1 + (first * (i + 1)) % 47 for i in range(length)]], 1, out, ("", None))
+
+
+def drive(examples: int, steps: int = 30, shrink: bool = True, machine_of: type = CompressionMachine) -> Seen:
+    """Run a machine on the same examples every time, and return what it saw."""
+    return drive_cache(examples, steps, shrink, machine_of)

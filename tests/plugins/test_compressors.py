@@ -49,12 +49,34 @@ def test_tokens_are_those_of_transformers_where_queries_do_not_see_removed_keys(
     with engine(path, name, graph=graph) as llm:
         (out,) = llm.generate([PROMPT], params(logprobs=1), use_tqdm=False)
         assert llm.stats()["compression"]["compressions"] == 4
-    tokens = list(out.outputs[0].token_ids)
+    compare_with_transformers(hf, list(out.outputs[0].token_ids), out.outputs[0].logprobs, recorder)
+
+
+def compare_with_transformers(hf, tokens, logprobs, recorder):
     logits = logits_of(hf, PROMPT + tokens[:-1], recorder)[len(PROMPT) - 1 :]
     assert logits.argmax(-1).tolist() == tokens
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    found = torch.tensor([next(iter(p.values())).logprob for p in out.outputs[0].logprobs])
+    found = torch.tensor([next(iter(p.values())).logprob for p in logprobs])
     assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("options", [{}, {"run_ahead": 1}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize("name", SCORERS)
+def test_pressure_compresses_a_row_before_it_preempts_one_and_changes_no_uncompressed_row(
+    name, options, tmp_path, monkeypatch
+):
+    path, cfg, hf = tiny_dir(tmp_path)
+    plain = [PROMPT[::-1], params(kv_budget=0, max_tokens=30)]
+    with engine(path, name, compress_every=0) as llm:
+        expected = run(llm, [plain[0]], kv_budget=0, max_tokens=30)[0]
+    recorder = Recorder(monkeypatch, cfg.num_hidden_layers)
+    asked = params(kv_budget=None, max_tokens=30, logprobs=1)
+    with engine(path, name, compress_every=0, pressure_budget=0.5, num_kvcache_blocks=25, **options) as llm:
+        own, other = llm.generate([PROMPT, plain[0]], [asked, plain[1]], use_tqdm=False)
+        assert llm.stats()["preemptions"] == 0 and llm.stats()["compression"]["compressions"] > 0
+    assert list(other.outputs[0].token_ids) == list(expected)
+    assert all(stored > kept >= computed // 2 for computed, stored, kept in recorder.events)
+    compare_with_transformers(hf, list(own.outputs[0].token_ids), own.outputs[0].logprobs, recorder)
 
 
 def preempt_often(monkeypatch):
@@ -166,6 +188,8 @@ def test_a_scorer_that_fails_ends_its_own_request_only(said, tmp_path):
     [
         ({"compressor": "none", "kv_budget": 8}, "compressor=none compresses nothing"),
         ({"compressor": "none", "compress_every": 8}, "compressor=none compresses nothing"),
+        ({"compressor": "none", "pressure_budget": 0.5}, "pressure_budget=0.5: compressor=none compresses nothing"),
+        ({"compressor": "knorm", "pressure_budget": 1.5}, "a share of the computed tokens below 1"),
         ({"compressor": "knorm", "drafter": "ngram"}, "drafter=ngram needs all tokens"),
         ({"compressor": "knorm", "kv_budget": 1.5}, "a whole number of tokens"),
         ({"compressor": "knorm", "kv_budget": -1}, "kv_budget"),

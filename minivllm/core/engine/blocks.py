@@ -466,7 +466,43 @@ class BlockPool:
         for seq in self.watch.pop(key):
             seq.hint = None
 
+    def private_from(self, blocks: np.ndarray) -> int:
+        """Return the first index from which on only their own row uses the blocks i32 of a row, given in order.  No
+        other row holds them, and each cached child of one is among them."""
+        numbers, refs, parents = (
+            blocks.tolist(),
+            self.ref[blocks].tolist(),
+            self.parent[blocks].tolist(),
+        )
+        following = -2  # parent of the block behind; no block has this number
+        for i in range(len(numbers) - 1, -1, -1):
+            own = int(following == numbers[i])
+            if refs[i] != 1 or self.children.get(numbers[i], 0) > own:
+                return i + 1
+            following = parents[i]
+        return 0
+
+    def unpublish(self, blocks: np.ndarray) -> None:
+        """Remove held blocks i32 of one row from the prefix index; the row keeps them.  They are blocks behind
+        ``private_from``, in order."""
+        cached = blocks[self.key[blocks] != 0]
+        if not len(cached):
+            return
+        keys = self.key[cached]
+        self._tell("free", keys)
+        self._drop(keys)
+        for key, block in zip(keys[::-1].tolist(), cached[::-1].tolist(), strict=True):
+            self._unlink(key, block)
+
     def _forget(self, key: int, block: int) -> None:
+        """Remove an idle block from the prefix index.  The block is free then."""
+        self._unlink(key, block)
+        self.idle -= 1
+        self._free[self.free] = block
+        self.free += 1
+
+    def _unlink(self, key: int, block: int) -> None:
+        """Remove a block from the prefix index and from the lists of siblings."""
         del self.index[key]
         if self.forgotten is not None:
             self.forgotten(block)
@@ -485,9 +521,6 @@ class BlockPool:
         else:
             del self.youngest[parent, self.first[block]]
         self.key[block], self.parent[block] = 0, -1
-        self.idle -= 1
-        self._free[self.free] = block
-        self.free += 1
 
     def reset(self) -> None:
         """Remove every idle block from the prefix index.  Blocks in use stay cached."""

@@ -73,6 +73,8 @@ class KVCache:
         self.states: list[tuple[int, int]] = []
         self.saves: list[tuple[int, int, int, int]] = []
         self.compacts = False  # rows may be compressed
+        # each step is planned in full while fewer blocks per running row are available (``pressure``)
+        self.margin = 0
         self.compactions: list[Compaction] = []
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
@@ -411,9 +413,12 @@ class KVCache:
         # The parent publishes a block that is full but not yet collected, so the child publishes only later blocks.
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
-    def to_compact(self, slot: int, keep: int) -> list[Compaction]:
+    def to_compact(self, slot: int, keep: int, private: bool = False) -> list[Compaction]:
         """Return the compressions of a row to ``keep`` tokens, one for each KV group that holds more of it.  Groups
-        with a sliding window are not compressed.  Nothing changes."""
+        with a sliding window are not compressed.  Nothing changes.
+
+        With ``private``, the blocks that no other row and no other cached block uses leave the prefix cache, so that
+        the kept tokens move to them."""
         s, found = self.slots, []
         for g, pool in enumerate(self.pools):
             stored = int(s.computed[slot] - s.dropped[g, slot])
@@ -423,8 +428,19 @@ class KVCache:
             used, n = self.blocks_for(stored), self.blocks_for(keep)
             head = blocks[:n]
             own = (pool.ref[head] == 1) & (pool.key[head] == 0)
-            found.append(Compaction(g, slot, stored, keep, blocks, used, own))
+            first = used
+            if private and self.prefix:
+                first = pool.private_from(blocks[:used])
+                own |= np.arange(n) >= first
+            found.append(Compaction(g, slot, stored, keep, blocks, used, own, unpublished=first))
         return found
+
+    def freed_by(self, one: Compaction) -> int:
+        """Return the number of blocks that a compaction makes available, less those that it takes."""
+        gone = np.concatenate(
+            [one.blocks[: len(one.own)][~one.own], one.blocks[len(one.own) : one.used]]
+        )
+        return int(np.count_nonzero(self.pools[one.group].ref[gone] == 1)) - one.to_take
 
     def compact(self, compactions: list[Compaction]) -> None:
         """Compress a row as ``to_compact`` returned.  The caller has checked that its blocks are available.
@@ -434,6 +450,7 @@ class KVCache:
         s = self.slots
         for one in compactions:
             g, slot, own = one.group, one.slot, one.own
+            self.pools[g].unpublish(one.blocks[one.unpublished : one.used])
             head, spare = one.blocks[: len(own)], one.blocks[one.used :]
             reserved = spare[: one.lacking]
             fresh = self.pools[g].take(one.lacking - len(reserved))

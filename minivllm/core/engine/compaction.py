@@ -24,6 +24,8 @@ class Compaction:
     # i32 blocks that the row releases once the device has the order
     retired: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     computed: int = 0  # computed tokens of the row
+    # index from which on the row's blocks leave the prefix cache first; ``used`` means that none do
+    unpublished: int = 0
 
     @property
     def lacking(self) -> int:

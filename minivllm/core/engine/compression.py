@@ -10,6 +10,9 @@ A compression happens between two steps, at a number of computed tokens that dep
 that was preempted is compressed at the same places when its tokens are computed again.  The device chooses the tokens
 (``interfaces.compressor``); their number is known here.  The row waits until its earlier steps have been collected, so
 that the blocks of its prompt are published before their content moves.
+
+Memory pressure adds compressions at other places (``pressure``).  ``Seq.compressions`` therefore lists all compressions
+of a sequence, and they are repeated at the same places after a preemption.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 
 from minivllm.errors import ConfigError, RequestError
 
+from .pressure import Pressure, next_recorded
 from .slots import NEVER
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
     from .cache import KVCache
     from .compaction import Compaction
-    from .request import Request
+    from .request import Request, Seq
     from .slots import Slots
 
 BUDGET = "kv_budget"  # parameter of a request
@@ -50,8 +54,11 @@ class Compression:
     compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens whose queries the
     compressor reads."""
 
-    def __init__(self, budget: float, every: int, observed: int, shares: bool) -> None:
+    def __init__(
+        self, budget: float, every: int, observed: int, shares: bool, pressure: Pressure | None
+    ) -> None:
         self.budget, self.every, self.observed, self.shares = budget, every, observed, shares
+        self.pressure = pressure
         self.compressions = self.dropped = 0
 
     @classmethod
@@ -70,16 +77,20 @@ class Compression:
                 "process, multiprocess, ray or sim, or compressor=none"
             )
         cache.compacts = True
-        return cls(
-            wiring.cache.kv_budget, wiring.cache.compress_every, capacity.compresses, cache.prefix
-        )
+        options, observed = wiring.cache, capacity.compresses
+        pressure = None
+        if options.pressure_budget:
+            pressure = Pressure(options.pressure_budget, capacity.depth, observed > 0)
+            cache.margin = 1 + pressure.horizon // wiring.block
+        return cls(options.kv_budget, options.compress_every, observed, cache.prefix, pressure)
 
     def bind(self, request: Request) -> None:
         """Set the number of tokens that a request keeps.  RequestError if its budget is not a number of tokens or a
         share of its prompt."""
-        budget = request.params.extra.get(BUDGET)
-        if budget is None:
-            budget = self.budget
+        asked = request.params.extra.get(BUDGET)
+        budget = self.budget if asked is None else asked
+        if self.pressure is not None and asked != 0 and request.pooling is None:
+            request.pressure = self.pressure.budget
         if not budget or request.pooling is not None:
             return
         if not math.isfinite(budget) or (budget >= 1 and budget != int(budget)):
@@ -88,6 +99,8 @@ class Compression:
         n = len(request.prompt)
         keep = math.ceil(budget * n) if budget < 1 else int(budget)
         request.keep = keep
+        if request.pressure:
+            request.pressure = keep
         request.first_compression = n
         if n <= keep and self.every:
             # the first multiple at which more than ``keep`` tokens are stored
@@ -117,7 +130,9 @@ class Compression:
         return -(-before // block) * block + after
 
     def check(self, request: Request, guided: bool) -> None:
-        """Raise RequestError if the rows of a request cannot be compressed."""
+        """Raise RequestError if the rows of a request cannot be compressed.  Memory pressure compresses no such row."""
+        if request.beams is not None or guided:
+            request.pressure = 0
         if not request.keep:
             return
         if request.beams is not None:
@@ -132,21 +147,53 @@ class Compression:
             )
 
     def plan(self, planner: CompressingPlanner) -> None:
-        """Compress the rows that have computed their tokens up to the next compression, if they get the blocks."""
+        """Compress the rows that have computed their tokens up to the next compression, if they get the blocks.  If
+        blocks are short, choose rows to compress first."""
         s = planner.slots
+        if self.pressure is not None:
+            self.pressure.choose(s, planner.cache)
         due = s.running[s.computed[s.running] >= s.compress_at[s.running]]
         for slot in due.tolist():
             seq = s.seq[slot]
             if seq is None or s.step[slot] > s.published:
                 continue  # it was preempted for another row, or its blocks are not published yet
-            compactions = planner.cache.to_compact(slot, seq.request.keep)
-            if not self._has_room(planner, slot, compactions):
+            computed = int(s.computed[slot])
+            keep = self._tokens_to_keep(seq, computed)
+            compactions = self._with_room(planner, slot, keep)
+            if compactions is None:
                 continue
             planner.cache.compact(compactions)
-            self.compressions += bool(compactions)
-            self.dropped += max((one.stored - one.kept for one in compactions), default=0)
-            s.compress_at[slot] = s.computed[slot] + self.every if self.every else NEVER
+            if compactions:
+                self.compressions += 1
+                self.dropped += max(one.stored - one.kept for one in compactions)
+                seq.compressions[computed] = keep
+            s.compress_at[slot] = self._next(seq, computed)
             s.changes += 1
+
+    def _tokens_to_keep(self, seq: Seq, computed: int) -> int:
+        """Return the number of tokens that a row keeps when it has ``computed`` tokens.  A recorded compression is
+        repeated."""
+        recorded = seq.compressions.get(computed)
+        if recorded is not None:
+            return recorded
+        request = seq.request
+        if request.keep and computed == self._next_regular(request, computed - 1):
+            return request.keep
+        assert self.pressure is not None, "a compression without a budget"
+        return self.pressure.tokens_to_keep(request, computed)
+
+    def _next(self, seq: Seq, computed: int) -> int:
+        """Return the number of computed tokens at the first compression of a row behind ``computed`` tokens."""
+        return min(self._next_regular(seq.request, computed), next_recorded(seq, computed))
+
+    def _next_regular(self, request: Request, computed: int) -> int:
+        """Return the first compression behind ``computed`` tokens that is due without memory pressure."""
+        first = request.first_compression
+        if not request.keep:
+            return NEVER
+        if computed < first:
+            return first
+        return computed + self.every - (computed - first) % self.every if self.every else NEVER
 
     def observe(
         self, s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
@@ -170,23 +217,34 @@ class Compression:
         count = np.where(before, q_len[rows], after[rows] - first[rows])
         return {"observe": np.stack([rows, count, before], axis=1).astype(np.int32)}
 
-    def _has_room(
-        self, planner: CompressingPlanner, slot: int, compactions: list[Compaction]
-    ) -> bool:
-        """Return True if the blocks that a compression takes are available.  The oldest row preempts others for
-        them."""
+    def _with_room(
+        self, planner: CompressingPlanner, slot: int, keep: int
+    ) -> list[Compaction] | None:
+        """Return the compactions of a row to ``keep`` tokens; None if the blocks that they take are not available.
+
+        Under memory pressure the row's own blocks leave the prefix cache, so that the kept tokens move to them.  The
+        oldest row preempts others for blocks."""
         s, cache = planner.slots, planner.cache
-        need = np.zeros((len(cache.pools), 1), np.int32)
-        for one in compactions:
-            need[one.group] = one.to_take
+        found = cache.to_compact(slot, keep)
+        if self.pressure is not None and not cache.can_take(_taken(found, len(cache.pools))):
+            found = cache.to_compact(slot, keep, private=True)
+        need = _taken(found, len(cache.pools))
         while not cache.can_take(need):
             if (
                 s.id[slot] != s.id[s.running].min()
                 or planner.make_room(slot, int(need.sum())) == slot
             ):
-                return False
-        return True
+                return None
+        return found
 
     def stats(self) -> dict[str, Any]:
         """Return the number of compressions, and of the tokens that they removed from each layer."""
         return {"compressions": self.compressions, "dropped_tokens": self.dropped}
+
+
+def _taken(compactions: list[Compaction], groups: int) -> np.ndarray:
+    """Return the number of new blocks that compactions take in each KV group, i32 [groups, 1]."""
+    need = np.zeros((groups, 1), np.int32)
+    for one in compactions:
+        need[one.group] = one.to_take
+    return need

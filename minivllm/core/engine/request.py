@@ -60,6 +60,8 @@ class Seq:
     preempted: int = 0
     # the device has stored its kept columns (see ``plan.Delta.keep``), or will with the next delta
     saved: bool = False
+    # computed tokens -> tokens that stayed, of each compression of its row; repeated after a preemption
+    compressions: dict[int, int] = field(default_factory=dict)
     # (version of the weights, number of the first output token that they drew), the oldest first
     weights: list[tuple[int, int]] = field(default_factory=list)
     # keys of its first full blocks (see ``BlockPool.keys_of``)
@@ -176,6 +178,8 @@ class Request:
     tap_bytes: int = 0  # bytes of the values that its sequences have read
     # tokens that a compression keeps in the KV cache, 0 = its rows are not compressed (see ``compression``)
     keep: int = 0
+    # tokens that stay under memory pressure, below 1 a share of the computed ones; 0 = not compressed then
+    pressure: float = 0
     first_compression: int = 0  # computed tokens at its first compression
     held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
     # number of last prompt tokens whose queries the compressor reads

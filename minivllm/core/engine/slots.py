@@ -140,7 +140,7 @@ class Slots:
             seq.sample,
             r.owner_number,
             -1,
-            r.first_compression if r.keep else NEVER,
+            min([r.first_compression if r.keep else NEVER, *seq.compressions]),
         )
         self._flags[:, slot] = (
             False,

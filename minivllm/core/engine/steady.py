@@ -65,6 +65,8 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
     if p.cache.compacts:
         # the step before a compression is planned in full, because it may keep queries
         steps = min(steps, (s.compress_at[at] - s.computed[at]).min() - 1)
+    if p.cache.margin and p.cache.available < p.cache.margin * len(at):
+        return None
     return Steady(plan, at, s.changes, max(0, int(steps)), 0)
 
 
@@ -95,5 +97,8 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
     s.step[at] = p.step_id
     delta = Delta(**cache.changes()) if cache.table or cache.trims else NO_CHANGE
     plan = last.plan.further(p.step_id, computed, delta)
-    p.steady = Steady(plan, at, last.changes, last.steps - 1, room - 1)
+    steps = last.steps - 1
+    if cache.margin and cache.available < cache.margin * len(at):
+        steps = 0  # the next steps may lack a block
+    p.steady = Steady(plan, at, last.changes, steps, room - 1)
     return plan

@@ -149,6 +149,10 @@ def most_cached(seq: Seq, most: int) -> int:
         request.keep
     ):  # the row is compressed where its prompt ends, and the queries before are computed for it
         most = min(most, max(1, len(request.prompt) - request.observed + 1))
+    if (
+        seq.compressions
+    ):  # the token before a compression is computed, because its query may be read
+        most = min(most, *seq.compressions)
     if request.pooling is not None:
         return request.pooling.most_cached(most)
     if request.tapped is not None and request.tapped.read:

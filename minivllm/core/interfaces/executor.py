@@ -22,8 +22,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
-# AdapterWiring.methods
-API = (2, 11)
+# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget
+API = (2, 12)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -56,6 +56,8 @@ class CacheWiring:
     compress_every: int = (
         0  # generated tokens between two compressions; 0 compresses at the end of the prompt only
     )
+    # tokens of a row (below 1 a share of its computed tokens) that stay when blocks are short; 0 preempts rows instead
+    pressure_budget: float = 0
 
 
 @dataclass(frozen=True)
