@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COMPRESSION_OPTIONS = ("kv_budget", "compress_every", "pressure_budget")  # of the engine, without its compressor
 
 
-def refuse_compression(
+def check_compression(
     config: EngineConfig,
     origins: Mapping[str, str],
     parts: Mapping[str, Part],
@@ -26,8 +26,9 @@ def refuse_compression(
     recurrent: bool,
     drafts: int,
     own_models: bool,
-) -> None:
-    """Raise ConfigError if the chosen compressor cannot be used, or if an option needs one and none is chosen.
+) -> list[tuple[str, str]]:
+    """Return the notes for ``minivllm explain``.  Raise ConfigError if the chosen compressor cannot be used, or if an
+    option needs one and none is chosen.
 
     ``parts`` are the chosen plug-ins, ``specs`` those of the layers with attention.  ``recurrent`` means that the model
     has recurrent states, ``own_models`` that a processor has a second model.  ``drafts`` is the number of drafts.
@@ -36,7 +37,7 @@ def refuse_compression(
     if name == NO_COMPRESSION:
         for option in COMPRESSION_OPTIONS:
             _refuse_option(config, origins, option)
-        return
+        return []
     reason = _excluded(specs, recurrent, drafts, own_models, parts["drafter"].name)
     if reason:
         label = begins(source_of(origins, "compressor"))
@@ -47,6 +48,23 @@ def refuse_compression(
             label = begins(source_of(origins, option))
             expected = f"a whole number of tokens, or a share of {whole} below 1"
             raise ConfigError(f"{label}{option}={budget}: expected {expected}")
+    return [("compressor.keeps", _budget_explained(config))]
+
+
+def _budget_explained(config: EngineConfig) -> str:
+    """Return when requests are compressed, and to how many tokens."""
+    often = f", and after every {config.compress_every} generated tokens" if config.compress_every else ""
+    text = f"{_tokens(config.kv_budget, 'the prompt')} at the end of the prompt{often}"
+    if not config.kv_budget:
+        text = f"as many tokens as the kv_budget of a request says, at the end of its prompt{often}"
+    if not config.pressure_budget:
+        return text
+    return f"{text}; {_tokens(config.pressure_budget, 'the computed tokens')} when KV blocks are short"
+
+
+def _tokens(budget: float, whole: str) -> str:
+    """Return the text of a budget."""
+    return f"{budget:g} of {whole}" if budget < 1 else f"{budget:g} tokens"
 
 
 def _refuse_option(config: EngineConfig, origins: Mapping[str, str], option: str) -> None:

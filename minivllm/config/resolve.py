@@ -32,7 +32,7 @@ from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
 from .adapters import wire_adapters
-from .compression import COMPRESSION_OPTIONS, refuse_compression
+from .compression import COMPRESSION_OPTIONS, check_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .images import wire_images
@@ -253,8 +253,8 @@ class _Fold:
         """Choose the compressor, and return the options of the KV cache with those of compression."""
         config = self.config
         self._pick("compressor", config.compressor, ("device",))
-        drafts = speculation.num_speculative_tokens
-        refuse_compression(config, self.origins, self.parts, specs, bool(self.states), drafts, own_models)
+        facts = bool(self.states), speculation.num_speculative_tokens, own_models
+        self.notes += check_compression(config, self.origins, self.parts, specs, *facts)
         return replace(cache, **{name: getattr(config, name) for name in COMPRESSION_OPTIONS})
 
     def _checkpoints(self) -> int:

@@ -284,6 +284,15 @@ def stuck(value: Any, n: int) -> dict[int, str]:
 # ---- executors -------------------------------------------------------------------------------------------------------
 
 
+def _kept(found: StepResult, plan: StepPlan, capacity: Capacity) -> None:
+    """Raise ValueError unless ``StepResult.kept`` has the tokens of ``Delta.kept``."""
+    rows = plan.delta.compact[plan.delta.kept]
+    size = sum(kept * sum(capacity.kept_heads[group]) for group, _, _, kept, _ in rows.tolist())
+    if found.kept.shape != (size,) or found.kept.dtype != np.int32:
+        what = f"{found.kept.dtype} {list(found.kept.shape)}"
+        raise ValueError(f"kept tokens of step {plan.id} are {what}; expected int32 [{size}]")
+
+
 def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
     """Return the result of a step if it fits the plan, or if the step failed, because then its columns are not read."""
     vocab = capacity.vocab_size
@@ -314,6 +323,8 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
         raise ValueError(f"tokens of step {plan.id} are out of range; expected 0 to {vocab - 1}")
     if plan.topk >= 0:
         _logprobs(found.logprobs, n, plan.topk, f"log-probabilities of step {plan.id}")
+    if len(plan.delta.kept):
+        _kept(found, plan, capacity)
     if len(plan.prompt):
         count = int(plan.prompt[:, 1].sum())
         label = f"those of prompts in step {plan.id}"

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.finish import Finish, FinishReason
+from minivllm.core.interfaces.taps import KEPT
 from minivllm.errors import RequestError, describe_error, shown
 from minivllm.runtime.text.outputs import RequestMetrics, RequestOutput, StopProbe
 from minivllm.validation import flaw
 
 from .prompts import read_prompt, with_salt, with_token_ids
-from .tap_values import route_outputs, routes_of, values_of
+from .tap_values import kept_of, route_outputs, routes_of, values_of
 from .text import RequestText
 
 if TYPE_CHECKING:
@@ -186,6 +187,9 @@ class Tracked(RequestText):
                 seq, tokens = by_sample[text.index], len(text.token_ids) or None
                 out.taps = values_of(seq, tokens)
                 out.routes, out.route_counts = route_outputs(seq, tokens)
+        if r.reads_kept:
+            for out, text in zip(outputs, self.answer, strict=True):
+                out.taps = {**(out.taps or {}), KEPT: kept_of(by_sample[text.index])}
         if self.late and self.order is not None:  # outputs are numbered by rank
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)

@@ -10,6 +10,7 @@ import numpy as np
 
 from minivllm.core.interfaces.routes import RouteParams, count_routes, smallest
 from minivllm.core.interfaces.taps import LOGITS
+from minivllm.runtime.text.outputs import KeptTokens
 
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Request, Seq
@@ -49,6 +50,23 @@ def route_outputs(seq: Seq, tokens: int | None = None) -> tuple[np.ndarray | Non
         return None, None
     experts = seq.request.tapped.routes.layers[0].experts  # type: ignore[union-attr]
     return found if params.read else None, count_routes(found, experts) if params.counts else None
+
+
+def kept_of(seq: Seq) -> list[KeptTokens]:
+    """Return the tokens that stayed at each compression of a sequence, the first compression first."""
+    before: dict[int, tuple[np.ndarray, int]] = {}  # layer -> positions [kv_heads, k], computed tokens
+    found = []
+    for computed, of_layers in sorted(seq.kept.items()):
+        positions = {}
+        for layer, chosen in of_layers.items():
+            heads = len(chosen)
+            stay, upto = before.get(layer, (np.empty((heads, 0), np.int32), 0))
+            new = np.broadcast_to(np.arange(upto, computed, dtype=np.int32), (heads, computed - upto))
+            stored = np.concatenate([stay, new], axis=1)
+            positions[layer] = np.take_along_axis(stored, chosen, axis=1)
+            before[layer] = positions[layer], computed
+        found.append(KeptTokens(computed, positions))
+    return found
 
 
 def _joined(parts: TapParts, width: int) -> np.ndarray:

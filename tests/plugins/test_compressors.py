@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from compression_reference import Recorder, logits_of
@@ -9,7 +10,7 @@ from compression_reference import Recorder, logits_of
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.planner import Planner
 from minivllm.errors import ConfigError, RequestError
-from minivllm.plugin import Compressor, SchedulerPolicy
+from minivllm.plugin import Compressor, SchedulerPolicy, Tap
 from minivllm.testing.tiny import tiny_dir
 
 SCORERS = ("streaming", "knorm", "keydiff", "random", "snapkv", "tova", "rkv")
@@ -77,6 +78,97 @@ def test_pressure_compresses_a_row_before_it_preempts_one_and_changes_no_uncompr
     assert list(other.outputs[0].token_ids) == list(expected)
     assert all(stored > kept >= computed // 2 for computed, stored, kept in recorder.events)
     compare_with_transformers(hf, list(own.outputs[0].token_ids), own.outputs[0].logprobs, recorder)
+
+
+KEPT = [Tap("compression.kept", read=True)]
+
+
+def assert_same(kept, recorder):
+    """Compare the kept tokens of an output with those that the reference has recorded."""
+    alive = [np.arange(0)] * len(recorder.removed)
+    assert [one.computed for one in kept] == [computed for computed, *_ in recorder.events]
+    for one in kept:
+        assert list(one.positions) == list(range(len(alive)))
+        for layer, positions in one.positions.items():
+            removed = recorder.removed[layer][:, : one.computed]
+            for head, found in enumerate(positions):
+                assert found.tolist() == np.flatnonzero(removed[head] > one.computed).tolist()
+
+
+@pytest.mark.parametrize("executor", ["local", "process"])
+@pytest.mark.parametrize("name", ["keydiff", "snapkv"])
+def test_a_request_reads_the_tokens_that_its_compressions_keep(name, executor, tmp_path, monkeypatch):
+    path, cfg, _ = tiny_dir(tmp_path)
+    recorder = Recorder(monkeypatch, cfg.num_hidden_layers)
+    with engine(path, name) as llm:
+        (out,) = llm.generate([PROMPT], params(), use_tqdm=False, taps=KEPT)
+    kept = out.outputs[0].taps["compression.kept"]
+    assert len(kept) == 4
+    assert_same(kept, recorder)
+    monkeypatch.undo()
+    with engine(path, name, executor=executor) as llm:
+        (again,) = llm.generate([PROMPT], params(), use_tqdm=False, taps=KEPT)
+    for one, other in zip(kept, again.taps["compression.kept"], strict=True):
+        assert one.computed == other.computed
+        assert all(np.array_equal(one.positions[layer], other.positions[layer]) for layer in one.positions)
+
+
+def test_kept_tokens_are_read_only_where_rows_are_compressed(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "none", compress_every=0) as llm, pytest.raises(RequestError, match="compressor=none keeps all"):
+        llm.generate([PROMPT], params(kv_budget=0), use_tqdm=False, taps=KEPT)
+    with engine(path, "knorm") as llm:
+        with pytest.raises(RequestError, match="nothing is added to it"):
+            llm.generate([PROMPT], params(), use_tqdm=False, taps=[Tap("compression.kept", add=[1.0])])
+        (out,) = llm.generate([PROMPT], params(kv_budget=0), use_tqdm=False, taps=KEPT)
+        assert out.taps["compression.kept"] == []
+    with engine(path, "knorm", max_tap_bytes=200) as llm:
+        (out,) = llm.generate([PROMPT], params(), use_tqdm=False, taps=KEPT)
+        assert "max_tap_bytes" in out.error
+
+
+class Draws(Compressor):
+    """Scores that no second computation repeats."""
+
+    calls = 0
+
+    def score(self, stored):
+        type(self).calls += 1
+        heads, n = stored.keys.shape[1], len(stored.keys)
+        return torch.rand(heads, n, generator=torch.Generator().manual_seed(type(self).calls))
+
+
+@pytest.mark.parametrize("options", [{}, {"run_ahead": 1}, {"max_num_batched_tokens": 30}])
+@pytest.mark.parametrize("pressed", [False, True])
+def test_a_preempted_row_keeps_the_tokens_that_it_has_kept_before(pressed, options, tmp_path, monkeypatch):
+    path, cfg, hf = tiny_dir(tmp_path)
+    recorder = Recorder(monkeypatch, cfg.num_hidden_layers)
+    preempt_compressed(monkeypatch)
+    budget = {"kv_budget": None} if pressed else {}
+    more = {"pressure_budget": 0.5, "num_kvcache_blocks": 25, "compress_every": 0} if pressed else {}
+    asked = [params(logprobs=1, max_tokens=24, **budget), params(kv_budget=0, max_tokens=24)]
+    with engine(path, Draws, **options, **more) as llm:
+        own, _ = llm.generate([PROMPT, PROMPT[::-1]], asked, use_tqdm=False, taps=KEPT)
+        stats = llm.stats()
+        assert own.error is None
+        assert stats["preemptions"] >= 3 and stats["compression"]["compressions"] > len(recorder.events) > 0
+    assert_same(own.taps["compression.kept"], recorder)
+    compare_with_transformers(hf, list(own.outputs[0].token_ids), own.outputs[0].logprobs, recorder)
+
+
+def preempt_compressed(monkeypatch):
+    """Preempt each compressed row three times, some steps after its last compression."""
+    real = Planner.next
+
+    def plan(planner, now):
+        for slot in planner.slots.running.tolist():
+            seq = planner.slots.seq[slot]
+            behind = planner.slots.computed[slot] - max(seq.compressions, default=0)
+            if seq.compressions and behind >= 1 and seq.preempted < 3:
+                planner.preempt(slot)
+        return real(planner, now)
+
+    monkeypatch.setattr(Planner, "next", plan)
 
 
 def preempt_often(monkeypatch):
@@ -214,3 +306,12 @@ def test_a_request_budget_is_refused_where_nothing_is_compressed(tmp_path):
     path, *_ = tiny_dir(tmp_path)
     with engine(path, "none", compress_every=0) as llm, pytest.raises(RequestError, match="compressor=none"):
         run(llm, [PROMPT])
+
+
+def test_explain_says_when_requests_are_compressed_and_to_how_many_tokens(tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    with engine(path, "knorm", kv_budget=0.5, compress_every=8, pressure_budget=64) as llm:
+        said = llm.explain("compressor")
+    assert "0.5 of the prompt at the end of the prompt, and after every 8 generated tokens; 64 tokens when KV" in said
+    with engine(path, "knorm", compress_every=0) as llm:
+        assert "as the kv_budget of a request says, at the end of its prompt" in llm.explain("compressor")

@@ -76,6 +76,7 @@ class KVCache:
         # each step is planned in full while fewer blocks per running row are available (``pressure``)
         self.margin = 0
         self.compactions: list[Compaction] = []
+        self.read: list[Compaction] = []  # of ``Delta.kept`` of the last changes
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
         self.tiers: Tiers | None = None  # tiers behind the device
@@ -654,6 +655,10 @@ class KVCache:
         if self.compactions:
             found["compact"] = np.array([one.row for one in self.compactions], np.int32)
             found["sources"] = np.concatenate([one.sources for one in self.compactions])
+            read = [i for i, one in enumerate(self.compactions) if one.reader is not None]
+            if read:
+                found["kept"] = np.array(read, np.int32)
+                self.read += [self.compactions[i] for i in read]
             for one in self.compactions:
                 self.pools[one.group].release(one.retired)
             self.compactions = []

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .blocks import NO_BLOCKS
+from minivllm.core.interfaces.plan import nothing
+
+if TYPE_CHECKING:
+    from .request import Seq
 
 
 @dataclass
@@ -22,10 +26,11 @@ class Compaction:
     # bool, for each block that the kept tokens need: no other row and no cached prefix uses it
     own: np.ndarray
     # i32 blocks that the row releases once the device has the order
-    retired: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    retired: np.ndarray = field(default_factory=nothing())
     computed: int = 0  # computed tokens of the row
     # index from which on the row's blocks leave the prefix cache first; ``used`` means that none do
     unpublished: int = 0
+    reader: Seq | None = None  # the row's sequence, if its request reads the kept tokens
 
     @property
     def lacking(self) -> int:

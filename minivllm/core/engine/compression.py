@@ -167,6 +167,9 @@ class Compression:
                 self.compressions += 1
                 self.dropped += max(one.stored - one.kept for one in compactions)
                 seq.compressions[computed] = keep
+                if seq.request.reads_kept and computed not in seq.kept:
+                    for one in compactions:
+                        one.reader = seq
             s.compress_at[slot] = self._next(seq, computed)
             s.changes += 1
 

@@ -519,7 +519,7 @@ class Engine:
         the loop.  Three failures in a row end the engine."""
         try:
             plan = self.planner.next(self.now())
-            return None if plan is None else Flight.of(plan, self.slots)
+            return None if plan is None else Flight.of(plan, self.slots, self.cache.read)
         except EngineDeadError as e:
             self._die(str(e))
         except Exception as e:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import StepPlan
 
+    from .compaction import Compaction
     from .slots import Slots
 
 
@@ -23,10 +24,14 @@ class Flight:
     after: np.ndarray  # i32 [R] tokens with KV after the step
     drawn: np.ndarray  # i64 [N] slots of the rows that sample
     position: np.ndarray  # i32 [N] positions of their new tokens
+    kept: list[Compaction] = field(default_factory=list)  # of ``plan.delta.kept``
 
     @classmethod
-    def of(cls, plan: StepPlan, slots: Slots) -> Flight:
-        """Make the flight of a step that was just planned, while the slots still hold its rows."""
+    def of(cls, plan: StepPlan, slots: Slots, read: list[Compaction]) -> Flight:
+        """Make the flight of a step that was just planned, while the slots still hold its rows.  Its compactions of
+        ``plan.delta.kept`` are moved from ``read``."""
         at, after, pick = plan.slots.astype(np.intp), plan.computed + plan.q_len, plan.samples
         drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
-        return cls(plan, at, slots.serial[at], after, drawn, position)
+        kept = read.copy()
+        read.clear()
+        return cls(plan, at, slots.serial[at], after, drawn, position, kept)

@@ -113,10 +113,7 @@ class Publisher:
         sequence = partial(self._sequence, flight, live)
         if result.prompt is not None:
             keep_prompt(s, plan, sequence, result.prompt)
-        many: Iterable[Seq] = ()
-        if len(plan.taps):
-            refused = rejected_drafts(plan, result)
-            many = self.taps.keep(plan, bool(live.all()), sequence, result.taps, refused)
+        many = self._keep_read(flight, live, sequence, result)
         pooled = len(plan.pooled) > 0
         whole: Iterable[Seq] = keep_pooled(plan, sequence, result.pooled) if pooled else ()
         if self.speculation is not None:
@@ -141,6 +138,25 @@ class Publisher:
             if seq.status != FINISHED:
                 self.finish(seq, "error", error=self.taps.limits.too_many)
         return self._hold(flight, result)
+
+    def _keep_read(
+        self,
+        flight: Flight,
+        live: np.ndarray,
+        sequence: Callable[[int], Seq | None],
+        result: StepResult,
+    ) -> list[Seq]:
+        """Store the tap values and the kept tokens of a step with their sequences.  Return the sequences whose request
+        has read more than it may.  ``sequence`` is as in ``TapKeeper.keep``, and
+        ``live`` bool marks the step's rows that still hold their slot."""
+        plan = flight.plan
+        many: list[Seq] = []
+        if len(plan.taps):
+            refused = rejected_drafts(plan, result)
+            many += self.taps.keep(plan, bool(live.all()), sequence, result.taps, refused)
+        if flight.kept and self.taps.limits.kept is not None:
+            many += self.taps.limits.kept.keep(flight.kept, result.kept)
+        return many
 
     def _note_first_tokens(self, slots: np.ndarray, now: float) -> None:
         """Store the time of the first token of the requests in these slots."""

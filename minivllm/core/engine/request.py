@@ -62,6 +62,8 @@ class Seq:
     saved: bool = False
     # computed tokens -> tokens that stayed, of each compression of its row; repeated after a preemption
     compressions: dict[int, int] = field(default_factory=dict)
+    # computed tokens -> layer -> stored tokens i32 [kv_heads, kept] that stayed, if the request reads them
+    kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     # (version of the weights, number of the first output token that they drew), the oldest first
     weights: list[tuple[int, int]] = field(default_factory=list)
     # keys of its first full blocks (see ``BlockPool.keys_of``)
@@ -175,6 +177,9 @@ class Request:
     tapped: RequestTaps | None = None  # taps as the engine uses them; None = none
     # pools the prompt's hidden states (``pooling.Pooling``); the request then draws no token.  None for other requests
     pooling: Any = None
+    reads_kept: bool = (
+        False  # it reads the tokens that compressions keep (tap ``compression.kept``)
+    )
     tap_bytes: int = 0  # bytes of the values that its sequences have read
     # tokens that a compression keeps in the KV cache, 0 = its rows are not compressed (see ``compression``)
     keep: int = 0

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from minivllm.core.interfaces.plan import StepPlan
-from minivllm.core.interfaces.taps import LOGITS, Tap, by_point, read_only
+from minivllm.core.interfaces.taps import KEPT, LOGITS, Tap, by_point, read_only
 from minivllm.errors import RequestError, shown, suggest
 
+from .kept_sets import KeptReader, check_kept
 from .request import FINISHED
 from .routes import RequestRoutes, check_routes
 from .tap_values import Growing, RequestTaps, TapValues
@@ -39,10 +40,12 @@ class TapLimits(NamedTuple):
 
     widths: tuple[int, ...] = ()
     most: int = 0
+    kept: KeptReader | None = None  # stores the kept tokens of compressions
 
     @classmethod
     def of(cls, capacity: Capacity, wiring: Wiring) -> TapLimits:
-        return cls(tuple((capacity.taps or {}).values()), wiring.max_tap_bytes)
+        widths = tuple((capacity.taps or {}).values())
+        return cls(widths, wiring.max_tap_bytes, KeptReader(wiring, capacity))
 
     @property
     def too_many(self) -> str:
@@ -61,8 +64,10 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
 
     RequestError for an unknown point, a vector of the wrong size or range, values that cannot be read, or more values
     than a request may read."""
+    check_kept(request, wiring, capacity)
+    taps = [tap for tap in request.taps if tap.point != KEPT]
     routes = check_routes(request.params.routes, request.end, capacity, wiring.parts["model"].name)
-    if not request.taps and routes is None:
+    if not taps and routes is None:
         return
     points = capacity.taps
     if points is None:
@@ -74,7 +79,7 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     numbers = {name: i for i, name in enumerate(points)}
     read: dict[int, tuple[str, int]] = {}
     steering: dict[int, np.ndarray] = {}
-    for tap in request.taps:
+    for tap in taps:
         if tap.point not in numbers:
             what = f"taps: the model has no point {shown(tap.point)}; expected one of those that LLM.tap_points() lists"
             raise RequestError(f"{what}.{suggest(tap.point, points)}", "taps")

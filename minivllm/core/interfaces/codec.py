@@ -39,7 +39,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 9
+VERSION = 10
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -220,6 +220,7 @@ _PLAN = Layout(
                 ("compact", 5),
                 ("image", 5),
                 ("sources", 0),
+                ("kept", 0),
             ],
         ),
         *_own("delta", [("pixels", 0)], F4),
@@ -354,7 +355,7 @@ _RESULT = Layout(
     [
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
-        *_own("result", [("drafted", 0)]),
+        *_own("result", [("drafted", 0), ("kept", 0)]),
         *_own("result", [("taps", 0)], F4),
         *(
             ColumnSpec(owner, name, dtype, f"{owner}.{name}")

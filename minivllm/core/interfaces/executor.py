@@ -22,7 +22,7 @@ from .plan import LateInputs, StepPlan, StepResult
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
-# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget
+# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads
 API = (2, 12)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
@@ -206,6 +206,9 @@ class Capacity:
     # number of last tokens whose queries the compressor reads; None if the executor does not compress rows
     # (``Delta.compact``), and then a compressor is refused
     compresses: int | None = None
+    # number of KV heads of each layer of each KV group, for ``StepResult.kept``; () if the executor returns no kept
+    # tokens, and then requests that read them are refused
+    kept_heads: tuple[tuple[int, ...], ...] = ()
     # bytes of the features of one token of an image; 0 if the executor reads no images, for the reason ``no_images``
     image_bytes: int = 0
     no_images: str = ""

@@ -117,6 +117,9 @@ class Delta:
     compact: np.ndarray = field(default_factory=nothing(0, 5))
     # i32 the blocks that hold the stored tokens of each row of ``compact``, concatenated
     sources: np.ndarray = field(default_factory=nothing())
+    kept: np.ndarray = field(
+        default_factory=nothing()
+    )  # i32 rows of ``compact`` to return in ``StepResult.kept``
 
 
 NO_CHANGE = Delta()
@@ -277,6 +280,9 @@ class StepResult:
     taps: np.ndarray = field(default_factory=nothing(dtype=np.float32))
     # f64 [len(plan.pooled), hidden] the sums of ``plan.pooled``
     pooled: np.ndarray = field(default_factory=nothing(0, 0, dtype=np.float64))
+    # i32 for each row of ``Delta.kept``, and each layer of its group, the stored tokens [kv_heads, kept] that stay,
+    # ascending; all in one dimension.  It is empty if the delta failed.
+    kept: np.ndarray = field(default_factory=nothing())
     # seconds of host time of each plug-in that the step ran, by plug-in
     seams: Mapping[str, float] = field(default_factory=dict)
     # number of each image that rows of the step read without its features -> why these are missing.  The KV of these

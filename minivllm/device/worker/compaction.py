@@ -20,6 +20,8 @@ from minivllm.core.interfaces.plan import StepError
 from minivllm.errors import PluginError, describe_error
 from minivllm.registry import build_part
 
+from .kept_sets import KeptSets
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.executor import Part, Wiring
@@ -55,6 +57,7 @@ class Compactor:
         self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
         self.seeds: dict[int, int] = {}  # slot -> seed of its row
         self.queries = QueryStore() if self.compressor.window else None
+        self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
         for layer in worker.parts.layers:
             for name, tensor in layer.cache.items():
                 want = (wiring.block, layer.spec.kv_heads)
@@ -64,13 +67,22 @@ class Compactor:
                         f"expected {want} first, tokens and heads; use another attention back end or KV format"
                     )
 
+    @property
+    def kept_heads(self) -> tuple[tuple[int, ...], ...]:
+        """Return the number of KV heads of each layer of each KV group; () if other processes have further heads."""
+        if self.parallel > 1:
+            return ()
+        return tuple(tuple(layer.spec.kv_heads for layer in layers) for layers in self.layers)
+
     def apply(self, delta: Delta) -> dict[int, StepError]:
         """Compress the rows of ``delta.compact``.  Return an error for each slot whose scores failed.
 
-        Such a row keeps its newest tokens, so that the lengths on the host are right until it ends."""
+        Such a row keeps its newest tokens, so that the lengths on the host are right until it ends.  A row that was
+        preempted keeps the tokens of its first computation."""
         errors: dict[int, StepError] = {}
         first = 0
-        for group, slot, stored, kept, computed in delta.compact.tolist():
+        returned = set(delta.kept.tolist())
+        for i, (group, slot, stored, kept, computed) in enumerate(delta.compact.tolist()):
             used = -(-stored // self.block)
             sources = self.state.to(delta.sources[first : first + used]).long()
             first += used
@@ -78,12 +90,16 @@ class Compactor:
             table = self.state.table[group, slot, : -(-kept // self.block)].long()
             to = self._places(table, kept)
             row = CompactedRow(slot, sources, stored, kept, computed)
-            for layers in self._batches(group, stored):
-                scores, error = self._scores_of(layers, row)
+            chosen = self.sets.find(slot, group, computed)
+            if chosen is None:
+                chosen, error = self._choose(group, row)
+                self.sets.add(slot, group, computed, chosen)
                 if error is not None:
                     errors[slot] = error
-                for layer, chosen in zip(layers, self._chosen(layers, row, scores), strict=True):
-                    _move(layer, place[chosen], to)
+            for layer, tokens in zip(self.layers[group], chosen, strict=True):
+                _move(layer, place[tokens.long()], to)
+            if i in returned:
+                self.sets.send(chosen)
             self.state.dropped_host[group, slot] += stored - kept
             assert self.state.dropped is not None
             self.state.dropped[group, slot : slot + 1].add_(stored - kept)
@@ -91,6 +107,17 @@ class Compactor:
             for slot in delta.compact[:, 1].tolist():
                 self.queries.forget(slot)
         return errors
+
+    def _choose(self, group: int, row: CompactedRow) -> tuple[list[Tensor], StepError | None]:
+        """Return the tokens of a row that stay in each layer of a group, i32 [kv_heads, kept], ascending, and the last
+        error of a score."""
+        found: list[Tensor] = []
+        failed = None
+        for layers in self._batches(group, row.stored):
+            scores, error = self._scores_of(layers, row)
+            failed = error or failed
+            found += self._chosen(layers, row, scores).int()
+        return found, failed
 
     def _places(self, blocks: Tensor, tokens: int) -> Tensor:
         """Return the flat place i64 [tokens] of each token in ``blocks`` i64."""
@@ -159,6 +186,7 @@ class Compactor:
         Copy the queries of rows that fork, and forget the queries of rows that left only afterwards: they may be
         parents of forks.
         """
+        self.sets.note(delta)
         join = delta.join
         if join is not None:
             self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))

@@ -235,6 +235,7 @@ class Runner:
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
             compresses=None if self.compactor is None else self.compactor.compressor.window,
+            kept_heads=() if self.compactor is None else self.compactor.kept_heads,
             image_bytes=self.image_bytes,
             no_images=w.no_images,
             step_tokens=step_tokens,
@@ -259,6 +260,8 @@ class Runner:
             running.begun = self._mark()
             with torch.inference_mode():
                 self._apply(plan.delta)
+                if self.compactor is not None:
+                    running.kept = self.compactor.sets.take()
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)

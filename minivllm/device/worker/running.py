@@ -14,7 +14,7 @@ from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepForm,
 from .dropped_rows import spread
 from .host_tokens import HostTokens
 
-NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
+NO_TAPS, NO_DRAFTS, NO_KEPT = no_rows(dtype=np.float32), no_rows(), no_rows()
 NO_SUMS = no_rows(0, 0, dtype=np.float64)
 NATIVE, SEPARATE = StepForm("native"), StepForm("separate")
 
@@ -42,6 +42,7 @@ class Running:
     logits: torch.Tensor | None = None
     taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
     pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
+    kept: torch.Tensor | None = None  # i32, the kept tokens of ``delta.kept``
     errors: list[StepError] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # images whose features are missing, see ``StepResult``
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
@@ -104,6 +105,7 @@ class Running:
             drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
+            kept=NO_KEPT if self.kept is None else self.kept.numpy(),
             lost=self.lost,
             form=self.form,
             shared=self.shared,

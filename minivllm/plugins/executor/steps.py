@@ -113,7 +113,8 @@ class StepResults:
         """
         r, n = result, len(slots)
         plain = r.slots is slots and r.logprobs is None and r.prompt is None and r.logits is None and not r.errors
-        if not plain or r.lost or len(r.drafted) or len(r.taps) or len(r.pooled) or tuple(r.seams) != self._names:
+        more = r.drafted, r.taps, r.pooled, r.kept
+        if not plain or r.lost or any(map(len, more)) or tuple(r.seams) != self._names:
             return self._encode(r)
         fits = r.tokens.shape == r.count.shape == r.flags.shape == (n,)
         if not fits or r.tokens.dtype != I4 or r.count.dtype != I4 or r.flags.dtype != U1:

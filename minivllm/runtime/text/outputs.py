@@ -31,6 +31,16 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
+class KeptTokens(NamedTuple):
+    """The tokens that stayed in the KV cache at one compression of a sequence.
+
+    ``computed`` is the number of computed tokens at the compression.  ``positions`` has i32 [kv_heads, kept] for each
+    compressed attention layer: the positions of its kept tokens, ascending in each head."""
+
+    computed: int
+    positions: dict[int, Any]
+
+
 class _OutputRecord(dict[str, Any]):
     """A dataclass that is also a dict of its fields and of the properties named in ``_also``.
 

@@ -1,0 +1,65 @@
+"""The tokens that compressions have kept.  A preempted row keeps the same tokens when it is computed again.
+
+    slot 3      (group 0, 20 tokens) ──► [layers] of i32 [kv_heads, kept]      ascending, numbers of stored tokens
+       │ preempted                                ▲ joins again
+       ▼                                          │
+    sequence 41 ──────────────────────────────────┘
+
+Scores of the second computation can differ in their last bits, and its tokens then differ from those that were sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .state import to_host
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import Delta
+
+
+class KeptSets:
+    """The kept tokens of the compressions of running and of preempted rows, on the device."""
+
+    def __init__(self) -> None:
+        self._of_slot: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
+        self._of_sequence: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
+        self._returned: list[Tensor] = []
+
+    def note(self, delta: Delta) -> None:
+        """Save the sets of preempted rows, and give rows that join again and rows that fork the sets of their
+        sequence or parent.  A row may join the slot that another one leaves."""
+        for slot, seq in delta.keep.tolist():
+            self._of_sequence[seq] = self._of_slot.get(slot, {})
+        for slot in delta.leave.tolist():
+            self._of_slot.pop(slot, None)
+        join = delta.join
+        if join is not None:
+            saved = join.saved.tolist() or [-1] * len(join.slot)
+            for slot, seq in zip(join.slot.tolist(), saved, strict=True):
+                self._of_slot[slot] = dict(self._of_sequence.get(seq, {}))
+        for source, slot, _ in delta.fork.tolist():
+            self._of_slot[slot] = dict(self._of_slot.get(source, {}))
+        for seq in delta.forget.tolist():
+            self._of_sequence.pop(seq, None)
+
+    def find(self, slot: int, group: int, computed: int) -> list[Tensor] | None:
+        """Return the recorded tokens i32 [kv_heads, kept] of each layer of a group, None if there are none."""
+        return self._of_slot.get(slot, {}).get((group, computed))
+
+    def add(self, slot: int, group: int, computed: int, chosen: list[Tensor]) -> None:
+        """Record the tokens that stay in each layer of a group when the row has ``computed`` tokens."""
+        self._of_slot.setdefault(slot, {})[group, computed] = chosen
+
+    def send(self, chosen: list[Tensor]) -> None:
+        """Return these tokens with the result of the step."""
+        self._returned += chosen
+
+    def take(self) -> Tensor | None:
+        """Start the copy of the tokens of ``send`` to the host, and return them i32 in one dimension; None if there are
+        none."""
+        sent, self._returned = self._returned, []
+        return to_host(torch.cat([tokens.flatten() for tokens in sent])) if sent else None
