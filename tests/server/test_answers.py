@@ -1,4 +1,7 @@
-"""Answers whose size a client chooses: written in parts, the same JSON however it is cut, a bounded part at a time."""
+"""Answers whose size a client chooses.
+
+They are written in bounded parts, and the JSON is the same with any division.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def columns(n, k, seed=0, vocab=300, bare=0):
 
 
 class NearPool:
-    """A worker pool without processes: what travels is bytes all the same."""
+    """A worker pool without processes.  Jobs and results are bytes all the same."""
 
     def __init__(self, tokenizer):
         told = None if tokenizer is None else tokenizer.to_json()

@@ -56,13 +56,14 @@ def test_what_the_work_raises_is_told_and_ends_nothing():
 def test_a_seat_that_is_killed_is_asked_again_once_and_then_given_up():
     async def test(made):
         pid = (await made.ask(0, {"kind": "say"}, **LIMITS))[0]["pid"]
-        os.kill(pid, 9)  # at rest: its last word waits to be read when the next job is asked
+        os.kill(pid, 9)  # the process is at rest, and its last message is read with the next job
         assert (await made.ask(0, {"kind": "say", "say": 1}, **LIMITS))[0]["say"] == 1
         assert (await made.ask(0, {"kind": "say", "say": 2}, **LIMITS))[0]["say"] == 2
         with pytest.raises(ResourceError, match="-9"):
             await made.ask(0, {"kind": "die"}, **LIMITS)
         assert (await made.ask(0, {"kind": "say", "say": 3}, **LIMITS))[0]["say"] == 3
-        made._process.kill()  # the parent of the workers; they live on, and the next that dies has no heir
+        # the parent of the workers; they live on, and a worker that dies later has no parent to replace it
+        made._process.kill()
         with pytest.raises(ResourceError):
             await made.ask(0, {"kind": "die"}, **LIMITS)
         assert (await made.ask(0, {"kind": "say", "say": 4}, **LIMITS))[0]["say"] == 4

@@ -1,4 +1,4 @@
-"""What a connection does with requests that come early, half, in old ways, or that are none."""
+"""The handling of requests that arrive early, in part, in old forms, or that are not HTTP."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ def post(body=BODY, more=b"", version=b"1.1"):
 
 
 def said(server, data, ends=False):
-    """All that the server says until it closes; ``ends``: we end our side."""
+    """Return all bytes from the server until it closes.  With ``ends`` the client closes its sending side."""
     with socket.create_connection((server.host, server.port), timeout=60) as link:
         got = b""
         with contextlib.suppress(ConnectionError):  # it may answer before all is sent

@@ -1,4 +1,6 @@
-"""What pages of others may make a browser ask: hosts, origins, types of bodies, and the routes of --admin."""
+"""The requests that pages of others may make a browser send: hosts, origins, types of bodies, and the routes of
+--admin.
+"""
 
 import json
 
@@ -112,9 +114,9 @@ def test_allowed_hosts_are_those_and_loopback_and_the_address_that_was_reached()
                 assert status_of(hosts, host) == 200, host
             for host in ("corp.example", "evilcorp.example", "a.llm.example", "gpu-box", "10.0.0.1", "evil.example"):
                 assert status_of(hosts, host) == 403, host
-            assert status_of(hosts, "10.0.0.1", reached="10.0.0.1") == 200  # as probes of Kubernetes ask
+            assert status_of(hosts, "10.0.0.1", reached="10.0.0.1") == 200  # probes of Kubernetes send this
     assert status_of(cross_site.Hosts(["*"], "127.0.0.1", False), "evil.example") == 200
-    cross_site.Hosts([], "127.0.0.1", False).check([], version="1.0")  # no browser speaks it
+    cross_site.Hosts([], "127.0.0.1", False).check([], version="1.0")  # no browser sends HTTP/1.0
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a/b", "", "*.", "a.*", "a b", "a..b", "**"])
@@ -280,7 +282,7 @@ def test_the_keys_of_several_users_are_no_operators_keys(given):
     for path, method in (("/debug/state", "GET"), ("/reset_prefix_cache", "POST"), ("/start_profile", "POST")):
         for key in ("one", "two", "three", ""):
             assert client.request(method, path, headers={"x-api-key": key}).status_code == 401, (path, key)
-        # 503: it would be obeyed, if there were an engine
+        # 503 means that the request passed the checks, but there is no engine
         assert client.request(method, path, headers={"x-api-key": token}).status_code == 503, path
     for key in ("one", "two", token):
         assert client.get("/v1/models", headers={"x-api-key": key}).status_code == 503
@@ -296,7 +298,7 @@ def test_under_a_root_path_health_needs_no_key_and_nothing_else_is_open():
         bare = httpx.Client(base_url=running.url, trust_env=False)
         assert bare.get("/health").status_code == 200
         assert bare.get("/ready").status_code == bare.get("/llm/ready").status_code == 401
-        assert bare.get("/llm/health").status_code == 401  # no route, and a key is asked for first
+        assert bare.get("/llm/health").status_code == 401  # the route does not exist, but the key is checked first
         bare.close()
     finally:
         running.close()

@@ -1,4 +1,4 @@
-"""More connections than there are descriptors: who has to wait, who has to go, and that /health answers meanwhile."""
+"""More connections than descriptors: which of them wait, which are closed, and that /health answers meanwhile."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,9 @@ def warnings(lines):
 
 @pytest.mark.parametrize("say", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", BODY])
 def test_connections_that_ask_for_nothing_make_room_for_those_that_do(server, lines, say):
-    """Silent ones, halves of headers, ones kept alive after an answer, and bodies that do not come."""
+    """The waiting connections are silent, have sent a part of the headers or no body, or are kept alive after an
+    answer.
+    """
     start = time.monotonic()
     links = connect(server, 4 * ROOM, say)
     try:
@@ -105,7 +107,7 @@ def test_connections_that_ask_for_nothing_make_room_for_those_that_do(server, li
 def test_where_every_connection_works_health_answers_others_get_503_and_all_is_well_once_they_have_closed(
     server, lines
 ):
-    until(lambda: not server.http.server_state.connections)  # the one that the fixture asked by may still be closing
+    until(lambda: not server.http.server_state.connections)  # the connection of the fixture may still be closing
     links = connect(server, ROOM, SOCKET)
     try:
         for link in links:
@@ -118,7 +120,7 @@ def test_where_every_connection_works_health_answers_others_get_503_and_all_is_w
         got = refused.recv(4096)
         assert got.startswith(b"HTTP/1.1 503") and json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == 503
         refused.close()
-        # more than there are spare ones of: those that say nothing make room even so
+        # more connections than spare descriptors; silent connections are closed even then
         idle = connect(server, 2 * accepting.SPARE)
         assert status(server) == 200
         assert len(server.http.server_state.connections) <= ROOM + accepting.SPARE
@@ -131,7 +133,7 @@ def test_where_every_connection_works_health_answers_others_get_503_and_all_is_w
 
 
 class Socket:
-    """One that listens, and has no descriptor for anybody while ``error`` says why."""
+    """A listening socket, whose ``accept`` fails for lack of descriptors while ``error`` is set."""
 
     def __init__(self, error):
         self.error, self.tries = error, 0

@@ -70,7 +70,7 @@ async def rest(client):
 
 
 async def collect(client, prompt, params, name, **more):
-    """Joined by branch: (text, tokens, logprobs, finish_reason, stop_reason), in the order of the answer."""
+    """Return (text, tokens, logprobs, finish_reason, stop_reason) of each branch, in the order of the answer."""
     stream = await client.stream(client.tokenizer.encode(prompt), params, name, **more)
     joined = {i: ["", [], [], None, None] for i in range(params.n)}
     async for piece in stream:
@@ -133,7 +133,10 @@ def test_a_closed_client_says_so_and_tells_its_streams():
 
 @pytest.fixture(scope="module")
 def served():
-    """``served(task)`` runs ``task(client)`` on one engine's process for the whole file; it is at rest afterwards."""
+    """Return a function that runs ``task(client)`` on one engine's process for the whole file.
+
+    The engine is at rest afterwards.
+    """
     loop = asyncio.new_event_loop()
     client = ProcessClient(load(None, OPTIONS))
     loop.run_until_complete(client.open())

@@ -188,7 +188,7 @@ def test_streams_among_arrivals_and_aborts_give_their_own_tokens_and_leave_nothi
 
 @pytest.mark.parametrize("depth, blocks", [(0, 200), (2, 200), (2, 26)])
 def test_a_token_in_the_middle_of_an_answer_is_told_in_columns_and_arrives_as_the_others_do(depth, blocks):
-    """Row by row are the first and the last of a branch, and what was preempted with a token in flight."""
+    """The first and the last token of a branch are sent row by row, and so are tokens in flight of a preempted row."""
 
     async def main():
         client = Wired(sim_engine(slots=6, depth=depth, blocks=blocks))

@@ -1,4 +1,4 @@
-"""In front of the engine: who has left costs nothing, owners take turns, and what a request may multiply is bounded."""
+"""The part before the engine: clients that left cost nothing, owners take turns, and requests have bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_line_gives_each_owners_items_in_order_and_owners_in_turn(acts):
     for n, (act, owner, k) in enumerate(acts):
         if act == "push":
             if owner not in model:
-                served[owner] = n  # it has not waited: it goes behind those who do
+                served[owner] = n  # this owner has not waited, so it follows the owners that have
             line.push(owner, n, f"{owner}{n}")
             model.setdefault(owner, []).append(n)
         elif act == "remove":
@@ -83,7 +83,7 @@ def test_an_owner_is_a_key_or_an_address(tenant, one, other, same):
 
 
 async def send(client, owner, name, prompt=(1, 2, 3), **params):
-    """A request on its way; the loop has not looked at it."""
+    """Send a request that the loop has not yet read."""
     made = SamplingParams.make(**{"max_tokens": 2, "ignore_eos": True, **params})
     task = asyncio.create_task(client.stream(list(prompt), made, name, owner=owner))
     await asyncio.sleep(0)
@@ -177,7 +177,7 @@ class Transport:
 
 
 class Writer:
-    """A socket that takes nothing until it is told to."""
+    """A socket that accepts no bytes before ``take_all`` is called."""
 
     def __init__(self):
         self.transport = Transport()
@@ -277,7 +277,7 @@ def test_an_abort_that_overtakes_its_request_ends_its_stream_and_not_a_later_one
         llm_abort = asyncio.create_task(reasons("y"))
         await asyncio.sleep(0)
         llm.abort("x")
-        llm.abort("z")  # of which nobody knows; what comes later under this id is another
+        llm.abort("z")  # an unknown id, which may later belong to another request
         later = asyncio.create_task(reasons("z"))
         await asyncio.sleep(0)
         go.set()
@@ -322,8 +322,10 @@ def test_nobody_is_turned_away_because_another_has_filled_its_room():
 
 
 def prompt_steps(found, steps, each, key=0.0, fixed=0.0, shared=False, length=10**9):
-    """Compute a prompt whose tokens cost ``each`` seconds and ``key`` for each key that they attend to, step by step;
-    (seconds, tokens) of each."""
+    """Compute a prompt step by step, and return (seconds, tokens) of each step.
+
+    A token costs ``each`` seconds, and ``key`` seconds for each key that it attends to.
+    """
     times, at = [], 0
     for _ in range(steps):
         n = min(found.most(at, *((pace.SHARED_TURN, 64) if shared else ())), length - at)
@@ -368,7 +370,7 @@ def test_decodes_say_nothing_of_the_pace_and_one_slow_step_is_forgotten():
     assert found.most(0) > 10_000
     before = found.most(0)
     for _ in range(30):
-        found.note(3, 2.0, 0.01)  # short prompts, whose steps take as long as any
+        found.note(3, 2.0, 0.01)  # steps of short prompts take as long as any others
     assert found.most(0) > before / 8
     assert TurnPace(100, 512).most(0) == 100
 
@@ -392,7 +394,7 @@ def test_the_loop_bounds_the_prompt_tokens_of_a_step_by_its_pace():
 
 
 def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_of_its_owner():
-    """Where the clock bounds a step; a long one waits, as the policy has it."""
+    """The time bounds a step here, so a long prompt waits as the policy orders."""
 
     async def main(short, turns):
         client = Wired(sim_engine(slots=8, budget=512, blocks=400))

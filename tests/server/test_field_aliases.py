@@ -1,4 +1,5 @@
-"""Fields that other servers know: mapped to ours where they mean the same, else without effect, and the answer says so.
+"""Fields of other servers.  They are translated if they mean the same, and have no effect otherwise; the answer has a
+warning.
 
 ``python tests/server/test_field_aliases.py`` prints the table of docs/server.md.
 """
@@ -33,7 +34,7 @@ def translated(**values):
     return fields.translate(values, CompletionBody.model_fields)
 
 
-# peer's field, its value, what it is in our names
+# field of another server, its value, its meaning in this server's names
 SAME = [
     ("max_completion_tokens", 7, {"max_tokens": 7}),
     ("max_new_tokens", 7, {"max_tokens": 7}),
@@ -326,7 +327,7 @@ def test_mapped_fields_do_what_ours_do(server):
     ],
 )
 def test_what_the_configured_engine_does_not_read_is_told_and_not_refused(server, body, told):
-    """The server has the default sampler, which knows neither."""
+    """The server has the default sampler, which reads neither parameter."""
     answer = server.post(COMPLETIONS, {**TALE, **body})
     assert answer.status_code == 200, answer.text
     assert [w["field"] for w in answer.json().get("warnings", [])] == told

@@ -1,4 +1,4 @@
-"""Frames between a client and its engine: what is sent arrives, and what is no frame is refused."""
+"""Frames between a client and its engine.  Frames arrive unchanged, and other bytes are refused."""
 
 from __future__ import annotations
 

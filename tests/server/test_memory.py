@@ -1,4 +1,4 @@
-"""What the process says of its own memory, and that its heap gives back what nobody uses."""
+"""The process's report of its memory, and the release of unused memory by its heap."""
 
 import asyncio
 import gc
@@ -113,7 +113,9 @@ class Letters:
 @pytest.mark.parametrize("length", [8, 60, 700, 2000])
 @pytest.mark.parametrize("letter", ["x", "\u00e9", "\u4e2d", "\U0001f98a"])
 def test_ids_of_texts_take_the_memory_that_they_are_counted_as(length, letter, monkeypatch):
-    """Short texts take much more than their characters, those of other scripts up to four bytes a character."""
+    """Short texts take much more memory than their characters, and other scripts up to four bytes for each
+    character.
+    """
     monkeypatch.setattr(tokens, "CACHED", MIB)
     made = tokens.Tokens(Letters(), 1 << 20)
 
@@ -138,7 +140,7 @@ def test_ids_of_texts_take_the_memory_that_they_are_counted_as(length, letter, m
 
 
 class World:
-    """A process whose steps need ``needed`` bytes beside 100 MiB, and whose heap collects more between them."""
+    """A process whose steps need ``needed`` bytes beside 100 MiB, and whose heap grows between them."""
 
     def __init__(self):
         self.now, self.needed, self.collected, self.trims, self.seen = 0.0, 50 * MIB, 0, [], []
@@ -177,7 +179,7 @@ def test_a_heap_that_stays_as_it_is_is_not_trimmed():
     assert not world.trims
     world.needed += MIB
     world.run(500, 0)
-    assert len(world.trims) == 1  # which was in vain, and what is needed is the level now
+    assert len(world.trims) == 1  # trimming freed nothing, so the needed memory is the new level
 
 
 def test_the_heap_is_not_trimmed_where_nobody_tells_what_is_resident():
@@ -203,11 +205,12 @@ def test_what_lies_between_live_allocations_is_given_back():
         "libc = ctypes.CDLL(None)\n"
         "libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
         "heap = HeapTrimmer(clock=iter([0.0, SETTLE, 2 * SETTLE]).__next__)\n"
-        "for _ in range(20_000): libc.malloc(64)\n"  # in what importing left free, where live ones would pin nothing
+        # fill the free memory that imports have left, where live blocks would pin nothing
+        "for _ in range(20_000): libc.malloc(64)\n"
         "heap.look()\n"
         "print(rss())\n"
         "large = []\n"
-        "for _ in range(3000):\n"  # each live one keeps the heap from shrinking
+        "for _ in range(3000):\n"  # each live block keeps the heap from shrinking
         "    large.append(libc.malloc(100_000)); ctypes.memset(large[-1], 1, 100_000); libc.malloc(64)\n"
         "for one in large: libc.free(one)\n"
         "print(rss())\n"
@@ -221,7 +224,7 @@ def test_what_lies_between_live_allocations_is_given_back():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_of_many_sizes_leave_no_more_than_is_in_use(dtype):
-    """oneDNN's kernels, of which 256 live, among activations of 4 to 2,000 rows."""
+    """oneDNN keeps 256 kernels, which lie among activations of 4 to 2,000 rows."""
     held, after = in_python(
         "from minivllm.device.hardware import prepare_environment\n"
         "prepare_environment()\n"

@@ -55,7 +55,7 @@ class Thinker:
 
 
 class Odd:
-    """Parser that finds a call with malformed arguments in every answer, for tests."""
+    """A parser that finds a call with malformed arguments in every answer."""
 
     def __init__(self):
         self.done = False

@@ -43,7 +43,7 @@ def test_chats_and_generation(client):
     raw = client.generate("pocket", "Once upon a time", raw=True, stream=True, options={**GREEDY, "num_predict": 6})
     assert "".join(part.response for part in raw).startswith(" there was")
     scored = client.chat("pocket", HI, options=GREEDY, logprobs=True, top_logprobs=2)
-    assert "".join(one.token for one in scored.logprobs[:-1]) == "2 + 3 = 5"  # the last one ends the answer
+    assert "".join(one.token for one in scored.logprobs[:-1]) == "2 + 3 = 5"  # the last token ends the answer
     assert len(scored.logprobs) == 8 and len(scored.logprobs[0].top_logprobs) == 2
 
 

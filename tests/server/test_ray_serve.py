@@ -1,6 +1,7 @@
-"""Servers on Ray Serve: answers, ends of engines, rolling updates, autoscaling, and refusals.
+"""Servers on Ray Serve: answers, failed engines, rolling updates, autoscaling, and refusals.
 
-A test that starts a cluster is slow and needs Ray: ``pip install "minivllm[ray-serve]"``."""
+A test that starts a cluster is slow and needs Ray: ``pip install "minivllm[ray-serve]"``.
+"""
 
 from __future__ import annotations
 
@@ -226,7 +227,7 @@ def running(folder, text, *flags):
 
 @contextlib.contextmanager
 def load(server, expected, users=3):
-    """Count the answers of users who ask all the time."""
+    """Count the answers of users who send requests without pauses."""
     counts = Counter()
     ended = threading.Event()
 

@@ -151,7 +151,7 @@ def test_prefix_remembers_no_more_keys_than_a_cache_has_blocks_and_the_ends_of_p
 
 
 class Wild(ReplicaRouter):
-    """A router that returns the next of ``answers``, or raises it."""
+    """A router that returns the next of ``answers``, or raises it if it is an exception."""
 
     answers: list = []
 
@@ -260,7 +260,10 @@ def running(main, seconds=300, **server):
 
 @pytest.mark.slow
 def test_killed_replicas_under_load_lose_repeat_and_change_no_answer():
-    """A request without a token moves; one with tokens ends with an error behind a correct beginning."""
+    """A request without a token moves to another replica.
+
+    A request with tokens ends with an error after correct tokens.
+    """
 
     async def main(client):
         expected = [(await ask(client, i, f"w{i}"))[0] for i in range(20)]
@@ -333,7 +336,7 @@ def test_requests_wait_while_no_replica_runs_and_one_that_kills_engines_ends():
             async for _ in stream:
                 pass
         await until(lambda: all(one.accepts for one in client.replicas))
-        # a waiting request that is aborted, and one whose reader leaves
+        # a waiting request that is aborted, and a request whose reader leaves
         held = [asyncio.create_task(ask(client, i, f"h{i}", pieces=False)) for i in range(2)]
         await asyncio.sleep(0)
         await kill_all()

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 from scripted import scripted
 
-TURN = 0.15  # seconds of CPU time; the slowest bodies need several times as long together
+TURN = 0.15  # seconds of CPU time; the slowest bodies need several times as much in total
 server = served()
 LARGE = 7 << 20
 USER = {"role": "user", "content": "x"}

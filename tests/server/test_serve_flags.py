@@ -1,4 +1,4 @@
-"""``minivllm serve``: vLLM's flags, where it listens (for TLS see test_tls.py), and what it says at its start."""
+"""``minivllm serve``: vLLM's flags, the listening addresses (for TLS see test_tls.py), and the output of its start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refused(capsys, *flags):
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-# how vLLM's users write it -> what it must become: (path of the option, value)
+# vLLM's spelling -> the result (path of the option, value)
 SERVED = {
     "--enable-prefix-caching": ("engine.enable_prefix_caching", True),
     "--no-enable-prefix-caching": ("engine.enable_prefix_caching", False),

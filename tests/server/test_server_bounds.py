@@ -1,4 +1,4 @@
-"""The shape of a body is bounded, and known before anything is made of it; suggestions are made for a few names."""
+"""The size of a body is bounded and checked before it is used.  Suggestions are made for a few names only."""
 
 import difflib
 import json
@@ -44,7 +44,7 @@ def test_the_shape_of_a_text_is_that_of_its_value(value, escaped):
     shape = bounds.shape_of(text.encode("utf-8", "surrogatepass"))
     holders, depth, values = counted(value)
     assert (shape.holders, shape.depth) == (holders, depth)
-    # a comma begins one more value; an empty list has none
+    # each comma adds a value; an empty list has none
     assert values - 1 <= shape.values <= values + holders
     assert text_depth(text) == depth
 
@@ -147,7 +147,7 @@ def test_what_is_no_list_of_token_ids_stays_what_it_is(prompt):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """How often difflib was asked."""
+    """Return a list that receives the arguments of each call of difflib."""
     asked = []
     search = difflib.get_close_matches
     monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **more: asked.append(args) or search(*args, **more))

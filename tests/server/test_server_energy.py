@@ -1,4 +1,4 @@
-"""Joules over HTTP: in the usage of who asks, in the metrics, and the refusals where nothing is counted."""
+"""Joules over HTTP: in the usage of requests that ask for them, in the metrics, and errors without a counter."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_joules_without_a_usage_to_tell_them_in_and_a_counter_to_read_are_refuse
 
 
 def test_a_request_whose_joules_are_not_known_says_null(server, cap):
-    """The counter stands still for longer than it is waited for."""
+    """The counter does not change for longer than the server waits."""
     tell, cap.tell = cap.tell, lambda joules: None
     try:
         threading.Event().wait(0.05)
-        server.stats()  # what had been told by then is read
+        server.stats()  # read the values that were reported until now
         energy = server.post("/v1/completions", {**TALE, **ASK}).json()["usage"]["energy"]
     finally:
         cap.tell = tell

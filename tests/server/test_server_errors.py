@@ -1,4 +1,4 @@
-"""Bad requests: each is refused with the right code, names what is wrong, and leaves everything as it was."""
+"""Bad requests: each is refused with the right code and a message about its error, and changes nothing."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Clients that leave, read nothing, say half of it, or are too many; keys; deadlines; the end of the server."""
+"""Clients that leave, read nothing, send half a request, or are too many; keys; deadlines; the end of the server."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def server():
         body_timeout=0.5,
         header_timeout=0.5,
     )
-    running._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what the kernel keeps for a slow reader
+    running._bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel's buffer for a slow reader
     yield running
     running.at_rest()
     running.close()
@@ -111,7 +111,7 @@ def test_half_a_request_is_closed_and_half_a_body_gets_408(server):
 
 
 def test_who_sends_too_large_a_body_hears_why_at_once_and_may_send_on(server):
-    """Were the connection closed then, what is on its way would reset it, and the answer with it."""
+    """If the server closed the connection at once, bytes in flight would reset it, and the answer would be lost."""
     data = ask({"prompt": "a" * (8 << 20)})
     link = socket.create_connection((server.host, server.port))
     link.sendall(data[:-1])
@@ -154,7 +154,10 @@ def test_a_waiting_stream_is_kept_alive_by_comments(server):
 
 
 def test_a_request_that_fails_in_the_engine_fails_alone(server):
-    """As when its processor raises: the answer is an error that tells nothing of the inside, the next are served."""
+    """For example, its processor raises.
+
+    The answer is an error without internal details, and later requests succeed.
+    """
     engine = server.app.service.client._engine
     step, calls = engine.step, []
 
@@ -201,7 +204,7 @@ def test_every_route_but_health_needs_a_key(capsys):
             {"x-api-key": "secret-1"},
         ):
             assert bare.get("/v1/models", headers=right).status_code == 200
-        # what one key has asked is not in the cache for another
+        # the cache of one key's requests is not used for another key
         ask = {"prompt": "The quick brown fox went over the hill to see the lazy dog. " * 8, "max_tokens": 1}
         cached = [
             bare.post("/v1/completions", json=ask, headers={"x-api-key": key}).json()["usage"]

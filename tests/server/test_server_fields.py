@@ -1,4 +1,4 @@
-"""Fields of requests that rank, score or search: over HTTP they give what an LLM in this process gives."""
+"""Fields of requests that rank, score or search give the same results over HTTP as an LLM in this process."""
 
 import json
 import logging

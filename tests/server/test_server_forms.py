@@ -1,4 +1,4 @@
-"""A form of the answer, and forced calls, begin behind the reasoning of a model that has tags of reasoning."""
+"""For a model with tags of reasoning, a form of the answer and forced calls begin behind the reasoning."""
 
 import json
 
@@ -43,7 +43,7 @@ def asked_tags(server):
 
 
 def both(server, script, **more):
-    """The message of an answer, after a comparison with the deltas of its stream."""
+    """Return the message of an answer, after a comparison with the deltas of its stream."""
     with scripted(server, [script, script]):
         answer = server.post(CHAT, {**ASK, **more})
         assert answer.status_code == 200, answer.text

@@ -142,7 +142,7 @@ def test_images_of_earlier_turns_are_read(server):
 
 
 def bomb():
-    """A PNG of a few bytes that says it has 40,000 x 40,000 pixels."""
+    """Return a PNG of a few bytes whose header has 40,000 x 40,000 pixels."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

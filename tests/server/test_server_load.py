@@ -31,7 +31,7 @@ def address():
 
 
 async def ask(address, body):
-    """(status, bytes of the answer); 0 where the connection ended without one."""
+    """Return (status, bytes of the answer), status 0 if the connection ended without an answer."""
     data = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
@@ -173,7 +173,7 @@ def test_what_waits_of_a_stream_is_one_event_and_no_token_of_it_is_lost():
 
 
 class Words:
-    """A protocol whose choices are texts; ``empty``: an event too where there is none."""
+    """A protocol whose choices are texts.  With ``empty``, pieces without a text give an event too."""
 
     def __init__(self, empty):
         self.sends_empty = empty
@@ -194,7 +194,7 @@ class Words:
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("taken", ["never", "always", "now and then"])
 def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken):
-    """A connection takes it or refuses it; what it refuses the stream's own task sends."""
+    """A connection accepts text at once or refuses it.  Refused text is sent by the stream's own task."""
     from minivllm import SamplingParams
     from minivllm.pocket import checkpoint
     from minivllm.runtime.text.tokenizer import load_tokenizer

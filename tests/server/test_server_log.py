@@ -1,4 +1,4 @@
-"""The server's log: what is worth a line, and at which level."""
+"""The server's log: the events that get a line, and their levels."""
 
 import json
 import logging

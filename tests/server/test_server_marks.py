@@ -1,4 +1,4 @@
-"""A parser with tags sees tag tokens as marks; text that spells a tag stays text, and no mark reaches a client."""
+"""A parser with tags gets marks for tag tokens.  Text that spells a tag stays text, and no mark reaches a client."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Messages and fields over HTTP: the prompt is that of ``LLM.chat``, and an error names what the client sent."""
+"""Messages and fields over HTTP: the prompt equals the prompt of ``LLM.chat``, and an error names the client's
+field.
+"""
 
 import asyncio
 
@@ -23,7 +25,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 SCHEMA = {"name": "a", "schema": {"type": "object"}}
 PART = {"type": "image_url", "image_url": {"url": "x"}}
 
-# (what is sent beside messages, the field that the error names, what it says)
+# (fields beside messages, field that the error names, text of the error)
 REFUSED = [
     ({"max_completion_tokens": 10**6}, "max_completion_tokens", "maximum context length"),
     ({"max_new_tokens": 10**6}, "max_new_tokens", "maximum context length"),

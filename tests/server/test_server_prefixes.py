@@ -40,7 +40,7 @@ def running(files, disk):
 
 @pytest.fixture
 def ask(running):
-    """``ask(method, path, body)`` with the operator's key, or another one."""
+    """Return ``ask(method, path, body)``, which sends the operator's key or another one."""
 
     def call(method, path, body=None, key=None):
         headers = {"Authorization": f"Bearer {key or running.app.admin_token}"}

@@ -1,4 +1,4 @@
-"""What a request asks of its prompt and of its length: truncation, continuing a message, special tokens, defaults."""
+"""Fields about the prompt and the length of a request: truncation, continuing a message, special tokens, defaults."""
 
 import json
 
@@ -202,7 +202,7 @@ def test_a_plain_message_is_left_as_it_is():
 
 @pytest.fixture(scope="module")
 def capped():
-    """A server whose configuration says ``[sampling] max_tokens = 6``."""
+    """Return a server whose configuration has ``[sampling] max_tokens = 6``."""
     running = Running(engine={"batch_invariant": False, "max_num_seqs": 8, "sampling": {"max_tokens": 6}})
     yield running
     running.at_rest()
@@ -336,7 +336,7 @@ def test_a_form_without_a_schema_is_any_object_and_one_of_another_kind_is_refuse
         assert "response_format" in ask(server, CHAT, 400, messages=ASK, response_format=form)["error"]["message"]
 
 
-# what OpenAI's reference and vLLM take, and what both refuse
+# values that OpenAI's reference and vLLM accept, and values that both refuse
 TAKEN = [
     ({"stop": None}, 1),
     ({"stop": []}, 1),

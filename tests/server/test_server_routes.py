@@ -1,4 +1,4 @@
-"""The field ``routes``: expert routes over HTTP equal those of an LLM, and only operators get them."""
+"""The field ``routes``: expert routes over HTTP equal the routes of an LLM, and only operators get them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one key may take of a server: branches of a request, room inside, and never another's turn."""
+"""The limits of one key: branches of a request, memory of its requests, and turns that belong to others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_websocket_has_the_same_limit(server):
 
 
 def test_a_key_that_fills_its_room_and_all_rows_holds_nobody_else_up(server):
-    """All rows run for as long as they can; the other key's request is served beside them."""
+    """All rows run for as long as they can, and the request of the other key is served beside them."""
     long = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     flood = [server.client.stream("POST", COMPLETIONS, json={**long, "seed": i}) for i in range(6)]
     try:

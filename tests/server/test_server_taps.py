@@ -1,4 +1,4 @@
-"""The field ``taps``: what operators read of the model and add to it over HTTP, and what all others are refused."""
+"""The field ``taps``: operators read values of the model and add to them over HTTP; all other clients are refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def running(vectors):
 
 @pytest.fixture
 def operator(running):
-    """``ask(path, body)`` and ``events(path, body)`` with the operator's key."""
+    """Return ``ask(path, body)`` and ``events(path, body)``, which send the operator's key."""
     key = {"Authorization": f"Bearer {running.app.admin_token}"}
 
     class Asking:

@@ -1,4 +1,4 @@
-"""Tools and forms over HTTP, as OpenAI's client asks for them."""
+"""Tools and forms over HTTP, through OpenAI's client package."""
 
 import json
 
@@ -128,7 +128,7 @@ def test_a_conversation_with_calls_and_their_results_is_a_prompt(server):
 
 # ---- schemas as clients make them ------------------------------------------------------------------------------------
 
-# None speaks of additionalProperties: a model that may invent names does so until it is cut.
+# None of the schemas sets additionalProperties, and a model that may invent names does so until its answer is cut.
 PEOPLE = {
     "pydantic": {
         "$defs": {"Pet": {"properties": {"kind": {"enum": ["cat", "dog"], "title": "Kind", "type": "string"}},

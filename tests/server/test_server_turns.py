@@ -19,7 +19,7 @@ import attacks
 
 LIMIT = 8 << 20
 TURN = 0.25  # seconds of CPU time: each of these bodies took 0.3 to 15 where the loop read it
-SHORT_TURN = 0.08  # seconds of CPU time; the goal is 0.05, and the machines of tests are slow
+SHORT_TURN = 0.08  # seconds of CPU time; the goal is 0.05, but the machines of tests are slow
 server = served()
 EACH = [
     "unknown fields", "unknown fields, 30 KiB", "unknown stream options", "8 MiB of ids", "8 MiB of ids in lists",

@@ -1,4 +1,4 @@
-"""What a client sends beside what it asks (headers, trailers, chunks, frames) and what it leaves unread is bounded."""
+"""Bounds of the bytes that a client sends beside a request (headers, trailers, chunks, frames) or leaves unread."""
 
 import base64
 import contextlib
@@ -28,7 +28,7 @@ LENGTH = b"Content-Length: %d\r\n\r\n" % len(ASKED)
 
 
 def talk(server, first, rest, most=64 << 20):
-    """The bytes that were taken of ``rest``, again and again, behind ``first``; and the answer."""
+    """Send ``rest`` repeatedly behind ``first``.  Return the number of accepted bytes, and the answer."""
     with socket.create_connection((server.host, server.port), timeout=5) as link:
         link.sendall(first)
         time.sleep(0.2)  # the route reads the body by now
@@ -90,7 +90,7 @@ def test_no_turn_of_the_loop_reads_more_than_a_little(tls, tmp_path, monkeypatch
     finally:
         running.close()
     assert sum(sizes) > 1_000_000
-    # of TLS: what one read brought, and what was left of a record (16 KiB) before it
+    # for TLS, the bytes of one read and the rest of the record (16 KiB) before it
     assert max(sizes) <= connection.READ * (2 if tls else 1)
 
 

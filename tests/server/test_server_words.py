@@ -1,4 +1,4 @@
-"""What a server says when something fails inside, whoever it is; text that is none; and the log of who has left."""
+"""The answers of a server after an internal error, texts that are not UTF-8, and log lines of clients that left."""
 
 import base64
 import contextlib
@@ -89,7 +89,7 @@ OPERATOR_BODIES = {  # of routes that need the operator's key
     "/cache/import": {"file": "a.tar"},
 }
 CACHE = ("/cache/prefixes", "/cache/prefixes/{name}")
-BREAKS = {  # route -> what it works with, in which something fails
+BREAKS = {  # route -> the object that it uses, in which an error is caused
     "/v1/models": lambda s: (operations, "_card"),
     "/v1/models/{model:path}": lambda s: (s, "check_model"),
     "/tokenize": lambda s: (s.tokens, "encode"),
@@ -156,7 +156,7 @@ def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, m
     key = {"Authorization": f"Bearer {server.app.admin_token}"}
     where = where.replace("{name}", "a").replace("{number}", "0")
     name = {(route[0], route[2]): route[1].__name__ for route in ADMIN}.get((path, method))
-    message = INTERNAL if name is None else f"{name} failed: Broken: /secret/path"  # an operator may know the reason
+    message = INTERNAL if name is None else f"{name} failed: Broken: /secret/path"  # an operator may see the reason
     is_documented(server.client.request(method, where, json=body, headers=key), message=message, path=path)
 
 
@@ -192,7 +192,7 @@ def test_a_failure_at_any_step_of_an_answer_is_the_error_object(server, monkeypa
         assert answer.status_code == 200  # the step is none of its
     elif not stream and step in ("opening", "choices"):
         assert answer.status_code == 200
-    elif work is chat.Chat and step == "choices":  # the role has been said
+    elif work is chat.Chat and step == "choices":  # the role was sent before
         assert answer.status_code == 200 and json.loads(answer.text.split("data: ")[-1])["error"]["message"] == INTERNAL
     else:
         is_documented(answer)

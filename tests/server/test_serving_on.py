@@ -1,4 +1,4 @@
-"""An engine that is started again, its log, and what an operator adds round the routes and reads in the log."""
+"""An engine that is started again, its log, and the operator's additions to the routes and to the log."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def test_an_engine_that_is_killed_is_started_again_and_requests_without_a_token_
 
 
 def records(text, pieces=(10**9,)):
-    """What ``PrintedLog`` logs of a text that comes in pieces: (level, message, traceback)."""
+    """Return (level, message, traceback) of each entry that ``PrintedLog`` logs for a text in pieces."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append((record.levelno, record.getMessage(), record.event.get("traceback", "")))

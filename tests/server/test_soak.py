@@ -1,4 +1,4 @@
-"""What ``benchmarks/soak.py`` calls a leak, on samples that are made up."""
+"""The leaks that ``benchmarks/soak.py`` finds in made-up samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLAT = {"http_mib": 80.0, "rest_mib": 500.0, "kv_in_use": 0.0, "wrong": 0, "http
 
 
 def samples(hours: float, **growth: float) -> list[dict[str, float]]:
-    """One a minute; ``growth`` an hour is added to the columns of that name."""
+    """Return one sample for each minute.  ``growth`` is added to the columns with these names each hour."""
     return [
         {**FLAT, "seconds": 60 * i, **{name: FLAT[name] + more * i / 60 for name, more in growth.items()}}
         for i in range(int(60 * hours) + 1)

@@ -107,7 +107,7 @@ def test_a_json_answer_beside_tools_is_the_json_or_calls(server, parser):
     assert "reply" in sent_form(server)
     parser("json")
     assert server.post(CHAT, {**body, "max_tokens": 3}).status_code == 200
-    assert "json" in sent_form(server)  # a call without a tag cannot be told from the answer
+    assert "json" in sent_form(server)  # a call without a tag looks like the answer
 
 
 def test_large_tools_are_read_by_the_worker_pool(server, parser):

@@ -1,4 +1,4 @@
-"""Taps on their way to the engine's process and back: what is added, and what is read, pooled."""
+"""Taps on their way to the engine's process and back: vectors that are added, and pooled values that are read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_values_are_the_same_on_both_ends_of_the_link():
 
 
 def growing(rows, kind=np.ndarray):
-    """A point's values f32 [n, width], seen as arrays of this kind."""
+    """Return a point's values f32 [n, width] as arrays of this kind."""
     made = Growing(rows.shape[1], len(rows))
     made.add(rows)
     made.memory = made.memory.view(kind)
@@ -136,7 +136,7 @@ def test_values_of_many_branches_travel_in_frames_of_bounded_size():
 
 
 def test_taps_of_a_process_read_and_steer_as_those_of_generate_do():
-    """Beside a neighbour that has none, and an aborted request, of which nothing is told."""
+    """The other requests are one without taps and an aborted one, which receives no values."""
     options = {"model": "pocket", "max_num_seqs": 8, "num_kvcache_blocks": 128, "batch_invariant": True}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(**options) as llm:

@@ -26,7 +26,7 @@ def complete(server, **body):
 
 
 def check(choice):
-    """Places never fall, never leave the text, and a token's text is what is at its place."""
+    """Check that places never decrease and lie in the text, and that each has the text of its token."""
     places, tokens, text = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], choice["text"]
     assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
     for place, token, end in zip(places, tokens, [*places[1:], len(text)], strict=True):
@@ -68,7 +68,7 @@ def test_a_streams_places_are_those_of_the_whole_with_stop_strings_too(server):
             for key, want in whole["logprobs"].items():
                 assert [one for piece in pieces for one in piece["logprobs"][key]] == want, (key, stop)
             shown = 0
-            for piece in pieces:  # no place is told before the text reaches it
+            for piece in pieces:  # no place is sent before the text reaches it
                 shown += len(piece["text"])
                 assert all(place <= shown for place in piece["logprobs"]["text_offset"])
             assert len(places) == len(whole["logprobs"]["tokens"])

@@ -1,4 +1,4 @@
-"""HTTPS: who is served, who is told what is wrong, and that a handshake that does not end holds up nobody."""
+"""HTTPS: accepted clients, errors of the others, and that an unfinished handshake delays no client."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_https_serves_with_the_certificate_and_only_with_it(certificate):
                 assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
         with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
             httpx.get(f"{server.url}/health", trust_env=False)
-        for body in (b"", b"x" * 3_000_000):  # the answer is heard though its sender has more to say
+        for body in (b"", b"x" * 3_000_000):  # the client gets the answer although it has more to send
             asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
             told = server.raw(asked)
             assert told.startswith(b"HTTP/1.1 400 ") and b"expected a URL that begins with https://" in told
@@ -121,7 +121,7 @@ def test_a_handshake_that_does_not_end_holds_up_nobody_and_is_ended(certificate,
 
 
 def tls_link(server, cert):
-    """A connection whose client has ended the handshake, and then neither reads nor answers anything."""
+    """Return a connection whose client has finished the handshake, and then neither reads nor sends."""
     context = ssl.create_default_context(cafile=cert)
     link, come, go = socket.create_connection((server.host, server.port), timeout=10), ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(come, go, server_hostname="127.0.0.1")
@@ -160,7 +160,7 @@ def test_with_tls_silent_connections_make_room_for_those_that_ask(certificate, k
 
 
 def test_who_does_not_end_a_handshake_goes_before_those_whose_requests_are_on_their_way():
-    """And before those that have been idle for a shorter time."""
+    """They are also closed before connections that have been idle for a shorter time."""
 
     class Transport:
         closed = False

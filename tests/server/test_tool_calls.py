@@ -1,4 +1,4 @@
-"""Calls of tools in an answer: their arguments as the model wrote them, and what is left of one that is cut."""
+"""Calls of tools in an answer: their arguments as the model wrote them, and the rest of a call that is cut."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_arguments_are_given_as_they_were_written_however_the_text_is_cut(size):
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_at_every_place_where_an_answer_may_be_cut_no_part_of_a_call_is_text(size):
-    """Whole calls are kept; a stream has besides what came of the last one."""
+    """Whole calls are kept.  A stream also has the received part of the last call."""
     one, two = WRITTEN[0], WRITTEN[3]
     calls = [f'{{"name":"f","arguments":{text}}}' for text in (one, two)]
     tagged = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]

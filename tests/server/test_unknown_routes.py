@@ -1,4 +1,4 @@
-"""Who asks as another server would be asked is told what to ask here."""
+"""Requests to routes of other servers get an error that names the route of this server."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""/v1/ws as its clients see it: interleaved requests, keys, cancelling, and what a client may do wrong."""
+"""/v1/ws over a real connection: interleaved requests, keys, cancelling, and errors of clients."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_cancelled_request_ends_at_once_and_its_id_is_free_again(server):
         assert last == {"type": "done", "id": "x", "cancelled": True}
         talk.ask("x")
         assert talk.until("x")[-1] == {"type": "done", "id": "x"}
-        talk.say({"type": "cancel", "id": "x"})  # too late: nothing to say
+        talk.say({"type": "cancel", "id": "x"})  # too late, so nothing is answered
         talk.ask("y")
         assert {m["id"] for m in talk.until("y")} == {"y"}
     server.at_rest()
@@ -168,7 +168,7 @@ def test_who_has_no_key_is_sent_away_and_a_first_frame_may_bring_it(server):
             pass
         assert refused.value.response.status_code == 401
         assert json.loads(refused.value.response.body)["error"]["type"] == "AuthenticationError"
-    with talking(server, ()) as talk, pytest.raises(ConnectionClosed):  # says nothing at all
+    with talking(server, ()) as talk, pytest.raises(ConnectionClosed):  # the client sends nothing
         begun = time.monotonic()
         talk.socket.recv(timeout=20)
     assert time.monotonic() - begun < 10

@@ -1,4 +1,4 @@
-"""/v1/ws: every id that a client uses gets exactly one last word, in whatever order messages come, then it is free."""
+"""/v1/ws: every id of a client gets exactly one final message, in any order of messages, and is free afterwards."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ server = served(["sk-1"], max_socket_requests=MOST, header_timeout=2.0)
 
 
 class Pipe:
-    """A client's end and the server's end of a socket, in one event loop, of which ``Connection`` gets the latter."""
+    """Both ends of a socket in one event loop; ``Connection`` gets the server's end."""
 
     def __init__(self):
         self.scope = {"state": {"request_id": "ws", "log": {}}, "headers": [], "subprotocols": []}
@@ -52,10 +52,11 @@ class Pipe:
 
 
 class Scripted(websocket.Connection):
-    """Its requests do what the test says: ``told[number]`` gets "chunk", "end", "fail" or "stray".
+    """A protocol whose requests follow the test: ``told[number]`` gets "chunk", "end", "fail" or "stray".
 
-    One that is cancelled takes some turns of the loop to give back what it holds; ``held`` has those that have not,
-    ``cut_short`` those that were cancelled again meanwhile."""
+    A cancelled request takes some turns of the loop to release its resources.  ``held`` has the requests that have not
+    released them, and ``cut_short`` the requests that were cancelled again meanwhile.
+    """
 
     def __init__(self, pipe):
         server = SimpleNamespace(max_socket_requests=MOST, write_timeout=60.0, header_timeout=60.0)
@@ -108,10 +109,11 @@ BAD = {
 
 
 class Ids(RuleBasedStateMachine):
-    """Packets of messages in any order; between them turns of the server's loop, ends of works, pauses of the reader.
+    """Packets of messages in any order, with turns of the server's loop, ends of requests and pauses of the reader
+    between.
 
-    The oracle counts.  Each request and each bad message has one answer of its own: a last word of its id, or an error
-    without an id if a request with this id runs.  A cancel has one only if its id was never used.
+    The oracle counts.  Each request and each bad message has one answer: a final message of its id, or an error without
+    an id if a request with this id runs.  A cancel has an answer only if its id was never used.
     """
 
     def __init__(self):
@@ -136,7 +138,7 @@ class Ids(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(messages=MESSAGES, turns=st.integers(0, 12))
     def packet(self, messages, turns):
-        """What is in the inbox at once is taken without a turn of the loop between."""
+        """Messages that are in the inbox together are taken without a turn of the loop between."""
         for what, ident in messages:
             self.number += 1
             ask = {"type": "completions", "body": {"number": self.number}}
@@ -185,7 +187,9 @@ class Ids(RuleBasedStateMachine):
 
     @invariant()
     def words_of_an_id_come_in_order(self):
-        """Those of one request are not mixed with another's of the same id, and none comes after the last."""
+        """Check that messages of a request are not mixed with another request of the same id, and that none follows the
+        last.
+        """
         running = {}
         for message in self.pipe.sent:
             if message["type"] == "chunk":
@@ -238,7 +242,7 @@ TestIds.settings = settings(max_examples=150, stateful_step_count=30, deadline=N
 
 
 def say_at_once(talk, *messages):
-    """All of them in one write to the socket, as a client may that has much to say."""
+    """Send all messages in one write to the socket, as a client with many messages may do."""
     connection = talk.socket
     with connection.protocol_mutex:
         for message in messages:
@@ -255,7 +259,7 @@ def cancel(ident):
 
 
 def lasts_until_rest(talk):
-    """The last words, by id, up to that of a request which is sent now."""
+    """Return the final messages, by id, up to the final message of a request that is sent now."""
     talk.ask("end", {"prompt": "Once", "max_tokens": 1}, "completions")
     return Counter(m["id"] for m in talk.until("end") if m["type"] != "chunk")
 
@@ -264,7 +268,7 @@ def test_a_request_and_its_cancel_in_one_packet_end_with_one_last_word_as_often_
     with talking(server) as talk:
         for _ in range(20):
             say_at_once(talk, *(m for _ in range(10) for m in (asked("x"), cancel("x"))))
-            # the first pair runs and is cancelled; the others find the id taken, or free again
+            # the first pair runs and is cancelled; the others find the id in use, or free again
             said = [m for m in (talk.hear() for _ in range(10)) if m["type"] != "chunk"]
             assert len(said) == 10 and {m["id"] for m in said} <= {"x", None}, said
             assert any(m == {"type": "done", "id": "x", "cancelled": True} for m in said), said
@@ -309,7 +313,7 @@ def test_an_error_about_a_message_with_a_running_id_is_not_the_last_word_of_that
 
 @pytest.mark.parametrize("seed", range(4))
 def test_cancels_and_closes_at_any_moment_leave_nothing_behind(server, seed):
-    """Of requests of all kinds, some cancelled after a random while, on sockets of which some close in the middle."""
+    """Requests of all kinds run, some of them cancelled after a random time, and some sockets close meanwhile."""
     rng = random.Random(seed)
     bodies = [
         LONG, {**LONG, "stream": False}, {**LONG, "n": 3}, {"prompt": ["Once", "A fox"], "max_tokens": 40},

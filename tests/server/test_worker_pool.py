@@ -25,7 +25,7 @@ from minivllm.server.worker_pool import WorkerPool
 MARKS = ("<|im_start|>", "<|im_end|>")
 PLAIN = "{% for m in messages %}{{'<|im_start|>' + m.role + m.content + '<|im_end|>'}}{% endfor %}"
 TURN = "{% if messages[0].content == 'bad' %}BAD{% endif %}" + PLAIN
-HOSTILE = {  # what a template may do with a conversation, and which limit ends it
+HOSTILE = {  # action of a template on a conversation -> limit that ends it
     "nested loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "time"),
     "a text times a number": ("{{ 'x' * 10 ** 10 }}", "memory"),
     "a list times a number": ("{{ ([1] * 10 ** 9) | length }}", "memory"),
@@ -118,7 +118,7 @@ def test_errors_of_templates_and_messages_are_those_of_this_process():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The conversations that a worker pool was asked for."""
+    """Return a list that receives the conversations sent to a worker pool."""
     found, chat = [], WorkerPool.chat
     monkeypatch.setattr(
         WorkerPool,
