@@ -1,4 +1,6 @@
-"""Every bad input of a user gets one line (what, what was wanted, what to do) and its exit code; nothing is run."""
+"""Every bad input of a user gets one line (the input, the expected form, advice) and its exit code, and
+nothing is run.
+"""
 
 from __future__ import annotations
 

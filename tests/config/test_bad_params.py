@@ -1,5 +1,7 @@
-"""Sampling parameters that cannot be served: refused within 2 s by a message that names the field, or answered; two
-requests that run beside all of them give the tokens that they give alone."""
+"""Sampling parameters that cannot be served are refused within 2 s by a message that names the field, or are answered.
+
+Two requests that run beside all of them give the same tokens as alone.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 
-VOCAB = 131  # of the model; no multiple of 32
+VOCAB = 131  # size of the model's vocabulary, not a multiple of 32
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**5000  # Python refuses to spell it
 MANY = list(range(1_000_000))
@@ -128,8 +130,7 @@ def test_what_does_not_go_together_is_refused_by_name(llm, asked, param):
 
 
 def test_ids_are_those_of_the_model_and_not_of_the_tokenizer(llm):
-    """The last id of the logits is in the vocabulary,
-    whether a tokenizer has a token for it or not; the next is not."""
+    """The last id of the logits is in the vocabulary even if the tokenizer has no token for it.  The next id is not."""
     last = VOCAB - 1
     for asked in (
         dict(allowed_token_ids=[last]),

@@ -1,4 +1,4 @@
-"""``captured_drafts``: on where captures are possible, and refused where it was set and leaves nothing to capture."""
+"""``captured_drafts`` is on if captures are possible.  It is refused if the user set it and nothing can be captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: layers, origins, and the exact words of every refusal."""
+"""Configuration: layers, origins, and the exact text of every refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration files: lines of values, words of YAML, families by ``extends``, what a file requires."""
+"""Configuration files: line numbers of values, YAML's words, families by ``extends``, and required packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from minivllm.errors import ConfigError, PluginError
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a file into an empty working directory; its name is then relative, as a user would give it."""
+    """Return a function that writes a file into an empty working directory.
+
+    The file's name is relative, as users write it.
+    """
     monkeypatch.chdir(tmp_path)
 
     def make(name, text):

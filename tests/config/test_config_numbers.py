@@ -1,4 +1,4 @@
-"""A number of config.json that cannot be is refused by its key, before memory is taken for what it says."""
+"""An impossible number in config.json is refused by its key, before memory is allocated for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``config show`` and ``schema``: what they write is true, can be read again, and marks what is wrong."""
+"""``config show`` and ``schema``: their output is true, can be read again, and marks errors."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def schema(package):
 
 @pytest.fixture
 def complaints(schema):
-    """A function from values to what an editor would mark: dotted places with the messages there."""
+    """Return a function from values to an editor's marks: dotted places with their messages."""
     jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)

@@ -1,4 +1,4 @@
-"""``minivllm explain quantizer``: what it says of bytes and of kernels, without loading anything."""
+"""``minivllm explain quantizer``: its report on bytes and kernels, without loading a model."""
 
 from __future__ import annotations
 

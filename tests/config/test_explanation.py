@@ -1,4 +1,4 @@
-"""Why the parts are those they are, in Python, as text and as JSON; and that a broken implementation is told there."""
+"""The reasons for the chosen parts, in Python, as text and as JSON, and the report of a broken implementation."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_explain_does_not_approve_an_implementation_that_cannot_be_imported(pack
     assert main(["explain", "evictor", "--set", "evictor=arc", *ON_CPU]) == 4
     shown = capsys.readouterr()
     assert shown.out == f"evictor -> nothing suitable   (asked: arc)\n  for anything\n  x acme/arc  {text}\n"
-    assert main(["explain", "scheduler", "--set", "evictor=arc", *ON_CPU]) == 4  # of another seam than was asked for
+    assert main(["explain", "scheduler", "--set", "evictor=arc", *ON_CPU]) == 4  # the evictor belongs to another seam
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err == f"minivllm: error: {text}\n"
     with pytest.raises(PluginError) as info:
         LLM(**CPU, evictor="arc", max_num_seqs=2, max_num_batched_tokens=64, num_kvcache_blocks=32)
-    assert str(info.value) == text  # the engine and explain say the same
+    assert str(info.value) == text  # the engine and explain print the same
 
 
 def test_what_a_plugin_prints_when_it_is_imported_is_no_part_of_the_answer(package, tmp_path, capsys):

@@ -29,7 +29,7 @@ TIB = 1 << 40
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """What waits for a FIFO waits for ever; where one is named on purpose, for a while."""
+    """Fail if code waits for a FIFO forever.  FIFOs that a test names are allowed for a while."""
     monkeypatch.setattr(files, "PATIENCE", 0.2)
 
     def late(*_):
@@ -111,7 +111,7 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, kind):
     path = tmp_path / name
     make(path)
     if (name, kind) == ("a.ini", "no UTF-8"):
-        word = "expected a file that ends in .toml"  # a hook may know better
+        word = "expected a file that ends in .toml"  # a hook may read other endings
     with pytest.raises(ConfigError) as info:
         READERS[name](path)
     assert word in str(info.value) and name in str(info.value) and len(str(info.value)) < 1000

@@ -1,4 +1,4 @@
-"""``hf_overrides`` changes config.json before anything is read from it; what would change nothing is refused."""
+"""``hf_overrides`` changes config.json before anything is read from it.  A change without effect is refused."""
 
 from __future__ import annotations
 

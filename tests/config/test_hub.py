@@ -62,7 +62,7 @@ def wire(**options):
 
 
 def sharded(folder, missing=()):
-    """A model whose index names two shards."""
+    """Return a model whose index names two shards."""
     shutil.copytree(POCKET, folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors")

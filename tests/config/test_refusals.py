@@ -1,4 +1,4 @@
-"""Own parts, and what is misspelt or of another kind: what is found, and what a refusal says to do."""
+"""Own parts, and misspelt names or names of another kind: what is found, and the advice of a refusal."""
 
 from __future__ import annotations
 

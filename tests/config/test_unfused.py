@@ -1,4 +1,4 @@
-"""``unfused``: single kinds of kernels that give way to torch's operations."""
+"""``unfused``: the kinds of kernels that torch's operations can replace one by one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_kind_that_is_left_out_leaves_the_others_in(which, monkeypatch):
 
 
 class Ranks:
-    """An end of a communicator whose devices reach each other's memory; it counts the sums of each kind."""
+    """One end of a communicator whose devices reach each other's memory.  It counts the sums of each kind."""
 
     rank, size = 0, 2
     peers = SimpleNamespace(takes=lambda x: True)

@@ -58,7 +58,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "drafter",
         "quantizer",
         "kvformat",
-        *["processor"] * len(PROCESSORS),  # one may have a model, whose layers count for attention
+        *["processor"] * len(PROCESSORS),  # a processor may have a model, whose attention layers count
         "attention",
         "evictor",
         "scheduler",

@@ -1,4 +1,4 @@
-"""The files of the host and of pre-commit agree with .ci/run; a release has all files and no other."""
+"""The files of CI and of pre-commit agree with .ci/run, and a release has all files and no other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Tables of the documentation: figures that a command computes, which are the same on each machine and must be exact;
-limits, defaults and names, which must be those of the code."""
+"""Tables of the documentation.
+
+Figures that a command computes must be exact, because they are the same on each machine.  Limits, defaults and names
+must be the ones in the code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def rows(page: str, head: str) -> list[list[str]]:
-    """The cells of a table of a page, below the line that begins so; without marks for bold and code."""
+    """Return the cells of a table of a page, below the line with this beginning, without marks for bold and code."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith(head))
     found = []
@@ -155,7 +158,7 @@ def test_the_table_of_commands_has_all_of_them():
     commands = next(a for a in make_parser()._actions if a.choices and "run" in a.choices).choices
     assert shown == set(commands)
     wired = ("generate", "chat", "run", "run-batch", "explain", "serve", "eval", "ablate", "compare", "calibrate")
-    for name, parser in commands.items():  # what the page says of flags
+    for name, parser in commands.items():  # the page's text about flags
         flags = parser.filled()._option_string_actions
         assert ("--model" in flags) == (name in wired), name
         assert ("--record" in flags) == (name in ("generate", "chat", "run", "eval")), name

@@ -1,7 +1,7 @@
-"""What the documents and the examples show is run: commands, Python blocks, configuration files, tables.
+"""The examples in the documents are run: commands, Python blocks, configuration files, tables.
 
 ``python tests/docs/test_docs.py`` writes the tables of options, server settings and hooks into their pages again.
-How blocks are run and compared is in ``doc_runner``.
+``doc_runner`` runs and compares the blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder to run in, which is also on the import path; what is imported from it is forgotten."""
+    """Change to an empty folder that is also on the import path.  Modules imported from it are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in (("DEVICE", "cpu"), ("DTYPE", "float32")):  # elsewhere ``auto`` may find others, with other sums
@@ -161,7 +161,7 @@ def test_every_page_is_run():
 def test_what_is_not_compared_has_a_reason():
     marks = [block for path in (*DOCS.glob("*.md"), ROOT / "README.md") for block in doc_blocks(path) if block.mark]
     assert marks and all(len(block.mark.partition(": ")[2]) > 10 for block in marks)
-    for block in marks:  # figures of a machine say which, and when
+    for block in marks:  # figures of a machine need its name and a date
         assert not block.mark.startswith("measured") or re.search(r"20\d\d-\d\d", block.mark), block
 
 
@@ -230,7 +230,7 @@ def options_table() -> list[str]:
 
 
 def values_of(name: str, field) -> str:
-    """What a field takes, in words."""
+    """Return the values of a field in words."""
     kind = field.annotation
     if name in SEAMS:
         return "plug-in"

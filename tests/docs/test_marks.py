@@ -1,4 +1,4 @@
-"""Files, functions and classes that pages name are in the tree, so a page that says where something is done cannot rot.
+"""Files, functions and classes that pages name exist in the tree.
 
 A mark is code in the text of a page:
 
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minivllm"
 DOCS = ROOT / "docs"
-# pages in which each mark is looked up; in the others those that name something in a file
+# pages in which each mark is checked; in the others only marks with a file
 STRICT = [DOCS / "glossary.md", DOCS / "finding-your-way.md", *sorted((DOCS / "architecture").glob("*.md"))]
 PAGES = [page for page in (*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md") if page not in STRICT]
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
@@ -58,7 +58,7 @@ def members(node: ast.ClassDef) -> set[str]:
 
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
-    """What a module defines, members of classes as ``Class.member``."""
+    """Return the names that a module defines, members of classes as ``Class.member``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     made = set().union(*(targets(node) for node in tree.body))
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
@@ -76,7 +76,7 @@ def marks(text: str) -> list[str]:
 
 
 def wrong(mark: str, strict: bool) -> str:
-    """What a mark names and is not there; "" if all is, or it is no mark."""
+    """Return the missing parts of a mark; "" if nothing is missing or the text is not a mark."""
     if at := FILE.fullmatch(mark):
         path, name = found(at[1]), at[2]
         if path is None:

@@ -1,4 +1,4 @@
-"""`examples/mini.py`: its tokens are those of `minivllm.LLM`, its blocks are accounted for, and it stays short."""
+"""`examples/mini.py`: it has the tokens of `minivllm.LLM`, accounts for its blocks, and stays short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minivllm import LLM, SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "mini.py"
 POCKET = ROOT / "minivllm" / "pocket" / "model"
-TOKENS = 16  # of an answer, at most
+TOKENS = 16  # most tokens of an answer
 
 spec = importlib.util.spec_from_file_location("mini", FILE)
 mini = importlib.util.module_from_spec(spec)
@@ -67,7 +67,7 @@ def tokens_of_llm(model, prompts) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def wanted():
     found = tokens_of_llm("pocket", PROMPTS)
-    assert len({tuple(tokens) for tokens in found}) >= 8  # or equality would say little
+    assert len({tuple(tokens) for tokens in found}) >= 8  # otherwise equality would prove little
     return found
 
 
@@ -279,7 +279,8 @@ class Blocks(RuleBasedStateMachine):
             tokens, slots = chunk.sequence.tokens, chunk.context.tolist()
             for position in range(chunk.start, chunk.end):
                 slot = slots[position]
-                assert self.pool.holders[slot // self.pool.block_size] == 1  # no other sequence sees the write
+                # the write is not visible to another sequence
+                assert self.pool.holders[slot // self.pool.block_size] == 1
                 self.memory[slot] = tokens[: position + 1]
         for chunk in chunks:  # when all have written
             seen = [self.memory[slot] for slot in chunk.context.tolist()]
@@ -379,7 +380,7 @@ def test_drawn_tokens_are_distributed_as_the_softmax_of_what_is_kept(monkeypatch
     assert sum(drawn.values()) == 2000
     assert set(drawn) <= {token for token, p in enumerate(share) if p > 0}
     chi = sum((drawn[token] - 2000 * p) ** 2 / (2000 * p) for token, p in enumerate(share) if p > 0)
-    assert chi < 24.3  # the 0.1 % quantile for 7 degrees of freedom, above those for fewer
+    assert chi < 24.3  # the 0.1 % quantile for 7 degrees of freedom, which is above the quantiles for fewer
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ def logical_lines() -> list[int]:
             if name == "NEWLINE":
                 lines += [] if kinds == {"STRING"} and count == 1 else [count]
                 count, kinds = 0, set()
-            elif name.startswith("FSTRING"):  # since Python 3.12 in parts; counted as one string
+            elif name.startswith("FSTRING"):  # several tokens since Python 3.12; counted as one string
                 within = name != "FSTRING_END"
                 count += not within
             elif name in ("NAME", "NUMBER", "STRING", "OP") and not within:

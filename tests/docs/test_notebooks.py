@@ -1,4 +1,4 @@
-"""The notebooks in ``examples/`` run from top to bottom, and are stored without what a run leaves in them."""
+"""The notebooks in ``examples/`` run from top to bottom, and are stored without the output of a run."""
 
 from __future__ import annotations
 

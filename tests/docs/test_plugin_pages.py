@@ -1,4 +1,4 @@
-"""docs/plugins/: the page of each seam is what its interface and the conformance kit say today."""
+"""docs/plugins/: the page of each seam agrees with its interface and the conformance kit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``minivllm plugins new``: what it writes installs, works and passes the kit; what cannot be is refused."""
+"""``minivllm plugins new``: the written package installs, works and passes the kit, and impossible requests are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
 from minivllm.testing.scaffold import check_name, files, write
 
-QUICK = {"strategy", "hooks"}  # whose kit takes a few seconds
+QUICK = {"strategy", "hooks"}  # seams whose kit takes a few seconds
 ALL = [seam if seam in QUICK else pytest.param(seam, marks=pytest.mark.slow) for seam in KINDS]
 
 

@@ -251,7 +251,9 @@ def circles(graph: dict[str, set[str]]) -> list[frozenset[str]]:
 
 
 def test_a_room_imports_what_its_row_allows_and_the_rows_allow_nothing_else():
-    """Both ways, so that the table says what is: a permission that nobody needs any longer is taken out."""
+    """The check goes both ways, so that the table is exact, and a permission that is no longer needed must be
+    removed.
+    """
     found: dict[str, set[str]] = {row: set() for row in MAY_IMPORT}
     up = []
     for module, others in ARROWS.items():
@@ -335,7 +337,10 @@ def test_the_host_is_imported_without_torch():
 
 
 def test_an_arrow_is_seen_wherever_it_stands(tmp_path, monkeypatch):
-    """Within a function, relative, of a module from its package, by a lazy name; not under TYPE_CHECKING."""
+    """Imports within a function, relative ones, of a module from its package, and by a lazy name are found.
+
+    Imports under TYPE_CHECKING are not.
+    """
     path = tmp_path / "x.py"
     path.write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from minivllm import llm\n"
@@ -348,7 +353,7 @@ def test_an_arrow_is_seen_wherever_it_stands(tmp_path, monkeypatch):
 
 
 def test_a_class_name_is_used_once():
-    """In the package: a reader who searches for a name finds one thing."""
+    """This holds in the package, so a search for a name has one result."""
     where: dict[str, list[str]] = {}
     for module, path in FILES.items():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -62,7 +62,7 @@ def test_leaving_a_stream_frees_its_blocks_within_a_step(llm):
         stream = llm.generate("Once upon a time", greedy(3000))
         got = [await anext(stream) for _ in range(3)]
         await stream.aclose()
-        return got, await llm.stats()  # asked after the abort: the engine's thread does both in order
+        return got, await llm.stats()  # after the abort, because the engine's thread runs both in order
 
     got, stats = asyncio.run(run())
     assert len(got) == 3 and stats["running"] == 0

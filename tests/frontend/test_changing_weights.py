@@ -1,4 +1,4 @@
-"""Pauses, updates of weights and sleep, seen from requests: versions, cached prefixes, open streams, memory."""
+"""Pauses, updates of weights and sleep, from the view of requests: versions, cached prefixes, open streams, memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_open_stream_continues_with_the_new_weights(tiny):
         versions = output.weights_versions
         assert versions == [0] * int(done) + [1] * (40 - int(done)) and output.weights_version == 1
         kept = output.token_ids[: int(done)]
-        # the tokens behind the update are those of the new weights for the whole text before them
+        # tokens after the update equal the tokens of the new weights with the whole text before them
         again = llm.generate(
             {"prompt_token_ids": IDS["prompt_token_ids"] + kept},
             SamplingParams(temperature=0, max_tokens=40 - len(kept), ignore_eos=True),

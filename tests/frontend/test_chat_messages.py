@@ -137,7 +137,7 @@ def normalised(chat, content, arguments):
 
 
 def filled(tokenizer, chat, **more):
-    """The prompt that transformers makes; with empty content where the template cannot do without any."""
+    """Return the prompt of transformers, with empty content if the template needs some."""
     from jinja2 import TemplateError, UndefinedError
 
     try:

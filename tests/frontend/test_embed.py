@@ -1,4 +1,4 @@
-"""``LLM.embed`` and ``LLM.score``: values of transformers, whatever the steps that compute them; refused options."""
+"""``LLM.embed`` and ``LLM.score`` equal transformers for any division into steps, and refuse some options."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compare(found, states, kind):
     "more", [{}, {"enable_prefix_caching": False}, {"graph": "off", "max_num_batched_tokens": 512}]
 )
 def test_embeddings_equal_those_of_transformers(tiny, more):
-    """Steps of 16 tokens divide the prompts; the second round finds them in the prefix cache."""
+    """Steps of 16 tokens divide the prompts, and the second round finds them in the prefix cache."""
     path, prompts, states = tiny
     with LLM(model=path, **{**SMALL, **more}) as llm:
         for _ in range(2):
@@ -74,7 +74,7 @@ def test_embeddings_equal_those_of_transformers(tiny, more):
 
 
 def test_embeddings_beside_requests_that_decode(tiny):
-    """Few blocks, so that requests are preempted meanwhile; both kinds have the values that they have alone."""
+    """There are few blocks, so requests are preempted meanwhile.  Both kinds have the same values as alone."""
     path, prompts, states = tiny
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with LLM(model=path, **SMALL) as llm:

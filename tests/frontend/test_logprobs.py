@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and outputs, of raw and of processed logits: those of transformers."""
+"""Log-probabilities of prompts and outputs, of raw and of processed logits, equal transformers'."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_they_leave_the_garbage_collector_no_object_a_token():
         assert all(len(o.outputs[0].token_ids) == 100 for o in outputs)
         return len(gc.get_objects()) - before
 
-    objects(), objects(logprobs=1)  # what is made once
+    objects(), objects(logprobs=1)  # create objects that are made only once
     gc.collect()
     gc.disable()
     try:
@@ -227,7 +227,7 @@ def test_samplers_that_leave_tokens_out_say_so_and_score_beams_beside_them_as_an
         stay = {t: v.logprob for t, v in entry.items()}
         mass = torch.logsumexp(lp[list(stay)], 0)
         left += len(stay) < 20
-        if len(stay) < 20:  # all that stay are told, and nothing else: they are a distribution of their own
+        if len(stay) < 20:  # all remaining tokens are reported, and they are a distribution of their own
             assert all(abs(v - (lp[t] - mass)) < 1e-3 for t, v in stay.items()), (i, stay)
         assert mixed.outputs[0].token_ids[i] in stay
     assert left > 3, "the test itself is too weak"

@@ -1,4 +1,4 @@
-"""The loop that runs an engine on one thread: what reaches it, what ends it, and who is told then."""
+"""The loop that runs an engine on one thread: its messages, its ends, and the reports of an end."""
 
 import threading
 import time
@@ -44,11 +44,11 @@ def test_who_waits_is_woken_by_whatever_happens(act):
     assert not woken.is_set()
     act(inbox)
     assert woken.wait(10)
-    inbox.wait(None)  # and nobody waits for what is there
+    inbox.wait(None)  # no wait for an item that is there
 
 
 class Scripted(TurnLoop):
-    """Its turns raise what the script says, None nothing."""
+    """A loop whose turns raise the exceptions of the script; None raises nothing."""
 
     def __init__(self, engine, script):
         super().__init__(engine)

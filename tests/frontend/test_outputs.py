@@ -1,4 +1,4 @@
-"""What a client sees of a sequence: deltas, stops, log-probabilities, and outputs that are objects and mappings."""
+"""The client's view of a sequence: deltas, stops, log-probabilities, and outputs that are objects and mappings."""
 
 import copy
 import dataclasses
@@ -50,7 +50,7 @@ def test_deltas_joined_are_the_text_up_to_the_first_stop(ids, stops, data):
     assert (
         sum(d.used for d in deltas) == len(sequence.token_ids) and sequence.token_ids == ids[: len(sequence.token_ids)]
     )
-    # the definition: text grows by characters; the first moment after min_tokens at which it ends with a stop string
+    # the definition: text grows by characters, until it ends with a stop string after min_tokens
     ends = [len(TOKENIZER.decode(ids[:k])) for k in range(len(ids) + 1)]
     text, start = TOKENIZER.decode(ids), ends[min(min_tokens, len(ids))]
     at = next((e for e in range(start + 1, len(text) + 1) if any(text[:e].endswith(s) for s in stops)), None)

@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens, compared with those of the same tokens as a prompt, over updates."""
+"""Log-probabilities of drawn tokens equal the log-probabilities of the same tokens as a prompt, over updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``adaptive``: what it learns of steps, and when newcomers wait for it."""
+"""The policy ``adaptive``: the times of steps that it learns, and when new requests wait for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIM = {"slots": 64, "blocks": 8000, "budget": 512, "max_len": 256}
 
 
 def served(name, per_prefill, rate=40.0, seconds=12.0, ttft_ms=None, lengths=(10, 60), **options):
-    """The engine after some seconds of arrivals, each of which asks for 40 tokens."""
+    """Return the engine after some seconds of arrivals of requests for 40 tokens each."""
     b = Bench(name, base=0.01, per_token=2e-5, per_prefill=per_prefill, sim=SIM, **options)
     rng, at, n = random.Random(3), b.clock.now, 0
     end = at + seconds
@@ -42,7 +42,7 @@ def test_the_fixed_time_of_a_step_with_prompts_is_learned():
     b = served("adaptive", per_prefill=0.03)
     found = b.engine.planner.policy.figures()
     assert found["prompts_ms"] == pytest.approx(30, rel=0.2)
-    assert found["step_ms"] == pytest.approx(10, rel=0.15)  # and what its decode rows take
+    assert found["step_ms"] == pytest.approx(10, rel=0.15)  # and the time of a step's decode rows
 
 
 def test_where_that_time_is_long_newcomers_enter_together_and_all_are_served_sooner():

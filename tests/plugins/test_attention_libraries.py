@@ -1,7 +1,7 @@
-"""The back ends over libraries, with stand-ins for the libraries: how the glue indexes, masks, scales and plans.
+"""The back ends over libraries, with stand-ins for the libraries: indexing, masks, scales and plans.
 
-The stand-ins (``helpers/stand_ins``) take what the real functions take and refuse what those refuse.  Kernels are not
-tested here: that is what ``python -m minivllm.testing flash_attn --device cuda`` does where a library is installed.
+The stand-ins (``helpers/stand_ins``) accept and refuse the same arguments as the real functions.  Kernels are not
+tested here; ``python -m minivllm.testing flash_attn --device cuda`` tests them with an installed library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OURS = tuple(f"minivllm.plugins.attention.{name}" for name in ("flash_attn", "fl
 
 
 def forget():
-    """What was imported from a library, real or not."""
+    """Remove the imported modules of a library, real or not."""
     for name in [n for n in sys.modules if n.split(".")[0] in ("flash_attn", "flashinfer", "stand_in_math")]:
         del sys.modules[name]
     for name in OURS:
@@ -34,7 +34,7 @@ def forget():
 
 @pytest.fixture(autouse=True)
 def waiting_stand_ins(monkeypatch):
-    """Allow steps to wait for the device: the stand-ins compute in torch, whose operations wait, unlike the kernels."""
+    """Allow steps to wait for the device, because the stand-ins compute in torch, whose operations wait."""
     monkeypatch.setattr("minivllm.testing.attention_graph.no_wait", lambda found, where: None)
 
 
@@ -142,7 +142,7 @@ def test_the_document_shows_what_each_back_end_claims():
 
 
 def test_a_library_is_found_without_importing_it(stand_ins):
-    """The package of FlashAttention-2 imports torch, and that of FlashAttention-4 lies inside it."""
+    """The package of FlashAttention-2 imports torch, and the package of FlashAttention-4 lies inside it."""
     for spec in (FLASH_ATTN, FLASH_ATTN2, FLASHINFER):
         assert [needs.missing() for needs in spec.needs] == [None]
     assert not {"flash_attn", "flashinfer"} & sys.modules.keys()

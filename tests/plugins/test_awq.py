@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ: what they say is what is multiplied by."""
+"""Checkpoints of AWQ: products use exactly the weights that the tensors describe."""
 
 from __future__ import annotations
 

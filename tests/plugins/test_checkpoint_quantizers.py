@@ -1,6 +1,6 @@
-"""What all quantizers that read checkpoints have in common: the tests of the conformance kit that cost little.
+"""Tests of all quantizers that read checkpoints: the fast tests of the conformance kit.
 
-All of the kit is a slow test (tests/testing/test_conformance.py).
+The whole kit is a slow test (tests/testing/test_conformance.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Checkpoints of compressed-tensors: what they say is what is multiplied by, group by group of the configuration."""
+"""Checkpoints of compressed-tensors: products use exactly the weights that the tensors describe, for each group of the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def weights(bits=4, kind="int", strategy="group", group_size=32, symmetric=True,
 
 
 def config(*groups, form="pack-quantized", ignore=("lm_head",), **more):
-    """``groups``: (targets, weights), and what else a group has."""
+    """Return a configuration.  ``groups`` are (targets, weights, further fields)."""
     made = {
         f"group_{i}": {"targets": list(g[0]), "weights": g[1], **(g[2] if len(g) > 2 else {})}
         for i, g in enumerate(groups)

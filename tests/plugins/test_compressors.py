@@ -84,7 +84,7 @@ KEPT = [Tap("compression.kept", read=True)]
 
 
 def assert_same(kept, recorder):
-    """Compare the kept tokens of an output with those that the reference has recorded."""
+    """Compare the kept tokens of an output with the kept tokens that the reference has recorded."""
     alive = [np.arange(0)] * len(recorder.removed)
     assert [one.computed for one in kept] == [computed for computed, *_ in recorder.events]
     for one in kept:

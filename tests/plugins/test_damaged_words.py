@@ -1,5 +1,7 @@
-"""Tensors of GPTQ and AWQ that have another shape, dtype or content than config.json says: each is refused by name,
-from the headers and while it is loaded, and none gives other numbers."""
+"""Tensors of GPTQ and AWQ with another shape, dtype or content than config.json describes.
+
+Each is refused by name, from the headers and during loading, and none gives other numbers.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def sources(tensors):
 
 
 def outcomes(way, tensors, where):
-    """(what is held, None) or (None, the error) of a module whose headers were looked at, or not."""
+    """Return (weight, None) or (None, error) of a module whose headers were checked, or not."""
     quantizer, said = WAYS[way]
     m = info((64,), 160, **({"sources": sources(tensors)} if where == "headers" else {}))
     try:

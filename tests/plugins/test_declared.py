@@ -1,4 +1,4 @@
-"""Parameters of requests that plug-ins declare: those of another package are served as the built-in ones are."""
+"""Parameters of requests that plug-ins declare.  Parameters of other packages work as built-in ones."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_body_counts_before_the_defaults_of_a_server(away, name, how):
 
 
 def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(away, monkeypatch):
-    """A name in ``extra`` that no chosen part declares stays as it is; an import would hold up everybody."""
+    """A name in ``extra`` that no chosen plug-in declares is unchanged, because an import would delay all requests."""
     monkeypatch.setattr(Catalog, "discover", lambda *_: pytest.fail("the metadata was asked"))
     assert SamplingParams(extra={"xtc_probability": "x"}).extra == {"xtc_probability": "x"}
     assert SamplingParams(mirostat_tau=3, typical_p=0.5).asked() == ["mirostat_tau", "typical_p"]

@@ -1,4 +1,4 @@
-"""What installed packages can and cannot do to minivllm: real metadata in a folder on the path, most of it hostile."""
+"""The effects of installed packages on minivllm, with real metadata in a folder on the path, most of it hostile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafter ``eagle3``: drafts of a head in the published layout against a reference of it, and refused files."""
+"""The drafter ``eagle3``: drafts of a head in the published layout compared with a reference, and refused files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = {"device": DEVICE, "dtype": "float32", "skip_tokenizer_init": True, "max
 
 class Case:
     def __init__(self, folder, family):
-        # the layers of config.json, or those of EAGLE-3 for a model of 8 layers
+        # the layers of config.json, or EAGLE-3's for a model of 8 layers
         layers, told = ((1, 2, 3), True) if family != "llama" else ((2, 4, 5), False)
         self.folder, _, self.model = tiny_dir(
             folder / "model", family, eos_token_id=60, num_hidden_layers=4 if told else 8

@@ -25,7 +25,7 @@ SHORT = SamplingParams(max_tokens=4, temperature=0)
 
 
 class Counting(Fcfs):
-    """Counts the sequences that came, and its figures are what a test says."""
+    """Counts the sequences that arrive.  The test sets its figures."""
 
     spec = Spec(f"{__name__}:Counting", (1, 1), "a policy of a test")
     came, gives = 0, None

@@ -1,4 +1,4 @@
-"""Ranks that were started from other files or versions are told apart, and end the start in their own words."""
+"""Ranks with different files or versions are detected, and the start ends with their names."""
 
 from __future__ import annotations
 

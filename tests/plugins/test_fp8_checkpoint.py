@@ -29,7 +29,7 @@ def config(block=(128, 128), **more):
 
 
 class Weight:
-    """What ``packed_dir`` writes: blocks of 32 by 48 share a scale."""
+    """The weight that ``packed_dir`` writes, in which blocks of 32 by 48 share a scale."""
 
     def __init__(self, n, k, rows=32, columns=48):
         tensors, self.weight = random_bytes(FP8, rows, columns, n, k)

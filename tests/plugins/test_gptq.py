@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ: what they say is what is multiplied by, in the form it was packed for."""
+"""Checkpoints of GPTQ: products use exactly the weights that the tensors describe, in their packed form."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_merged_layer_may_have_three_sizes_of_groups_and_stays_one_product():
 
 
 def sources(tensors, names=None):
-    """What the loader tells of tensors by part."""
+    """Return the sources of tensors by part, as the loader gives them."""
     from minivllm.plugins.quantizer.packed import NAMES
 
     names = names or {part: f"{part}_proj" for part in tensors}
@@ -137,7 +137,10 @@ def test_symmetric_zero_points_say_which_version_they_are_of_where_config_is_wro
 def test_a_packed_weight_that_is_one_product_has_the_kernel_that_takes_what_surrounds_it_along(
     monkeypatch, order, different
 ):
-    """As weights have that are quantized while they are loaded; not where x is sorted before, or parts stand alone."""
+    """Weights that are quantized during loading have the same kernel.
+
+    It is not used if x is sorted before the product, or if parts are separate.
+    """
     monkeypatch.setattr("minivllm.plugins.quantizer.int4.joined", lambda *given: given)
     parts = {"a": coded(32, 64, 4, 32, order=order), "b": coded(32, 64, 8 if different else 4, 32)}
     if order:
@@ -300,7 +303,7 @@ def test_what_autogptq_says_in_a_file_of_its_own_is_read(tmp_path):
     )
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
     want = None
-    for impl in ("auto", "transformers"):  # whose names are made of its own modules
+    for impl in ("auto", "transformers"):  # the names of transformers' own modules
         with LLM(model=str(tmp_path), model_impl=impl, **LLM_SIZES) as llm:
             assert "minivllm/gptq" in llm.explain("quantizer")
             out = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]

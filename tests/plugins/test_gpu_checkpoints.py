@@ -1,4 +1,4 @@
-"""Packed checkpoints on a CUDA device, in captured steps: their tokens are those of the weights in floating numbers."""
+"""Packed checkpoints on a CUDA device in captured steps have the tokens of the weights in floating point."""
 
 from __future__ import annotations
 

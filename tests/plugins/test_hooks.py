@@ -1,4 +1,4 @@
-"""Hooks: who is told what, that nobody can harm a step, and whose time counts for whom."""
+"""Hooks: the events that they receive, that none can harm a step, and the time that each request is charged."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Threads(Hooks):
 
 
 class Fails(Hooks):
-    """Raises in each step; ``SystemExit`` in the end of each request."""
+    """A hook that raises in each step, and raises ``SystemExit`` at the end of each request."""
 
     calls = 0
 

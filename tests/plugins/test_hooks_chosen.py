@@ -1,4 +1,4 @@
-"""Hooks as plug-ins: what is refused and in which words, who is asked first, and the built-in ones."""
+"""Hooks as plug-ins: refusals with their messages, the order of calls, and the built-in hooks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Mine({base}):
 
 
 def chosen(package, environ=None, **text):
-    """What is resolved with a hook plug-in of this text."""
+    """Return the resolved parts with a hook plug-in of this text."""
     usual = {"api": (1, 0), "base": "Hooks", "mark": "", "name": "minivllm_step_finished", "args": "", "body": "pass"}
     package("acme_hooks", PACKAGE.format(**{**usual, **text}))
     sys.modules.pop("acme_hooks", None)

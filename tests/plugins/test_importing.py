@@ -1,4 +1,4 @@
-"""A plug-in whose import ends the process is named, in every way of starting an engine; one that only fails, too."""
+"""A plug-in whose import ends the process, or fails, is named, in every way of starting an engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is particular to int4: its bytes, its scales, what it does with modules by name.  The rest is in the
-conformance kit, which is run here with options other than the default ones."""
+"""Tests of int4 alone: its bytes, its scales, and its treatment of modules by name.
+
+The conformance kit tests the rest.  It is run here with options other than the defaults.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, tiny_dir
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # of a tiny model whose inputs 32 divides
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # sizes of a tiny model whose inputs 32 divides
 FORMS = [(32, True), (64, True), (128, False), (32, False)]  # (group, symmetric)
 
 
@@ -199,7 +201,8 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_few_rows_at_a_time_are_at_full_precision(symmetric):
-    room = 40 * tiled.AT_ONCE["cpu"]  # ten float32 tensors of as many elements; the larger weight is 32 MiB in float32
+    # ten float32 tensors with as many elements; the larger weight takes 32 MiB in float32
+    room = 40 * tiled.AT_ONCE["cpu"]
     most = {}
     for rows in (2048, 8192):
         weight, x = torch.randn(rows, 1024, dtype=torch.bfloat16), torch.randn(4, 1024)
@@ -223,7 +226,7 @@ def test_a_model_in_int4_resembles_the_original_and_has_the_bytes_of_its_bits(tm
         harness = Harness(path, ARCHS["llama"](), cfg, quantizer=Int4(Int4Options(symmetric=symmetric)))
         errors[symmetric] = float((harness.step({0: PROMPT})[0] - want).norm() / want.norm())
         assert plain - weight_bytes(harness.parts) == linear * (32 - bits) // 8
-    assert 0.01 < errors[False] < errors[True] < 0.6, errors  # random layers magnify what is off in the first
+    assert 0.01 < errors[False] < errors[True] < 0.6, errors  # random layers magnify errors of the first
 
 
 # ---- modules by name -------------------------------------------------------------------------------------------------
@@ -390,7 +393,7 @@ class TestAsymmetric(Group):
     model = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
     def step(self, weight, info):
-        eps = torch.finfo(getattr(torch, info.dtype)).eps  # what is near 0 is held as a number that is rounded
+        eps = torch.finfo(getattr(torch, info.dtype)).eps  # numbers near 0 are stored with a rounding error
         return by_group(lambda g: (g.amax(2, keepdim=True) - g.amin(2, keepdim=True)) / 15, weight, 64) * (1 + 2 * eps)
 
     def grid(self, info):

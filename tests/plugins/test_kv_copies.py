@@ -1,4 +1,4 @@
-"""Keys and values of bytes on a GPU: what is written of them, and what long rows read of them."""
+"""Keys and values of one byte on a GPU: the stored bytes, and the values that long rows read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of one byte an element: what is stored of a token, and requests over it."""
+"""Keys and values of one byte for each element: the stored bytes of a token, and requests that use them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A needle among 64k tokens of a cache of one byte an element: one key fits the query, and its value must come back.
+"""A needle among 64k tokens of a cache with one byte for each element: one key fits the query, and its value must
+return.
 
-The needle's weight is a little more than that of all others together, so that sums of 64k small numbers matter: with
-sums of 14 bits, or of the cache's own dtype, they would be lost.
+The needle weighs a little more than all other tokens together, so sums of 64k small numbers matter.  Sums with 14 bits,
+or in the cache's own dtype, would lose them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def backend_on(device: str, fmt):
 
 
 def needle_found(device: str, fmt, depth: int, length: int) -> tuple[float, float]:
-    """A query of ``length`` tokens at the end -> (what of the value comes back, error beside float64)."""
+    """Return (share of the value in the result, error against float64) for a query of ``length`` tokens at the end."""
     backend, generator = backend_on(device, fmt), torch.Generator().manual_seed(depth)
     draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
     k, v, q = draw(TOKENS, 2, 64), draw(TOKENS, 2, 64), draw(length, 4, 64)

@@ -40,7 +40,7 @@ def files_of(path) -> list[Path]:
 
 
 def found(store, n=10) -> list[int]:
-    """Return the numbers of the pages that come back, each of which is whole."""
+    """Return the numbers of the pages that the store returns.  Each page is whole."""
     numbers = []
     for number in range(n):
         page = store.get(key_of(number))

@@ -1,5 +1,7 @@
-"""The order in which the local executor asks its runner: captured steps share their tensors, so none may begin while
-another one waits for its masks."""
+"""The order of calls from the local executor to its runner.
+
+Captured steps share their tensors, so none may begin while another waits for its masks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from minivllm.plugins.executor.shared_device import with_others
 
 
 class Recorder:
-    """A runner that writes down what it is asked."""
+    """A runner that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -38,7 +40,7 @@ class Recorder:
 
 @given(late=st.lists(st.booleans(), min_size=1, max_size=8), draw=st.data(), follows=st.booleans())
 def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[bool], draw: Any, follows: bool) -> None:
-    """Whatever the order in which steps are submitted and masks come; a rank that follows gets a go without masks."""
+    """Steps are submitted and masks arrive in any order.  A rank that follows is allowed to continue without masks."""
     executor = Local()
     executor.runner = runner = Recorder()
     submitted, due, got = 0, [], []

@@ -1,4 +1,4 @@
-"""``nf4`` and ``llm-int8`` give a weight what bitsandbytes gives it.  The rest is in the conformance kit."""
+"""``nf4`` and ``llm-int8`` quantize a weight as bitsandbytes does.  The conformance kit tests the rest."""
 
 from __future__ import annotations
 

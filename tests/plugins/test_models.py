@@ -1,4 +1,4 @@
-"""What is particular to Llama, Qwen2 and Qwen3.  That they equal transformers is in the conformance kit."""
+"""Tests of Llama, Qwen2 and Qwen3 alone.  The conformance kit checks that they equal transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SERVED = {
 
 @pytest.mark.parametrize("name", SERVED)
 def test_what_equals_transformers_is_not_refused_tomorrow(name, tmp_path):
-    """The kit lets an architecture refuse; these do not."""
+    """The kit allows an architecture to refuse a config, but these configs must be accepted."""
     suite = type("Suite", (ModelConformance,), {"plugin": f"minivllm/{name}"})()
     found = suite.verdicts(suite.first(), tmp_path)
     assert {what: found[what] for what in SERVED[name] if found[what][0] != "equal"} == {}
@@ -105,7 +105,7 @@ def test_tiny_models_are_not_degenerate():
 
 
 def test_after_the_last_attention_only_tokens_that_draw_are_computed():
-    """What becomes of a prompt's other tokens there nobody reads, unless their log-probabilities are asked for."""
+    """Results for a prompt's other tokens are not used there, unless their log-probabilities are requested."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "num_kvcache_blocks": 64}
     llm = LLM(model="pocket", device="cpu", dtype="float32", enable_prefix_caching=False, graph="off", **sizes)
     rows: list[int] = []
@@ -117,7 +117,7 @@ def test_after_the_last_attention_only_tokens_that_draw_are_computed():
 
     llm.generate(ids, one)
     assert rows == [2]
-    rows.clear()  # three chunks, of which the last draws
+    rows.clear()  # three chunks; only the last one draws
     llm.generate([{"prompt_token_ids": list(range(20, 60))}], one)
     assert rows == [1, 1, 1]
     rows.clear()
@@ -216,7 +216,7 @@ def test_a_number_of_layers_that_the_checkpoint_contradicts_is_named(family, tmp
 
 
 def test_drafts_of_a_row_near_its_end_beside_one_with_many():
-    """The draft model goes on for the row with most drafts; of the others it reads nothing behind their end."""
+    """The draft model continues for the row with most drafts.  It reads nothing behind the end of the other rows."""
     drafter = {"name": "model", "options": {"model": "pocket-draft"}}
     sizes = {"max_num_seqs": 4, "max_model_len": 64, "num_kvcache_blocks": 64}
     prompts = [{"prompt_token_ids": [20 + i * k % 40 for i in range(n)]} for k, n in ((3, 45), (1, 20), (2, 48))]

@@ -1,4 +1,4 @@
-"""The drafter ``mtp``: drafts of the head against a reference of it, and tokens with and without drafts."""
+"""The drafter ``mtp``: drafts of the head compared with a reference, and tokens with and without drafts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def stale_pairs(self, ask, j, logits=HeadModel.logits):
 
 
 def unshifted(self, *args, run=HeadModel._run, **more):
-    """Embeds the token whose states a pair has, not the next one."""
+    """Run the head with the embedding of the token whose states a pair has, in place of the next one."""
     tokens = self.state.tokens
     self.state.tokens = torch.roll(tokens, 1, 1)
     try:

@@ -1,4 +1,4 @@
-"""Executor ``multiprocess``: tokens of ranks that share a model are those of one process, and no end is a hang."""
+"""Executor ``multiprocess``: ranks that share a model give the tokens of one process, and an end never blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Parts(Sdpa):
 
 
 class TestTwoRanks(ExecutorConformance):
-    """The kit with two ranks throughout; ``tests/testing`` runs it with one."""
+    """The kit with two ranks in all tests.  ``tests/testing`` runs it with one rank."""
 
     pytestmark = pytest.mark.slow
     plugin = "minivllm/multiprocess"
@@ -108,7 +108,10 @@ def gone(pids, seconds=5.0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """61 tokens, which neither 2 nor 4 divide, and one KV head for all; the head shares the embedding's weight."""
+    """The vocabulary has 61 tokens, which neither 2 nor 4 divide, and there is one KV head.
+
+    The head shares the embedding's weight.
+    """
     path = tmp_path_factory.mktemp("ranks") / "model"
     return tiny_dir(path, "qwen3", "mqa", tie_word_embeddings=True)[0]
 
@@ -123,7 +126,10 @@ def want(folder):
 
 
 def test_two_ranks_give_the_tokens_of_one_process_and_a_dead_one_ends_the_engine_within_two_seconds(folder, want):
-    """In chunks, preempted, with prefix hits and drafts; each step's plans, hidden states and columns are compared."""
+    """Prompts are divided into chunks and preempted, with prefix hits and drafts.
+
+    Plans, hidden states and columns of each step are compared.
+    """
     with LLM(**options(folder, **RANKS)) as llm:
         pids = ranks_of(llm)
         for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: left to the engine's process
@@ -181,7 +187,7 @@ def test_sizes_that_cannot_be_are_refused_before_anything_starts(folder, monkeyp
 
 
 class Rank:
-    """A child that says what is given and lives until it does not."""
+    """A child process with prepared messages, which runs until the test ends it."""
 
     pid = 7
 
@@ -227,7 +233,7 @@ def result(executor, failed):
 @pytest.mark.parametrize(
     ("failed", "first", "second", "words"),
     [
-        (True, [parted(5, 12)], [parted(5, 12)], None),  # what a plug-in raises, it raises on each
+        (True, [parted(5, 12)], [parted(5, 12)], None),  # an exception of a plug-in is raised on each rank
         (True, [], [], None),  # drawing failed, on rank 0 alone
         (True, [parted(5, 12)], [parted(5, 13)], "failed after 12 calls: boom; rank 1 .* failed after 13"),
         (True, [parted(5, 12)], [], "failed after 12 calls: boom; rank 1 .* has not failed"),

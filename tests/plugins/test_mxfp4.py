@@ -86,7 +86,7 @@ def test_experts_that_are_kept_in_4_bits_are_unpacked_when_they_are_hit_and_no_o
     assert plain.token_ids == kept.token_ids
     assert kept.cumulative_logprob == pytest.approx(plain.cumulative_logprob, abs=1e-5)
     assert none == 0 and packed == whole // 32 * 17 // 4  # of float32
-    # 2 layers of 2 products; at most 4 experts of a prompt, 2 of each of 5 tokens
+    # 2 layers with 2 products; at most 4 experts for a prompt, and 2 for each of 5 tokens
     assert isinstance(scheme, KeptExperts) and 0 < products <= 2 * 2 * (4 + 5 * 2)
     each = scheme.info.out_features // scheme.info.experts
     assert {stop - start for owner, start, stop in made if owner == id(scheme)} == {each}

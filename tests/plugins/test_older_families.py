@@ -1,4 +1,6 @@
-"""BLOOM, Falcon, MPT, GPT-Neo and StableLM: what is particular to them equals transformers, in every way to run it."""
+"""BLOOM, Falcon, MPT, GPT-Neo and StableLM equal transformers in their special features, in every way of
+running them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A part from a file of the user's that raises, or gives what it must not: the message names the part, its file and,
-where the part raised, the line."""
+"""A plug-in from the user's file that raises or returns a wrong value.
+
+The message names the plug-in and its file, and the line of an exception.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LINE = 6  # where ``body`` stands
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Writes a module with a part that does ``body`` in a method; gives its path."""
+    """Return a function that writes a module with a plug-in whose method has ``body``, and returns its path."""
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("own_fault", None)
 

@@ -24,7 +24,9 @@ class Half(Evictor):
 
 @pytest.fixture
 def evictors(tmp_path, monkeypatch):
-    """Installs a package ``acme`` with the evictors whose spec modules are given as text; gives its entries by name."""
+    """Return a function that installs a package ``acme`` with evictors whose spec modules are given as text, and
+    returns its entries by name.
+    """
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(metadata="", **specs):

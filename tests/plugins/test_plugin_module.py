@@ -1,4 +1,4 @@
-"""``minivllm.plugin`` is what authors import from: its names are pinned, and old documented paths lead to new ones."""
+"""``minivllm.plugin``, from which authors import.  Its names are pinned, and old documented paths lead to new ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
 
 ROOT = Path(__file__).resolve().parents[2]
-# A name leaves only with a new major version of its seam's contract; docs/compatibility.md says so.
+# A name is removed only with a new major version of its seam's contract, as docs/compatibility.md promises.
 PINNED = """
 AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod AdapterSource AdapterTarget adapter_refusal
 ANY Ask AtLeast AtMost Attention AttentionBackend AttentionContext AttnLayer AttnMeta AttnSpec BlockInfo BlocksView

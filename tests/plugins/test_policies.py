@@ -1,4 +1,4 @@
-"""What each built-in scheduling policy is for; that it is lawful the conformance kit says (``test_conformance``)."""
+"""The purpose of each built-in scheduling policy.  The conformance kit checks their contract (``test_conformance``)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_long_job_is_overtaken_for_max_wait_seconds_and_no_longer():
 
 
 def targets(seed, n, gap):
-    """Bursts of requests, some of which have to start soon."""
+    """Return bursts of requests, some of which must start soon."""
     rng, at, out = random.Random(seed), 0.0, []
     for i in range(n):
         at += rng.expovariate(1 / gap)
@@ -197,7 +197,7 @@ def test_a_request_without_a_cached_prefix_waits_for_a_bounded_time():
 
 
 def service(bench, tenant):
-    """What the tenant has been served, as the policy counts it by default, whether its requests have ended or not."""
+    """Return the service of the tenant as the policy counts it by default, for ended and running requests."""
     slots, total = bench.engine.slots, 0
     for r in bench.made:
         if r.params.tenant == tenant and r.sequences[0].serial >= 0:
@@ -209,8 +209,11 @@ def service(bench, tenant):
 
 @pytest.mark.parametrize("flood", [40, 600], ids=["a_window", "more_than_the_window"])
 def test_a_tenant_that_floods_gets_no_more_than_one_that_keeps_a_few_waiting(flood):
-    """Both always wait; the flood sends short requests, the other long ones.  The bound of VTC's theorem 4.4: twice the
-    larger of a prompt's cost and that of all rows' tokens, here of whole requests, because rows are not preempted."""
+    """Both tenants always have waiting requests; one sends many short requests, the other a few long ones.
+
+    The bound is VTC's theorem 4.4: twice the larger of a prompt's cost and the cost of all rows' tokens.  Here whole
+    requests count, because rows are not preempted.
+    """
     b = Bench("fair", sim={"slots": 4, "blocks": 400})
     for i in range(flood):
         b.add(f"a{i}", [1, i % 50, 2], max_tokens=6, tenant="flood")
@@ -357,7 +360,7 @@ def test_every_policy_gives_the_same_tokens(name):
 
 
 def test_a_policy_is_told_which_sequences_were_aborted():
-    """Of requests that wait, that run and that end by themselves; other views say 0."""
+    """Include requests that wait, that run, and that end by themselves; for the last the view has 0."""
     told, others = {}, []
 
     class Listens(SchedulerPolicy):

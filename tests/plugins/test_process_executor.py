@@ -1,4 +1,6 @@
-"""Executor ``process``: what the conformance kit does not ask: how a worker ends, and by which way masks go."""
+"""Executor ``process``: the tests that are not in the conformance kit, about the end of a worker and the way
+of masks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Dying(Sdpa):
 
 
 def plant(folder, name, do):
-    """A module with an attention back end that does this in the tenth call; the options that choose it."""
+    """Return the options that choose an attention back end which runs ``do`` in the tenth call, after writing its
+    module.
+    """
     (folder / f"{name}.py").write_text(DYING.replace("NAME", name).replace("DO", do))
     return {"attention": f"{name}:Dying", "allow_targets": [name]}
 
@@ -164,8 +168,10 @@ def test_signals_to_the_group_are_left_to_the_process_that_serves():
 
 
 def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
-    """A result that has come is given though the worker has ended since; an answer to an earlier call is passed over;
-    an error of the worker is told with its words."""
+    """A received result is returned even if the worker has ended since.
+
+    An answer to an earlier call is skipped.  An error of the worker is raised with its message.
+    """
     messages = []
 
     class Scripted:

@@ -1,4 +1,4 @@
-"""What is particular to the built-in processors; the conformance kit tests the rest."""
+"""Tests of the built-in processors alone.  The conformance kit tests the rest."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_ngrams_that_are_banned_are_those_of_transformers(n):
 
 @pytest.mark.parametrize("penalty", [0.5, 1.2, 30.0])
 def test_the_penalty_of_the_prompt_is_that_of_transformers(penalty):
-    """Whatever the output has: only tokens of the prompt change, those of -inf stay."""
+    """For any output, only the logits of tokens of the prompt change, and -inf stays."""
     from transformers import EncoderRepetitionPenaltyLogitsProcessor
 
     suite = ProcessorConformance()
@@ -119,7 +119,7 @@ def test_the_penalty_of_the_prompt_is_that_of_transformers(penalty):
 
 
 def test_a_processor_sees_the_prompts_ids_and_cannot_write_to_them():
-    """Which are those of the request, whatever becomes of it; one that writes ends its own request."""
+    """The ids are the request's in all cases.  A processor that writes to them ends its own request."""
     seen = []
 
     class Looks(Processor):
@@ -163,7 +163,10 @@ def test_bad_words_that_are_banned_are_those_of_transformers():
 
 
 def test_words_are_banned_as_they_begin_a_text_and_after_a_space():
-    """Each spelling of the word as tokens; ids stay as they are; words without a tokenizer are refused."""
+    """Each spelling of a word is banned as tokens, and ids are banned unchanged.
+
+    Words without a tokenizer are refused.
+    """
     tokenizer = load_tokenizer(Path(minivllm.__file__).parent / "pocket" / "model")
     got = with_token_ids(SamplingParams(bad_words=["fox", [5, 6], " red"]), tokenizer).bad_words
     spelt = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("fox", " fox", " red")]
@@ -213,8 +216,10 @@ def test_a_word_that_is_banned_is_not_written():
     ],
 )
 def test_a_schedule_is_where_it_should_be(schedule, at):
-    """Logits of two tokens that are 1 apart are 1 / T apart; all tokens equal but for that: the entropy is the largest
-    there is, to 1e-3."""
+    """Logits of two tokens that differ by 1 then differ by 1 / T.
+
+    All other tokens are equal, so the entropy is the largest possible one, to 1e-3.
+    """
     suite = ProcessorConformance()
     suite.plugin, suite.vocab = "temperature_schedule", 3000
     logits = torch.zeros(3000)

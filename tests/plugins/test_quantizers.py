@@ -1,4 +1,4 @@
-"""What is particular to int8: its scales, its options, the memory it saves.  The rest is in the conformance kit."""
+"""Tests of int8 alone: its scales, its options and the saved memory.  The conformance kit tests the rest."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_skip_pattern_that_names_no_module_is_refused(tmp_path):
 
 
 class TestPrepacked(QuantizerConformance):
-    """The kit fits a quantizer whose checkpoints come quantized: one hook says what is in them."""
+    """The kit runs for a quantizer of quantized checkpoints, whose tensors one hook of the suite describes."""
 
     plugin = "wrong.quantizers_packed:Prepacked"
 

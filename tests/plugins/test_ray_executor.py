@@ -1,6 +1,7 @@
-"""Executor ``ray``: tokens of ranks in actors are those of one process, over memory and over TCP, and no end is a hang.
+"""Executor ``ray``: ranks in actors give the tokens of one process, over memory and over TCP, and an end never blocks.
 
-What starts a cluster is ``slow``, and needs Ray: ``pip install "minivllm[ray]"``."""
+Tests that start a cluster are ``slow``, and need Ray: ``pip install "minivllm[ray]"``.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +225,7 @@ def test_ranks_in_actors_give_the_tokens_of_one_process_and_a_dead_one_ends_the_
 
 @pytest.fixture
 def two_nodes(tmp_path):
-    """A cluster of two nodes of one CPU on this machine, each with processes of its own; its address."""
+    """Return the address of a cluster of two nodes on this machine, with one CPU and processes of their own."""
     with socket.create_server(("127.0.0.1", 0)) as listens:
         port = listens.getsockname()[1]
     temporary = tempfile.mkdtemp(prefix="rt")  # sockets' names are short

@@ -36,7 +36,7 @@ GROUPS = {
 
 
 class Float8:
-    """A weight of float8; blocks of 16 by 32 share a scale, so that a block has rows of several heads and parts."""
+    """A weight of float8 in which blocks of 16 by 32 share a scale, so a block has rows of several heads and parts."""
 
     def __init__(self, n, k):
         made, self.weight = scaled(torch.float8_e4m3fn, 16, 32, n, k)
@@ -89,7 +89,10 @@ WAYS = {
 
 
 def checkpoint(folder, family, way):
-    """Write a model all of whose matrices but the head and the routers are packed, (quantizer, config, reference)."""
+    """Write a model whose matrices are packed, except the head and the routers.
+
+    Return (quantizer, config, reference).
+    """
     quantizer, config, code, write = WAYS[way]
     torch.manual_seed(3)
     cfg, hf = packed_dir(

@@ -1,6 +1,6 @@
-"""Faults planted into the books of recurrent states: tokens or books tell of each.
+"""Faults in the engine's handling of recurrent states.  Wrong tokens or a failed self-check show each of them.
 
-``tests/testing/test_state_kit.py`` plants faults into a layer; here the layer is right and the engine is wrong.
+``tests/testing/test_state_kit.py`` plants faults into a layer.  Here the layer is right and the engine is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ FAULTS = {}
 
 
 def fault(cls, name):
-    """The decorated function gets the real method first and stands in its place."""
+    """Return a decorator for the method ``name`` of ``cls``.
+
+    The decorated function replaces it, and gets it as first argument.
+    """
 
     def plant(fn):
         FAULTS[fn.__name__] = cls, name, fn

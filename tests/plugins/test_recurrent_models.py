@@ -79,7 +79,7 @@ class Case:
         self.want.append((self.turn, greedy(self.model, self.turn)))
 
     def check(self, llm, **params):
-        """Compare all prompts at once; return the tokens that prefix hits spared."""
+        """Compare all prompts at once, and return the number of tokens that prefix hits saved."""
         found = llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in self.want],
             SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **params),
@@ -404,7 +404,7 @@ def test_a_state_that_does_not_fit_its_row_ends_the_request_and_no_other(tmp_pat
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_embeddings_equal_those_of_transformers(tmp_path, family):
-    """Two rounds, so that the second finds states of prefixes; chunks of 16 tokens."""
+    """There are two rounds, so that the second finds states of prefixes, with chunks of 16 tokens."""
     model = make(tmp_path, family)
     prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (1, 5, 17, 40)]
     with torch.no_grad():

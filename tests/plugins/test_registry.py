@@ -1,4 +1,4 @@
-"""The registry: what is installed, what is chosen, and the exact words of every refusal."""
+"""The registry: installed plug-ins, the choice, and the exact text of every refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing: limits, tiers, preferences, options, and the exact words of every refusal."""
+"""The choice of plug-ins: limits, tiers, preferences, options, and the exact text of every refusal."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_auto_takes_the_best_builtin_and_leaves_third_parties_unimported(package
 
 def test_auto_goes_to_third_parties_if_no_builtin_can_serve(package):
     registry = registry_of(package, ("minivllm", "a", 0, []), ("zz", "b", 1, ["f"]), ("zz", "c", 1, ["f"]))
-    assert registry.select(PluginQuery({}, frozenset({"f"}))).require().entry.label == "zz/b"  # a tie goes by name
+    # the name decides between equals
+    assert registry.select(PluginQuery({}, frozenset({"f"}))).require().entry.label == "zz/b"
 
 
 def test_a_name_never_falls_back(package):
@@ -386,7 +387,7 @@ def test_a_module_within_packages_without_an_init_is_found_and_nothing_of_them_i
 
 
 def test_an_approximate_plug_in_is_chosen_by_its_name_only_and_the_choice_says_so(tmp_path, monkeypatch):
-    """``auto`` passes over it even where nothing else serves; a name, or a list to prefer, takes it."""
+    """``auto`` passes over it even if no other plug-in fits.  A name, or a list of preferred names, chooses it."""
     monkeypatch.syspath_prepend(tmp_path)
     text = (
         "from minivllm.plugin import ANY, Spec\n"

@@ -1,4 +1,4 @@
-"""What the evictors with facts of sessions are for; that they are lawful the conformance kit says."""
+"""The purpose of the evictors that use facts of sessions.  The conformance kit checks their contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cache:
         self.name = {}
 
     def serve(self, name, blocks, session=0, tokens=0, **facts):
-        """Serve a request whose blocks ``name0``, ``name1``, ... are new."""
+        """Serve a request with the new blocks ``name0``, ``name1``, ..."""
         keys = np.array([1000 * (len(self.name) + 1) + i for i in range(blocks)], np.uint64)
         parents = np.array([0, *keys.tolist()[:-1]], np.uint64)
         depth, zeros = np.arange(blocks, dtype=np.int32), np.zeros(blocks, np.int32)

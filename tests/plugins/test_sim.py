@@ -1,4 +1,4 @@
-"""The executor ``sim``: its pace, its made-up tokens, what its check finds; what any executor must do the kit says."""
+"""The executor ``sim``: its pace, its made-up tokens and its check.  The conformance kit tests the rest."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_logits_of_the_kit_are_those_that_are_drawn_from():
 
 
 def faulty(kind: str, device) -> None:
-    """Plant a fault into what the engine tells the device, or into what lies there."""
+    """Plant a fault into the messages to the device, or into its memory."""
     tables = device._tables
 
     def wrong(d):

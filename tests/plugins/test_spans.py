@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one a request with its parts inside, in the trace of who asked, over HTTP too."""
+"""OpenTelemetry spans: one for each request with its parts, in the trace of the client, over HTTP too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_a_span_belongs_to_the_trace_of_who_asked(llm, memory):
     (inside,) = [w for w, _ in traces if w.parent is not None]
     assert f"{inside.context.trace_id:032x}" == TRACE and f"{inside.parent.span_id:016x}" == CALLER
     assert inside.context.trace_state.get("acme") == "1"
-    (outside,) = [w for w, _ in traces if w.parent is None]  # malformed: a trace of its own
+    # the trace of the client is malformed, so the request has its own
+    (outside,) = [w for w, _ in traces if w.parent is None]
     assert f"{outside.context.trace_id:032x}" != TRACE
 
 

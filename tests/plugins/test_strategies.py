@@ -1,4 +1,4 @@
-"""What is particular to the built-in strategies; the conformance kit tests the rest."""
+"""Tests of the built-in strategies alone.  The conformance kit tests the rest."""
 
 import pytest
 

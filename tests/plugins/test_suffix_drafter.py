@@ -1,4 +1,4 @@
-"""The drafter ``suffix``: the places that it finds, the texts that it keeps, and the tokens on the host."""
+"""The drafter ``suffix``: the places that it finds, the texts that it keeps, and its tokens on the host."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_fork_of_a_sequence_that_leaves_in_the_same_step_keeps_the_tokens():
             StepPlan(number, slots=nothing, q_len=nothing, computed=nothing, samples=nothing, delta=Delta(**delta))
         )
 
-    apply(1, token=np.array([[0, 7]]))  # the slot of a sequence whose tokens are 7, 8 and 9
+    apply(1, token=np.array([[0, 7]]))  # the slot of a sequence with the tokens 7, 8 and 9
     apply(2, token=np.array([[0, 8], [0, 9]]))
     apply(3, leave=i32(0), fork=np.array([[0, 1, 1], [1, 2, 2]]))
     assert ended == [(0, [7, 8, 9], 0)]

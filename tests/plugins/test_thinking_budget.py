@@ -1,4 +1,4 @@
-"""The budget of reasoning: the tokens before it are those without a budget, then the end tag comes, then any others."""
+"""The budget of reasoning: the tokens before it are the same as without a budget, then the end tag follows."""
 
 import json
 

@@ -39,7 +39,7 @@ MLA = {
 }  # fmt: skip
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA4 = {"sliding_window": 6, "global_head_dim": 16, "num_kv_shared_layers": 0}
-# model types without a family -> what their small config needs, and what is recognised (a word of ``report``)
+# model type without a family -> fields of its small config, and the recognised feature (a word of ``report``)
 OTHERS = {
     "apertus": ({}, {"merged", "norm", "head_norm", "rope"}),
     "arcee": ({}, {"merged", "norm", "rope"}),
@@ -384,7 +384,7 @@ def test_bfloat16_keeps_what_transformers_keeps_in_float32(tmp_path):
     kept = run.parts.modules["model.layers.1.mlp.gate.own"].tensors
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.layers[1].mlp.gate
     assert kept["e_score_correction_bias"].dtype == theirs.e_score_correction_bias.dtype == torch.float32
-    assert kept["weight"].dtype == theirs.weight.dtype  # which goes by the version of transformers
+    assert kept["weight"].dtype == theirs.weight.dtype  # the dtype depends on the version of transformers
     assert all(b.dtype == torch.float32 for n, b in run.model.body.named_buffers() if n.endswith("inv_freq"))
     off = (run.step({0: PROMPT})[0] - reference(hf, PROMPT)).abs()
     assert off.mean() < 0.2
@@ -419,7 +419,7 @@ def test_a_plan_is_made_once_for_a_configuration(llama, monkeypatch):
 
 @contextmanager
 def nothing_on_the_host():
-    """Like a capture: what a step reads from a tensor is an error."""
+    """Raise an error if a step reads a tensor on the host, as a capture does."""
     from torch.overrides import TorchFunctionMode
 
     class Mode(TorchFunctionMode):
@@ -441,7 +441,7 @@ def test_a_step_reads_no_values_on_the_host(model_type, tmp_path):
     run.model = type("Watched", (), {"logits": model.logits, "__call__": lambda self, s: steps.append(s) or model(s)})()
     run.step({0: PROMPT})
     layers = [m for m in model.body.modules() if "minivllm_attends" in vars(m)]
-    for layer in layers:  # the back end of a CPU may read what it likes
+    for layer in layers:  # the back end of a CPU may read from the host
         vars(layer)["minivllm_attends"] = lambda q, k, v: (q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3]), None)
     with torch.inference_mode(), nothing_on_the_host():
         model.logits(model(steps[0]))

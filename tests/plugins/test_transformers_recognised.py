@@ -1,4 +1,4 @@
-"""What of a model of transformers is recognised, by what it computes."""
+"""The parts of a transformers model that are recognised by their computation."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ POCKET = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "max_n
 
 
 class Clock:
-    """Seconds; each look takes a little."""
+    """A clock in seconds, which advances a little with each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Counter:
-    """Tells ``watts`` of a clock, as far as it was when it moved last: each ``each`` seconds."""
+    """A counter of a machine with ``watts``, which is updated every ``each`` seconds of a clock."""
 
     name = "made up"
 
@@ -45,7 +45,7 @@ class Counter:
 
 
 def counted(step: float = 0.004, windows=(None,), **options):
-    """An engine whose steps take ``step`` seconds of a clock, its account, clock and counter."""
+    """Return an engine whose steps take ``step`` seconds of a clock, with its account, clock and counter."""
     engine, clock = sim_engine(windows=windows, **options), Clock()
     counter = Counter(clock)
     engine.energy = account = EnergyAccount(counter, clock)
@@ -93,7 +93,10 @@ def test_the_joules_of_all_requests_are_what_the_counter_gave_while_busy(options
 
 
 def test_a_request_pays_for_the_rows_and_the_kv_that_it_has_in_each_step():
-    """Two alike pay alike; with weights that are nothing beside the KV, who reads more of it pays as much more."""
+    """Two equal requests have equal joules.
+
+    If the weights take nothing beside the KV, joules grow with the KV that is read.
+    """
     engine, account, clock, _ = counted()
     twins = [request(engine, name, [5, 6, 7, 8], max_tokens=40, ignore_eos=True) for name in "ab"]
     run(engine)

@@ -74,7 +74,7 @@ def test_switched_off_nothing_is_added_and_deleted_nothing_is_left(home, capsys)
     with LLM("pocket", **SIM) as llm:
         llm.generate("x", PARAMS, use_tqdm=False)
         assert main(["stats", "delete"]) == 0
-    assert list(home.iterdir()) == []  # what was running does not make it anew
+    assert list(home.iterdir()) == []  # a running process does not create it again
     assert main(["stats", "delete"]) == 0 and capsys.readouterr().out.endswith("nothing was kept\n")
 
 

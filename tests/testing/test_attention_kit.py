@@ -1,4 +1,6 @@
-"""What the author of an attention back end may override in a suite: KV formats to try, and how a layout is read."""
+"""The parts of a suite that the author of an attention back end may override: KV formats, and the reader of a
+layout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kit counts as left behind by an executor: nothing of a process that runs beside it."""
+"""The resources that the kit counts as left behind by an executor, which exclude other processes."""
 
 import os
 import subprocess

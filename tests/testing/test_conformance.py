@@ -7,12 +7,12 @@ import pytest
 from minivllm.testing import AttentionConformance
 from minivllm.testing.session import builtins, run
 
-# Of these there are many that are alike: each has tests of what it is for, and the kit's run of all is a slow test.
+# Many of these are alike.  Each has tests of its own purpose, and the kit's run of all is a slow test.
 ALIKE = {
     "scheduler": "minivllm/fcfs", "evictor": "minivllm/lru", "processor": "minivllm/penalties",
     "sampler": "minivllm/default", "model": "minivllm/llama", "kvformat": "minivllm/bf16",
 }  # fmt: skip
-# the first three start processes for each test, the next an exporter; the others are like int8, fp8-weight and int4
+# the first three start processes in each test, the next one an exporter; the others are like int8, fp8-weight and int4
 LONG = {
     ("executor", "minivllm/process"), ("executor", "minivllm/multiprocess"), ("executor", "minivllm/ray"),
     ("hooks", "minivllm/opentelemetry"),

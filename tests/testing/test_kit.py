@@ -1,6 +1,8 @@
-"""The conformance kit under test: every planted fault is caught by the test that is meant for it, and what is right
-passes.  The first faults of each module run always, the others among the slow tests; ``python
-tests/testing/test_kit.py`` prints which tests catch each fault."""
+"""Tests of the conformance kit: the test for each planted fault detects it, and right plug-ins pass.
+
+The first faults of each module run always, the others among the slow tests.  ``python tests/testing/test_kit.py``
+prints which tests detect each fault.
+"""
 
 from __future__ import annotations
 

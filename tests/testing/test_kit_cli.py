@@ -1,4 +1,4 @@
-"""``python -m minivllm.testing`` and what an author may set: known failures, contract versions, seeds, a test file."""
+"""``python -m minivllm.testing`` and an author's settings: known failures, contract versions, seeds, a test file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes that a program gives: any seam takes one, and a record knows what it was or says that it does not."""
+"""Classes that a program passes.  Any seam accepts one, and a record contains its code or reports that it cannot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = HEAD + "class Mine(Lru):\n    def victims(self, n):\n        return supe
 
 
 class Notebook:
-    """Cells in a module without a file, whose lines are kept as IPython keeps them."""
+    """Cells in a module without a file, whose lines are stored as in IPython."""
 
     def __init__(self, name: str, monkeypatch) -> None:
         self.module, self.monkeypatch = types.ModuleType(name), monkeypatch
@@ -276,7 +276,7 @@ def test_a_worker_process_that_cannot_have_a_class_says_so_and_host_parts_need_n
 
 
 def test_a_class_may_hold_what_is_no_value_of_its_own(notebook):
-    """Loggers, library modules and functions are known by what they are called or by a version."""
+    """Loggers, library modules and functions are identified by a name or a version."""
     book = notebook()
     book.cell(HEAD + "import heapq, packaging.version\nlog = logging.getLogger('a')\nfrom math import ceil\n")
     text = PLAIN.partition(HEAD)[2].replace(

@@ -57,7 +57,7 @@ def test_a_bill_names_the_id_as_it_was_given_and_the_commit_that_was_there(made,
 
 def test_a_model_is_its_files_wherever_they_lie(made, cache, models):
     put_into_cache(cache, "some/model", models[0], refs=("main", "v1"))
-    put_into_cache(cache, "some/model", models[0], OTHER, refs=("v2",))  # what was changed there was no file of a model
+    put_into_cache(cache, "some/model", models[0], OTHER, refs=("v2",))  # the change there was in no file of a model
     directory, main = made(), made(model="some/model")
     for other in (
         directory,

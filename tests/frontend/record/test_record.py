@@ -1,4 +1,4 @@
-"""The bill of materials: what a hash covers, what a difference is and what only follows from one."""
+"""The bill of materials: the content of a hash, the differences, and the ones that follow from others."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_large_weight_file_is_sampled_and_a_change_in_any_tensor_is_seen(tmp_p
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "x.tiktoken", "config.json", "model.safetensors"])
 def test_a_file_of_a_terabyte_is_sampled_and_a_change_in_its_first_or_last_bytes_is_seen(tmp_path, name):
-    """Whatever it is: a sparse one, a link to one, weights whose header says anything."""
+    """The file may be sparse, a link to a sparse file, or weights with any header."""
 
     def identity(first, last, size=1 << 40):
         with open(tmp_path / "large", "wb") as file:

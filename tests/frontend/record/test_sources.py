@@ -1,4 +1,4 @@
-"""What the source of a part covers, and what is said where nobody knows it."""
+"""The files that the source of a part covers, and the report if the source is unknown."""
 
 from __future__ import annotations
 

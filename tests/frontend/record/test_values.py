@@ -1,4 +1,4 @@
-"""What a part's code reads and its text does not say: values of modules and classes, counters, caches."""
+"""Values that a part's code reads and its text does not contain: module and class values, counters, caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Messages through shared memory: whole, in order, each once, whatever their sizes; and an end that is noticed."""
+"""Messages through shared memory arrive whole, in order and once, for all sizes, and the end of the other side is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,10 @@ def ends(request, monkeypatch):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 32), st.integers(0, 3)), max_size=60))
 def test_pieces_are_read_as_they_were_written_however_the_memory_wraps(pieces):
-    """Nothing is written over before it was read, and what has been read leaves room for any piece up to a half."""
+    """Nothing is overwritten before it was read.  After it was read, there is room for any piece of up to a half."""
     memory = mmap.mmap(-1, HEAD + 64)
     writer, reader = Outgoing(memory, 0, 64), Incoming(memory, 0)
-    reader.heard = None  # the memory tells how many there are
+    reader.heard = None  # the number of notes is in the memory
     waiting: list[tuple[int, bool, bytes]] = []
 
     def read():

@@ -1,4 +1,4 @@
-"""Messages over TCP: whole, in order, each once; and only those come in who know the secret."""
+"""Messages over TCP arrive whole, in order and once, and only peers that have the secret are accepted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_two_who_send_more_than_fits_at_once_do_not_wait_for_each_other():
 
         def other():
             b.send(1, [data])
-            found.append(b.receive(wait=True))  # who is done first reads the rest: there is nobody else
+            found.append(b.receive(wait=True))  # the thread that is done first reads the rest alone
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -190,7 +190,7 @@ def test_who_does_not_know_it_is_sent_away_and_keeps_nobody_out(gate, says, monk
 
 
 def test_a_proof_that_was_heard_is_worth_nothing_a_second_time(gate):
-    """A stranger who hears one greeting says the same bytes again."""
+    """A stranger who has recorded one greeting sends the same bytes again."""
     heard = []
 
     class Heard:
@@ -216,7 +216,7 @@ def test_a_proof_that_was_heard_is_worth_nothing_a_second_time(gate):
 def test_a_rank_hears_only_who_knows_the_secret_too():
     a, b = tcp()
 
-    def pretends():  # it lets in whoever comes
+    def pretends():  # a server that accepts every client
         b.sendall(bytes(NONCE))
         b.recv(1 << 16)
         b.sendall(bytes(NONCE))

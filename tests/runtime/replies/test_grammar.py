@@ -1,4 +1,4 @@
-"""The grammar of a format: random texts that it allows are read as calls whose arguments fit their schemas."""
+"""The grammar of a format.  Random texts that it allows are read as calls whose arguments fit their schemas."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def check(name, walker, offered, mode, parallel, text):
 
 
 def walk(name, mode, seeds, names=PLAIN_NAMES):
-    """Draw random answers of random schemas, and return (their number, that of their calls)."""
+    """Draw random answers of random schemas, and return (number of answers, number of calls)."""
     answers = calls = 0
     for walker in walkers(name):
         for seed in seeds:
@@ -156,7 +156,7 @@ def test_a_tag_that_is_a_token_is_never_written_as_text():
 
 
 def test_values_are_read_where_a_reference_names_their_type():
-    """A reference, a list of values, and a part of several: the type is that of the definition."""
+    """The type is the type of the definition, for a reference, a list of values, and a part of several."""
     definitions = {"T": {"type": "string"}, "O": {"type": "object"}}
     properties = {
         "t": {"$ref": "#/$defs/T"},

@@ -25,7 +25,7 @@ PLAIN = ReplyContext(FUNCTIONS)
 
 
 def parsed(name, text, request=PLAIN, cut=False):
-    """Return what a format finds in a text that comes one character at a time."""
+    """Return the parts that a format finds in a text that comes one character at a time."""
     return found(FORMATS[name]().start(request), list(text), cut)
 
 

@@ -1,4 +1,4 @@
-"""Regular expressions and formats: what a text matches, in both libraries."""
+"""Regular expressions and formats: the texts that they match, in both libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output: what can be asked for, its compilation under limits, vocabularies, and threads for masks."""
+"""Structured output: possible forms, their compilation under limits, vocabularies, and threads for masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ HERE = Path(__file__).parent
 
 
 class Fake(Grammar):
-    """Compiles what it is told to do: "loop", "eat", "die", "refuse", "none", or a grammar of as many bytes."""
+    """A plug-in whose compilation follows the source: "loop", "eat", "die", "refuse", "none", or a grammar of as many
+    bytes.
+    """
 
     def compile(self, source):
         text = source.text
@@ -73,7 +75,10 @@ def compiled(grammars, text, salt=("", "")):
 
 @pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
 def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fake):
-    """A child of the helper; with a plug-in that has threads, which a fork would lack, the helper."""
+    """The process is a child of the helper.
+
+    With a plug-in that has threads, which a fork would lack, it is the helper.
+    """
     assert compiled(fake, "1").handle == "1"
     helper = fake.helpers.made[0]._process.pid
     cases = [
@@ -95,7 +100,7 @@ def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fak
 @pytest.mark.parametrize("fake", ["Fake", "Threads"], indirect=True)
 @pytest.mark.parametrize("when", ["before it is tried out", "while it is"])
 def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who_asks_again(fake, when):
-    """Long before its limit; another's is not touched, and the helper goes on where it forks."""
+    """It ends long before its limit.  Compilations of other requests continue, and a helper that forks stays."""
     fake.helpers._make = lambda made=fake.helpers._make: patient(made())
     assert compiled(fake, "1").handle == "1"
     asked, found = StructuredOutputsParams(regex="loop"), []
@@ -125,7 +130,7 @@ def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who
 
 
 def patient(helper):
-    """One whose limits are far away."""
+    """Return a helper with very large limits."""
     helper.seconds = 60.0
     helper._hello = helper._hello.replace(b'"seconds": 0.6', b'"seconds": 60')
     return helper
@@ -220,7 +225,7 @@ def test_the_bytes_of_a_sentencepiece_vocabulary():
 
 
 def calls(threads, cost, n=1000, rows=64):
-    """What n calls of so many rows took: the pools that they were made with."""
+    """Return the pools with which n calls of so many rows were made."""
     from minivllm.plugins.grammar import threads as module
 
     clock, used = [0.0], []

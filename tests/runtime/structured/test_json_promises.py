@@ -1,5 +1,6 @@
-"""What is promised of JSON is held by both libraries: answers drawn at random under the masks fit, or the schema was
-refused by name."""
+"""The promises for JSON, in both libraries: answers drawn at random under the masks fit the schema, or the schema was
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ AGE = {"type": "object", "properties": {"age": {"type": "integer"}, "a/b": {"con
     r"\u00E9\n", r"é\u000a", r"\ud83d\ude00", r"\ud83d",
 ])  # fmt: skip
 def test_no_name_is_a_declared_one_in_disguise(library, escaped):
-    """Nor given twice: those that may be written are written in one way."""
+    """No name occurs twice either, because each allowed name has one spelling."""
     for more in ({}, {"additionalProperties": {"type": "string"}}, {"additionalProperties": False}):
         grammar = compiled(library, "json", {**AGE, **more})
         for text in (f'{{"{escaped}":"x"}}', f'{{"age":1,"{escaped}":"x"}}', f'{{"age":1,"x":"","{escaped}":"x"}}'):
@@ -178,7 +179,7 @@ def test_an_integer_is_written_without_a_fraction_and_any_value_within_is_writte
 
 @pytest.mark.parametrize("bound", [1, 0.1, -2.5, 99.99, 12345.678])
 def test_nothing_is_read_as_the_bound_that_it_must_not_be(library, bound):
-    """Beside another near it; as a reader of doubles does."""
+    """The other bound is near it, and a reader of doubles could not distinguish them."""
     for keys, sign in ((("exclusiveMinimum", "maximum"), 1), (("exclusiveMaximum", "minimum"), -1)):
         grammar = compiled(library, "json", {"type": "number", keys[0]: bound, keys[1]: bound + sign * 0.25})
         for step in ("1e-40", "1e-20", "1e-17", "1e-15", "0"):

@@ -1,4 +1,4 @@
-"""Structured output: answers fit what was asked for, whatever else happens."""
+"""Structured output: answers fit their form, whatever else happens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def llm():
 
 
 def formats():
-    """jsonschema's, but for dates of the year 0: RFC 3339 has it, and Python's ``date`` has not."""
+    """Return jsonschema's formats, except that dates of the year 0 are allowed, as in RFC 3339 and not in Python's
+    ``date``.
+    """
     import jsonschema
 
     checker = jsonschema.FormatChecker()
@@ -55,7 +57,10 @@ def formats():
 
 
 def check_all(llm, names, params, least):
-    """Every finished answer fits its schema; at least ``least`` of them have finished.  (answers, finished, tokens)."""
+    """Check that every finished answer fits its schema, and that at least ``least`` have finished.
+
+    Return (answers, finished, tokens).
+    """
     import jsonschema
 
     asked = [params(SCHEMAS[name]) for name in names]
@@ -103,7 +108,7 @@ def watch(monkeypatch, plugin, name, spent):
 @pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("model", ["pocket", "random"])
 def test_every_finished_answer_fits_its_schema(library, model, monkeypatch, capsys):
-    """Each schema with and without whitespace, all in one batch; what was seen is printed."""
+    """Each schema is used with and without whitespace, all in one batch.  The counts are printed."""
     pytest.importorskip("jsonschema")
     pytest.importorskip(library)
     names = [name for name in SCHEMAS if library == "llguidance" or not list(unheld(SCHEMAS[name]))]

@@ -1,4 +1,4 @@
-"""What a request can ask for as structured output, and what is refused before anything is compiled."""
+"""The forms of structured output that a request may set, and the ones that are refused before any compilation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_schema_that_contains_itself_is_refused():
         StructuredOutputsParams(json=schema)
     wide = [0]
     for _ in range(40):
-        wide = [wide, wide]  # 2 ** 40 values for who walks them all
+        wide = [wide, wide]  # 2 ** 40 values for code that visits all of them
     with pytest.raises(RequestError, match="deeper"):
         StructuredOutputsParams(json={"enum": wide})
 

@@ -1,4 +1,4 @@
-"""What is kept of texts and grammars is apart for each key and salt, within bounds that hold for all and for each."""
+"""Caches of texts and grammars are separate for each key and salt, within common bounds and a bound for each."""
 
 import random
 import time
@@ -78,7 +78,7 @@ def test_equal_keys_of_others_are_not_found():
 
 
 class Counting:
-    """A helper and a plug-in that say how often they worked."""
+    """A helper and a plug-in that count their calls."""
 
     def __init__(self):
         self.asked = []
@@ -145,7 +145,7 @@ def test_a_plug_in_that_does_not_say_how_much_memory_it_takes_is_bounded_by_the_
 
 @pytest.mark.parametrize("library", ["llguidance", "xgrammar"])
 def test_a_grammar_takes_a_library_the_same_work_after_others_have_sent_its_parts(library):
-    """Classes of characters are the costly part; what is made of one is not kept for the next."""
+    """Classes of characters are the costly part, and the result for one of them is not kept for the next grammar."""
     pytest.importorskip(library)
     from json_helpers import BYTES
 
@@ -183,7 +183,7 @@ def server():
 
 
 class Spy:
-    """Tells of each lookup in a cache (salt, whether it was found)."""
+    """Records each lookup in a cache as (salt, whether it was found)."""
 
     def __init__(self, cache):
         self.cache, self.get, self.seen = cache, cache.get, []

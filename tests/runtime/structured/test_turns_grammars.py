@@ -17,7 +17,7 @@ ACTS = ["push", "push", "pop", "remove"]
 
 
 class Library:
-    """Compiles when it is told to; ``begun`` has what was begun, in order."""
+    """A library whose compilations end when the test allows it.  ``begun`` lists the started ones, in order."""
 
     def __init__(self):
         self.begun, self.gates, self.known = [], {}, {}
@@ -90,7 +90,8 @@ def test_one_whose_clients_have_all_gone_is_not_compiled(library):
     for i in range(10):
         library.compiling.begin(i, asks("a", f"a{i // 2}"))
     library.until(1)
-    assert all(library.compiling.cancel(i) for i in (0, 1, 2, 3, 4, 7))  # a0 runs, nobody wants a1, a2 and a3 one each
+    # a0 runs; a1, a2 and a3 are cancelled one by one
+    assert all(library.compiling.cancel(i) for i in (0, 1, 2, 3, 4, 7))
     assert not library.compiling.cancel(4) and len(library.compiling) == 4
     for source in ("a0", "a2", "a3", "a4"):
         library.end(source)

@@ -26,7 +26,7 @@ def test_the_table_has_the_defaults_of_the_classes(name):
 
 
 def directory(path, cls, rng):
-    """Write a tokenizer whose special tokens are plain tokens, added tokens or special ones in tokenizer.json."""
+    """Write a tokenizer whose special tokens are plain, added or special tokens in tokenizer.json."""
     tokens = sorted(set(CLASS_TOKENS[cls].values()))
     made = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*tokens, "<x>", *"abcdefg"])}, merges=[]))
     made.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Streamed text is byte for byte that of decoding everything at once, for any ids; stop strings never leak."""
+"""Streamed text has the bytes of decoding all ids at once, for any ids, and no part of a stop string is sent."""
 
 import random
 
@@ -70,7 +70,9 @@ def test_cost_per_token_is_bounded(monkeypatch):
 
 
 def test_a_slow_tokenizer_streams_whole_characters():
-    """transformers' Python tokenizers tell nothing of their decoder: what ends in U+FFFD waits, but not for ever."""
+    """transformers' Python tokenizers do not reveal their decoder, so text that ends in U+FFFD waits for a limited
+    time.
+    """
 
     class Slow:
         all_special_ids = [0]
@@ -131,7 +133,7 @@ def test_stop_strings_end_the_text_where_the_definition_says(pieces, stops, data
     assert got == stop
     assert len("".join(pieces[: used - 1])) < end <= len("".join(pieces[:used]))
     start = end - len(stop)
-    given_before = len("".join(pieces[:unarmed]))  # what was out before stops counted stays out
+    given_before = len("".join(pieces[:unarmed]))  # text that was sent before stops apply stays sent
     want = "".join(pieces)[: end if include else start]
     assert out == want or (not include and start < given_before and want.startswith(out[: len(want)]))
 

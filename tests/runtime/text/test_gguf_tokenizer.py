@@ -29,7 +29,7 @@ from gguf_vocabularies import BYTES, write_large, write_vocabulary
 RECORDED = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_text())
 TOKENS, KINDS, MERGES, TEXTS = (RECORDED[name] for name in ("tokens", "kinds", "merges", "texts"))
 EOS, BOS = len(TOKENS) - 3, len(TOKENS) - 2
-# llama.cpp knows no classes of case, nor that other scripts have digits; here the patterns of tokenizer.json count
+# llama.cpp has no classes of case and no digits of other scripts; here the patterns of tokenizer.json apply
 CASED = {"tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"}
 DIGITS = {"tiny_aya", "cohere2moe"}
 WORDS = [
@@ -229,7 +229,7 @@ def pieces(path, *, scores=None, more=None, model="llama", kinds=None, tokens=No
 
 
 def test_a_vocabulary_of_sentencepiece_has_the_defaults_of_llama_cpp(tmp_path):
-    """The ids are those of llama.cpp, build 11549: BOS 1, and a space before each part of the text."""
+    """The ids were made with llama.cpp, build 11549: BOS is 1, and each part of the text begins with a space."""
     tokenizer = load_tokenizer(pieces(tmp_path / "p.gguf"))
     space, a, b, ab, near, ctl, ud = range(259, 266)
     cases = {

@@ -83,7 +83,7 @@ def test_a_special_token_that_is_spelled_in_any_one_place_stays_text(made, name,
 
 
 def hostile(tokens):
-    """Text around special tokens, their parts and what filters make into them."""
+    """Draw text around special tokens, their parts, and results of filters on them."""
     pieces = [*tokens, *(t.upper() for t in tokens), *(t.lower() for t in tokens), *(t[:-1] for t in tokens)]
     pieces += [*(t[1:] for t in tokens), *(t[::-1] for t in tokens), *(t[:2] + "." + t[2:] for t in tokens)]
     pieces += [
@@ -130,7 +130,7 @@ def test_no_text_of_a_caller_becomes_a_special_token(made, name, data):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_text_of_a_prompt_is_the_one_that_transformers_makes(made, name, data):
-    """All but what a filter makes of a character that is kept apart, as a change of case does with letters alone."""
+    """The texts differ only where a filter changes characters that are kept apart, for example the case of letters."""
     tokenizer, (_, tokens, _, _) = made[name], MODELS[name]
     pieces = [*tokens, "<", "|>", "</think>", "<think>", " a", "\n", "é", "\\ue000", "\ue000", '"', "user", "Word."]
     text = st.lists(st.sampled_from(pieces), max_size=4).map("".join)
@@ -180,7 +180,7 @@ def test_a_template_that_joins_its_special_tokens_with_roles_still_does(made):
 
 @pytest.mark.parametrize("name", ["qwen", "llama 3", "phi", "chatml of unigram"])
 def test_the_server_gives_a_chat_the_same_ids(made, name):
-    """Kept or made anew, long or short; and transformers' where the request asks for those."""
+    """The prompt is cached or new, long or short.  The ids of transformers are used if the request asks for them."""
     tokenizer, token = made[name], MODELS[name][1][-1]
     tokens = Tokens(tokenizer, 1 << 20)
 

@@ -20,11 +20,12 @@ def llm():
 
 
 def rule(ids, asked, tokenizer):
-    """(token ids, text, finish reason, stop reason) of an answer that would be ``ids`` if nothing ended it.
+    """Return (token ids, text, finish reason, stop reason) of an answer that would be ``ids`` without an end.
 
-    After each token: a stop id ends it unless fewer than min_tokens came before; else a stop string that is complete
-    in the text of more than min_tokens tokens, the one complete first, of two the longer; else max_tokens.  A stop id
-    that is met is in the ids and not in the text; a stop string is cut off, unless it is to be included.
+    After each token, a stop id ends it unless fewer than min_tokens tokens came before.  Otherwise a stop string ends
+    it that is complete in the text of more than min_tokens tokens: the first complete one, and the longer of two.
+    Otherwise max_tokens ends it.  A stop id is in the ids and not in the text.  A stop string is cut off unless it is
+    included.
     """
     least, include = asked.get("min_tokens", 0), asked.get("include_stop_str_in_output", False)
     eos = () if asked.get("ignore_eos") else tokenizer.eos_ids
@@ -50,7 +51,9 @@ def told(output):
 
 
 def cases(ids, tokenizer):
-    """Parameters whose stops lie within tokens, over several, at the last token that is allowed, at min_tokens."""
+    """Draw parameters whose stops lie within tokens, over several tokens, at the last allowed token, or at
+    min_tokens.
+    """
     rng, text = np.random.default_rng(5), tokenizer.decode(ids)
     cut = [len(tokenizer.decode(ids[:k])) for k in range(len(ids) + 1)]
     for _ in range(60):
@@ -101,7 +104,9 @@ def test_a_stream_gives_the_same_and_its_pieces_are_the_text(llm):
 
 
 def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
-    """With ``ignore_eos`` an end-of-sequence id among ``stop_token_ids`` ends it as any other, and is told."""
+    """With ``ignore_eos``, an end-of-sequence id in ``stop_token_ids`` ends the answer as any other id, and is
+    reported.
+    """
     eos = llm.tokenizer.eos_ids[0]
     force = {"allowed_tokens_fn": lambda ids: [eos] if len(ids) == 12 else [9]}
     prompt = llm.tokenizer.encode(PROMPT)
@@ -120,9 +125,11 @@ def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
 
 
 def test_what_ends_an_answer_is_in_the_ids_and_in_the_text_only_if_asked(llm):
-    """As in vLLM: a stop id counts as a token whatever the text shows of it; ``include_stop_str_in_output`` is for stop
-    ids and end-of-sequence too, where ``skip_special_tokens`` shows them; of a stop id and a stop string that its text
-    completes the id is told, unless that text is in the output."""
+    """As in vLLM, a stop id counts as a token even if the text does not show it.
+
+    ``include_stop_str_in_output`` also applies to stop ids and end-of-sequence if ``skip_special_tokens`` shows them.
+    If a stop id completes a stop string, the id is reported, unless its text is in the output.
+    """
     eos, tokenizer = llm.tokenizer.eos_ids[0], llm.tokenizer
     prompt, q = tokenizer.encode(PROMPT), tokenizer.decode([9])
     assert tokenizer.decode([9] * 3) == 3 * q and len(q) == 1
@@ -154,7 +161,7 @@ def test_what_ends_an_answer_is_in_the_ids_and_in_the_text_only_if_asked(llm):
 
 
 def test_min_tokens_puts_off_stop_ids_and_strings_and_not_the_length(llm):
-    """No stop id is drawn before; the first token after may be one."""
+    """No stop id is drawn before min_tokens tokens.  The next token may be one."""
     free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
     ids = llm.generate(PROMPT, free, use_tqdm=False)[0].tokens
     stops = sorted(set(ids))[:20]

@@ -124,7 +124,7 @@ for name, source in json.load(sys.stdin).items():
 
 
 def tried(sources):
-    """What became of each template, in a process that may have 3 GiB: (what it said, seconds, KiB of the process)."""
+    """Return (result, seconds, KiB of the process) of each template, in a process with at most 3 GiB."""
     command = [sys.executable, "-c", RUN, json.dumps(CHAT)]
     made = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True, timeout=120)
     found = {name: rest for name, *rest in map(json.loads, made.stdout.splitlines())}
@@ -152,7 +152,7 @@ def test_templates_that_loop_and_that_double_are_ended():
 
 @pytest.mark.parametrize("source", ESCAPES)
 def test_a_template_reaches_nothing_of_python(source):
-    """It is refused, or finds nothing; the messages stay as they are."""
+    """The template is refused or finds nothing, and the messages do not change."""
     scope = json.loads(json.dumps(CHAT))
     try:
         text = ChatTemplate("{% if true %}" + source + "{% endif %}").render({**scope, "bos_token": "<s>"})

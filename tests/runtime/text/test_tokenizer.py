@@ -1,4 +1,4 @@
-"""Encoding, decoding and chat prompts are those of transformers; what is broken or missing is refused in one line."""
+"""Encoding, decoding and chat prompts equal transformers'.  Broken or missing files are refused in one line."""
 
 import json
 import subprocess
@@ -157,7 +157,7 @@ def test_chat_prompts_are_those_of_transformers(template, bos, tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": ["<é>"]}}}
     for chat in CHATS:
         for prompt in (True, False):
-            tools = [{"tools": [tool]}] if template == TOOLS else []  # elsewhere they are told in a message
+            tools = [{"tools": [tool]}] if template == TOOLS else []  # with other templates a message contains them
             for extra in ({}, *tools, {"variables": {"enable_thinking": False}}):
                 passed = {**extra.get("variables", {}), **{k: v for k, v in extra.items() if k == "tools"}}
                 text = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False, **passed)

@@ -1,4 +1,4 @@
-"""``tokenizer_pool``: lists of texts converted by threads and processes, in order, with the errors of one thread."""
+"""``tokenizer_pool``: threads and processes convert lists of texts in order, with the errors of one thread."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_process_that_is_killed_is_started_again(tokenizer, pool_of):
 
 
 class Sleepy(AsItIs):
-    """A tokenizer whose calls take time without Python's lock."""
+    """A tokenizer whose calls take time without holding Python's lock."""
 
     calls: list[str] = []
     seconds = 0.01
@@ -91,7 +91,7 @@ class Sleepy(AsItIs):
 
 
 class Busy(AsItIs):
-    """A tokenizer whose calls exclude each other."""
+    """A tokenizer whose calls run one at a time."""
 
     lock = threading.Lock()
 
