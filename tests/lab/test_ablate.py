@@ -68,9 +68,21 @@ def test_every_part_that_is_offered_takes_settings_that_the_engine_takes():
         load_config(sets=[*part.sets])
 
 
+def test_an_ablation_removes_the_compression_of_all_requests(capsys, tmp_path):
+    path = tmp_path / "a.json"
+    compressed = ["--set", "compressor=random", "--set", "kv_budget=3", "--set", "compress_every=1"]
+    flags = ["--part", "compression", "--in-turns", "--output-json", str(path)]
+    code, _, err = said(capsys, "ablate", *SMALL, *compressed, *LITTLE, *flags)
+    assert code == 0, err
+    rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["compression"]["same_tokens"] < 1 == rows["nothing (again)"]["same_tokens"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--part", "compression"], "all tokens stay in the KV cache: compressor is none"),
+        (["--part", "compression", "--set", "compressor=knorm"], "kv_budget and pressure_budget are 0"),
         (["--part", "prefix-cach"], "no such part. Did you mean 'prefix-cache'?"),
         (["--part", "fusion"], "there is nothing to take away: fused kernels are those of a GPU"),
         (["--part", "speculation"], "there is nothing to take away: nothing is drafted"),

@@ -98,6 +98,13 @@ def _speculating(llm: Any) -> str:
     return "nothing is drafted: drafter is none" if _part(llm, "drafter") == "none" else ""
 
 
+def _compressed(llm: Any) -> str:
+    if _part(llm, "compressor") == "none":
+        return "all tokens stay in the KV cache: compressor is none"
+    budgets = llm.config.kv_budget or llm.config.pressure_budget
+    return "" if budgets else "no request is compressed: kv_budget and pressure_budget are 0"
+
+
 def _invariant(llm: Any) -> str:
     return "" if llm.config.batch_invariant else "batch_invariant is false"
 
@@ -106,6 +113,7 @@ def _always(llm: Any) -> str:
     return ""
 
 
+UNCOMPRESSED = ("compressor=none", "kv_budget=0", "compress_every=0", "pressure_budget=0")
 FUSIONS = (
     ("pairs", "matrix products of few rows are not fused with a norm or gate"),
     ("norms", "additions and norms as torch's operations"),
@@ -127,6 +135,7 @@ PARTS = (
     Ablation("quantization", ("quantizer=none",), "weights as the checkpoint has them", _quantized),
     Ablation("kv-format", ("kv_format=auto",), "keys and values as the model computes them", _kv_format),
     Ablation("speculation", ("drafter=none",), "one token a step", _speculating),
+    Ablation("compression", UNCOMPRESSED, "all tokens of a request stay in the KV cache", _compressed),
     Ablation("batch-invariance", ("batch_invariant=false",), "sums depend on the batch", _invariant),
 )
 
