@@ -16,7 +16,7 @@ from minivllm.core.engine import parts as parts_module
 from minivllm.core.engine.engine import IDLE, Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
 from minivllm.core.engine.request import Request
-from minivllm.core.interfaces.executor import CacheWiring, Part, SpeculationWiring, StepWiring, Wiring
+from minivllm.core.interfaces.executor import CacheWiring, ImageWiring, Part, SpeculationWiring, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import NAN, StepError, StepResult
 from minivllm.core.interfaces.sampling import Row
@@ -171,6 +171,7 @@ def _wiring(
     stores: tuple[Part, ...] = (),
     compress: tuple[float, int] | None = None,
     pressure: float = 0,
+    images: ImageWiring | None = None,
 ) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     return Wiring(
@@ -196,6 +197,7 @@ def _wiring(
         ),
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
+        images=images or ImageWiring(),
         eos_ids=(EOS_ID,),
     )
 
@@ -221,6 +223,7 @@ def sim_engine(
     stores: tuple[Part, ...] = (),
     compress: tuple[float, int] | None = None,
     pressure: float = 0,
+    images: ImageWiring | None = None,
     device: Callable[..., SimExecutor] | None = None,
 ) -> Engine:
     """Return an engine over a simulated device.
@@ -230,11 +233,11 @@ def sim_engine(
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
     ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
     ``stores`` are the tiers of the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``; None means that
-    no row is compressed.  ``pressure`` is ``pressure_budget``.  ``device`` makes the simulated device.  None means
-    ``SimExecutor``.
+    no row is compressed.  ``pressure`` is ``pressure_budget``.  ``images`` None means that requests have no images.
+    ``device`` makes the simulated device; None means ``SimExecutor``.
     """
-    groups = len(windows)
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, stores, compress, pressure)
+    groups, cached = len(windows), (stores, compress, pressure)
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, *cached, images)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any, TypeVar
 
-from . import adapters
+from . import adapters, pictures
 from .configs import VOCAB
 from .functions import GRAMMARS
 
@@ -36,11 +36,13 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
     ``cap`` is the largest number of tokens of prompt and answer in all branches; at least half as many are drawn.
     """
     while True:
-        prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], rng.randrange(POOL))
+        number = rng.randrange(POOL)
+        prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], number)
         if not engine.get("enable_lora"):
             params.pop("adapter", None)
         if engine.get("compressor", "none") == "none":
             params.pop("kv_budget", None)
+        prompt, params = pictures.draw(random.Random(f"pictures {number}"), engine, prompt, params)
         fits = len(prompt) + 8 < engine["max_model_len"] and rows(params) <= engine["max_num_seqs"]
         size = len(prompt) + width(params) * params["max_tokens"]
         if fits and (cap is None or cap / 2 <= size <= cap):

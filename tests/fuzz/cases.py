@@ -11,7 +11,7 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from . import asks, configs
+from . import asks, configs, pictures
 
 VERSION = "17"
 # kinds of faults, the most serious first; a case counts for the first of its kinds
@@ -80,6 +80,7 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     engines = [configs.draw(rng, device, dtype) for _ in range(count)]
     engines = [configs.with_adapters(random.Random(f"adapters {seed} {i}"), e) for i, e in enumerate(engines)]
     engines = [configs.with_compression(random.Random(f"compression {seed} {i}"), e) for i, e in enumerate(engines)]
+    engines = [pictures.with_pictures(random.Random(f"images {seed} {i}"), e, device) for i, e in enumerate(engines)]
     waves = rng.choice([1, 1, 2, 3])
     made: list[Ask] = []
     # requests of similar sizes, so that a pool for the largest is too small for two others, which causes preemption
@@ -105,7 +106,8 @@ def _ask(
     ask = Ask(prompt, params, engine=on, wave=wave, leave=leave, delay=rng.choice([0, 0, 0, 1, 3, 9]) * turns)
     earlier = [i for i, a in enumerate(before) if a.engine == on and a.wave < wave and a.after is None]
     earlier = [i for i in earlier if longest(before[i], before) + 12 + ask.params["max_tokens"] < (cap or 250)]
-    if earlier and rng.random() < 0.35 and "guidance_scale" not in params:
+    # an answer may have the id of a part of an image
+    if earlier and rng.random() < 0.35 and "guidance_scale" not in params and "encoder" not in engine:
         return replace(ask, prompt=ask.prompt[:12], after=rng.choice(earlier))
     return ask
 

@@ -172,7 +172,8 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
 def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """Draw ``kvstore`` for half of the engines that cache prefixes.  The files of a disk store remain between cases."""
     stores = rng.choice([[], [], [], *STORES])
-    return {**options, "kvstore": stores if options["enable_prefix_caching"] else []}
+    able = options["enable_prefix_caching"] and "encoder" not in options
+    return {**options, "kvstore": stores if able else []}
 
 
 def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +199,8 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
     in pieces.
     """
     able = options["model"] not in VARIABLE if device == "cpu" else options["fuse"]
-    invariant = options["quantizer"] == "none" and able
+    spans = options.get("encoder", {}).get("options", {}).get("kind") == "span"  # not with batch_invariant
+    invariant = options["quantizer"] == "none" and able and not spans
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")
     return {
         **{name: options[name] for name in kept},
@@ -216,5 +218,5 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 200,
         **({"enable_lora": True} if options.get("enable_lora") else {}),
-        **{name: options[name] for name in ("compressor", "compress_every") if name in options},
+        **{name: options[name] for name in ("compressor", "compress_every", "encoder") if name in options},
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import pictures
 from .adapters import lora_of
 from .cases import Ask, Case
 from .configs import VOCAB, device_defaults
@@ -96,7 +97,9 @@ def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder
     if made.get("drafter") == "model":
         made["drafter"] = {"name": "model", "options": {"model": draft_of(folder, model)}}
     made["model"] = path_of(folder, model)
-    own = {"skip_tokenizer_init": model != "pocket", "strategies": STRATEGIES}
+    own: dict[str, Any] = {"skip_tokenizer_init": model != "pocket", "strategies": STRATEGIES}
+    if "encoder" in made:
+        own["allow_targets"] = [pictures.__name__]
     return {**device_defaults(case_device), "dtype": dtype, **own, **made}
 
 
@@ -205,6 +208,11 @@ class Run:
     def _params(self, ask: Ask) -> Any:
         return sampling_params(ask.params, VOCAB[self.case.engines[ask.engine]["model"]])
 
+    def _prompt(self, i: int) -> dict[str, Any]:
+        """Return the prompt of a request with its images."""
+        ask = self.case.asks[i]
+        return pictures.prompt_of(self.prompt_of(i), ask.params, self.case.engines[ask.engine])
+
     def _taps(self, ask: Ask) -> list[Any]:
         return taps_of(ask.params, self.engines[ask.engine].engine.capacity.taps)
 
@@ -219,7 +227,7 @@ class Run:
             if not mine:
                 continue
             asks = [self.case.asks[i] for i in mine]
-            prompts = [{"prompt_token_ids": self.prompt_of(i)} for i in mine]
+            prompts = [self._prompt(i) for i in mine]
             try:
                 taps = [self._taps(a) for a in asks]
                 loras = [self._lora(a) for a in asks]
@@ -242,7 +250,7 @@ class Run:
             for i in [i for i in waiting if self.case.asks[i].delay <= turn or not open_]:
                 waiting.remove(i)
                 ask = self.case.asks[i]
-                prompt = {"prompt_token_ids": self.prompt_of(i)}
+                prompt = self._prompt(i)
                 try:
                     open_[i] = self.engines[ask.engine].stream(
                         prompt, self._params(ask), self._taps(ask), self._lora(ask)
@@ -286,7 +294,7 @@ class Run:
 
         ask, answer, pieces = self.case.asks[i], self.answers[i], 0
         await asyncio.sleep(0.003 * ask.delay)
-        prompt = {"prompt_token_ids": self.prompt_of(i)}
+        prompt = self._prompt(i)
         more = {"taps": self._taps(ask), "lora_request": self._lora(ask)}
         stream = self.engines[ask.engine].generate(prompt, self._params(ask), **more)
         task = asyncio.current_task()
@@ -324,6 +332,9 @@ class Run:
             "waiting": engine.planner.n_waiting,
             "departed": len(engine.planner.departed),
         }
+        if engine.images is not None:
+            contents = engine.images.contents.values()
+            said |= {"rows of images": len(engine.images.held), "images": sum(one.requests for one in contents)}
         left = {name: n for name, n in said.items() if n}
         for g, pool in enumerate(engine.cache.pools):
             if pool.held or pool.free + pool.idle != pool.total - 1:

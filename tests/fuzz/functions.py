@@ -140,11 +140,12 @@ def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
 def sampling_params(params: dict[str, Any], vocab: int) -> Any:
     """Return ``SamplingParams`` of plain data.
 
-    Functions are [name, number], and ``logit_bias`` is a list of pairs.  ``taps`` and ``adapter`` are not among them.
+    Functions are [name, number], and ``logit_bias`` is a list of pairs.  ``taps``, ``adapter`` and ``images`` are left
+    out.
     """
     from minivllm import SamplingParams
 
-    made = {name: value for name, value in params.items() if name not in ("taps", "adapter")}
+    made = {name: value for name, value in params.items() if name not in ("taps", "adapter", "images")}
     if "allowed_tokens_fn" in made:
         made["allowed_tokens_fn"] = allowed(*made["allowed_tokens_fn"], vocab)
     if "choose_fn" in made:

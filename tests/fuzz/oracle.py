@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from . import pictures
 from .adapters import lora_of
 from .configs import PLAIN, VOCAB, plain_of
 from .drive import Answer, Output, engine_options
@@ -86,6 +87,8 @@ class Oracle:
         options = {**options, "enable_lora": "adapter" in params}
         if "kv_budget" not in params:
             options = {name: value for name, value in options.items() if name not in ("compressor", "compress_every")}
+        if "images" not in params:
+            options = {name: value for name, value in options.items() if name != "encoder"}
         # where the length limit ends the answer, it matters
         if len(prompt) + params["max_tokens"] <= options["max_model_len"]:
             options = {**options, "max_model_len": PLAIN["max_model_len"]}
@@ -101,7 +104,7 @@ class Oracle:
             llm = self.engine(options, other)
             taps = taps_of(params, llm.tap_points())
             lora = lora_of(params, self.folder, options["model"])
-            answer.take(llm.generate([{"prompt_token_ids": prompt}], made, False, taps, lora)[0])
+            answer.take(llm.generate([pictures.prompt_of(prompt, params, options)], made, False, taps, lora)[0])
             if anew:
                 return answer
             self.answers[key] = answer

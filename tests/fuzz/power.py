@@ -12,7 +12,7 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
     "any": ("preemptions", "prefix hits", "partial hits", "evictions", "late rows", "host rows", "forks", "beams",
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
-            "adapters", "adapters replaced", "compressions"),
+            "adapters", "adapters replaced", "compressions", "images", "images again"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
 }  # fmt: skip
 
@@ -26,6 +26,7 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
         met["evictions"] += stats["evictions"]
         met["overshoot tokens"] += stats["overshoot_tokens"]
         met["steps"] += stats.get("steps", 0)
+        met["images again"] += stats.get("images", {}).get("reused", 0)
         met["compressions"] += stats.get("compression", {}).get("compressions", 0)
         met["adapters replaced"] += stats.get("adapters", {}).get("replaced_on_device", 0)
     met["captured decode steps"], met["captured mixed steps"] = driven.captured["decode"], driven.captured["mixed"]
@@ -57,6 +58,7 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
     met["early stops"] = sum(o.finish == "stop" for o in answer.outputs)
     met["values read"] = sum(len(v) for o in answer.outputs for v in (o.taps or {}).values())
     met["steered"] = int(params.get("taps", {}).get("add", False))
+    met["images"] = len(params.get("images", ()))
     met["adapters"] = int("adapter" in params)
     met["errors for good"] = int(answer.error is not None)
     return met

@@ -31,6 +31,7 @@ from fuzz import power
 from fuzz.cases import DEFAULT_DTYPES, KINDS, VERSION, Case, case_of, dtype_of
 from fuzz.configs import VOCAB, quantized
 from fuzz.ledger import Ledger
+from fuzz.pictures import without
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
@@ -209,6 +210,8 @@ def of_seed(args: argparse.Namespace, seed: int, dtype: str) -> Case:
     case = case_of(seed, args.device, dtype)
     if args.quantized:
         case = replace(case, engines=[quantized(seed, i, options, dtype) for i, options in enumerate(case.engines)])
+    if args.executor or args.scheduler:
+        case = without(case)
     if args.executor in ("multiprocess", "ray"):
         return shared(case, args.executor, *([find_device("cuda").devices] if args.device == "cuda" else []))
     own = {name: given for name in ("executor", "scheduler") if (given := getattr(args, name))}

@@ -93,7 +93,7 @@ def test_every_option_and_parameter_is_drawn():
         "no_repeat_ngram_size temperature_schedule min_tokens stop stop_token_ids include_stop_str_in_output "
         "ignore_eos logprobs prompt_logprobs priority tenant ttft_ms tpot_ms expected_tokens cache_salt "
         "allowed_tokens_fn choose_fn logits_processors structured_outputs after leave guidance_scale "
-        "negative_prompt_token_ids taps adapter kv_budget"
+        "negative_prompt_token_ids taps adapter kv_budget images"
     )
     assert not set(wanted.split()) - set(params)
 

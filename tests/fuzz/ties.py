@@ -15,6 +15,7 @@ from .adapters import lora_of
 from .configs import VOCAB, rounds
 from .drive import Output
 from .oracle import Oracle
+from .pictures import prompt_of
 
 # allowed difference of logits after processors and temperature, and of noise, far above float32's rounding in these
 # models
@@ -78,10 +79,11 @@ class Ties:
         vocab = VOCAB[self.options["model"]]
         made = functions.sampling_params(asked, vocab)
         made.choose_fn = follow
-        llm = self.oracle.engine({**self.options, "enable_lora": "adapter" in p})
+        options = {**self.options, "enable_lora": "adapter" in p}
+        llm = self.oracle.engine(options)
         lora = lora_of(p, self.oracle.folder, self.options["model"])
         taps = [tap for tap in functions.taps_of(p, llm.tap_points()) if tap.add is not None]
-        llm.generate([{"prompt_token_ids": self.prompt}], made, False, taps, lora)
+        llm.generate([prompt_of(self.prompt, p, self.options)], made, False, taps, lora)
         x = found[0]
         if "allowed_tokens_fn" in p:
             keep = np.full(vocab, -np.inf)
