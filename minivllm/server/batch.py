@@ -340,6 +340,7 @@ async def _run(
     service = make_service(client, loaded.server, loaded.engine.model, loaded.sampling, loaded.engine.allow_targets)
     service.chosen()  # raises ConfigError for formats that cannot be combined
     service.tokens.pool.start()
+    service.images.start()
     app.open(service)
     room = min(client.info.max_num_seqs + AHEAD, service.door.room)
     batch = Batch(app, client, results, room if most is None else most)

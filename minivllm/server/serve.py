@@ -166,6 +166,7 @@ async def open_service(app: Application, client: EngineClient, loaded: Loaded, s
     """Open an application for requests to an engine that has started, and return the state that its routes share."""
     service = make_service(client, server, loaded.engine.model, loaded.sampling, loaded.engine.allow_targets)
     service.tokens.pool.start()
+    service.images.start()
     await service.adapters.open(client)
     app.open(service)
     return service

@@ -132,7 +132,7 @@ MAY_IMPORT = {
         "registry registration.spec device.native device.hardware"
     ),
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
-    "runtime.images": "runtime.text core.interfaces registry",
+    "runtime.images": "runtime.text core.interfaces registry runtime.processes registration.spec",
     "frontend.record": (
         "core.interfaces runtime.text device.loading core.declared_params registration registration.given "
         "registration.spec device.native device.hardware"

@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer.json"
 LONGEST = 32  # newlines that a token may have
 
 
-class Gemma3(TowerEncoder):
+class Gemma3Images(TowerEncoder):
     """Encodes an image as ``mm_tokens_per_image`` tokens.  Its shape is (channels, height, width)."""
 
     def facts_with(self, token: int) -> ImageFacts:

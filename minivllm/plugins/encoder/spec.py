@@ -11,7 +11,7 @@ def _encoder(target: str, summary: str, *model_types: str) -> Spec:
     return Spec(f"minivllm.plugins.encoder.{target}", API, summary, priority=10, limits=limits)
 
 
-GEMMA3 = _encoder("gemma3:Gemma3", "a tower of SigLIP; the tokens of an image attend to each other", "gemma3")
+GEMMA3 = _encoder("gemma3:Gemma3Images", "a tower of SigLIP; the tokens of an image attend to each other", "gemma3")
 LLAVA = _encoder("llava:Llava", "a tower of CLIP or SigLIP; positions as of text", "llava")
 QWEN_VL = _encoder(
     "qwen_vl:QwenVL",

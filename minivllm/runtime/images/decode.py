@@ -117,7 +117,7 @@ def _of_file(module: Any, data: bytes) -> Image:
         if getattr(image, "is_animated", False) and image.format != "MPO":
             raise refuse("an animation; expected a single picture")
         return _upright(image)
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except (module.DecompressionBombError, module.DecompressionBombWarning):
         raise refuse(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from None
@@ -132,7 +132,7 @@ def _of_image(module: Any, image: Image) -> Image:
     try:
         with OPENED:
             return _upright(image)
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as exc:  # the file behind the image is broken
         raise refuse(f"the PIL image cannot be read{_first_line(exc)}") from None

@@ -81,9 +81,12 @@ class ImageReader:
         if not 0 < tokens < self.max_tokens:
             most = f"max_model_len={self.max_tokens}"
             raise refuse(f"it has {tokens} tokens; expected fewer than {most}: send a smaller one")
-        digest = digest_of(values, shape)
+        return self.keep(PreparedImage(values, shape, tokens, digest_of(values, shape)))
+
+    def keep(self, image: PreparedImage) -> PreparedImage:
+        """Return the prepared image with this digest that a request has already, or else the given one."""
         with self._lock:  # requests with the same image share its values
-            return self._prepared.setdefault(digest, PreparedImage(values, shape, tokens, digest))
+            return self._prepared.setdefault(image.digest, image)
 
     def encoder(self) -> ImageEncoder:
         """Return the plug-in, which is constructed once."""
@@ -100,7 +103,7 @@ def values_of(encoder: ImageEncoder, image: Any) -> tuple[np.ndarray, tuple[int,
     RequestError if the plug-in refuses the image, and PluginError for results of another form."""
     try:
         found = encoder.prepare(image)
-    except RequestError:
+    except (RequestError, MemoryError):
         raise
     except Exception as exc:  # processors check sizes with errors of many types
         raise refuse(f"the model's processor refuses it: {describe_error(exc, encoder)}") from exc

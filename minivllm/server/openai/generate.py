@@ -123,6 +123,7 @@ class Service:
         await self.live.close()
         await self.background.close()
         await self.tokens.pool.close()
+        await self.images.close()
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the answer.  ApiError (404) for a model that is not served."""

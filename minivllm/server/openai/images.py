@@ -1,24 +1,21 @@
-"""The images of chats: decoded and prepared by threads, so that the event loop goes on."""
+"""The images of chats: prepared in processes with limits, so that the event loop goes on."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.interfaces.executor import ImageWiring
-from minivllm.registration.spec import Part
+from minivllm.runtime.images.confined import ConfinedImages, reader_of
 from minivllm.runtime.images.placing import place
-from minivllm.runtime.images.reader import NO_ENCODER, ImageReader
+from minivllm.runtime.images.reader import NO_ENCODER
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.images import PlacedImage, PreparedImage
     from minivllm.runtime.text.image_parts import ImageSource
 
 Placed = tuple["PlacedImage", ...]
-AT_ONCE = 2  # images that are decoded at the same time, which bounds the memory
 
 
 class ServedImages:
@@ -26,10 +23,17 @@ class ServedImages:
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         """Make the reader of an engine with the ``facts`` of ``EngineInfo.images``."""
-        part = None if facts["part"] is None else Part(**facts["part"])
-        images = ImageWiring.from_json(facts["wiring"])
-        self.reader = ImageReader(images, part, facts["folder"], facts["raw"], facts["max_tokens"], facts["why_not"])
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self.reader = reader_of(facts, facts["why_not"])
+        self.workers = ConfinedImages(self.reader)
+
+    def start(self) -> None:
+        """Start the processes if the engine reads images."""
+        if not self.reader.why_not:
+            self.workers.start()
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self.workers.close()
 
     @property
     def reads(self) -> bool:
@@ -49,8 +53,7 @@ class ServedImages:
         RequestError if an image is refused, or if the prompt has not one placeholder for each."""
         prepared: list[PreparedImage] = []
         for source in sources:
-            async with self._turns:
-                prepared.append(await asyncio.to_thread(self.reader.prepare, source))
+            prepared.append(await self.workers.prepare(source))
             self.reader.check_tokens(prepared)
         whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.facts)
         return whole.tolist(), placed

@@ -20,7 +20,7 @@ from minivllm.errors import ConfigError, RequestError
 from minivllm.plugin import EncoderContext, Spec
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
-from minivllm.plugins.encoder.gemma3 import Gemma3
+from minivllm.plugins.encoder.gemma3 import Gemma3Images
 from minivllm.runtime.images.placing import place
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -145,7 +145,7 @@ def test_prompts_of_text_become_the_tokens_of_the_processor_of_transformers(gemm
     )
     images = transformers.AutoImageProcessor.from_pretrained(path)
     processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=SPAN)
-    facts = Gemma3(None, EncoderContext(str(path), json.loads((path / "config.json").read_text()))).facts()
+    facts = Gemma3Images(None, EncoderContext(str(path), json.loads((path / "config.json").read_text()))).facts()
     mark, pixels = "<start_of_image>", Image.fromarray(picture(0))
     prepared = PreparedImage(np.zeros(1, np.float32), (3, 28, 28), SPAN, b"")
     for text in (f"a{mark}b", f"a\n{mark}\nb", f"\n\n{mark}", f"{mark}\n\nb", f"{mark}{mark}", f"x\n{mark}\n{mark}y"):

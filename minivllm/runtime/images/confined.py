@@ -1,0 +1,134 @@
+"""Prepare images of clients in processes with limits of time and memory, so that no file stops the event loop.
+
+    event loop ──► source of an image ──► worker: decode, ``ImageEncoder.prepare`` ──► values, shape, tokens
+
+``ConfinedImages`` sends the jobs, and ``make`` runs in the started process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces.executor import ImageWiring
+from minivllm.core.interfaces.images import PreparedImage
+from minivllm.errors import RequestError
+from minivllm.registration.spec import Part
+from minivllm.runtime.processes.confined import Confined, Exceeded, Work, prepare
+from minivllm.runtime.text.image_parts import OBJECT, ImageSource
+
+from .decode import MAX_BYTES, refuse
+from .reader import ImageReader
+
+AT_ONCE = 2  # images that are prepared at the same time, which bounds the memory
+SECONDS = 10.0  # CPU time of an image
+MEGABYTES = 1536  # memory of an image
+WARM = 6  # multiple of the time for the first image, which loads the processor
+NICE = 5  # of the workers, so that the engine and the event loop go first
+LONGEST = MAX_BYTES * 4 // 3 + 4096  # characters of base64 text and of the head of a URL
+
+
+class ConfinedImages:
+    """The workers that prepare the images of one event loop.  They start with the first image."""
+
+    def __init__(self, reader: ImageReader) -> None:
+        self.reader = reader
+        target = "minivllm.runtime.images.confined:make"
+        self._confined = Confined(target, lambda: hello_of(reader), (NICE,) * AT_ONCE)
+        self._free = list(range(AT_ONCE))
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._running: set[asyncio.Task[PreparedImage]] = set()
+
+    def start(self) -> None:
+        """Start the processes, so that the first image need not wait for them."""
+        self._confined.start()
+
+    async def prepare(self, source: ImageSource) -> PreparedImage:
+        """Return an image after the encoder plug-in's ``prepare``.
+
+        RequestError if it is refused or exceeds a limit, ResourceError if no process can run the job."""
+        if source.kind == OBJECT or not isinstance(source.value, str):
+            return await asyncio.to_thread(self.reader.prepare, source)
+        # a task of its own: if the caller is cancelled, the worker stays busy until its answer has come
+        task = asyncio.create_task(self._in_turn(source))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def _in_turn(self, source: ImageSource) -> PreparedImage:
+        """Run the job of an image when a worker is free."""
+        async with self._turns:
+            worker = self._free.pop()
+            try:
+                return await self._ask(worker, source)
+            finally:
+                self._free.append(worker)
+
+    async def _ask(self, worker: int, source: ImageSource) -> PreparedImage:
+        """Run the job of an image in a free worker."""
+        if len(source.value) > LONGEST:
+            raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
+        job = {"kind": source.kind, "media_type": source.media_type}
+        data = source.value.encode("utf-8", "surrogatepass")
+        try:
+            answer, more = await self._confined.ask(worker, job, [data], seconds=SECONDS, megabytes=MEGABYTES)
+        except Exceeded as exc:
+            limit = f"{SECONDS:g} s of CPU time" if exc.what == "time" else f"{MEGABYTES} MiB of memory"
+            raise refuse(f"reading it takes more than {limit}; send a smaller or simpler one") from None
+        if "error" in answer:
+            raise RequestError(*answer["error"])
+        a, b, c = answer["shape"]
+        values = np.frombuffer(more[1], np.float32)
+        return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], more[0]))
+
+    async def close(self) -> None:
+        """Cancel the jobs and end the processes."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._confined.close()
+
+
+def hello_of(reader: ImageReader) -> bytes:
+    """Return the JSON from which ``make`` makes the reader of a started process."""
+    part = None if reader.part is None else asdict(reader.part)
+    facts = {"part": part, "folder": str(reader.folder), "raw": reader.raw, "max_tokens": reader.max_tokens}
+    return json.dumps({**facts, "wiring": asdict(reader.wiring)}).encode()
+
+
+def reader_of(facts: Any, why_not: str = "") -> ImageReader:
+    """Return the reader of images whose arguments came as JSON."""
+    part = None if facts["part"] is None else Part(**facts["part"])
+    wiring = ImageWiring.from_json(facts["wiring"])
+    return ImageReader(wiring, part, facts["folder"], facts["raw"], facts["max_tokens"], why_not)
+
+
+def make(hello: bytes) -> Work:
+    """Return the function that prepares an image, after the encoder plug-in has been loaded."""
+    reader = reader_of(json.loads(hello))
+    prepare(lambda: warm(reader), WARM * SECONDS, WARM * MEGABYTES)
+
+    def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+        source = ImageSource(job["kind"], parts[0].decode("utf-8", "surrogatepass"), job["media_type"])
+        try:
+            image = reader.prepare(source)
+        except RequestError as exc:
+            return [_json({"error": [str(exc), exc.param]})]
+        facts = {"shape": image.shape, "tokens": image.tokens}
+        return [_json(facts), image.digest, image.values.tobytes()]
+
+    return work
+
+
+def warm(reader: ImageReader) -> None:
+    """Prepare a white image, so that workers inherit the objects that the first image creates."""
+    reader.prepare(np.full((64, 64, 3), 255, np.uint8))
+
+
+def _json(value: Any) -> bytes:
+    """Return the bytes of a value as JSON."""
+    return json.dumps(value).encode()
