@@ -34,7 +34,9 @@ MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_s
 
 
 @pytest.mark.parametrize(
-    ("config", "words"), [(LLAMA4, "chunked_attention"), (MAMBA, "keeps a state")], ids=["llama4", "mamba"]
+    ("config", "words"),
+    [(LLAMA4, "chunked_attention"), (MAMBA, "a state besides keys and values")],
+    ids=["llama4", "mamba"],
 )
 def test_llama4_and_mamba_are_refused_with_the_reason(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100, **config}))
