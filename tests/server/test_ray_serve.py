@@ -161,7 +161,9 @@ class Server:
         self.log = folder / "log"
         command = [sys.executable, "-m", "minivllm", "serve", "--config", str(self.config), "--cluster", "ray"]
         command += ["--port", str(self.port), *flags]
-        environ = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+        self.home = folder / "home"
+        self.home.mkdir()
+        environ = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "HOME": str(self.home)}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environ, cwd=folder, start_new_session=True)
 
@@ -209,6 +211,7 @@ class Server:
         while (left := self.processes("")) and time.monotonic() < end:
             time.sleep(0.2)
         assert not left, "processes of the cluster are left"
+        assert not list(self.home.glob(".ray")), "a token of the cluster is left in the user's home"
         return code
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import tempfile
@@ -56,6 +57,7 @@ def serve_on_ray(loaded: Loaded, keys: Sequence[str], reload: Callable[[], Loade
     EngineDeadError if Ray stops or the replicas cannot run.
     """
     check_config(loaded)
+    prepare(loaded)
     check_installed()
     bound = bind(loaded.server)  # a port in use is reported before a cluster is started
     host, port = bound.getsockname()[:2]
@@ -80,6 +82,14 @@ def serve_on_ray(loaded: Loaded, keys: Sequence[str], reload: Callable[[], Loade
         finally:
             server.remove()
     return 0
+
+
+def prepare(loaded: Loaded) -> None:
+    """Set Ray's variables, which it reads when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not loaded.server.ray_address and "RAY_AUTH_MODE" not in os.environ:
+        # without a token in the environment, Ray would leave one in the user's home
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 class Signals:
@@ -108,7 +118,6 @@ def cluster(loaded: Loaded) -> Iterator[Any]:
     address = loaded.server.ray_address
     if address:
         check_address(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as folder:
         options: dict[str, Any] = {"address": address}
         if not address:
