@@ -36,6 +36,7 @@ from minivllm.cli import (
     simulate,
     stats,
     streams,
+    zygote,
 )
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING, add_quiet, add_switch, config_flags
@@ -152,6 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
     stats.add_commands(command)
     cache.add_commands(command)
     models.add_commands(command)
+    zygote.add_commands(command)
     completion.add_commands(command, parser)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Measure the quality of the packaged model."
