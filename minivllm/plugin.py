@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         AdapterMethod,
         AdapterSource,
         AdapterTarget,
+        LowRank,
         adapter_refusal,
     )
     from minivllm.core.interfaces.attention import (
@@ -183,7 +184,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.taps": "Tap",
     # adapter
     "minivllm.core.interfaces.adapter": "AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod "
-    "AdapterSource AdapterTarget adapter_refusal",
+    "AdapterSource AdapterTarget LowRank adapter_refusal",
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
@@ -330,6 +331,7 @@ __all__ = [
     "LinearModule",
     "Load",
     "LogProbs",
+    "LowRank",
     "MinivllmError",
     "Model",
     "ModelArch",

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minivllm import LLM, LoRARequest, SamplingParams
-from minivllm.core.interfaces.adapter import AdapterContext, AdapterMethod
+from minivllm.core.interfaces.adapter import AdapterContext, AdapterMethod, LowRank
+from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import RequestError
 
 from . import adapter_folders
@@ -289,6 +290,30 @@ class AdapterConformance(Lasting, SpecConformance):
                 assert torch.allclose(y, apart[name], **CLOSE), f"{name}: a replay differs from a step"
 
     @since(1, 0)
+    def test_low_rank_products_are_those_of_the_changes(self, tmp_path: Path) -> None:
+        """Check that ``low_rank`` of a layer, which native steps of a CPU compute, describes its change."""
+        process, folders = self.made(), self.written(tmp_path)
+        found = {name: process.memory.low_rank(name) for name in process.changes}
+        if not any(found.values()):
+            pytest.skip("the method describes no low-rank products")
+        for place, folder in ((0, folders[0]), (1, folders[1]), (0, folders[2])):
+            process.memory.store(place, process.read(folder))
+        inputs, places = inputs_of(4, self.place()), [0, 1, NONE, 0]
+        outputs = process.outputs(places, inputs)
+        for name, one in found.items():
+            if one is None:
+                continue
+            for token, place in enumerate(places):
+                x = inputs[name][token]
+                y = process.weights[name] @ x
+                if place != NONE and int(one.ranks[place]):
+                    y = y + _low_rank_product(one, place, x, process.infos[name])
+                error = (y - outputs[name][token]).abs().max().item()
+                assert torch.allclose(y, outputs[name][token], **CLOSE), (
+                    f"{name}, token {token}: differs by {error:.2e}"
+                )
+
+    @since(1, 0)
     def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
         """Check that unknown fields are refused before the weights are read, and then unknown names, other shapes and
         numbers that are not finite."""
@@ -359,3 +384,9 @@ class AdapterConformance(Lasting, SpecConformance):
         for number, (a, b) in enumerate(zip(alone, together, strict=True)):
             what = "the request without an adapter" if number == FOLDERS else f"the request with adapter {number}"
             assert b == pytest.approx(a, abs=1e-4), f"{what} has other log-probabilities beside others than alone"
+
+
+def _low_rank_product(one: LowRank, place: int, x: Tensor, info: ModuleInfo) -> Tensor:
+    """Return the low-rank product [out] of the adapter in a place for x [in], with all rows of the memory."""
+    parts = [one.b[place, info.rows[name]] @ (one.a[place, part] @ x) for part, (name, _) in enumerate(info.parts)]
+    return torch.cat(parts)

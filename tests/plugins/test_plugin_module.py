@@ -23,7 +23,7 @@ from minivllm.registry import Catalog
 ROOT = Path(__file__).resolve().parents[2]
 # A name is removed only with a new major version of its seam's contract, as docs/compatibility.md promises.
 PINNED = """
-AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod AdapterSource AdapterTarget adapter_refusal
+AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod AdapterSource AdapterTarget LowRank adapter_refusal
 ANY Ask AtLeast AtMost Attention AttentionBackend AttentionContext AttnLayer AttnMeta AttnSpec BlockInfo BlocksView
 Branch BranchEnd CacheWiring Capacity Channel ChannelClosed CodecError Column Compiled ConfigError Conversion
 DecoderSpec DecodingStrategy Delta DeltaNames DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor

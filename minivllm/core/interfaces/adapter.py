@@ -118,6 +118,16 @@ def adapter_refusal(folder: str, what: str) -> RequestError:
     return RequestError(f"adapter {shown(folder)}: {what}", "lora_request")
 
 
+class LowRank(NamedTuple):
+    """The adapters of a layer as low-rank products: y[rows of part p] += (x A[place, p]^T) B[place, rows of part p]^T.
+
+    Rows of A and columns of B behind the rank of an adapter are zero."""
+
+    a: Tensor  # [places, parts, rank, in]
+    b: Tensor  # [places, out, rank]
+    ranks: Tensor  # i32 [places] rank of the adapter in each place; 0 means that it does not change the layer
+
+
 # change(product, x) returns this process's part of the changed product [T, out], where product(x) is that of the layer
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
@@ -147,6 +157,13 @@ class AdapterMemory(ABC):
         """Return the function that changes the product of a linear layer, None if adapters never change it.
 
         It is called once for each layer of the model, after the construction."""
+        return None
+
+    def low_rank(self, name: str) -> LowRank | None:
+        """Return the adapters of a layer if their whole effect is a low-rank product, else None.
+
+        The native steps of a CPU then compute it, and neither ``begin`` nor changes are called.  ``store`` must write
+        to the same memory.  An inherited method is ignored, because a subclass may change layers in another way."""
         return None
 
     def points(self, loaded: Any) -> Sequence[str]:

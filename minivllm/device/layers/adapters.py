@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.adapter import AdapterMemory, LayerChange
+    from minivllm.core.interfaces.adapter import AdapterMemory, LowRank
     from minivllm.core.interfaces.model import StepTaps
 
 
@@ -26,10 +26,18 @@ class ActiveMethods:
 
 
 class LayerAdapters:
-    """The adapters of one linear layer: the change of each method that changes the layer, by the method's number."""
+    """The adapters of the linear layer ``name``: the change of each method that changes it, by the method's number."""
 
-    def __init__(self, active: ActiveMethods, changes: Sequence[tuple[int, LayerChange]]) -> None:
-        self.active, self.changes = active, changes
+    def __init__(self, name: str, active: ActiveMethods, memories: Sequence[AdapterMemory]) -> None:
+        self.name, self.active, self.memories = name, active, memories
+        found = [(number, memory.layer(name)) for number, memory in enumerate(memories)]
+        self.changes = [(number, change) for number, change in found if change is not None]
+
+    def low_rank(self, number: int) -> LowRank | None:
+        """Return the adapters of a method as low-rank products, None if they may be something else."""
+        memory = self.memories[number]
+        defined = "low_rank" in vars(type(memory))
+        return memory.low_rank(self.name) if defined else None
 
     @property
     def on(self) -> bool:

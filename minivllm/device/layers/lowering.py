@@ -30,7 +30,7 @@ from minivllm.core.interfaces.decoder import (
     GatedDelta,
     LayerSpec,
 )
-from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
+from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program, low_rank
 from minivllm.device.native.recurrent import newest_first
 
 from .decoder import Decoder, DecoderBlock
@@ -63,6 +63,7 @@ class Lowering:
     It raises NotLowered for a model with a part that no operation computes.  FORWARD writes the final normed hidden
     states of the tokens that sample to ``hidden`` f32 [most_tokens, H].  SAMPLE writes their logits to ``logits`` f32
     [rows, V].  ``block`` is the tokens of a KV block, and ``room`` the most bytes that copies of weights may take.
+    ``adapters`` is the number of the adapter method whose low-rank products the program computes, None for none.
     ``narrowed`` (address of a weight -> weight, tensor to read) are the copies of another program, which are used too.
     """
 
@@ -76,7 +77,9 @@ class Lowering:
         block: int,
         room: int,
         narrowed: dict[int, tuple[Tensor, Tensor]] | None = None,
+        adapters: int | None = None,
     ) -> None:
+        self.adapters = adapters
         self.spec: DecoderSpec = model.spec
         self.model, self.blocks = self._served(model)
         if type(self.model) is not Decoder or any(type(block) is not DecoderBlock for block in self.blocks):
@@ -101,6 +104,7 @@ class Lowering:
         if delta := [layer.recurrent for layer in self.spec.layers if isinstance(layer.recurrent, GatedDelta)]:
             self._memory["gates"] = torch.zeros(tokens, max(2 * spec.value_heads for spec in delta))
         self._views: dict[tuple[str, int, int], int] = {}
+        self._inner_registers: dict[int, int] = {}  # of adapters, by width
         self.x = program.register(torch.zeros(tokens, self.spec.hidden))
         self.branch = program.register(torch.zeros(tokens, self.spec.hidden))
         self.out = program.register(self.hidden)
@@ -214,6 +218,33 @@ class Lowering:
             self.copied += copy.nbytes if same else 0
         return self.narrowed[key][1]
 
+    def _product(self, linear: Any, x: int, out: int, norm: str | None, **fields: Any) -> None:
+        """Add the product of a linear layer, with the norm before it and the adapters of the layer."""
+        normed = self._norm(norm)
+        if (made := self._low_rank(linear)) is not None:
+            layer, inner = made
+            self.program.add("shrink", in_=x, out=inner, data=ctypes.addressof(layer), **normed)
+            fields |= {"low_rank": ctypes.addressof(layer), "inner": inner}
+        self.program.add("product", in_=x, out=out, **self._weight(linear), **normed, **fields)
+
+    def _low_rank(self, linear: Any) -> tuple[ctypes.Structure, int] | None:
+        """Return the adapters of a layer and the register of their inner values, None if the layer has none.
+
+        NotLowered for adapters that the program cannot compute."""
+        if self.adapters is None or not isinstance(linear, Linear) or linear.adapter is None:
+            return None
+        found = linear.adapter.low_rank(self.adapters)
+        if found is None or found.a.dtype not in PLAIN or not whole(found.a[0], found.b[0]):
+            raise NotLowered(f"adapters of {linear.name} are no low-rank products in memory that it reads")
+        starts = torch.tensor([rows.start for rows in linear.info.rows.values()] + [linear.info.out_features])
+        layer = low_rank(found.a, found.b, found.ranks, starts)
+        self.program.hold(layer, found, starts)
+        _, parts, rank, _ = found.a.shape
+        width = parts * rank
+        if width not in self._inner_registers:
+            self._inner_registers[width] = self.program.register(torch.zeros(self.program.most_tokens, width))
+        return layer, self._inner_registers[width]
+
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def _embed(self) -> None:
@@ -266,14 +297,11 @@ class Lowering:
             return self._attention(i, layer, attention, norm)
         module: Any = self.modules[name + ("delta" if isinstance(layer.recurrent, GatedDelta) else "conv")]
         mixed = self._view("qkv", 0, self._wide(i))
-        self.program.add(
-            "product", in_=self.x, out=mixed, **self._weight(self.modules[name + "in"]), **self._norm(norm)
-        )
+        self._product(self.modules[name + "in"], self.x, mixed, norm)
         if isinstance(module, ShortConvolution):
             return self._convolution(module, mixed)
         gates = self._view("gates", 0, 2 * module.heads)
-        product = self._weight(self.modules[name + "gates"])
-        self.program.add("product", in_=self.x, out=gates, **product, **self._norm(norm))
+        self._product(self.modules[name + "gates"], self.x, gates, norm)
         return self._delta_net(module, gates)
 
     def _delta_net(self, module: DeltaNet, gates: int) -> int:
@@ -316,7 +344,7 @@ class Lowering:
         a, block = attention.spec, self.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
         qkv, attn = self._view("qkv", 0, self._wide(i)), self._view("attn", 0, a.heads * a.dim_v)
-        self.program.add("product", in_=self.x, out=qkv, **self._weight(self._qkv(i)), **self._norm(norm))
+        self._product(self._qkv(i), self.x, qkv, norm)
         pre, name = block.pre, f"layers.{i}.attn."
         if layer.qk_norm == WIDTH:
             for which, first, width in (("q", 0, widths[0]), ("k", widths[0], widths[1])):
@@ -359,24 +387,16 @@ class Lowering:
         assert isinstance(mlp, MLP)  # a layer of experts is not lowered
         out = self._view("mid", 0, mlp.inner)
         up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
-        self.program.add(
-            "product",
-            in_=self.x,
-            out=out,
-            gated=int(mlp.gated),
-            activation=ACTIVATIONS[mlp.activation],
-            **self._weight(up),
-            **self._norm(norm),
-        )
+        self._product(up, self.x, out, norm, gated=int(mlp.gated), activation=ACTIVATIONS[mlp.activation])
         return out
 
     def _add(self, x: int, linear: Any, after: str | None, layer: LayerSpec) -> None:
         """Add the operations for stream += scale * after(linear(x)); ``after`` names a norm, None means none."""
-        weight, scale = self._weight(linear), layer.residual_scale
+        scale = layer.residual_scale
         if after is None:
-            self.program.add("product", in_=x, out=self.x, adds=1, alpha=scale, **weight)
+            self._product(linear, x, self.x, None, adds=1, alpha=scale)
             return
-        self.program.add("product", in_=x, out=self.branch, **weight)
+        self._product(linear, x, self.branch, None)
         self.program.add("norm", in_=self.branch, out=self.x, adds=1, alpha=scale, **self._norm(after))
 
     def _head(self, logits: int) -> None:
@@ -423,12 +443,13 @@ def lower(
     rows: int,
     room: int,
     narrowed: dict[int, tuple[Tensor, Tensor]] | None = None,
+    adapters: int | None = None,
 ) -> Lowering:
     """Translate a model into a native program for steps of up to ``most_tokens`` tokens, ``rows`` of which sample.
 
     The program runs on ``threads`` threads and reads the worker's ``columns`` of row state.  Copies of weights take up
-    to ``room`` bytes; ``narrowed`` as in ``Lowering``.  NotLowered, with the reason, for a model that cannot be
-    translated."""
+    to ``room`` bytes; ``narrowed`` and ``adapters`` as in ``Lowering``.  NotLowered, with the reason, for a model that
+    cannot be translated."""
     kind = HeadLowering if columns["ahead"] else Lowering
     program = Program(threads, most_tokens, columns)
-    return kind(model, modules, layers, program, rows, columns["block"], room, narrowed)
+    return kind(model, modules, layers, program, rows, columns["block"], room, narrowed, adapters)

@@ -40,13 +40,22 @@ class NativeSteps:
     The constructor raises NotLowered, with the reason, if the model or the configuration cannot run natively.
     ``state`` is the ``DeviceState`` of ``device/worker/state.py``, ``parts`` the factory that made the model's modules
     and KV cache.  Copies of weights take up to ``room`` bytes.  ``watched`` are the ``TargetStates`` of a drafter that
-    reads hidden states, or None.
+    reads hidden states, or None.  ``adapters`` is the number of the adapter method whose low-rank products the program
+    computes, None for none.
     """
 
     def __init__(
-        self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int, watched: Any = None
+        self,
+        wiring: Wiring,
+        state: Any,
+        model: Any,
+        parts: ModelParts,
+        sampler: Any,
+        room: int,
+        watched: Any = None,
+        adapters: int | None = None,
     ) -> None:
-        self.state, self.watched = state, watched
+        self.state, self.watched, self.adapters = state, watched, adapters
         self._check(wiring, parts)
         rows = min(len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens), MOST_TOKENS)
         self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
@@ -69,13 +78,17 @@ class NativeSteps:
         threads = torch.get_num_threads()
         self._dtype = getattr(torch, wiring.dtype)
         self.most_tokens = MANY_TOKENS if widened(self._dtype) else MOST_TOKENS
-        made = lower(model, parts.modules, parts.layers, self.columns, threads, self.most_tokens, rows, room)
+        made = lower(
+            model, parts.modules, parts.layers, self.columns, threads, self.most_tokens, rows, room, None, adapters
+        )
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied, self.narrowed = made.copied, made.narrowed  # bytes of the copies of weights, the copies
         self.head: NativeHead | None = None  # the layers of a drafter's head
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
         self._at = address(self._box)
+        # places of the adapters of the step's rows i32 [S] by slot; None if no row has an adapter
+        self.places: np.ndarray | None = None
 
     def _check(self, wiring: Wiring, parts: ModelParts) -> None:
         """Raise NotLowered if the program would not do the same as the configured plug-ins and options.
@@ -170,7 +183,8 @@ class NativeSteps:
         if n:
             box[2 + 3 * r : 2 + 3 * r + n] = used
         advance = self._set_states(plan, whole)
-        self.program.forward(self._at)
+        places = None if self.places is None else np.repeat(self.places[whole.slots], whole.q_len)
+        self.program.forward(self._at, None if places is None else address(places))
         advance()
         if not n:
             return None
@@ -316,10 +330,17 @@ def replaceable(plugin: Any) -> Any:
 
 
 def native_steps(
-    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int, watched: Any = None
+    wiring: Wiring,
+    state: Any,
+    model: Any,
+    parts: ModelParts,
+    sampler: Any,
+    room: int,
+    watched: Any = None,
+    adapters: int | None = None,
 ) -> tuple[NativeSteps | None, str]:
     """Return (the native steps of a model, ""), or (None, the reason) if it cannot run natively."""
     try:
-        return NativeSteps(wiring, state, model, parts, sampler, room, watched), ""
+        return NativeSteps(wiring, state, model, parts, sampler, room, watched, adapters), ""
     except NotLowered as e:
         return None, str(e)

@@ -26,7 +26,17 @@ namespace {
 // ---- a program -----------------------------------------------------------------------------------------------------
 
 enum Kind : int64_t {
-  EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6, GATE = 7, DELTA = 8, CONV = 9, KEEP = 10
+  EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6, GATE = 7, DELTA = 8, CONV = 9, KEEP = 10,
+  SHRINK = 11
+};
+
+// Low-rank products of adapters: y[o] += h[part of o] . b[place][o], where h[part] = a[place][part] x of each token.
+struct LowRank {
+  const char *a, *b;      // [places, parts, rank, inputs], [places, outputs, rank]
+  const int32_t* ranks;   // of the adapter in each place, ``ranks_stride`` apart; 0: the layer is not changed
+  const int64_t* starts;  // [parts + 1] first outputs of the parts, and the number of outputs
+  int64_t format, parts, rank, inputs, outputs, ranks_stride;
+  int64_t a_place, b_place;  // bytes between places
 };
 
 // All fields are 8 bytes wide; native/program.py:Op has the same ones in the same order.
@@ -35,7 +45,7 @@ struct Op {
   int64_t in, out;  // registers
   // a matrix, or the table of an embedding
   int64_t format, n, k, group;
-  const void* data;  // DELTA: a DeltaLayer.  CONV, KEEP: a ring of ``n`` places; a token reads ``k`` inputs
+  const void* data;  // DELTA: a DeltaLayer.  CONV, KEEP: a ring of ``n`` places; a token reads ``k`` inputs.  SHRINK: a LowRank
   const float *scale, *zero, *bias;
   int64_t adds;        // PRODUCT: what it gives is added to ``out``.  NORM: x is normed, then added to ``out``
   int64_t activation;  // of the gate; without a gate of the product
@@ -55,6 +65,8 @@ struct Op {
   int64_t kv_format;
   const float* positions;  // EMBED: learned positions [.., k]
   int64_t positions_format, first_position;
+  const LowRank* low_rank;  // PRODUCT: adapters whose h is in the register ``inner``, or null
+  int64_t inner;
 };
 
 // Rows of ``width`` numbers, ``stride`` apart: one a token, or a part of those of another register.
@@ -84,6 +96,8 @@ constexpr int64_t MANY = 64;             // tokens of a step from which its prod
 constexpr int64_t INPUTS = 1 << 16;      // of the tokens that meet the weights of a task at a time: 256 KiB
 constexpr int64_t TOKENS_AT_ONCE = 32;   // of a row, from which its queries share the keys and values that they read
 
+constexpr int64_t SHRUNK_AT_ONCE = 8;    // tokens of a task of SHRINK
+
 constexpr int64_t LOGITS = 1, DRAW = 2;  // parts of SAMPLE
 constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
 
@@ -110,8 +124,9 @@ class Program {
   void set_states(const StateRows& states) { states_ = states; }
 
   // rows of ``slots`` with ``q_len`` tokens each, of which ``computed`` are before; the tokens ``picked`` go on at PICK
+  // ``places``: of the adapter of each token, -1 for none; null if no token has one
   void forward(int64_t rows, const int64_t* slots, const int64_t* q_len, const int64_t* computed, int64_t picks,
-               const int64_t* picked) {
+               const int64_t* picked, const int32_t* places) {
     rows_.clear();
     int64_t t = 0;
     for (int64_t r = 0; r < rows; r++) {
@@ -126,6 +141,8 @@ class Program {
     }
     picks_ = picks;
     picked_ = picked;
+    adapted_ = places != nullptr;
+    if (adapted_) places_.assign(places, places + t);
     bool behind = false;  // PICK
     op_tokens_.clear();
     for (const Op& op : ops_) {
@@ -222,7 +239,7 @@ class Program {
   }
 
   struct Scratch {
-    std::vector<float> normed, scores, heads;
+    std::vector<float> normed, scores, heads, added;
     int64_t normed_for = -1;  // the operation whose normed rows are here
   };
 
@@ -236,6 +253,10 @@ class Program {
       }
       case ATTEND: return int(rows_.size() * (op.kv_heads / heads_of(op)));
       case PICK: return 1;
+      case SHRINK: {
+        if (!adapted_) return 0;
+        return int((tokens + SHRUNK_AT_ONCE - 1) / SHRUNK_AT_ONCE * ((const LowRank*)op.data)->parts);
+      }
       case DELTA: return int(states_.count * ((const DeltaLayer*)op.data)->key_heads);
       case CONV:
       case KEEP: return int(states_.count);
@@ -267,6 +288,7 @@ class Program {
       case ATTEND: return attend(op, task, thread);
       case ADD: return k_.add(row(op.in, task), float(op.alpha), registers_[op.in].width, row(op.out, task));
       case PICK: return pick(op);
+      case SHRINK: return shrink(op, number, task, thread, tokens);
       case CAP: return k_.soft_cap(row(op.out, task), float(op.cap), registers_[op.out].width);
       case GATE: return gate(op, task);
       case DELTA: return delta(op, task);
@@ -337,14 +359,18 @@ class Program {
     const Matrix w = {op.data, op.scale, op.zero, op.bias, op.format, op.n, op.k, op.group};
     const Register& out = registers_[op.out];
     const int64_t n = op.gated ? op.n / 2 : op.n, width = n1 - n0;
-    if (!op.gated && !op.adds && op.activation == NO_ACTIVATION && op.alpha == 1)
-      return k_.product(w, x, ldx, tokens, n0, n1, row(op.out, first), out.stride);
+    if (!op.gated && !op.adds && op.activation == NO_ACTIVATION && op.alpha == 1) {
+      k_.product(w, x, ldx, tokens, n0, n1, row(op.out, first), out.stride);
+      return expand(op, first, tokens, n0, n1, row(op.out, first), out.stride, s);
+    }
     // into memory of this thread, [tokens, width] once or twice
     const int64_t need = tokens * width * (op.gated ? 2 : 1);
     if (s.heads.size() < size_t(need)) s.heads.resize(need);
     float *a = s.heads.data(), *b = a + tokens * width;
     k_.product(w, x, ldx, tokens, n0, n1, a - n0, width);
     if (op.gated) k_.product(w, x, ldx, tokens, n + n0, n + n1, b - n - n0, width);
+    expand(op, first, tokens, n0, n1, a - n0, width, s);
+    if (op.gated) expand(op, first, tokens, n + n0, n + n1, b - n - n0, width, s);
     for (int64_t t = 0; t < tokens; t++) {
       float* y = a + t * width;
       if (op.activation != NO_ACTIVATION) k_.activate(y, op.gated ? b + t * width : nullptr, width, op.activation);
@@ -358,6 +384,52 @@ class Program {
         k_.add(y, float(op.alpha), width, to);
       }
     }
+  }
+
+  // calls run(first, end, place) for the tokens [first, end) of one place, of all adapters with a rank
+  template <class Run>
+  void each_adapter(const LowRank& l, int64_t first, int64_t end, const Run& run) const {
+    for (int64_t t = first; t < end;) {
+      const int64_t begin = t, place = places_[t];
+      while (t < end && places_[t] == place) t++;
+      if (place >= 0 && l.ranks[place * l.ranks_stride] > 0) run(begin, t, place);
+    }
+  }
+
+  // h of one part of the layer and some tokens; it is zero behind the rank of an adapter
+  void shrink(const Op& op, int number, int64_t task, int thread, int64_t tokens) {
+    const LowRank& l = *(const LowRank*)op.data;
+    const int64_t part = task % l.parts, first = task / l.parts * SHRUNK_AT_ONCE;
+    const int64_t end = first + SHRUNK_AT_ONCE < tokens ? first + SHRUNK_AT_ONCE : tokens;
+    int64_t ldx;
+    const float* x = input(op, number, thread, tokens, &ldx);
+    for (int64_t t = first; t < end; t++) std::memset(row(op.out, t) + part * l.rank, 0, l.rank * sizeof(float));
+    each_adapter(l, first, end, [&](int64_t begin, int64_t behind, int64_t place) {
+      const int64_t size = l.format == F32 ? 4 : 2;
+      const char* data = l.a + place * l.a_place + part * l.rank * l.inputs * size;
+      const Matrix a = {data, nullptr, nullptr, nullptr, l.format, l.rank, l.inputs, l.inputs};
+      k_.product(a, x + begin * ldx, ldx, behind - begin, 0, l.ranks[place * l.ranks_stride],
+                 row(op.out, begin) + part * l.rank, registers_[op.out].stride);
+    });
+  }
+
+  // y[t - first, o] += h . b for outputs o of [n0, n1) and the tokens [first, first + tokens)
+  void expand(const Op& op, int64_t first, int64_t tokens, int64_t n0, int64_t n1, float* y, int64_t ldy, Scratch& s) {
+    if (!op.low_rank || !adapted_) return;
+    const LowRank& l = *op.low_rank;
+    each_adapter(l, first, first + tokens, [&](int64_t begin, int64_t behind, int64_t place) {
+      const Matrix b = {l.b + place * l.b_place, nullptr, nullptr, nullptr, l.format, l.outputs, l.rank, l.rank};
+      for (int64_t part = 0; part < l.parts; part++) {
+        const int64_t low = l.starts[part] > n0 ? l.starts[part] : n0;
+        const int64_t high = l.starts[part + 1] < n1 ? l.starts[part + 1] : n1, width = high - low;
+        if (width <= 0) continue;
+        if (s.added.size() < size_t((behind - begin) * width)) s.added.resize((behind - begin) * width);
+        k_.product(b, row(op.inner, begin) + part * l.rank, registers_[op.inner].stride, behind - begin, low, high,
+                   s.added.data() - low, width);
+        for (int64_t t = begin; t < behind; t++)
+          k_.add(s.added.data() + (t - begin) * width, 1.0f, width, y + (t - first) * ldy + low);
+      }
+    });
   }
 
   // KV heads of a task: all where there are rows enough for the threads, so that the cache is read as it lies
@@ -453,6 +525,7 @@ class Program {
     for (int64_t i = 0; i < picks_; i++)
       for (int64_t which : {op.in, op.out})
         if (picked_[i] != i) std::memmove(row(which, i), row(which, picked_[i]), registers_[which].width * sizeof(float));
+    for (int64_t i = 0; adapted_ && i < picks_; i++) places_[i] = places_[picked_[i]];
   }
 
   const Kernels& k_;
@@ -466,6 +539,8 @@ class Program {
   std::vector<int64_t> op_tokens_;
   std::vector<Token> tokens_;
   std::vector<Row> rows_;
+  std::vector<int32_t> places_;  // of the adapter of each token
+  bool adapted_ = false;
   std::vector<int64_t> drawn_;
   std::vector<float> largest_;
   int64_t picks_ = 0;
@@ -500,7 +575,7 @@ int32_t best_isa() {
 
 using minivllm::Program;
 
-EXPORT int32_t minivllm_abi(void) { return 6; }
+EXPORT int32_t minivllm_abi(void) { return 7; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -525,10 +600,11 @@ EXPORT void minivllm_op(void* program, const void* op, int32_t sampling) {
 }
 
 // box: rows R, picks P, then slots R, tokens of each R, tokens before them R, and the tokens that go on P
-EXPORT void minivllm_forward(void* program, const int64_t* box) {
+// places: of the adapter of each token, -1 for none; or null
+EXPORT void minivllm_forward(void* program, const int64_t* box, const int32_t* places) {
   const int64_t r = box[0], p = box[1];
   const int64_t* at = box + 2;
-  ((Program*)program)->forward(r, at, at + r, at + 2 * r, p, at + 3 * r);
+  ((Program*)program)->forward(r, at, at + r, at + 2 * r, p, at + 3 * r, places);
 }
 
 // rows: a StateRows, whose arrays are read by the next minivllm_forward

@@ -22,7 +22,7 @@ from minivllm.errors import ResourceError
 from .library import ISAS, isa, load
 
 # in the order of the enumerations in program.cpp and kernels.h
-KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep")
+KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep", "shrink")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5, "sigmoid": 6}
 
@@ -40,7 +40,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
 _TAKES: Mapping[str, list[Any]] = {
     "register": [_ADDRESS, _ADDRESS, _INT, _INT],
     "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],
-    "forward": [_ADDRESS, _ADDRESS],
+    "forward": [_ADDRESS, _ADDRESS, _ADDRESS],
     "states": [_ADDRESS, _ADDRESS],
     "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
     "free": [_ADDRESS],
@@ -69,7 +69,40 @@ class Op(ctypes.Structure):
         ("kv_format", _INT),
         ("positions", _ADDRESS),
         *each(_INT, "positions_format first_position"),
+        ("low_rank", _ADDRESS),
+        ("inner", _INT),
     ]
+
+
+class LowRankAddresses(ctypes.Structure):
+    """``program.cpp:LowRank``."""
+
+    _fields_ = [
+        *each(_ADDRESS, "a b ranks starts"),
+        *each(_INT, "format parts rank inputs outputs ranks_stride a_place b_place"),
+    ]
+
+
+def low_rank(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> LowRankAddresses:
+    """Return the low-rank products of a layer for a program, which reads the memory of the tensors.
+
+    a [places, parts, rank, in] and b [places, out, rank] have one dtype, and their places are whole.  ``ranks`` i32
+    [places] are those of the adapters, and ``starts`` i64 [parts + 1] the first outputs of the parts and the end."""
+    size = a.element_size()
+    made = LowRankAddresses()
+    made.a = a.data_ptr()
+    made.b = b.data_ptr()
+    made.ranks = ranks.data_ptr()
+    made.starts = starts.data_ptr()
+    made.format = FORMATS[a.dtype]
+    made.parts = a.shape[1]
+    made.rank = a.shape[2]
+    made.inputs = a.shape[3]
+    made.outputs = b.shape[1]
+    made.ranks_stride = ranks.stride(0)
+    made.a_place = a.stride(0) * size
+    made.b_place = b.stride(0) * size
+    return made
 
 
 class ColumnAddresses(ctypes.Structure):
@@ -168,10 +201,12 @@ class Program:
         """Set the recurrent states of the rows of the next step, a ``recurrent.py:StateRows``."""
         self._states(self._made, ctypes.addressof(rows))
 
-    def forward(self, box: int) -> None:
-        """Run the layers.  ``box`` is the address of an array of i64 arguments (see
-        ``program.cpp:minivllm_forward``)."""
-        self._forward(self._made, box)
+    def forward(self, box: int, places: int | None = None) -> None:
+        """Run the layers.
+
+        ``box`` is the address of an array of i64 arguments (see ``program.cpp:minivllm_forward``).  ``places`` is the
+        address of the places i32 [T] of the tokens' adapters, None if no token has an adapter."""
+        self._forward(self._made, box, places)
 
     def sample(self, box: int, out: int) -> None:
         """Compute logits, draw tokens, or both.  ``box`` is as in ``forward``; ``out`` is the address of the result

@@ -93,9 +93,9 @@ class Adapters:
         self.all = tuple(range(len(self.memories)))
         self.active = ActiveMethods()
         for name, module in layers.items():
-            changes = [(n, memory.layer(name)) for n, memory in enumerate(self.memories)]
-            given = [(n, change) for n, change in changes if change is not None]
-            module.adapter = LayerAdapters(self.active, given) if given else None
+            found = LayerAdapters(name, self.active, self.memories)
+            module.adapter = found if found.changes else None
+        self.low_rank = self._low_rank_method(layers)
         self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.of_slot = np.full(slots, -1, np.int32)
         self.of_place: list[Loaded | None] = [None] * limits.max_loras
@@ -110,6 +110,14 @@ class Adapters:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:
+        """Return the number of a method whose effect on all ``layers`` is a low-rank product, None if there is none."""
+        adapted = [module.adapter for module in layers.values() if module.adapter is not None]
+        for number in self.all:
+            if adapted and all(one.low_rank(number) is not None for one in adapted):
+                return number
+        return None
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 

@@ -119,9 +119,9 @@ class Runner:
             return None
         with torch.inference_mode():
             parts = self.worker.parts
-            states = self.states_read
+            room, adapters = free_ram() // 4, None if self.adapters is None else self.adapters.low_rank
             made, why_not = native_steps(
-                self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4, states
+                self.wiring, self.state, self.model, parts, self.sampler, room, self.states_read, adapters
             )
             if made is not None:
                 self._add_native_head(made)
@@ -272,7 +272,7 @@ class Runner:
                     plan = running.plan
                 what = "model"
                 apart = self.images is not None and self.images.reached(plan)
-                if self.native is not None and not self.adapts(plan)[0] and not apart and self.native.takes(plan):
+                if self.native is not None and not apart and self._runs_natively(self.native, plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native, running.draws_natively = True, running.pooled is None
                     return running
@@ -376,6 +376,13 @@ class Runner:
             running.prompt = self._score_prompt(plan, hidden)
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
+
+    def _runs_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
+        """Return whether the native part can run the layers of a step, and set the adapters of its rows."""
+        methods, points = self.adapts(plan)
+        native.places = self.adapters.of_slot if self.adapters is not None and methods else None
+        adapted = not points and all(method == native.adapters for method in methods)
+        return adapted and native.takes(plan)
 
     def adapts(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return the adapter methods of a step's rows, and the tap points that their adapters change."""

@@ -23,6 +23,7 @@ from minivllm.core.interfaces.adapter import (
     AdapterSource,
     AdapterTarget,
     LayerChange,
+    LowRank,
     adapter_refusal,
 )
 from minivllm.device.layers.invariant import FixedRows
@@ -172,6 +173,10 @@ class LoraMemory(AdapterMemory):
 
     def layer(self, name: str) -> LayerChange:
         return self.changes[name]
+
+    def low_rank(self, name: str) -> LowRank:
+        change = self.changes[name]
+        return LowRank(change.a, change.b, self.ranks[:, change.place.number])
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from minivllm.plugin import ANY, AdapterMemory, AdapterMethod, Spec, adapter_refusal
+from minivllm.plugin import ANY, AdapterMemory, AdapterMethod, LowRank, Spec, adapter_refusal
 
 SEAM = "adapter"
 ROW = "test_each_token_has_the_adapter_of_its_row"
@@ -16,6 +16,7 @@ READ = "test_what_was_read_is_not_changed_by_later_reads_and_stores"
 SHARED = "test_processes_share_the_result_of_a_layer"
 ALONE = "test_a_batch_invariant_token_does_not_depend_on_others"
 REFUSED = "test_folders_that_do_not_fit_are_refused"
+LOW = "test_low_rank_products_are_those_of_the_changes"
 SERVED = "test_the_engine_serves_it"
 FAULTS = {
     "AppliesTheAdapterOfAnotherRow": (ROW, SERVED),
@@ -32,6 +33,8 @@ FAULTS = {
     "AcceptsAnyShape": (REFUSED,),
     "AcceptsNumbersThatAreNotFinite": (REFUSED,),
     "ReadsIntoOneBuffer": (READ,),
+    "DescribesTheMatricesOfAnotherPlace": (LOW,),
+    "DescribesMemoryWithGarbageBehindTheRank": (LOW,),
 }
 RIGHT = ("Gathered",)
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -297,3 +300,39 @@ class BufferMemory(Memory):
 
 class ReadsIntoOneBuffer(Gathered):
     spec, made = spec("ReadsIntoOneBuffer"), BufferMemory
+
+
+class DescribedMemory(Memory):
+    """A memory that describes its matrices, moved by one place."""
+
+    def low_rank(self, name):
+        layer = self.layers[name]
+        ranks = torch.full((self.places,), self.rank, dtype=torch.int32)
+        return LowRank(layer.a[1:], layer.b[1:], ranks)
+
+
+class DescribesTheMatricesOfAnotherPlace(Gathered):
+    spec, made = spec("DescribesTheMatricesOfAnotherPlace"), DescribedMemory
+
+
+class GarbageMemory(Memory):
+    def __init__(self, model, places, rank):
+        super().__init__(model, places, rank)
+        # stored by ``store``, with numbers behind the rank of an adapter
+        self.padded = {name: (torch.ones_like(one.a), torch.ones_like(one.b)) for name, one in self.layers.items()}
+
+    def store(self, place, loaded):
+        super().store(place, loaded)
+        for (name, _), (a, _, _) in loaded.items():
+            for mine, other in zip(self.padded[name], (self.layers[name].a, self.layers[name].b), strict=True):
+                rank = slice(None), slice(0, len(a))
+                mine[place][rank] = other[place][rank]
+
+    def low_rank(self, name):
+        ranks = torch.full((self.places,), self.rank, dtype=torch.int32)
+        a, b = self.padded[name]
+        return LowRank(a[: self.places], b[: self.places], ranks)
+
+
+class DescribesMemoryWithGarbageBehindTheRank(Gathered):
+    spec, made = spec("DescribesMemoryWithGarbageBehindTheRank"), GarbageMemory
