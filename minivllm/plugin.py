@@ -227,6 +227,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # parser
     "minivllm.runtime.replies": "Begun Calls Channels DescribedParser Ended Pairs Reasoning Reply ReplyContext "
     "ReplyFormat ReplyParser Said Thought Written",
+    # predictor
+    "minivllm.core.interfaces.predictor": "Predictor PredictorContext RequestFacts StepWork",
     # quantizer
     "minivllm.core.interfaces.quantizer": "ModuleInfo PartSource Quantizer Shard StoredWeight WeightScheme",
     "minivllm.device.layers.linear": "no_adapter part_rows",

@@ -183,8 +183,8 @@ class _Fold:
         processors = tuple(self._several("processor", config.processors, ("device",)))
         models = second_models.of_processors(processors, begins(source_of(self.origins, "processors")))
         block = self._attention((*specs, *second_models.layers), invariant)
-        self._pick("evictor", config.evictor)
-        self._pick("scheduler", config.scheduler)
+        for seam in ("evictor", "scheduler", "predictor"):
+            self._pick(seam, getattr(config, seam))
         features = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
         self._pick("sampler", config.sampler, ("device",), {}, features)
         strategies = tuple(self._several("strategy", config.strategies, ()))

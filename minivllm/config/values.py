@@ -310,6 +310,7 @@ class EngineConfig(Strict):
     batch_invariant: bool = Field(False, description="make the results of a request independent of other requests")
     attention: One = PluginChoice()
     scheduler: One = PluginChoice()
+    predictor: One = PluginChoice()
     evictor: One = PluginChoice()
     sampler: One = PluginChoice()
     quantizer: One = PluginChoice()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
     from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+    from minivllm.core.interfaces.predictor import Predictor, PredictorContext
     from minivllm.runtime.energy.account import EnergyAccount
+    from minivllm.runtime.hooks.figures import PluginFigures
     from minivllm.runtime.images.reader import ImageReader
     from minivllm.runtime.structured.service import Grammars, NoGrammars
     from minivllm.runtime.text.tokenizer import Tokenizer
@@ -50,9 +52,8 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
 
 
 def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Build the engine, as ``build_engine`` does, but let unexpected exceptions of plug-ins pass.
-
-    ``times`` counts the parts of the start."""
+    """Build the engine as ``build_engine``, but pass exceptions of plug-ins on.  ``times`` counts the parts of the
+    start."""
     with times.of("imports"):
         from minivllm.core.engine.engine import Engine
         from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -86,6 +87,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
             EngineParts(
                 policy=lambda ctx: figures.of("scheduler", build_part("scheduler", parts["scheduler"], ctx)),
                 evictor=lambda ctx: figures.of("evictor", build_part("evictor", parts["evictor"], ctx)),
+                predictor=predictor_of(parts["predictor"], figures),
                 processors=figures.of_host(make_processors(wiring, capacity.vocab_size)),
                 strategies=figures.each("strategy", [(p.name, build_part("strategy", p)) for p in resolved.strategies]),
                 host_sampler=HostDraw,
@@ -130,6 +132,15 @@ def start_executor(executor: Executor, wiring: Wiring, times: StartTimes) -> Cap
         with contextlib.suppress(NotImplementedError):
             times.include(executor.call("start_times"))
     return capacity
+
+
+def predictor_of(part: Part, figures: PluginFigures) -> Callable[[PredictorContext], Predictor] | None:
+    """Return a function that builds the predictor of an engine, None for the built-in one that predicts nothing."""
+    from minivllm.registry import build_part
+
+    if part.name == "minivllm/none":
+        return None
+    return lambda ctx: figures.of("predictor", build_part("predictor", part, ctx))
 
 
 def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:

@@ -174,6 +174,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 traits={"ignores": "fields of config.json without effect, in addition to those that all models ignore"},
             ),
             Kind("parser", "minivllm.runtime.replies:ReplyParser"),
+            Kind("predictor", _SEAMS + "predictor:Predictor"),
             Kind("processor", _SEAMS + "sampling:Processor", api=(1, 4), facts=("device",), features=_PROCESSING),
             Kind(
                 "quantizer",
@@ -201,7 +202,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",
-                api=(1, 4),
+                api=(1, 5),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .kvstore import KVStoreConformance
     from .model import ModelConformance
     from .parser import ParserConformance
+    from .predictor import PredictorConformance
     from .processor import ProcessorConformance
     from .quantizer import QuantizerConformance
     from .router import RouterConformance
@@ -45,8 +46,9 @@ __all__ = [
     "EncoderConformance",
     "EvictorConformance", "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
-    "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",
-    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "TokenizerConformance", "run",
+    "Outcome", "ParserConformance", "PredictorConformance", "ProcessorConformance", "QuantizerConformance",
+    "RouterConformance", "SamplerConformance", "SchedulerConformance", "StrategyConformance", "TokenizerConformance",
+    "run",
 ]  # fmt: skip
 
 

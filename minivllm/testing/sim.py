@@ -19,6 +19,7 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.executor import CacheWiring, ImageWiring, Part, SpeculationWiring, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import NAN, StepError, StepResult
+from minivllm.core.interfaces.predictor import Predictor, PredictorContext
 from minivllm.core.interfaces.sampling import Row
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
 from minivllm.plugins.evictor.lru import Lru
@@ -225,22 +226,21 @@ def sim_engine(
     pressure: float = 0,
     images: ImageWiring | None = None,
     device: Callable[..., SimExecutor] | None = None,
+    predictor: Callable[[PredictorContext], Predictor] | None = None,
 ) -> Engine:
-    """Return an engine over a simulated device.
+    """Return an engine over a simulated device.  ``policy`` and ``evictor`` are called with (None, context).
 
-    ``policy`` and ``evictor`` are called with (None, context).  ``blocks`` is a number, or a list with one per window.
-    ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
-    of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
-    ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
-    ``stores`` are the tiers of the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``; None means that
-    no row is compressed.  ``pressure`` is ``pressure_budget``.  ``images`` None means that requests have no images.
-    ``device`` makes the simulated device; None means ``SimExecutor``.
+    ``blocks`` is a number or a list, one per window.  ``reads`` names parameters that requests may set.  ``drafts`` is
+    the number of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
+    ``checkpoints`` is the number of copies of recurrent states, None for a model without.  ``stores`` are the tiers of
+    the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``, None for no compression.  ``pressure`` is
+    ``pressure_budget``.  ``images`` None means no images.  ``device`` makes the simulated device, ``predictor`` the
+    predictor; None means ``SimExecutor`` and no predictions.
     """
     groups, cached = len(windows), (stores, compress, pressure)
     wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, *cached, images)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
-    if not isinstance(blocks, list):
-        blocks = [blocks] * len(windows)
+    blocks = blocks if isinstance(blocks, list) else [blocks] * groups
     executor = (device or SimExecutor)(options, blocks, windows)
     parts = EngineParts(
         policy=lambda ctx: policy(None, ctx),
@@ -248,6 +248,7 @@ def sim_engine(
         processors=[("sim/none", NoProcessor(reads))],
         strategies=[("sim/branches", strategy or _Strategy())],
         now=now,
+        predictor=predictor,
     )
     engine = Engine(wiring, executor, executor.start(wiring), parts, CacheOptions(windows, prefix, partial))
 

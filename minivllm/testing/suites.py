@@ -16,6 +16,7 @@ SUITES = {  # seam -> (module of this package, class)
     "kvstore": ("kvstore", "KVStoreConformance"),
     "model": ("model", "ModelConformance"),
     "parser": ("parser", "ParserConformance"),
+    "predictor": ("predictor", "PredictorConformance"),
     "processor": ("processor", "ProcessorConformance"),
     "quantizer": ("quantizer", "QuantizerConformance"),
     "router": ("router", "RouterConformance"),

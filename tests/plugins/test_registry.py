@@ -130,8 +130,8 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
         catalog["atention"]
     assert str(info.value) == (
         "No seam is called 'atention'. Did you mean 'attention'? There are: adapter, attention, compressor, drafter, "
-        "encoder, evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, "
-        "sampler, scheduler, strategy, tokenizer."
+        "encoder, evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, predictor, processor, "
+        "quantizer, router, sampler, scheduler, strategy, tokenizer."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"

@@ -66,7 +66,7 @@ def row_of(seq: Seq) -> bytes:
         0,
         0,
         r.expected,
-        r.end - n,
+        r.most_out,
         r.params.priority,
         r.tenant,
         due,

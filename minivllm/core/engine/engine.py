@@ -27,7 +27,6 @@ from minivllm.core.external_calls import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import LateInputs, StepPlan
-from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock
 from minivllm.errors import (
     ConfigError,
@@ -50,6 +49,7 @@ from .guides import add_guide
 from .images import Images, check_images
 from .masks import RowMasks
 from .planner import Planner
+from .predictions import Predictions, begin_prediction, note_step, scheduler_context
 from .publisher import Publisher
 from .request import FINISHED, Request, Seq
 from .request_checks import binders, host_draw, prepare, salt_of
@@ -114,13 +114,13 @@ class Engine:
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
         self.adapters, self.images = self._adapters(parts), Images.of(wiring, capacity)
-        context = SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
+        self.predictions = Predictions.of(parts, wiring, self.clock.seams.run)
         self.speculation = Speculation.of(wiring)
         self.compression = Compression.of(wiring, capacity, executor, self.cache)
         self.planner = Planner(
             self.slots,
             self.cache,
-            parts.policy(context),
+            parts.policy(scheduler_context(wiring, self.predictions)),
             wiring.max_num_batched_tokens,
             self.clock.seams,
             self.finish,
@@ -214,14 +214,12 @@ class Engine:
 
     @alone
     def add(self, request: Request) -> None:
-        """Check a request and queue its sequences.  RequestError leaves the engine unchanged; EngineDeadError if the
-        engine has ended."""
+        """Check and queue a request.  RequestError changes nothing; EngineDeadError if the engine has ended."""
         if self.dead:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
-            raise RequestError(
-                f"request id {shown(request.id)} is in use; choose a new one", "request_id"
-            )
+            what = f"request id {shown(request.id)} is in use; choose a new one"
+            raise RequestError(what, "request_id")
         request.adapter = self._adapter_of(request)
         try:
             self._add(request)
@@ -259,6 +257,7 @@ class Engine:
         request.turn = turn_of(request)
         if request.turn is not None:
             request.kinds = kinds_of(request, self.wiring.block)
+        begin_prediction(self.predictions, request)
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:
             seq = Seq(
@@ -467,6 +466,7 @@ class Engine:
             self._count_failures(result)
 
     def _publish(self, flight: Flight, result: StepResult) -> None:
+        note_step(self.predictions, flight.plan, result.device_ms)
         for beams in self.publisher.publish(flight, result):
             advance(self, beams)
 
@@ -663,6 +663,7 @@ class Engine:
             "evictions": sum(p.evictions for p in self.cache.pools),
             "evicted_needed": sum(p.lost.needed for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
+            **({"predictor": self.predictions.stats()} if self.predictions else {}),
             **({"compression": self.compression.stats()} if self.compression else {}),
             **({} if checkpoints is None else checkpoints.stats(self.capacity.state_bytes)),
             **({} if tiers is None else tiers.stats()),

@@ -12,6 +12,7 @@ from .events import EngineEvents
 if TYPE_CHECKING:
     from minivllm.core.interfaces.adapters import AdapterFiles
     from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+    from minivllm.core.interfaces.predictor import Predictor, PredictorContext
     from minivllm.core.interfaces.sampling import Processor, Row, Sampler
     from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
     from minivllm.core.interfaces.strategy import DecodingStrategy
@@ -43,6 +44,7 @@ class EngineParts:
     # folder -> the files of an adapter, checked (RequestError); needed if adapters are served
     check_adapter: Callable[[str], AdapterFiles] | None = None
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
+    predictor: Callable[[PredictorContext], Predictor] | None = None  # None predicts nothing
     energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
 
 

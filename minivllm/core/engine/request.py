@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.images import PlacedImage
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.predictor import RequestFacts
     from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.interfaces.taps import Tap
 
@@ -189,6 +190,11 @@ class Request:
     held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
     # number of last prompt tokens whose queries the compressor reads
     observed: int = 0
+    facts: RequestFacts | None = None  # the request as a predictor received it
+    predicted: int | None = None  # output tokens that a predictor expects, None = unknown
+    truth: int | None = None  # true length of the answer, which only a trace has
+    # limit of the answer that policies and predictors receive; None = the real one.  A trace hides the length with it.
+    shown_out: int | None = None
     # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None
 
@@ -215,12 +221,17 @@ class Request:
 
     @property
     def expected(self) -> int:
-        """Return the number of output tokens to plan with: the client's ``expected_tokens``, limited by the most that
-        the request can generate."""
-        most = self.end - len(self.prompt)
-        return (
-            most if self.params.expected_tokens is None else min(self.params.expected_tokens, most)
-        )
+        """Return the number of output tokens to plan with, limited by ``most_out``: the prediction, else the client's
+        ``expected_tokens``, else ``most_out``."""
+        if self.predicted is not None:
+            return self.predicted
+        expected = self.params.expected_tokens
+        return self.most_out if expected is None else min(expected, self.most_out)
+
+    @property
+    def most_out(self) -> int:
+        """Return the most output tokens, as policies and predictors see them."""
+        return self.end - len(self.prompt) if self.shown_out is None else self.shown_out
 
     @property
     def weights_version(self) -> int:

@@ -217,7 +217,9 @@ class Slots:
         made = {
             "cached": lambda: np.zeros(len(slots), np.int32),
             "predicted_out": lambda: self.expected[slots],
-            "max_out": lambda: self.end[slots] - self.prompt[slots],
+            "max_out": lambda: np.array(
+                [self.at(slot).request.most_out for slot in slots.tolist()], np.int32
+            ),
             "blocks": lambda: self.blocks[:, slots].sum(axis=0),
             "aborted": lambda: np.zeros(len(slots), np.int32),
         }

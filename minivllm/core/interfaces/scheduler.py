@@ -10,14 +10,17 @@ turns in a row end the engine with an error that names the policy.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from .predictor import StepWork
+
 # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of sessions; 1.4: preemptive
-API = (1, 4)
+# 1.5: SchedulerContext.step_ms
+API = (1, 5)
 
 # columns of ``QueueView`` with facts of sessions, and their values for a request without them
 ABSENT = {"session": 0, "turn": 0, "parent": 0, "next_s": np.inf, "deadline": np.inf, "budget": -1}
@@ -39,7 +42,7 @@ class QueueView:
     )  # i32 tokens whose keys and values are cached, including those of steps in flight
     # i32 tokens of the cached prefix, in whole blocks; computed for the views of ``order`` only
     cached: np.ndarray
-    # i32 expected number of output tokens: the request's expected_tokens, or max_out
+    # i32 expected number of output tokens: the predictor's, else the request's expected_tokens, else max_out
     predicted_out: np.ndarray
     max_out: np.ndarray  # i32 largest number of output tokens
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
@@ -113,6 +116,8 @@ class SchedulerContext:
     max_num_seqs: int
     max_num_batched_tokens: int
     block: int  # tokens per block
+    # the predictor's expected milliseconds of a step, None if they are unknown
+    step_ms: Callable[[StepWork], float | None] = lambda work: None
 
 
 class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is first come, first served)

@@ -21,6 +21,7 @@ from minivllm.core.interfaces.evictor import Evictor, EvictorContext
 from minivllm.core.interfaces.executor import CacheWiring, Capacity, Part, StepWiring, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LENGTH, Join, StepPlan
+from minivllm.core.interfaces.predictor import Predictor, PredictorContext
 from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.timing import PARTS, StepClock
@@ -38,6 +39,7 @@ VOCAB = 2**31 - 1
 IDLE_TURNS = 100_000  # turns without a planned step after which the scheduler counts as stuck
 
 Column = np.ndarray  # [rows] or [requests]
+MakePredictor = Callable[[PredictorContext], Predictor]
 MakePolicy = Callable[[SchedulerContext], SchedulerPolicy]
 MakeEvictor = Callable[[EvictorContext], Evictor]
 
@@ -316,11 +318,13 @@ def engine_for(
     evictor: MakeEvictor | None,
     now: Callable[[], float],
     sent: Callable[[], int],
+    predictor: MakePredictor | None = None,
 ) -> Engine:
     """Return an engine on a device that returns the trace's tokens.
 
     ``policy`` and ``evictor`` construct the plug-ins.  ``evictor`` None means Belady's rule, which finds its place in
     the trace by ``sent()``, the number of requests that have arrived.  ``now()`` is the engine's clock in seconds.
+    ``predictor`` None predicts nothing.
     """
     future: dict[int, list[int]] = {}
     figures = PluginFigures()
@@ -335,7 +339,11 @@ def engine_for(
     def planned() -> int:
         return sent() - engine.planner.n_waiting
 
-    engine = _engine(device, sizes, make_policy, make_evictor, now)
+    def make_predictor(ctx: PredictorContext) -> Any:
+        assert predictor is not None
+        return figures.of("predictor", predictor(ctx))
+
+    engine = _engine(device, sizes, make_policy, make_evictor, now, predictor and make_predictor)
     engine.events.stats_asked.subscribe(figures.add_to)
     if evictor is None:
         trace = device.trace
@@ -349,7 +357,9 @@ def engine_for(
     return engine
 
 
-def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float]) -> Engine:
+def _engine(
+    device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float], predictor: Any
+) -> Engine:
     """Return an engine with the sizes of a replay."""
     cache = CacheWiring(
         sizes.block,
@@ -380,6 +390,7 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now:
         processors=[("replay/none", sampler)],
         strategies=[("minivllm/single", Single(None))],
         now=now,
+        predictor=predictor,
     )
     options = CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial)
     return Engine(wiring, device, device.start(wiring), parts, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class SimulatedCase:
 
     ``evictor`` None means Belady's rule.  ``options`` are texts of the options that the command line gives to the
     evictor and the scheduler; the table shows them behind the names.  ``known`` gives the scheduler the length of each
-    answer.
+    answer.  ``predictor`` predicts the lengths of answers; None means that it predicts nothing.
     """
 
     label: str
@@ -43,6 +43,7 @@ class SimulatedCase:
     sizes: ServeSizes
     options: tuple[str, str] = ("", "")
     known: bool = False
+    predictor: Part | None = None
 
     @property
     def head(self) -> dict[str, Any]:
@@ -50,6 +51,10 @@ class SimulatedCase:
         evictor_options, scheduler_options = self.options
         scheduler = self.scheduler.name.removeprefix("minivllm/")
         scheduler += " (lengths known)" if self.known else scheduler_options
+        if self.predictor is not None:
+            name = self.predictor.name.removeprefix("minivllm/")
+            scheduler += f" + {name}"
+            scheduler += _shown(self.predictor.options)
         evictor = "optimum"
         if self.evictor is not None:
             evictor = self.evictor.name.removeprefix("minivllm/") + evictor_options
@@ -76,22 +81,34 @@ def cases(
         catalog = Catalog.discover(allow_targets=config.allow_targets)
         if config.drafter.name not in ("auto", "none"):
             raise ConfigError(f"{label}: drafts have no table of costs; set drafter=none")
-        parts = choose_seams(config, catalog, ("evictor", "scheduler"), loaded.origins)
+        parts = choose_seams(config, catalog, ("evictor", "scheduler", "predictor"), loaded.origins)
+        predictor: Part | None = parts["predictor"]
+        if parts["predictor"].name == "minivllm/none":
+            predictor = None
         sizes = sizes_of(label, loaded, costs, warn)
-        case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes, shown)
+        case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes, shown, predictor=predictor)
         found.append(case)
         if oracles:
             found.append(replace(case, evictor=None))
             choice = type(config.scheduler)(name=SHORTEST)
             shortest = config.model_copy(update={"scheduler": choice})
             parts = choose_seams(shortest, catalog, ("scheduler",), {})
-            found.append(replace(case, scheduler=parts["scheduler"], known=True))
+            found.append(replace(case, scheduler=parts["scheduler"], known=True, predictor=None))
     # configurations that differ in other plug-ins have the same bounds, which need one run
     distinct: dict[str, SimulatedCase] = {}
     for case in found:
-        key = (case.head, case.evictor, case.scheduler)
+        key = (case.head, case.evictor, case.scheduler, case.predictor)
         distinct.setdefault(repr(key), case)
     return list(distinct.values())
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    """Return the options of a plug-in as ``{name: value}``, "" if there are none."""
+    if not options:
+        return ""
+    texts = [f"{name}: {value}" for name, value in options.items()]
+    inner = ", ".join(texts)
+    return "{" + inner + "}"
 
 
 def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str], None]) -> ServeSizes:
@@ -159,14 +176,15 @@ def simulate(
     device = Simulated(trace, case.sizes, costs, clock, answers)
     evictor = None if case.evictor is None else constructor("evictor", case.evictor)
     scheduler = constructor("scheduler", case.scheduler)
-    engine = engine_for(device, case.sizes, scheduler, evictor, clock.now, lambda: sent)
+    predictor = None if case.predictor is None else constructor("predictor", case.predictor)
+    engine = engine_for(device, case.sizes, scheduler, evictor, clock.now, lambda: sent, predictor)
 
     def set_sent(n: int) -> None:
         nonlocal sent
         sent = n
 
     fast: dict[str, Any] = {}
-    learns = engine.planner.budget is not None  # from every step
+    learns = engine.planner.budget is not None or engine.predictions is not None  # from every step
     if leaping and not learns:
         fast["leap"] = lambda until: leap(engine, device, clock, until)
         fast["turn"] = lambda: turn(engine, device)

@@ -72,10 +72,11 @@ def drive(
     """Run a trace until all requests are served, and return its results.
 
     ``tokens(i)`` returns the prompt of request i.  ``on_sent`` receives the number of requests that have arrived.
-    ``known_lengths`` gives the scheduler the length of each answer.  ``add_seconds`` is the host's time to add a
-    request, by which a virtual clock is advanced.  ``leap(until)`` runs before each turn.  It may take several steps up
-    to the time of the next arrival, and returns their number.  ``turn`` replaces the engine's own turn.  Raise
-    EngineDeadError if the engine fails, or the scheduler plans nothing for too long.
+    ``known_lengths`` gives the scheduler the length of each answer.  With a predictor, policies receive its predictions
+    and the limit of the model, and only the predictor may read the length of the trace.  ``add_seconds`` is the host's
+    time to add a request, by which a virtual clock is advanced.  ``leap(until)`` runs before each turn.  It may take
+    several steps up to the time of the next arrival, and returns their number.  ``turn`` replaces the engine's own
+    turn.  Raise EngineDeadError if the engine fails, or the scheduler plans nothing for too long.
     """
     n = len(trace)
     base = clock.now()
@@ -89,6 +90,9 @@ def drive(
     while sent < n or engine.busy:
         while sent < n and due[sent] <= clock.now():
             request = record.request(sent, tokens(sent), due[sent], known_lengths)
+            if engine.predictions is not None:
+                request.truth = record.lengths[sent]
+                request.shown_out = max(engine.wiring.max_model_len - len(request.prompt), 1)
             with suppress(RequestError):  # a request too long for the model or the cache keeps nan
                 engine.add(request)
             sent += 1

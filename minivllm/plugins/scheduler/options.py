@@ -51,6 +51,13 @@ class ShortestJobOptions(BaseModel):
     max_wait: float = Field(
         300.0, gt=0, le=1e6, description="No request is put back by more seconds than this, however long it is."
     )
+    ageing: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Put a request back by this many times its own seconds, as the predictor expects them, in place of "
+        "seconds_per_token (none: do not; also while the predictor expects no times).",
+    )
 
 
 class DeadlineOptions(BaseModel):

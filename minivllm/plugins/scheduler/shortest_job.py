@@ -3,8 +3,8 @@
 Shortest job first has the least mean waiting time of all orders (Smith, "Various optimizers for single-stage
 production", 1956).  For language models the length of the answer decides, which has to be predicted (Zheng et al.,
 "Response Length Perception and Sequence Scheduling", NeurIPS 2023, arXiv:2305.13144; Fu et al., "Efficient LLM
-Scheduling by Learning to Rank", arXiv:2408.15792).  Here the client sends it as ``expected_tokens``; the default is
-``max_tokens``.
+Scheduling by Learning to Rank", arXiv:2408.15792).  Here the option ``predictor`` predicts it, or the client sends it
+as ``expected_tokens``; the default is ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.core.interfaces.predictor import StepWork
 from minivllm.core.interfaces.scheduler import QueueView, SchedulerContext, SchedulerPolicy
 
 from .options import ShortestJobOptions
@@ -33,8 +34,20 @@ class ShortestJob(SchedulerPolicy):
         super().__init__(options or ShortestJobOptions(), ctx)
 
     def key(self, new: QueueView) -> np.ndarray:
-        delay = self.options.seconds_per_token * self.work(new)
+        delay = self.seconds_per_token() * self.work(new)
         return new.arrival + np.minimum(delay, self.options.max_wait)
+
+    def seconds_per_token(self) -> float:
+        """Return the seconds that a request is put back for each output token of its work.
+
+        With the option ``ageing`` these are ``ageing`` times the time of a step of full batches, which the predictor
+        expects, because such a step draws one token of each row."""
+        ageing = self.options.ageing
+        if ageing is not None:
+            ms = self.ctx.step_ms(StepWork(self.ctx.max_num_seqs, 0))
+            if ms is not None:
+                return ageing * ms / 1e3
+        return self.options.seconds_per_token
 
     def work(self, view: QueueView) -> np.ndarray:
         """Return the estimated remaining work f64 [n] in output tokens.

@@ -5,7 +5,7 @@ from functools import partial
 from minivllm.registration.spec import Spec
 
 _HERE = "minivllm.plugins.scheduler"
-_policy = partial(Spec, api=(1, 4), features=frozenset({"starvation_free"}))
+_policy = partial(Spec, api=(1, 5), features=frozenset({"starvation_free"}))
 
 ADAPTIVE = _policy(
     impl=f"{_HERE}.adaptive:Adaptive",
