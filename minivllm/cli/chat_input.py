@@ -24,7 +24,7 @@ def history_path() -> Path:
     return Path(state) / "minivllm" / "chat_history"
 
 
-class Lines:
+class InputLines:
     """Messages of standard input.  ``terminal`` shows a prompt."""
 
     def __init__(self, terminal: bool) -> None:
@@ -95,4 +95,4 @@ def make_reader(terminal: bool, commands: Sequence[str]) -> Callable[[], str | N
     """Return the function that reads the next message."""
     if terminal and importlib.util.find_spec("prompt_toolkit") is not None:
         return Toolkit(commands).read
-    return Lines(terminal).read
+    return InputLines(terminal).read

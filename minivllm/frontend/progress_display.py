@@ -57,7 +57,7 @@ def _bar(stage: str, total: int) -> Any:
     return tqdm(desc=stage, total=total, mininterval=0.0, **place, **size)
 
 
-class Lines:
+class LogLines:
     """Logs the end of each long stage, and how far it is every ``EVERY`` seconds.
 
     ``log`` gets a sentence and its values.
@@ -98,7 +98,7 @@ def shown(quiet: bool, log: Callable[..., None] | None = None) -> Iterator[None]
     if quiet or not (terminal or log is not None):
         yield
         return
-    display: Bars | Lines = Bars() if terminal or log is None else Lines(log)
+    display: Bars | LogLines = Bars() if terminal or log is None else LogLines(log)
     with contextlib.ExitStack() as held:
         if terminal:
             from tqdm.contrib.logging import logging_redirect_tqdm

@@ -22,7 +22,7 @@ from minivllm.errors import RequestError
 
 from . import adapter_folders
 from .adapter_folders import FOLDERS, Shapes
-from .adapter_model import LAYERS, POINTS, Process, inputs_of, layers_of, sources_of
+from .adapter_model import LAYERS, POINTS, ModelProcess, inputs_of, layers_of, sources_of
 from .base import since
 from .kept import Lasting
 from .spec import SpecConformance
@@ -75,20 +75,20 @@ class AdapterConformance(Lasting, SpecConformance):
         """Return the arguments to build the plug-in besides its options."""
         return (AdapterContext(PLACES, 8),)
 
-    def made(self, rank: int = 0, size: int = 1, invariant: bool = False) -> Process:
+    def made(self, rank: int = 0, size: int = 1, invariant: bool = False) -> ModelProcess:
         """Return a process of the model with a memory of the method."""
-        return Process(self.build(*self.context()), self.place(), rank, size, invariant)
+        return ModelProcess(self.build(*self.context()), self.place(), rank, size, invariant)
 
     def exercise(self, instance: AdapterMethod) -> Any:
         """Return the outputs of a step without adapters."""
-        process = Process(instance, self.place())
+        process = ModelProcess(instance, self.place())
         outputs = process.outputs([NONE] * 3, inputs_of(3, self.place()))
         return {name: y.tolist() for name, y in outputs.items()}
 
     def once_more(self, instance: AdapterMethod, number: int) -> None:
         """Run a step of another number of tokens."""
         tokens = 1 + number % 7
-        Process(instance, self.place()).outputs([NONE] * tokens, inputs_of(tokens, self.place(), number))
+        ModelProcess(instance, self.place()).outputs([NONE] * tokens, inputs_of(tokens, self.place(), number))
 
     def written(self, place: Path) -> list[Path]:
         """Write the adapters of the model of the suite, and return their folders."""
@@ -99,7 +99,9 @@ class AdapterConformance(Lasting, SpecConformance):
 
     # ---- comparisons -------------------------------------------------------------------------------------------------
 
-    def compare(self, processes: list[Process], folders: list[Path | None], places: list[int], seed: int = 0) -> None:
+    def compare(
+        self, processes: list[ModelProcess], folders: list[Path | None], places: list[int], seed: int = 0
+    ) -> None:
         """Compare a step with float64.  ``folders`` has the adapter in each place."""
         inputs = inputs_of(len(places), self.place(), seed)
         before = {name: x.clone() for name, x in inputs.items()}
@@ -110,7 +112,7 @@ class AdapterConformance(Lasting, SpecConformance):
 
     def _compare_layer(
         self,
-        processes: list[Process],
+        processes: list[ModelProcess],
         name: str,
         shares: list[Tensor],
         x: Tensor,
@@ -135,7 +137,7 @@ class AdapterConformance(Lasting, SpecConformance):
                     f"{source}, token {token} of {len(places)} with {what}: the output differs by {error:.2e}"
                 )
 
-    def _joined(self, processes: list[Process], name: str, source: str, shares: list[Tensor]) -> Tensor:
+    def _joined(self, processes: list[ModelProcess], name: str, source: str, shares: list[Tensor]) -> Tensor:
         """Return the outputs [T, out] of a layer of the checkpoint whose rows are split over processes."""
         parts = []
         for part in sources_of(name)[source]:
@@ -145,7 +147,7 @@ class AdapterConformance(Lasting, SpecConformance):
         return torch.cat(parts, dim=1)
 
     def compare_points(
-        self, process: Process, folders: list[Path | None], loaded: list[Any], places: list[int]
+        self, process: ModelProcess, folders: list[Path | None], loaded: list[Any], places: list[int]
     ) -> None:
         """Compare the values of tap points in a step with float64."""
         x = torch.randn(len(places), next(iter(POINTS.values())), generator=torch.Generator().manual_seed(3))
@@ -243,7 +245,7 @@ class AdapterConformance(Lasting, SpecConformance):
         inputs, places = inputs_of(9, self.place()), [0, 1, NONE, 2, 0, 0, 1, 2, 0]
         seen: dict[int, Any] = {}
 
-        def product_of(process: Process, rows: slice) -> dict[str, Tensor]:
+        def product_of(process: ModelProcess, rows: slice) -> dict[str, Tensor]:
             return process.outputs(places[rows], {name: x[rows] for name, x in inputs.items()})
 
         process.weights = {name: torch.eye(*weight.shape) for name, weight in process.weights.items()}

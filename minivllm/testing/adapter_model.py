@@ -61,7 +61,7 @@ def layers_of(device: str) -> dict[str, Layer]:
     return found
 
 
-class Process:
+class ModelProcess:
     """One of ``size`` processes that share the model, and the memory of a method in it."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Process:
 
     def step(self, places: Sequence[int]) -> Any:
         """Return the context of a step of tokens with adapters in ``places``."""
-        return _Step(self.memory, torch.tensor(places, dtype=torch.int32, device=self.model.device))
+        return _AdaptedStep(self.memory, torch.tensor(places, dtype=torch.int32, device=self.model.device))
 
     def values(self, places: Sequence[int], loaded: Sequence[Any], x: Tensor) -> dict[str, Tensor]:
         """Return x [T, width] as the method changes it at each point, in a step with adapters ``loaded``."""
@@ -145,7 +145,7 @@ class Process:
             return {point: self.memory.at_point(point, x) if point in changed else x for point in POINTS}
 
 
-class _Step:
+class _AdaptedStep:
     """The context of a step: ``begin`` with its tokens, and ``end``."""
 
     def __init__(self, memory: AdapterMemory, tokens: Tensor) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from minivllm.cli import chat, main
 from minivllm.cli.answer_views import PlainView
-from minivllm.cli.chat_input import Lines, make_reader
+from minivllm.cli.chat_input import InputLines, make_reader
 from minivllm.cli.chat_sources import Facts, Server
 from minivllm.errors import ConfigError, ResourceError
 
@@ -49,7 +49,7 @@ def talking(monkeypatch, text, source, terminal=False, system=None):
     stdin = io.StringIO(text)
     stdin.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdin", stdin)
-    monkeypatch.setattr(chat, "make_reader", lambda terminal, commands: Lines(terminal).read)
+    monkeypatch.setattr(chat, "make_reader", lambda terminal, commands: InputLines(terminal).read)
     chat.talk(argparse.Namespace(system=system), source)
 
 

@@ -10,7 +10,7 @@ import pytest
 from minivllm import LLM
 from minivllm.core import progress
 from minivllm.frontend import progress_display
-from minivllm.frontend.progress_display import Bars, Lines, shown
+from minivllm.frontend.progress_display import Bars, LogLines, shown
 
 
 def test_reports_reach_the_newest_listener_until_its_block_ends():
@@ -86,7 +86,7 @@ def test_quiet_commands_and_pipes_show_nothing(monkeypatch):
 def test_a_log_gets_the_end_of_a_stage_and_a_line_now_and_then(monkeypatch):
     now, lines = [0.0], []
     monkeypatch.setattr(progress_display.time, "monotonic", lambda: now[0])
-    display = Lines(lambda message, **values: lines.append((message, values)))
+    display = LogLines(lambda message, **values: lines.append((message, values)))
     for done in range(26):
         display.show("weights", done, 25)
         now[0] += 1
@@ -106,7 +106,7 @@ def test_a_stage_with_another_total_gets_a_bar_of_its_own(monkeypatch):
 
 def test_a_short_stage_leaves_no_line_in_a_log():
     lines = []
-    display = Lines(lambda message, **values: lines.append(values))
+    display = LogLines(lambda message, **values: lines.append(values))
     for done in range(3):
         display.show("weights", done, 2)
     assert not lines

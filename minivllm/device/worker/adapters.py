@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from minivllm.device.layers.parts import ModelParts
 
 
-class Loaded(NamedTuple):
+class LoadedAdapter(NamedTuple):
     """An adapter in host memory."""
 
     method: int
@@ -98,12 +98,12 @@ class Adapters:
         self.low_rank = self._low_rank_method(layers)
         self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.of_slot = np.full(slots, -1, np.int32)
-        self.of_place: list[Loaded | None] = [None] * limits.max_loras
+        self.of_place: list[LoadedAdapter | None] = [None] * limits.max_loras
         self.pointed = False  # an adapter on the device changes tap points
         self.tables = torch.full((len(self.all), limits.max_loras + 1), -1, dtype=torch.int32, device=device)
-        self.loaded: dict[int, Loaded] = {}
+        self.loaded: dict[int, LoadedAdapter] = {}
         # on a GPU: copies to the device that may not have ended, with an event behind each
-        self._copied: deque[tuple[Any, Loaded]] = deque()
+        self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
         self._reader = AdapterReader(wiring, cfg, parts)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
@@ -161,14 +161,14 @@ class Adapters:
                     self.loaded[number] = loaded
                 self._ended.append((number, error))
 
-    def _read(self, folder: str) -> Loaded:
+    def _read(self, folder: str) -> LoadedAdapter:
         """Read a folder by its method.  RequestError if it does not fit the model."""
         with self._reader.opened(folder) as source:
             number = self.methods[method_of(folder, source.config, self.methods)]
             memory = self.memories[number]
             weights = memory.read(source)
             points = tuple(memory.points(weights))
-        return Loaded(number, weights, points)
+        return LoadedAdapter(number, weights, points)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Adapters:
         both = torch.from_numpy(np.stack([slots, places]).astype(np.int64)).to(self.device, non_blocking=True)
         self.column[both[0]] = both[1].int()
 
-    def _store(self, place: int, adapter: Loaded) -> None:
+    def _store(self, place: int, adapter: LoadedAdapter) -> None:
         self.of_place[place] = adapter
         self.pointed = any(one is not None and one.points for one in self.of_place)
         if len(self.all) > 1:
