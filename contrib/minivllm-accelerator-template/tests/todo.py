@@ -24,6 +24,8 @@ ORDER = {
     "attention": (f"{NAME}/accelerator-attention", ("store", "attend")),
     "executor": (f"{NAME}/accelerator", ("open", "wait")),
 }
+# a test of the spec, which calls no function of ``Device`` and may fail on a busy machine
+TIMED = "test_the_spec_is_imported_in_50_ms_and_without_torch"
 HEAD = """# The list of work
 
 The functions of `Device` in `src/minivllm_accelerator/device.py`, in the order in which to write them. Below each
@@ -49,7 +51,8 @@ def failures(seam: str, missing: tuple[str, ...]) -> dict[str, str]:
         outcomes = run([(seam, plugin)], shrink=False)
     finally:
         package.Device = before
-    return {one.test: " ".join(one.rule.split()).split(". ")[0] for one in outcomes if one.status == "failed"}
+    failed = [one for one in outcomes if one.status == "failed" and not one.test.endswith(TIMED)]
+    return {one.test: " ".join(one.rule.split()).split(". ")[0] for one in failed}
 
 
 def render() -> str:
