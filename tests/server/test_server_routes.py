@@ -110,6 +110,8 @@ def test_only_operators_get_routes(running):
         ({"routes": {"reads": 1}}, "unknown field 'reads'"),
         ({"routes": [1]}, "routes of list"),
         ({"routes": {"pruned": [9]}}, "there is no expert 9"),
+        ({"routes": {"pruned": {"9" * 5000: [1]}}}, "expected numbers of experts"),
+        ({"routes": {"pruned": {"1": [0], "01": [2]}}}, "expected numbers of experts"),
         ({"routes": {"given": [[[0, 0], [1, 2]]]}}, "expected distinct experts"),
         ({"routes": {"given": {"shape": [1, 2, 2], "dtype": "object", "data": ""}}}, "expected an object with shape"),
     ],

@@ -28,6 +28,7 @@ NAME = "routes"
 DTYPES = ("uint8", "int16", "int32")  # dtypes of encoded routes, little-endian
 OWN = -1  # marks a token and layer whose experts the router itself chooses
 MOST_EXPERTS = 32_767
+MOST_DIGITS = 9  # of the number of a layer
 INT32 = 2**31 - 1
 
 
@@ -134,7 +135,9 @@ def _numbers(values: Any) -> list[int] | None:
 
 
 def _pruned(value: Any) -> Mapping[str, list[int]] | Sequence[int]:
-    """Return ``RouteParams.pruned`` as a list, or as a dict by the layer's number as text, which JSON keeps."""
+    """Return ``RouteParams.pruned`` as a list, or as a dict by the layer's number as text, which JSON keeps.
+
+    RequestError for other values, and for a layer that is named twice, as "1" and "01"."""
     expected = "expected numbers of experts, as a list or as lists by the number of a layer"
     error = RequestError(f"{NAME}.pruned={shown(value)}: {expected}", NAME)
     if not isinstance(value, Mapping):
@@ -142,11 +145,12 @@ def _pruned(value: Any) -> Mapping[str, list[int]] | Sequence[int]:
         if found is None:
             raise error
         return found or ()
-    by_layer = {}
+    by_layer: dict[str, list[int]] = {}
     for layer, experts in value.items():
         found = _numbers(experts)
         text = str(layer)
-        if found is None or not (text.isascii() and text.isdigit()):
+        digits = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+        if found is None or not digits or str(int(text)) in by_layer:
             raise error
         by_layer[str(int(text))] = found
     return by_layer

@@ -373,6 +373,8 @@ BAD = [
     ({"routes": {"read": 1}}, "routes.read=1"),
     ({"routes": {"pruned": [-1]}}, "routes.pruned"),
     ({"routes": {"pruned": {"x": [1]}}}, "routes.pruned"),
+    ({"routes": {"pruned": {"9" * 5000: [1]}}}, "routes.pruned"),
+    ({"routes": {"pruned": {"1": [0], "01": [2]}}}, "routes.pruned"),
     ({"routes": {"given": [[1, 2]]}}, "expected integers"),
     ({"routes": {"given": [[[0.5, 1.0]]]}}, "expected integers"),
     ({"routes": {"given": [[[1, 1]]]}}, "position 0 in layer 0"),
