@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm import files
-from minivllm.core.interfaces.taps import Tap
+from minivllm.core.interfaces.taps import KEPT, Tap
 from minivllm.errors import RequestError, brief, shown, suggest
 from minivllm.server.errors import ApiError
 from minivllm.server.link.taps import NOTHING, POOLS, PooledTaps
@@ -78,6 +78,9 @@ def _read_tap(at: str, tap: Any, server: ServerConfig, adds: list[Tap], reads: l
     point, read, add = tap.get("point"), tap.get("read"), tap.get("add")
     if not isinstance(point, str) or not point:
         raise _wrong(f"{at}.point", "the name of a point, such as layers.0.residual")
+    if point == KEPT:
+        text = f"{at}: {KEPT} has positions, which are not pooled: expected a point of the model; read it with LLM"
+        raise ApiError(400, text, "taps")
     if read is None and add is None:
         raise ApiError(400, f'{at}: {brief(point)} is neither read nor changed: expected "read" or "add"', "taps")
     if read is not None:
