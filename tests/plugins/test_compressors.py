@@ -243,6 +243,21 @@ def test_branches_whose_parent_is_preempted_as_they_fork_have_its_queries(tmp_pa
         assert llm.stats()["preemptions"] > 0
 
 
+@pytest.mark.parametrize("name", ["snapkv", "rkv"])
+def test_a_branch_in_a_slot_that_another_row_leaves_has_the_queries_of_its_parent(name, tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    two = params(n=2, temperature=1.0)
+    with engine(path, name, max_num_seqs=4, max_num_batched_tokens=16) as llm:
+        (alone,) = llm.generate([PROMPT], two, use_tqdm=False)
+        # one of the short rows ends in the step before the fork, with each number of tokens in flight
+        for tokens in range(1, 6):
+            llm.reset_prefix_cache()
+            asked = [params(max_tokens=tokens, kv_budget=0), two]
+            *_, out = llm.generate([PROMPT[:3], PROMPT], asked, use_tqdm=False)
+            assert out.error is None, f"beside a row of {tokens} tokens: {out.error}"
+            assert [one.token_ids for one in out.outputs] == [one.token_ids for one in alone.outputs]
+
+
 def test_a_class_of_the_user_works_with_one_option(tmp_path):
     class Oldest(Compressor):
         def score(self, stored):

@@ -181,22 +181,16 @@ class Compactor:
         return order[..., : row.kept].sort(dim=-1).values
 
     def note(self, delta: Delta) -> None:
-        """Store the seeds of new rows on the host, because reading them from the device would wait for it.
-
-        Copy the queries of rows that fork, and forget the queries of rows that left only afterwards: they may be
-        parents of forks.
-        """
+        """Store the seeds of new rows on the host, because reading them from the device would wait for it, and the
+        queries of rows that fork."""
         self.sets.note(delta)
         join = delta.join
         if join is not None:
             self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
         for source, slot, _ in delta.fork.tolist():
             self.seeds[slot] = self.seeds.get(source, 0)
-            if self.queries is not None:
-                self.queries.fork(source, slot)
         if self.queries is not None:
-            for slot in delta.leave.tolist():
-                self.queries.forget(slot)
+            self.queries.note(delta)
 
 
 def _move(layer: AttnLayer, sources: Tensor, to: Tensor) -> None:
@@ -238,11 +232,17 @@ class QueryStore:
         """Return the queries [w, heads, dim] of a slot in a layer, None if none are kept."""
         return self._kept.get((slot, layer))
 
-    def fork(self, source: int, slot: int) -> None:
-        """Copy the queries of a slot to another one."""
-        for (of, layer), queries in list(self._kept.items()):
-            if of == source:
-                self._kept[slot, layer] = queries
+    def note(self, delta: Delta) -> None:
+        """Forget the queries of rows that left, and copy those of rows that fork.
+
+        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
+        forks = delta.fork.tolist()
+        copies = {
+            (slot, layer): q for source, slot, _ in forks for (of, layer), q in self._kept.items() if of == source
+        }
+        for slot in delta.leave.tolist():
+            self.forget(slot)
+        self._kept.update(copies)
 
     def forget(self, slot: int) -> None:
         """Remove the queries of a slot."""
