@@ -114,7 +114,11 @@ class OpenFolder:
         return tuple(self.file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        return self.file.get_tensor(name)
+        tensor: Tensor = self.file.get_tensor(name)
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise adapter_refusal(self.folder, f"tensor {shown(name)} has the dtype {dtype}; expected a float dtype")
+        return tensor
 
     def target(self, module: str) -> AdapterTarget:
         return self._target(module)

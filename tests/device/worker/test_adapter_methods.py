@@ -198,6 +198,15 @@ def test_vectors_that_do_not_fit_the_model_are_refused(steered, tmp_path, vector
     assert re.search(message, error), error
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.bool])
+def test_tensors_without_a_float_dtype_are_refused(steered, tmp_path, dtype):
+    folder, model, *_ = steered
+    path = write_steering(tmp_path / "s", {"layers.0.residual": torch.ones(model.config.hidden_size, dtype=dtype)})
+    with engine(folder, **METHODS) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], all_scores(), False, lora_request=[lora(path)])
+    assert f"has the dtype {str(dtype).removeprefix('torch.')}; expected a float dtype" in (output.error or "")
+
+
 def test_factors_of_another_model_and_of_one_part_of_a_merged_layer_are_refused(steered, tmp_path):
     folder, model, *_ = steered
     inputs = write_ia3(model, tmp_path / "inputs", target_modules=["q_proj"], feedforward_modules=["q_proj"])
