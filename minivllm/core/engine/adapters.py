@@ -339,6 +339,19 @@ class EngineAdapters:
         self.rows, self.freed = {}, []
         return rows
 
+    def repeat(self, rows: Iterable[Iterable[int]]) -> None:
+        """Repeat rows of ``Delta.adapter`` in the next delta, because a step failed before the device had them.
+
+        A row is left out if another adapter has its place now, or if a freed adapter is loaded again."""
+        for place, number in rows:
+            if place == FREE:
+                if number not in self.host.adapters and number not in self.freed:
+                    self.freed.append(number)
+                continue
+            adapter = self.by_place[place]
+            if adapter is not None and adapter.number == number:
+                self.rows[place] = number
+
     def stats(self) -> dict[str, Any]:
         figures = {
             "on_device": sum(one is not None for one in self.by_place),

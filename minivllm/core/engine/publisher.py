@@ -374,6 +374,8 @@ class Publisher:
         if self.planner.images is not None:
             # the device may not have applied the delta
             self.planner.images.lose(flight.plan.delta.image[:, 0].tolist())
+        if self.planner.adapters is not None and error.scope == "device":
+            self.planner.adapters.repeat(flight.plan.delta.adapter.tolist())
         for r in (
             np.flatnonzero(flight.plan.draft == 0)
             if len(flight.plan.draft)

@@ -125,3 +125,25 @@ def test_a_place_in_use_is_never_given_away(made):
         items = [{"prompt_token_ids": rng.integers(3, 61, 5 + n).tolist()} for n in range(9)]
         outputs = llm.generate(items, GREEDY, False, lora_request=asked)
     assert before and all(out.error is None for out in outputs)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_an_adapter_that_a_failed_step_did_not_copy_is_copied_before_its_next_use(made, monkeypatch, run_ahead):
+    folder, paths, tokens = made
+    store, calls = Adapters._store, []
+
+    def fail_once(self, place, adapter):
+        calls.append(place)
+        if len(calls) == 2:
+            raise RuntimeError("no copy today")
+        store(self, place, adapter)
+
+    monkeypatch.setattr(Adapters, "_store", fail_once)
+    with engine(folder, max_loras=1, run_ahead=run_ahead) as llm:
+        found = [
+            llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, False, lora_request=[lora(paths[n], n + 1)])[0]
+            for n in (0, 1, 1, 0)
+        ]
+    assert "no copy today" in found[1].error
+    assert [out.error for out in found[2:]] == [None, None]
+    assert [out.outputs[0].token_ids for out in found[2:]] == [tokens[1, len(PROMPT)], tokens[0, len(PROMPT)]]
