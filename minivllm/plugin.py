@@ -104,6 +104,7 @@ if TYPE_CHECKING:
         StepPlan,
         StepResult,
     )
+    from minivllm.core.interfaces.predictor import Predictor, PredictorContext, RequestFacts, StepWork
     from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
     from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRequest, RouterContext
     from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows, Sampler, SamplingContext
@@ -355,6 +356,8 @@ __all__ = [
     "PlannedStep",
     "PluginError",
     "PluginQuery",
+    "Predictor",
+    "PredictorContext",
     "PreemptionView",
     "Processor",
     "QKPre",
@@ -371,6 +374,7 @@ __all__ = [
     "ReplyParser",
     "RequestEnd",
     "RequestError",
+    "RequestFacts",
     "RequestView",
     "ResourceError",
     "Rope",
@@ -403,6 +407,7 @@ __all__ = [
     "StepTensors",
     "StepWatch",
     "StepWiring",
+    "StepWork",
     "StoreContext",
     "StoredTokens",
     "StoredWeight",
@@ -438,7 +443,7 @@ __all__ = [
     "wiring_from_json",
     "wiring_to_json",
     "worker_command",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

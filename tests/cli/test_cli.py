@@ -106,8 +106,8 @@ def test_every_name_of_the_package_can_be_imported():
         (["explain", "--model", "/no/model"], 3, "/no/model: no such directory"),
         (["plugins", "atention"], 4,
          "No seam is called 'atention'. Did you mean 'attention'? There are: adapter, attention, compressor, drafter, "
-         "encoder, evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, "
-         "sampler, scheduler, strategy, tokenizer."),
+         "encoder, evictor, executor, grammar, hooks, kvformat, kvstore, model, parser, predictor, processor, "
+         "quantizer, router, sampler, scheduler, strategy, tokenizer."),
         (["run", "no.toml"], 2, "no.toml: no such file"),
         (["eval", "pocket", "--task", "sum"], 2,
          "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story, echo"),

@@ -62,6 +62,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "attention",
         "evictor",
         "scheduler",
+        "predictor",
         "sampler",
         "strategy",
         "strategy",
@@ -79,7 +80,7 @@ def test_every_seam_is_filled_in_the_order_of_the_design(model):
         "drafter": "minivllm.plugins.drafter.none:NoDrafts",
         "compressor": "minivllm.plugins.compressor.none:NoCompression",
     }
-    assert set(found.parts) == set(w.parts) | {"tokenizer", "executor", "evictor", "scheduler", "grammar"}
+    assert set(found.parts) == set(w.parts) | {"tokenizer", "executor", "evictor", "scheduler", "predictor", "grammar"}
     assert [p.name for p in w.processors] == [f"minivllm/{name}" for name in PROCESSORS]
     assert [p.name for p in found.strategies] == ["minivllm/single", "minivllm/parallel", "minivllm/beam"]
     assert (w.model_dir, w.device, w.dtype, w.block, w.max_model_len) == (

@@ -282,7 +282,7 @@ LINEAR = (["Linear"], weights())
          r"weight_packed'.*expected \[64, 16\] of I32 with num_bits=8, strategy=group"),
         (config((["Linear"], weights(group_size=64))), r"weight_scale'.*expected \[64, 1\] of .* group_size=64"),
         (config((["Linear"], weights(symmetric=False))), r"lacks model.*proj.weight_zero_point"),
-        (config((["re:.*mlp.*"], weights())), r"has scales of model.*q_proj, and config_groups and ignore say"),
+        (config((["re:.*mlp.*"], weights())), r"has scales of model.*q_proj, but config_groups and ignore exclude"),
         (config((["re:("], weights())), r"target 're:\('.*expected a regular expression after re:"),
         (config((["Linear"], weights(strategy="token"))), r"strategy='token': expected 'tensor'"),
         (config((["Linear"], weights(strategy="block", group_size=None))),

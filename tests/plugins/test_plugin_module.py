@@ -41,6 +41,7 @@ Tap TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun
 Pairs Reasoning Reply ReplyContext AdapterWiring ImageWiring
 ReplyFormat ReplyParser Said Thought Written ReplicaLoad ReplicaRouter RoutedRequest RouterContext
 TokenizerBackend TokenizerContext
+Predictor PredictorContext RequestFacts StepWork
 build_worker check_shape decode_late decode_plan decode_result decoder_rules encode_late
 encode_plan encode_result fields gumbel hookimpl no_adapter noise noise_bits part_rows route wiring_from_json
 wiring_to_json worker_command

@@ -154,7 +154,7 @@ def test_a_convolution_that_comes_packed_is_refused_by_name(tmp_path):
         tensors[f"{name}.qweight"] = tensors.pop(f"{name}.weight").int()
 
     change(tmp_path, pack)
-    message = r"has model.layers.0.linear_attn.conv1d.qweight and lacks .*conv1d.weight: this weight is never"
+    message = r"has model.layers.0.linear_attn.conv1d.qweight but lacks .*conv1d.weight, which cannot be quantized"
     with pytest.raises(ModelError, match=message):
         LLM(str(tmp_path), **LLM_SIZES)
 

@@ -73,7 +73,7 @@ def test_what_branches_share_is_summed_once_and_never_copied():
     prompt = rng.normal(size=(8192, 256)).astype("f4")
     params = SamplingParams.make(n=32, max_tokens=9)
     request = Request("r", np.ones(8192, np.int32), params, 0.0)
-    request.tapped = RequestTaps({0: ("a", 256)}, {}, 1)
+    request.tapped, request.taps = RequestTaps({0: ("a", 256)}, {}, 1), (Tap("a", read=True),)
     request.sequences = [Seq(i, request, i, 0) for i in range(32)]
     for i, seq in enumerate(request.sequences):
         own = rng.normal(size=(i % 4, 256)).astype("f4")
