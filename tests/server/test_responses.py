@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from array import array
 
 import pytest
 
@@ -11,10 +12,13 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 from scripted import scripted
 
+from minivllm.server.link.scored import Scored
+from minivllm.server.link.streams import TextPiece
 from minivllm.server.openai import tools as parsers
 from minivllm.server.openai.answers import Slices
 from minivllm.server.openai.calls import Said, Thought
 from minivllm.server.responses.items import ItemConversation
+from minivllm.server.responses.work import text_scores
 
 server = served(["sk-1", "sk-2"])
 ASK = {"input": "What is 2 + 3?", "temperature": 0, "max_output_tokens": 20}
@@ -438,3 +442,15 @@ def test_text_of_the_client_is_never_a_special_token(server):
             made = ask(server, input=[{"role": "user", "content": text}, call_item, output], tools=[ADD])
         counts.append(made["usage"]["input_tokens"])
     assert counts[0] >= counts[1] + 3 * 2  # as special tokens the marks would be one token each
+
+
+@pytest.mark.parametrize(
+    "reason, stop, left", [("stop", None, 2), ("stop", 7, 2), ("stop", "end", 3), ("length", None, 3), (None, None, 3)]
+)
+def test_scores_leave_out_the_token_that_ended_the_answer(reason, stop, left):
+    scored = Scored()
+    scored.tokens, scored.chosen, scored.rank = array("i", [1, 2, 7]), array("f", [-1.0] * 3), array("i", [1] * 3)
+    scored.ends = array("q", [0, 0, 0, 0])
+    piece = TextPiece(0, "ab", [1, 2, 7], scored, reason, stop)
+    assert [row.token for row in text_scores(piece).rows()] == [1, 2, 7][:left]
+    assert text_scores(TextPiece(0, "ab", [1], None, reason, stop)) is None

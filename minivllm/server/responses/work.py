@@ -23,6 +23,8 @@ from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, ResponseOutput, 
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
+    from minivllm.server.link.scored import Scored
+    from minivllm.server.link.streams import TextPiece
 
 PREFIX = "resp_"
 NO_INPUT = {"cached_tokens": 0, "cache_write_tokens": 0}
@@ -158,7 +160,7 @@ class ResponseWork(Chat):
         """Yield the events of each piece of the answer, without those of its begin and end."""
         output = self.output
         async for parts, piece in self.piece_parts(answer):
-            output.add_scores(piece.logprobs)
+            output.add_scores(text_scores(piece))
             output.thought += _thought_tokens(parts, len(piece.token_ids))
             yield output.feed(parts)
 
@@ -268,3 +270,15 @@ def _thought_tokens(parts: list[Part], tokens: int) -> float:
     thoughts = [part.text for part in parts if isinstance(part, Thought)]
     total = sum(map(len, texts))
     return tokens * sum(map(len, thoughts)) / total if total else 0.0
+
+
+def text_scores(piece: TextPiece) -> Scored | None:
+    """Return the log-probabilities of the tokens of a piece without the token that ended the answer.
+
+    That token has no text.  It comes alone or together with the last text, which must not change the answer.
+    """
+    scored = piece.logprobs
+    ended_by_token = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
+    if scored is None or not len(scored) or not ended_by_token:
+        return scored
+    return scored.cut(0, len(scored) - 1)
