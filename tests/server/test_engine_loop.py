@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
 from minivllm.core.engine.request import RUNNING, WAITING
+from minivllm.errors import PluginError
 from minivllm.server.link.client import EngineClient
 from minivllm.server.link.engine_loop import EngineLoop
 from minivllm.server.link.frames import decode, encode
@@ -241,3 +242,30 @@ def test_commands_that_are_none_end_the_loop():
     client._send("ready", {})
     client.loop.run()
     assert "is not a command" in client.engine.dead
+
+
+def test_a_request_whose_values_cannot_be_sent_ends_with_an_error_and_others_go_on(monkeypatch):
+    from minivllm.server.link import engine_loop
+
+    pooled = engine_loop.pooled
+
+    def broken(request, reads):
+        if request.id == "mine":
+            raise KeyError("no such point")
+        return pooled(request, reads)
+
+    monkeypatch.setattr(engine_loop, "pooled", broken)
+
+    async def main():
+        client = Wired(sim_engine(depth=1, slots=8))
+        mine = await client.add(range(9), "mine", max_tokens=4, ignore_eos=True)
+        other = await client.add(range(5), "other", max_tokens=9, ignore_eos=True)
+        for _ in range(40):
+            client.loop.turn()
+        with pytest.raises(PluginError, match="cannot be sent: KeyError"):
+            [piece async for piece in mine]
+        pieces = [piece async for piece in other]
+        assert sum(len(piece.token_ids) for piece in pieces) == 9
+        client.rest()
+
+    asyncio.run(main())

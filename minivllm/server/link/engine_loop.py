@@ -516,13 +516,15 @@ class EngineLoop(TurnLoop):
             self._done(live)
 
     def _done(self, live: _Live) -> None:
-        """Report the end of a request: its tap values, routes, branches without a reported end, errors and order."""
+        """Report the end of a request: its values, branches without a reported end, errors and order."""
         request = live.request
         self.live.pop(live.number, None)
-        for sample, values in (*pooled(request, live.reads), *embedded(request)):
-            self._weigh(self.tapped.add(live.number, sample, values))
-        for sample, routes in routes_read(request):
-            self._weigh(self.routes.add(live.number, sample, routes))
+        try:
+            self._add_values(live)
+        except Exception as e:  # the client would wait forever for the end of the request
+            log.exception("request %s: its values cannot be sent", request.id)
+            what = f"the values that the request has read cannot be sent: {describe_error(e)}"
+            self.header.setdefault("failed", []).append([live.number, what])
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed, which is not passed to the sink
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
@@ -537,6 +539,13 @@ class EngineLoop(TurnLoop):
         if version:
             self.header.setdefault("weights", []).append([live.number, version])
         self.dones.append((live.number, request.finished or self.engine.now(), joules_of(request)))
+
+    def _add_values(self, live: _Live) -> None:
+        """Add the tap values, the embedding and the expert routes of a request that has ended."""
+        for sample, values in (*pooled(live.request, live.reads), *embedded(live.request)):
+            self._weigh(self.tapped.add(live.number, sample, values))
+        for sample, routes in routes_read(live.request):
+            self._weigh(self.routes.add(live.number, sample, routes))
 
     def _flush(self) -> bool:
         """Send the frames of this turn, or an empty one if none was sent for ``HEARTBEAT``.
