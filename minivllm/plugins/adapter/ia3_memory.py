@@ -93,10 +93,14 @@ class IA3Memory(AdapterMemory):
         found = Factors({}, {})
         if not source.names:
             raise adapter_refusal(source.folder, "its file of weights has no tensors")
+        seen: dict[str, str] = {}  # module -> its tensor
         for name in source.names:
             match = NAME.fullmatch(name)
             if match is None:
                 raise adapter_refusal(source.folder, f"tensor {shown(name)} is not adapted: expected factors, ia3_l")
+            if (other := seen.setdefault(match["module"], name)) != name:
+                what = f"{shown(other)} and {shown(name)} are factors of the same layer"
+                raise adapter_refusal(source.folder, f"{what}; expected each layer once")
             self._take(source, name, source.target(match["module"]), found)
         return found
 

@@ -260,7 +260,11 @@ def _pairs(folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         if match is None:
             what = next((what for part, what in OTHERS.items() if part in name), "")
             raise adapter_refusal(folder, f"tensor {shown(name)} is not adapted{what and f' ({what})'}")
-        found.setdefault(match["module"], {})[match["which"]] = name
+        pair = found.setdefault(match["module"], {})
+        if match["which"] in pair:
+            what = f"{shown(pair[match['which']])} and {shown(name)} are the same weight"
+            raise adapter_refusal(folder, f"{what}; expected each weight once")
+        pair[match["which"]] = name
     if not found:
         raise adapter_refusal(folder, "its file of weights has no tensors")
     for module, pair in found.items():

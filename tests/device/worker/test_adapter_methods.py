@@ -222,6 +222,22 @@ def test_factors_of_another_model_and_of_one_part_of_a_merged_layer_are_refused(
             assert message in out[0].error
 
 
+@pytest.mark.parametrize("kind", ["ia3", "lora"])
+def test_folders_that_name_a_weight_twice_are_refused(steered, tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    folder, model, *_ = steered
+    path = (write_ia3 if kind == "ia3" else write_adapter)(model, tmp_path / kind)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    twice = {**tensors, name.removeprefix("base_model.model."): tensors[name].clone()}
+    save_file(twice, path / "adapter_model.safetensors")
+    with engine(folder, **METHODS) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], all_scores(), False, lora_request=[lora(path)])
+    assert output.error is not None
+    assert "expected each" in output.error and name in output.error
+
+
 def test_rows_with_factors_and_vectors_have_the_same_bits_in_every_batch(steered, tmp_path):
     folder, model, paths, _ = steered
     ia3 = write_ia3(model, tmp_path / "ia3", seed=4)
