@@ -1,8 +1,8 @@
-"""Write the tables in the pages of the seams and in docs/plugins.md: ``python docs/plugins/make.py``.
+"""Write the lists in the pages of the seams and in docs/plugins.md: ``python docs/plugins/make.py``.
 
-A table stands between the lines ``<!-- table: name -->`` and ``<!-- end -->``.  Its rows come from the interface of the
-seam, from the kind in ``registration/spec.py`` and from the tests of the conformance kit.  The text outside the tables
-is written by hand.  ``tests/docs/test_plugin_pages.py`` checks that the tables are up to date.
+A list stands between the lines ``<!-- table: name -->`` and ``<!-- end -->``.  Its items come from the interface of the
+seam, from the kind in ``registration/spec.py`` and from the tests of the conformance kit.  The text outside the lists
+is written by hand.  ``tests/docs/test_plugin_pages.py`` checks that the lists are up to date.
 """
 
 from __future__ import annotations
@@ -64,21 +64,22 @@ ELSEWHERE = {  # seam -> classes of the interface that another page shows
 # attributes and methods of all test classes, which docs/plugins.md explains
 COMMON = {"device", "known_failures", "lasting", "once_more", "options", "profile"}
 PARENT = {"sampler": "processor"}  # seam -> seam whose rules it has too
+SHARED = "[rules of all seams](../plugins.md#rules-of-all-seams)"
 MANY = 8  # a rule of so many seams is shown in docs/plugins.md only
 
 
 def page(kind: Kind) -> str:
-    """Return the page of a seam with up-to-date tables."""
+    """Return the page of a seam with up-to-date lists."""
     return filled(HERE / f"{kind.name}.md", tables(kind))
 
 
 def overview() -> str:
     """Return docs/plugins.md with up-to-date rules."""
-    return filled(OVERVIEW, {"rules": rule_rows(shared_rules(), with_seams=True)})
+    return filled(OVERVIEW, {"rules": rule_names(shared_rules(), with_seams=True)})
 
 
 def filled(path: Path, found: Mapping[str, Iterable[str]]) -> str:
-    """Return the text of a file with each of the tables replaced by new lines."""
+    """Return the text of a file with each of the lists replaced by new lines."""
     text = path.read_text(encoding="utf-8")
     for name, lines in found.items():
         begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
@@ -90,24 +91,26 @@ def filled(path: Path, found: Mapping[str, Iterable[str]]) -> str:
 
 
 def tables(kind: Kind) -> dict[str, list[str]]:
-    """Return the lines of each table of a seam's page."""
+    """Return the lines of each list of a seam's page."""
     return {
         "seam": list(identity(kind)),
         "contract": list(contract(kind)),
         "spec": list(claims(kind)),
         "kit": list(overridden(kind.name)),
-        "rules": rule_rows(own_rules(kind.name)),
+        "rules": rule_names(own_rules(kind.name)),
     }
 
 
 def identity(kind: Kind) -> Iterator[str]:
-    """Yield the table with the names of a seam."""
+    """Yield the names of a seam and its template."""
     base, option = kind.base.partition(":")[2], OPTION_OF.get(kind.name, kind.name)
-    summary = about(kind.name)["summary"]
-    yield "| base class | option | entry-point group | contract | template |"
-    yield "|---|---|---|---|---|"
-    cells = f"`minivllm.plugin.{base}`", f"`{option}`", f"`{kind.group}`", f"{kind.api[0]}.{kind.api[1]}"
-    yield f"| {' | '.join(cells)} | `minivllm plugins new my-{kind.name} --seam {kind.name}`: {summary} |"
+    template = f"`minivllm plugins new my-{kind.name} --seam {kind.name}`"
+    yield ""
+    yield from wrapped(
+        f"Base class `{base}`, option `{option}`, entry-point group `{kind.group}`, contract {kind.api[0]}.{kind.api[1]}. "
+        f"Template: {template} ({about(kind.name)['summary']})."
+    )
+    yield ""
 
 
 # ---- the contract --------------------------------------------------------------------------------------------------
@@ -123,23 +126,30 @@ def contract(kind: Kind) -> Iterator[str]:
     implemented = (base, *IMPLEMENTED.get(kind.name, ()))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     prefixes = {name: "" if name == base else f"{name}." for name in implemented}
-    rows = [row for name, prefix in prefixes.items() for row in member_rows(classes[name], source, prefix)]
-    if rows:
-        yield from ("| member | required | purpose |", "|---|---|---|", *rows, "")
-    yield from ("| other name | purpose |", "|---|---|")
+    members = [member for name, prefix in prefixes.items() for member in members_of(classes[name], source, prefix)]
+    for head, wanted in (("Required:", True), ("Optional:", False)):
+        if lines := [line for required, line in members if required is wanted]:
+            yield from ("", head, "", *lines)
     hidden = {*implemented, *ELSEWHERE.get(kind.name, ())}
-    for node in classes.values():
-        if node.name not in hidden and not node.name.startswith("_"):
-            yield name_row(node, file)
+    others = {file: [name for name in classes if name not in hidden and not name.startswith("_")]}
     for path, names in MORE.get(kind.name, ()):
-        yield from names_of(PACKAGE / path, names)
+        others.setdefault(PACKAGE / path, []).extend(names_of(PACKAGE / path, names))
+    lines = [f"* {link(path)}: {', '.join(f'`{name}`' for name in names)}" for path, names in others.items() if names]
+    if lines:
+        yield from ("", "Other names:", "", *lines)
+    yield ""
+
+
+def link(file: Path) -> str:
+    """Return a link from a page of a seam to a file of the package."""
+    return f"[`{file.relative_to(PACKAGE)}`](../../{file.relative_to(ROOT)})"
 
 
 def names_of(file: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield a row for each public class and function of a file, or for the given ones."""
+    """Yield each public class and function of a file with its arguments, or the given ones."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in (names or public(node)):
-            yield name_row(node, file)
+            yield f"{node.name}({arguments(node)})" if isinstance(node, ast.FunctionDef) else node.name
 
 
 def public(node: ast.ClassDef | ast.FunctionDef) -> tuple[str, ...]:
@@ -147,24 +157,17 @@ def public(node: ast.ClassDef | ast.FunctionDef) -> tuple[str, ...]:
     return () if node.name.startswith("_") else (node.name,)
 
 
-def name_row(node: ast.ClassDef | ast.FunctionDef, file: Path) -> str:
-    """Return the row of a class or function, with a link to its file."""
-    shown = f"{node.name}({arguments(node)})" if isinstance(node, ast.FunctionDef) else node.name
-    return f"| [`{shown}`](../../{file.relative_to(ROOT)}) | {sentences(node, 1)} |"
-
-
-def member_rows(node: ast.ClassDef, source: str, prefix: str) -> Iterator[str]:
-    """Yield a row for each attribute and method of a class that plug-ins implement."""
+def members_of(node: ast.ClassDef, source: str, prefix: str) -> Iterator[tuple[bool, str]]:
+    """Yield each attribute and method of a class that plug-ins implement: (required, line of a list)."""
     protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and (meaning := comment(item, source)):
-            declared = ast.unparse(item).replace("|", r"\|")
-            yield f"| `{prefix}{declared}` | {'' if item.value else 'yes'} | {cell(meaning)} |"
+            yield item.value is None, f"* `{prefix}{ast.unparse(item)}`: {plain(meaning)}."
         if not isinstance(item, ast.FunctionDef) or item.name in ("__init__", "__post_init__"):
             continue
         marks = {ast.unparse(mark) for mark in item.decorator_list}
-        required = "yes" if protocol or "abstractmethod" in marks else ""
-        yield f"| `{prefix}{item.name}({arguments(item)})` | {required} | {sentences(item, 2)} |"
+        required = protocol or "abstractmethod" in marks
+        yield required, f"* `{prefix}{item.name}({arguments(item)})`: {first_sentence(item)}."
 
 
 def comment(item: ast.AnnAssign, source: str) -> str:
@@ -186,16 +189,21 @@ def arguments(item: ast.FunctionDef) -> str:
     return re.sub(r"^self(, )?", "", ast.unparse(plain))
 
 
-def sentences(node: ast.ClassDef | ast.FunctionDef, most: int) -> str:
-    """Return the first sentences of a docstring, for a cell of a table."""
+def first_sentence(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """Return the first sentence of a docstring without its full stop."""
     paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    return cell(" ".join(re.split(r"(?<=\.)\s+(?=[A-Z(`])", paragraph)[:most]))
+    return plain(re.split(r"(?<=\.)\s+(?=[A-Z(`])", paragraph)[0])
 
 
-def cell(docstring: str) -> str:
-    """Return a docstring as the text of a table's cell."""
+def plain(docstring: str) -> str:
+    """Return a docstring as Markdown without its full stop."""
     text = " ".join(docstring.split()).removesuffix("::").removesuffix(".")
-    return re.sub(r"``(.+?)``", r"`\1`", text).replace("|", r"\|")
+    return re.sub(r"``(.+?)``", r"`\1`", text)
+
+
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a paragraph."""
+    return textwrap.wrap(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 # ---- specs ---------------------------------------------------------------------------------------------------------
@@ -203,13 +211,13 @@ def cell(docstring: str) -> str:
 
 def claims(kind: Kind) -> Iterator[str]:
     """Yield what a spec of the seam may name in ``limits``, ``features``, ``traits`` and ``params``."""
-    yield from ("| field | name | meaning |", "|---|---|---|")
     facts = ", ".join(f"`{fact}`" for fact in kind.facts)
-    yield f"| `limits` | {facts or 'none'} | [facts of all seams](../plugins.md#what-a-spec-says) |"
-    yield from (f"| `features` | `{name}` | {meaning} |" for name, meaning in kind.features.items())
-    yield from (f"| `traits` | `{name}` | {meaning} |" for name, meaning in kind.traits.items())
+    yield from ("", f"Facts for `limits`: {facts or 'none'}.", "")
+    for head, names in (("Features:", kind.features), ("Traits:", kind.traits)):
+        if names:
+            yield from (head, "", *(f"* `{name}`: {meaning}" for name, meaning in names.items()), "")
     if kind.name in ASKED:
-        yield "| `params` | any | [parameters of requests](../plugins.md#what-a-spec-says); `reads = SPEC.reads` |"
+        yield from ("`params`: any [parameters of requests](../plugins.md#what-a-spec-says); `reads = SPEC.reads`.", "")
 
 
 # ---- the kit -------------------------------------------------------------------------------------------------------
@@ -250,14 +258,13 @@ def own_rules(seam: str) -> dict[tuple[str, str], list[str]]:
     return {rule: [seam] for rule in rules(seam).items() if rule not in hidden}
 
 
-def rule_rows(found: Mapping[tuple[str, str], list[str]], with_seams: bool = False) -> list[str]:
-    """Return a table of rules."""
-    rows = ["| test | rule |", "|---|---|"]
-    for (name, doc), seams in found.items():
+def rule_names(found: Mapping[tuple[str, str], list[str]], with_seams: bool = False) -> list[str]:
+    """Return a paragraph with the names of tests."""
+    names = []
+    for (name, _), seams in found.items():
         missing = [f"`{seam}`" for seam in KINDS if seam not in seams] if with_seams else []
-        note = f" (not of {', '.join(missing)})" if missing else ""
-        rows.append(f"| `{name}`{note} | {cell(doc) or name.replace('_', ' ').capitalize()} |")
-    return rows
+        names.append(f"`{name}`" + (f" (not of {', '.join(missing)})" if missing else ""))
+    return ["", *wrapped(", ".join(names) + "."), ""]
 
 
 def lineage(name: str, found: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
@@ -276,7 +283,7 @@ def overridden(seam: str) -> Iterator[str]:
     """
     chain = suite(seam)
     named = {word for node in chain for word in re.findall(r"``(\w+)``", ast.get_docstring(node) or "")} - COMMON
-    found: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
     for node in chain:
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name in named and not item.decorator_list:
@@ -284,17 +291,24 @@ def overridden(seam: str) -> Iterator[str]:
             elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id in named:
                 lines = node.lines[item.lineno - 1 : item.end_lineno]  # type: ignore[attr-defined]
                 line = " ".join(line.strip() for line in lines).replace("( ", "(").replace(", )", ",)")
-                found.setdefault(item.target.id, [line])
+                found.setdefault(item.target.id, line)
+    from minivllm.testing import SUITES
+
     yield ""
     if parent := PARENT.get(seam):
         absent = ", ".join(f"`{name}`" for name in rules(parent) if name not in rules(seam))
         text = f"The [rules of the seam `{parent}`]({parent}.md) hold too, except {absent}."
-        yield from (textwrap.fill(text, 120), "")
+        yield from (*wrapped(text), "")
+    module = SUITES[seam][0]
+    yield from (
+        *wrapped(f"Docstrings in {link(TESTING / f'{module}.py')} explain each test. The {SHARED} hold too."),
+        "",
+    )
     yield from about_suite(chain[0])
     if not found:
         return
     yield from ("A test class may override, beside the names of all suites:", "", "```python")
-    yield from (line for name in sorted(found) for line in found[name])
+    yield from (found[name] for name in sorted(found))
     yield from ("```", "")
 
 
@@ -302,16 +316,14 @@ def about_suite(node: ast.ClassDef) -> Iterator[str]:
     """Yield the docstring of a suite without a first sentence that only names the suite."""
     doc = re.sub(r"^(The s|S)uite of [^.]*\.\s*", "", ast.get_docstring(node) or "")
     for part in filter(None, doc.split("\n\n")):
-        yield from (textwrap.fill(re.sub(r"``(.+?)``", r"`\1`", " ".join(part.split())), 120), "")
+        yield from (*wrapped(re.sub(r"``(.+?)``", r"`\1`", " ".join(part.split()))), "")
 
 
-def signature(item: ast.FunctionDef) -> list[str]:
-    """Return ``def`` up to the colon, and the docstring as a comment."""
+def signature(item: ast.FunctionDef) -> str:
+    """Return ``def`` up to the colon."""
     bare = ast.FunctionDef(item.name, item.args, [ast.Expr(ast.Constant(...))], [], item.returns)
     bare.type_params = []  # a field of Python 3.12
-    doc = " ".join((ast.get_docstring(item) or "").split())
-    notes = textwrap.wrap(re.sub(r"``(.+?)``", r"`\1`", doc), 112, initial_indent="    # ", subsequent_indent="    # ")
-    return [ast.unparse(ast.fix_missing_locations(bare)).split("\n")[0] + " ...", *notes]
+    return ast.unparse(ast.fix_missing_locations(bare)).split("\n")[0] + " ..."
 
 
 def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, ast.ClassDef]]:
