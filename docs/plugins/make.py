@@ -106,10 +106,9 @@ def identity(kind: Kind) -> Iterator[str]:
     base, option = kind.base.partition(":")[2], OPTION_OF.get(kind.name, kind.name)
     template = f"`minivllm plugins new my-{kind.name} --seam {kind.name}`"
     yield ""
-    yield from wrapped(
-        f"Base class `{base}`, option `{option}`, entry-point group `{kind.group}`, contract {kind.api[0]}.{kind.api[1]}. "
-        f"Template: {template} ({about(kind.name)['summary']})."
-    )
+    names = f"Base class `{base}`, option `{option}`, entry-point group `{kind.group}`"
+    contract = f"contract {kind.api[0]}.{kind.api[1]}"
+    yield from wrapped(f"{names}, {contract}. Template: {template} ({about(kind.name)['summary']}).")
     yield ""
 
 
