@@ -1,114 +1,264 @@
-"""Measure KV compression: tokens per second and requests at the same time with a full cache, and the cost of scores.
+"""Measure KV compression with a full cache, in the prefill and at decode.
 
-    python benchmarks/compression.py --model DIR --load-format dummy --prompt 16000 --tokens 512 --requests 24 \\
-        --cache 160000 --budgets 0.5 0.25 --scorers knorm snapkv
+    python benchmarks/compression.py --model DIR --load-format dummy --scorers knorm snapkv streaming \\
+        --prompt 16000 --tokens 2048 --cache 160000 --budgets 0 0.5 0.25
 
-The first part runs all requests through a KV cache of --cache tokens, and counts the rows that run at the same time.
-The second part times --alone prompts with two tokens each, in turns without and with a scorer, and takes medians.
+--parts selects the measurements:
+
+full      tokens per second, running rows and memory of a row, with more requests than the KV cache of --cache tokens
+          holds, for each of --budgets (0 means no compression).  Requests enter until the cache is full.  Then --window
+          seconds are counted.  The first requests have shorter outputs of different lengths, so that rows end
+          at different times from the beginning.  The scorer is the first of --scorers.
+prefill   seconds of one prompt with one token, without and with each scorer at the last of --budgets, in turns
+decode    milliseconds of a step of --rows rows: of rows that were compressed after the prompt, of such rows with a
+          compression after every --every tokens, and of uncompressed rows with as many stored tokens, in turns
+
+All parts run in one engine.  The benchmark replaces its compressor between measurements, because a start takes longer
+than a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minivllm import LLM, SamplingParams
+from minivllm.plugins.compressor.attention_weights import RKV, SnapKV, Tova
+from minivllm.plugins.compressor.keys import KeyDiff, KNorm, Random, Streaming
+from minivllm.plugins.compressor.options import RKVOptions, SnapKVOptions, StreamingOptions
+
+SCORERS: dict[str, tuple[Any, Any]] = {
+    "streaming": (Streaming, StreamingOptions()),
+    "knorm": (KNorm, None),
+    "keydiff": (KeyDiff, None),
+    "random": (Random, None),
+    "snapkv": (SnapKV, SnapKVOptions()),
+    "tova": (Tova, None),
+    "rkv": (RKV, RKVOptions()),
+}
+QUIET = 8  # steps in a row that start no request: the cache is full
 
 
 def prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
     """Return ``count`` random prompts of ``length`` tokens."""
     rng = random.Random(seed)
-    return [{"prompt_token_ids": [rng.randrange(10000) for _ in range(length)]} for _ in range(count)]
+    return [{"prompt_token_ids": [rng.randrange(200) for _ in range(length)]} for _ in range(count)]
 
 
-def start(args: argparse.Namespace, scorer: str, tokens: int, rows: int) -> LLM:
-    """Return an engine with a compressor and a KV cache of ``tokens`` tokens."""
-    options = json.loads(args.options)
-    block = options.get("kvcache_block_size", 256)
+def sampled(tokens: int, budget: float) -> SamplingParams:
+    """Return the parameters of a request with ``tokens`` tokens."""
+    return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=tokens, detokenize=False, kv_budget=budget)
+
+
+def start(args: argparse.Namespace) -> LLM:
+    """Return an engine with a scorer that reads queries if there is one, and a KV cache of --cache tokens.
+
+    Prompts are different, so the prefix cache is off."""
+    options = {"kvcache_block_size": 256, "enable_prefix_caching": False, **json.loads(args.options)}
+    readers = [scorer for scorer in args.scorers if scorer in ("snapkv", "tova", "rkv")]
     return LLM(
         args.model,
         load_format=args.load_format,
         skip_tokenizer_init=True,
-        compressor=scorer,
-        num_kvcache_blocks=tokens // block,
-        kvcache_block_size=block,
-        max_num_seqs=max(rows, 1),
+        compressor=(readers or args.scorers)[0],
+        num_kvcache_blocks=args.cache // options["kvcache_block_size"],
+        max_num_seqs=args.most,
         max_model_len=args.prompt + args.tokens,
-        **{name: value for name, value in options.items() if name != "kvcache_block_size"},
+        **options,
     )
 
 
-def crowd(llm: LLM, args: argparse.Namespace, budget: float, seed: int) -> tuple[float, int, float]:
-    """Return tokens per second, the most rows that run at the same time, and their mean over the steps."""
-    params = SamplingParams(
-        temperature=0.6, ignore_eos=True, max_tokens=args.tokens, detokenize=False, kv_budget=budget
-    )
-    running: list[int] = []
-    step = llm.engine.step
+def use(llm: LLM, scorer: str, every: int = 0) -> None:
+    """Replace the compressor of an engine without requests, and set the tokens between two compressions."""
+    compactor, compression = llm.engine.executor.runner.compactor, llm.engine.compression
+    cls, options = SCORERS[scorer]
+    compactor.compressor = cls(options, compactor.compressor.ctx)
+    compression.observed, compression.every = compactor.compressor.window, every
 
-    def watched() -> object:
-        result = step()
-        running.append(len(llm.engine.slots.running))
-        return result
 
+class Window:
+    """Counts tokens, rows and blocks of an engine from the moment when its cache is full, for some seconds.
+
+    Then it ends all requests."""
+
+    def __init__(self, llm: LLM, seconds: float) -> None:
+        self.engine, self.seconds = llm.engine, seconds
+        self.step = self.engine.step
+        self.quiet = self.entered = self.tokens = self.preempted = 0
+        self.begun = self.spent = 0.0
+        self.rows: list[int] = []
+        self.blocks: list[int] = []
+
+    def __call__(self) -> bool:
+        """Run a step of the engine."""
+        worked = self.step()
+        engine, now = self.engine, time.perf_counter()
+        entered = engine.slots.next_serial
+        self.quiet = self.quiet + 1 if entered == self.entered else 0
+        self.entered = entered
+        if not self.begun and self.quiet >= QUIET and engine.planner.n_waiting:
+            self.begun, self.tokens = now, engine.publisher.tokens
+            self.preempted = engine.planner.preemptions
+        if self.begun and not self.spent:
+            pool = engine.cache.pools[0]
+            self.rows.append(engine.slots.n_running)
+            self.blocks.append(pool.total - 1 - pool.free)
+            if now - self.begun >= self.seconds:
+                self.spent = now - self.begun
+                self.tokens = engine.publisher.tokens - self.tokens
+                self.preempted = engine.planner.preemptions - self.preempted
+                for request in list(engine.requests):
+                    engine.abort(request)
+        return worked
+
+
+def crowd(llm: LLM, args: argparse.Namespace, budget: float, seed: int) -> dict[str, float]:
+    """Return tokens per second, running rows, tokens of memory of a row, and preemptions, with a full cache."""
+    kept = args.prompt if not budget else math.ceil(budget * args.prompt)
+    at_once = min(args.most, args.cache // (kept + args.tokens // 2) + 1)
+    ages = [max(1, args.tokens * (i + 1) // at_once) for i in range(at_once)]
+    random.Random(seed).shuffle(ages)
+    count = 3 * at_once
+    params = [sampled(ages[i] if i < at_once else args.tokens, budget) for i in range(count)]
+    watched = Window(llm, args.window)
     llm.engine.step = watched
     begun = time.perf_counter()
-    outputs = llm.generate(prompts(args.requests, args.prompt, seed), params, use_tqdm=False)
-    spent = time.perf_counter() - begun
-    llm.engine.step = step
-    assert all(len(output.tokens) == args.tokens for output in outputs), outputs[0].error
-    return args.requests * args.tokens / spent, max(running), sum(running) / len(running)
+    outputs = llm.generate(prompts(count, args.prompt, seed), params, use_tqdm=False)
+    llm.engine.step = watched.step
+    failed = [output.error for output in outputs if output.error]
+    assert not failed, failed[0]
+    assert watched.spent, "the requests ended before the window: the cache was never full; lower --cache or --window"
+    rows = sum(watched.rows) / len(watched.rows)
+    blocks = sum(watched.blocks) / len(watched.blocks)
+    return {
+        "rate": watched.tokens / watched.spent,
+        "rows": rows,
+        "row_tokens": blocks * llm.engine.wiring.block / rows,
+        "preempted": watched.preempted,
+        "filled": watched.begun - begun,
+    }
 
 
-def prefill(llm: LLM, args: argparse.Namespace, budget: float, seed: int) -> float:
-    """Return the seconds of --alone prompts with two tokens each."""
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=2, detokenize=False, kv_budget=budget)
-    begun = time.perf_counter()
-    llm.generate(prompts(args.alone, args.prompt, seed), params, use_tqdm=False)
-    return time.perf_counter() - begun
+def full(llm: LLM, args: argparse.Namespace) -> None:
+    """Print the table of the full cache."""
+    use(llm, args.scorers[0])
+    first: dict[str, float] = {}
+    capacity = llm.engine.capacity
+    of_token = capacity.block_bytes[0] / llm.engine.wiring.block
+    print(f"full cache of {args.cache} tokens, {args.scorers[0]}, prompts of {args.prompt}, outputs of {args.tokens}")
+    for budget in args.budgets:
+        found = crowd(llm, args, budget, 2)
+        first = first or found
+        ratios = ", ".join(f"{found[key] / first[key]:.2f} x" for key in ("rate", "rows"))
+        print(
+            f"budget {budget:5}: {found['rate']:8.1f} tok/s, {found['rows']:5.1f} rows ({ratios} the first), "
+            f"{found['row_tokens'] * of_token / 2**20:7.1f} MiB a row, {found['preempted']:.0f} preempted, "
+            f"full after {found['filled']:.1f} s",
+            flush=True,
+        )
+
+
+def prefill(llm: LLM, args: argparse.Namespace) -> None:
+    """Print the cost of each scorer in the prefill of one prompt."""
+
+    def once(budget: float, seed: int) -> float:
+        begun = time.perf_counter()
+        llm.generate(prompts(1, args.prompt, seed), sampled(2, budget), use_tqdm=False)
+        return time.perf_counter() - begun
+
+    budget = args.budgets[-1]
+    times: dict[str, list[float]] = {"none": [], **{scorer: [] for scorer in args.scorers}}
+    for turn in range(args.repeat + 1):
+        for scorer, found in times.items():
+            use(llm, args.scorers[0] if scorer == "none" else scorer)
+            seconds = once(0 if scorer == "none" else budget, turn)
+            if turn:  # the first turn compiles kernels
+                found.append(seconds)
+    plain = median(times["none"])
+    print(f"prefill of {args.prompt} tokens, one prompt, budget {budget}, medians of {args.repeat}")
+    for scorer, found in times.items():
+        ratios = [own / base for own, base in zip(found, times["none"], strict=True)]
+        print(
+            f"{scorer:10} {1e3 * median(found):8.2f} ms, {median(found) / plain:.4f} of none "
+            f"(pairs {min(ratios):.4f} to {max(ratios):.4f})",
+            flush=True,
+        )
+
+
+def decode(llm: LLM, args: argparse.Namespace) -> None:
+    """Print the milliseconds of a decode step of compressed and uncompressed rows."""
+    keep, tokens = args.prompt // 4, args.decoded
+
+    def once(scorer: str, every: int, length: int, budget: float, seed: int) -> float:
+        use(llm, scorer, every)
+        engine, step, ends = llm.engine, llm.engine.step, []
+
+        def watched() -> bool:
+            worked = step()
+            s = engine.slots
+            if len(s.running) == args.rows and (s.collected[s.running] > s.prompt[s.running] + 2).all():
+                ends.append((time.perf_counter(), engine.publisher.tokens))
+            return worked
+
+        engine.step = watched
+        llm.generate(prompts(args.rows, length, seed), sampled(tokens, budget), use_tqdm=False)
+        engine.step = step
+        (begun, first), (ended, last) = ends[0], ends[-1]
+        return 1e3 * (ended - begun) * args.rows / (last - first)
+
+    kinds: dict[str, tuple[str, int, int, float]] = {"uncompressed": (args.scorers[0], 0, keep, 0)}
+    for scorer in args.scorers:
+        kinds[f"{scorer}, once"] = (scorer, 0, 2 * keep, keep)
+        kinds[f"{scorer}, every {args.every}"] = (scorer, args.every, 2 * keep, keep)
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(args.turns + 1):
+        for kind, case in kinds.items():
+            ms = once(*case, turn)
+            if turn:
+                times[kind].append(ms)
+    plain = median(times["uncompressed"])
+    print(f"decode of {args.rows} rows, {keep} tokens kept, {tokens} generated, medians of {args.turns}")
+    for kind, found in times.items():
+        print(f"{kind:22} {median(found):8.3f} ms a step, {median(found) / plain:.4f} of uncompressed", flush=True)
+
+
+PARTS = {"full": full, "prefill": prefill, "decode": decode}
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables of the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--prompt", type=int, default=16000)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--requests", type=int, default=24, help="requests of the first part; 0 leaves it out")
     parser.add_argument("--cache", type=int, default=160000, help="tokens in the KV cache")
-    parser.add_argument("--alone", type=int, default=2, help="prompts of the second part; 0 leaves it out")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25])
-    parser.add_argument("--scorers", nargs="+", default=["knorm", "snapkv"])
+    parser.add_argument("--most", type=int, default=64, help="max_num_seqs")
+    parser.add_argument("--window", type=float, default=20.0, help="seconds that the part full counts")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0, 0.5, 0.25])
+    parser.add_argument("--scorers", nargs="+", choices=tuple(SCORERS), default=["knorm", "snapkv", "streaming"])
+    parser.add_argument("--repeat", type=int, default=7, help="turns of the part prefill")
+    parser.add_argument("--rows", type=int, default=8, help="rows of the part decode")
+    parser.add_argument("--every", type=int, default=128, help="tokens between compressions of the part decode")
+    parser.add_argument("--decoded", type=int, default=400, help="tokens of a row of the part decode")
+    parser.add_argument("--turns", type=int, default=3, help="turns of the part decode")
     parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
     args = parser.parse_args()
-    base = 0.0
-    for scorer in args.scorers:
-        with start(args, scorer, args.cache, args.requests) as llm:
-            prefill(llm, argparse.Namespace(**{**vars(args), "alone": 1}), 0.25, 1)
-            budgets = args.budgets if base else [0.0, *args.budgets]
-            for budget in budgets if args.requests else []:
-                rate, most, mean = crowd(llm, args, budget, 2)
-                base = base or rate
-                facts = f"{rate:8.1f} tok/s ({rate / base:.2f} x), rows at most {most}, on average {mean:.1f}"
-                print(f"{scorer:10} budget {budget:4}: {facts}", flush=True)
-            times: dict[float, list[float]] = {0.0: [], 0.25: []}
-            for turn in range(args.repeat if args.alone else 0):
-                for budget, found in times.items():
-                    found.append(prefill(llm, args, budget, 10 + 2 * turn + bool(budget)))
-            if args.alone:
-                plain, scored = (1e3 * median(found) for found in times.values())
-                print(
-                    f"{scorer:10} prefill {plain:.1f} ms, with scores and moves {scored:.1f} ms ({scored / plain:.3f})"
-                )
+    begun = time.perf_counter()
+    with start(args) as llm:
+        print(f"engine ready after {time.perf_counter() - begun:.1f} s", flush=True)
+        for part in args.parts:
+            PARTS[part](llm, args)
 
 
 if __name__ == "__main__":
