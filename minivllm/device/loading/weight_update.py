@@ -1,7 +1,10 @@
-"""New weights for a loaded model: checked completely, then written in place, and taken back if writing fails.
+"""New weights for a loaded model: checked, then written in place, and taken back if writing fails.
 
-    tensors ──conversion, names──► WeightUpdate (all checks) ──► write ──► weights of the model
-                                                                  └─ old tensors ──► spare memory ──► restore
+    tensors ──conversion, names──► WeightUpdate (checks) ──► write ──► weights of the model ──► numbers (GPU)
+                                                              └─ old tensors ──► spare memory ──► restore
+
+A GPU checks the numbers of tensors from host memory once they are written, because each transfer takes longer than all
+other work of an update together.
 
 Every tensor keeps its storage, so that captured steps stay valid.  A layer that was quantized while it was loaded is
 quantized again as a whole, and its new tensors are copied to the old ones.
@@ -35,30 +38,54 @@ from .weights import own_names as names_of_heads
 
 TESTED_ROWS = (1, 16)  # rows of the products that compare a quantized layer with its new weights
 WHERE = "update_weights"
-PIECE = 1 << 25  # elements of a tensor in host memory that a GPU checks at a time
+ALIGNED = 16  # bytes; the address of each copy in spare memory is a multiple of it
 
 
 class SpareMemory:
     """Memory of a device for copies of tensors, for example the memory of a KV cache whose content is not needed.
 
-    Tensors that do not fit are copied to host memory.
+    A large tensor is divided over several pieces of memory.  Values that do not fit are copied to host memory, which
+    takes a hundred times as long on a GPU.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Use the memory of contiguous tensors, whose values are overwritten."""
+    def __init__(self, tensors: Iterable[Tensor] = (), room: int = 0) -> None:
+        """Use the memory of contiguous tensors, whose values are overwritten, then ``room`` bytes of new memory."""
         self._free = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
         self._used: list[Tensor] = []
+        self._room = room
+        self.added = False  # whether new memory was allocated
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor."""
-        size = -(-tensor.numel() * tensor.element_size() // 16) * 16
+    def keep(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the parts of a tensor, each with its copy.  A tensor that is not contiguous is copied to the host."""
+        if not tensor.is_contiguous():
+            return [(tensor, tensor.to("cpu", copy=True))]
+        kept = []
+        rest = tensor.view(-1)
+        while len(rest):
+            memory = self._take(rest)
+            if memory is None:
+                kept.append((rest, rest.to("cpu", copy=True)))
+                break
+            kept.append((rest[: len(memory)], memory.copy_(rest[: len(memory)])))
+            rest = rest[len(memory) :]
+        return kept
+
+    def _take(self, tensor: Tensor) -> Tensor | None:
+        """Return memory for the first elements of a tensor [n], or for all of them; None if no memory is left."""
+        size = tensor.element_size()
         for i, free in enumerate(self._free):
-            if len(free) >= size and free.device == tensor.device:
-                self._free[i] = free[size:]
-                self._used.append(free[:size])
-                copied = free[: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-                return copied.copy_(tensor)
-        return tensor.to("cpu", copy=True)
+            count = min(len(tensor), len(free) // size)
+            if not count or free.device != tensor.device:
+                continue
+            taken = -(-count * size // ALIGNED) * ALIGNED
+            self._free[i] = free[taken:]
+            self._used.append(free[:taken])
+            return free[: count * size].view(tensor.dtype)
+        if tensor.nbytes > self._room:
+            return None
+        self._room -= tensor.nbytes
+        self.added = True
+        return torch.empty_like(tensor)
 
     def clear(self) -> None:
         """Write zeros where copies were."""
@@ -79,6 +106,8 @@ class WeightUpdate:
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
         self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # tensors, each with a bool for its numbers
+        # names in the checkpoint and of targets: tensors whose numbers are checked once the device has them
+        self._unread: dict[str, str] = {}
         self.given = self._placed(tensors)
         self._check_complete(partial)
         self._check_finite()
@@ -132,11 +161,11 @@ class WeightUpdate:
                 raise no_place(WHERE, name, targets)
             if name in given:
                 raise ModelError(f"{WHERE}: tensor {shown(name)} was given twice; expected each tensor once")
-            self._check(name, tensor)
+            self._check(name, tensor, name)
             given[name] = tensor
         for source, name, tensor in copies:
             if name not in given:
-                self._check(source, tensor, targets[name])
+                self._check(source, tensor, name)
                 given[name] = tensor
             elif tensor is not given[name] and not torch.equal(tensor.cpu(), given[name].cpu()):
                 what = f"tensor {shown(source)} differs from {shown(name)}, and the model shares one weight for both"
@@ -160,9 +189,11 @@ class WeightUpdate:
         rules = self.parts.arch.weights(self.loaded.cfg)
         return next(rule.source for rule in rules if rule.module == head.tied.name)
 
-    def _check(self, name: str, tensor: Tensor, target: Target | None = None) -> None:
-        """Raise ModelError unless a tensor has the shape of its target and finite floating-point numbers."""
-        target = target or self.loaded.targets[name]
+    def _check(self, name: str, tensor: Tensor, own: str) -> None:
+        """Raise ModelError unless a tensor has the shape of the target ``own`` and finite floating-point numbers.
+
+        ``name`` is its name in the checkpoint."""
+        target = self.loaded.targets[own]
         assert target.shape is not None  # see ``refuse_packed``
         try:
             check_shape(tensor, target.shape)
@@ -170,16 +201,32 @@ class WeightUpdate:
             raise ModelError(f"{WHERE}: tensor {shown(name)}: {e}") from None
         if not self.finite:
             return
+        if read_once(tensor, torch.device(self.parts.device)):
+            self._unread[name] = own
+            return
         dtype = dtype_of(target) or tensor.dtype
-        self._finite.append((name, dtype, all_finite(tensor, dtype, torch.device(self.parts.device))))
+        self._finite.append((name, dtype, all_finite(tensor, dtype)))
 
     def _check_finite(self) -> None:
         """Raise ModelError for the first tensor with infinite numbers or NaN.  It waits for the device once."""
         if not self._finite or bool(torch.stack([found for *_, found in self._finite]).all()):
             return
-        name, dtype = next((name, dtype) for name, dtype, found in self._finite if not found)
-        what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
-        raise ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
+        raise not_finite(*next((name, dtype) for name, dtype, found in self._finite if not found))
+
+    def _check_written(self) -> None:
+        """Raise ModelError if a tensor that was not checked before has infinite numbers or NaN.
+
+        It waits for the device once."""
+        modules = {self.loaded.targets[own].module for own in self._unread.values()}
+        found = [all_finite(tensor, tensor.dtype) for module in modules for tensor in module.tensors.values()]
+        if not found or bool(torch.stack(found).all()):
+            return
+        # Weights that an earlier update with finite=False has written may stay, so the given tensors decide.
+        for name, own in self._unread.items():
+            tensor = self.given[own]
+            dtype = dtype_of(self.loaded.targets[own]) or tensor.dtype
+            if not all_finite(tensor, dtype):
+                raise not_finite(name, dtype)
 
     def _check_complete(self, partial: bool) -> None:
         """Raise ModelError if tensors are missing.  A quantized layer needs all of its tensors in any case."""
@@ -213,6 +260,7 @@ class WeightUpdate:
                 self._write(module, by_module[module])
             elif isinstance(module, TiedLMHead) and module.tied in by_module and quantized(module):
                 self._write_copy(module)
+        self._check_written()
         for module in self.parts.modules.values():
             module.refresh({target.param for target in by_module.get(module, {}).values()})
         if addresses(self.parts) != before:
@@ -241,7 +289,7 @@ class WeightUpdate:
     def _keep(self, module: Module) -> None:
         """Keep the values of a module's tensors for ``restore``."""
         if self._spare is not None:
-            self._old += [(tensor, self._spare.copy(tensor)) for tensor in module.tensors.values()]
+            self._old += [pair for tensor in module.tensors.values() for pair in self._spare.keep(tensor)]
 
     def _take(self, module: Module, twin: Any) -> None:
         """Copy the tensors of a newly quantized ``twin`` to its module, and compare the products of both."""
@@ -265,17 +313,26 @@ class WeightUpdate:
         self._old.clear()
 
 
-def all_finite(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a bool [] on ``device``, true if all numbers of a tensor are finite in ``dtype``.
+def read_once(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether the numbers of a tensor are checked after they were written.
 
-    A GPU reads a tensor in host memory in pieces, which is faster than a check on the host.
-    """
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(dtype).isfinite().all().to(device)
-    found = torch.ones((), dtype=torch.bool, device=device)
-    for piece in tensor.reshape(-1).split(PIECE):
-        found &= piece.to(device, non_blocking=True).to(dtype).isfinite().all()
-    return found
+    It is true for a tensor in host memory and a model on a GPU, because a check before would transfer it twice."""
+    return device.type != "cpu" and tensor.device.type == "cpu"
+
+
+def all_finite(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool [] on the device of a tensor, true if all of its numbers are finite in ``dtype``.
+
+    NaN becomes the smallest and the largest number, so a single pass over the tensor is enough."""
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor.to(dtype))).isfinite().all()
+
+
+def not_finite(name: str, dtype: torch.dtype) -> ModelError:
+    """Return the error for a tensor with infinite numbers or NaN."""
+    what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
+    return ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
 
 
 def initial_tensors(parts: ModelParts, load_format: str, seed: int) -> Iterator[tuple[str, Tensor]]:

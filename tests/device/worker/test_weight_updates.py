@@ -311,16 +311,80 @@ def test_tiers_store_no_block_that_old_weights_have_overwritten(tiny, tmp_path, 
 def test_spare_memory_keeps_values_and_is_zero_afterwards():
     memory = torch.full((4, 40), 7, dtype=torch.float16)
     spare = SpareMemory([memory])
-    tensors = [torch.randn(5, 3), torch.arange(50, dtype=torch.int8), torch.randn(70)]
-    copies = [spare.copy(tensor) for tensor in tensors]
-    inside = [memory.data_ptr() <= kept.data_ptr() < memory.data_ptr() + memory.nbytes for kept in copies]
-    assert inside == [True, True, False]
-    for tensor, kept in zip(tensors, copies, strict=True):
-        assert kept.dtype == tensor.dtype
-        assert torch.equal(kept, tensor)
+    tensors = [torch.randn(5, 3), torch.arange(50, dtype=torch.int8), torch.randn(4, 4).t()]
+    kept = [spare.keep(tensor) for tensor in tensors]
+    assert [within(memory, copies) for copies in kept] == [[True], [True], [False]]
+    assert_restored(tensors, kept)
     spare.clear()
     used = memory.flatten()[:64]
     assert not used.any() and (memory.flatten()[64:] == 7).all()
+
+
+def test_spare_memory_divides_tensors_that_are_larger_than_its_pieces():
+    memory = torch.zeros(3, 24, dtype=torch.float16)
+    spare = SpareMemory(memory.unbind(), room=3000)
+    tensors = [torch.randn(7, 3), torch.zeros(0), torch.randn(8)]
+    assert_restored(tensors, [spare.keep(tensor) for tensor in tensors])
+    assert not spare.added
+    large = torch.randn(700)
+    copies = spare.keep(large)
+    assert within(memory, copies) == [True, False] and spare.added
+    assert_restored([large], [copies])
+    # neither the rest of the memory nor the rest of the room is enough
+    again = torch.randn(700)
+    assert_restored([again], [spare.keep(again)])
+
+
+def within(memory, copies):
+    """Return for each copy whether it lies in ``memory``."""
+    end = memory.data_ptr() + memory.nbytes
+    return [memory.data_ptr() <= copy.data_ptr() < end for _, copy in copies]
+
+
+def assert_restored(tensors, kept):
+    """Change tensors, write back the copies of their parts, and compare the values."""
+    for tensor, copies in zip(tensors, kept, strict=True):
+        want = tensor.clone()
+        tensor.zero_()
+        for part, copy in copies:
+            part.copy_(copy)
+        assert torch.equal(tensor, want)
+
+
+def test_numbers_that_a_gpu_checks_once_it_has_them_leave_the_old_weights_in_place(tiny, tmp_path, monkeypatch):
+    """The check after the write refuses the same tensors, by the same names, as the check before it."""
+    monkeypatch.setattr(weight_update, "read_once", lambda tensor, device: True)
+    monkeypatch.setattr(RunningWeights, "_replaceable", kv_cache)
+    first, second = tiny
+    tensors = load_file(second / "model.safetensors")
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with engine(str(first), num_kvcache_blocks=256) as llm:
+        before = answers(llm)
+        want = llm.generate([{"prompt_token_ids": PROMPTS[1]}], long, use_tqdm=False)[0].tokens
+        stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, long)
+        got = list(next(stream).token_ids)
+        for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.weight"):
+            for number in (torch.nan, -torch.inf):
+                bad = tensors[name].clone()
+                bad.view(-1)[3] = number
+                with pytest.raises(RequestError, match=f"in place again.*{name}.*infinite numbers or NaN in float32"):
+                    llm.update_weights(changed(tensors, **{name: bad}))
+        got += [token for part in stream for token in part.token_ids]
+        assert got == want
+        assert tokens_of(answers(llm)) == tokens_of(before)
+        assert llm.stats()["weights"]["version"] == 0
+        part = "model.layers.1.self_attn.q_proj.weight"
+        nan = torch.full_like(tensors[part], torch.nan)
+        llm.update_weights({part: nan}, partial=True, finite=False)
+        other = "model.layers.1.self_attn.k_proj.weight"  # stored next to the numbers that were allowed
+        llm.update_weights({other: tensors[other]}, partial=True)
+        assert llm.update_weights(tensors) == 3
+        assert tokens_of(answers(llm)) == tokens_of(expected(second))
+    tied = tiny_dir(tmp_path / "tied", "qwen3", tie_word_embeddings=True)[0]
+    weights = load_file(tied / "model.safetensors")
+    head = torch.full_like(weights.pop("model.embed_tokens.weight"), torch.nan)
+    with engine(str(tied)) as llm, pytest.raises(RequestError, match=r"lm_head.weight.*infinite numbers or NaN"):
+        llm.update_weights({**weights, "lm_head.weight": head})
 
 
 def test_weights_that_cannot_be_restored_end_the_engine(tiny, monkeypatch):
