@@ -4,6 +4,8 @@ The store is memory with a limited speed.  A choice is right if the other way to
 most 10 % longer.  Times are medians of --repeats.
 
 python benchmarks/tier_choices.py [--choices 200] [--repeats 3] [--speeds 20 60 120 250 1000]
+python benchmarks/tier_choices.py --model DIR --load-format dummy --prompts 500 4000 --blocks 2000 --bytes 8e9 \\
+    --speeds 1500 3000 6000 12000 40000
 """
 
 from __future__ import annotations
@@ -72,16 +74,19 @@ def serve(llm: LLM, prompt: list[int]) -> float:
     return time.perf_counter() - start
 
 
-def at_speed(speed: float, count: int, repeats: int, seed: int, show: bool) -> tuple[int, int]:
-    """Return (right or close, number) of the choices with a store of ``speed`` bytes per second."""
-    rng, good = random.Random(seed), 0
+def at_speed(speed: float, count: int, seed: int, args: argparse.Namespace) -> int:
+    """Return the number of right or close choices of ``count``, with a store of ``speed`` bytes per second."""
+    rng, good, repeats = random.Random(seed), 0, args.repeats
     SlowStore.speed = speed
-    store = {"name": "__main__:SlowStore", "options": {"bytes": 1 << 30, "eager": True}}
-    with LLM("pocket", kvstore=store, allow_targets=["__main__"], num_kvcache_blocks=400) as llm:
+    store = {"name": "__main__:SlowStore", "options": {"bytes": int(args.bytes), "eager": True}}
+    options: dict[str, Any] = {"num_kvcache_blocks": args.blocks, "max_model_len": args.prompts[1] + 64}
+    if args.load_format is not None:
+        options |= {"load_format": args.load_format, "skip_tokenizer_init": True}
+    with LLM(args.model, kvstore=store, allow_targets=["__main__"], **options) as llm:
         choice = llm.engine.cache.tiers.choice
         forced = choice.loads = Forced(choice)
         for number in range(-8, count):  # the first are not counted, because no time was measured yet
-            prompt = [rng.randrange(100, 2000) for _ in range(rng.randrange(40, 900))]
+            prompt = [rng.randrange(100, 2000) for _ in range(rng.randrange(*args.prompts))]
             forced.forced = False
             serve(llm, prompt)
             while llm.engine.cache.tiers.active:
@@ -98,26 +103,34 @@ def at_speed(speed: float, count: int, repeats: int, seed: int, show: bool) -> t
             fine = mine <= CLOSE * other
             if number >= 0:
                 good += fine
-                if show and not fine:
+                if args.show and not fine:
                     facts = {name: round(1e3 * value, 2) for name, value in forced.facts.items()}
                     print(f"  {len(prompt)} tokens, loads={loads}: {1e3 * mine:.1f} ms, else {1e3 * other:.1f}", facts)
-    return good, count
+        figures = llm.stats()["tier_choice"]
+        names = ("loaded", "computed", "predicted_seconds", "measured_seconds", "error_seconds")
+        print("  " + ", ".join(f"{name} {figures[name]:.4g}" for name in names))
+    return good
 
 
 def main() -> None:
     """Print the number of right choices at each speed, and in all."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="pocket")
+    parser.add_argument("--load-format")
     parser.add_argument("--choices", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--speeds", type=float, nargs="+", default=[20, 60, 120, 250, 1000])
+    parser.add_argument("--prompts", type=int, nargs=2, default=[40, 900], help="range of the lengths of prompts")
+    parser.add_argument("--blocks", type=int, default=400, help="blocks of the KV cache")
+    parser.add_argument("--bytes", type=float, default=1 << 30, help="bytes of the store")
     parser.add_argument("--show", action="store_true", help="print each wrong choice")
     args = parser.parse_args()
-    total = 0
+    total, each = 0, args.choices // len(args.speeds)
     for seed, speed in enumerate(args.speeds):
-        good, number = at_speed(speed * 1e6, args.choices // len(args.speeds), args.repeats, seed, args.show)
+        good = at_speed(speed * 1e6, each, seed, args)
         total += good
-        print(f"{speed:6g} MB/s: {good} of {number} right or within 10 %", flush=True)
-    print(f"{total} of {args.choices // len(args.speeds) * len(args.speeds)}")
+        print(f"{speed:6g} MB/s: {good} of {each} right or within 10 %", flush=True)
+    print(f"{total} of {each * len(args.speeds)} right or within 10 %")
 
 
 if __name__ == "__main__":

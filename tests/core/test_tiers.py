@@ -549,6 +549,19 @@ def test_a_wait_beyond_the_loads_is_learned_and_counts_in_the_choice():
     assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010, rel=0.05)
 
 
+def test_a_wait_for_steps_of_other_requests_does_not_count_against_loads():
+    choice = LoadChoice([False])
+    choice.step_ended(np.array([100], np.int32), 100.0)
+    choice.page_loaded(0, 1000, 0.010)
+    for _ in range(20):  # the steps that ran meanwhile took 50 ms, and a request would have waited for them anyway
+        before = choice.busy_seconds
+        choice.step_ended(np.array([50], np.int32), 50.0)
+        choice.ended(choice.seconds_to_load({0: 1000}), 0.051, choice.busy_seconds - before)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.011, rel=0.05)
+    assert choice.loads({0: 1000}, {0: 1000}, 16)
+    assert choice.error_seconds < 20 * 0.0011
+
+
 def test_a_slow_tier_is_tried_again():
     choice = LoadChoice([False])
     choice.step_ended(np.array([100], np.int32), 100.0)

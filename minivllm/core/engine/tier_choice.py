@@ -71,6 +71,7 @@ class LoadChoice:
             always
         )  # seconds to load a byte from each tier
         self.write_seconds = 0.0  # seconds to write a byte to the device
+        self.busy_seconds = 0.0  # time of all steps so far
         self.loaded = self.computed = 0  # requests
         # number of requests whose loads have ended, and the sums of the following times
         self.waited = 0
@@ -79,6 +80,7 @@ class LoadChoice:
     def step_ended(self, q_len: np.ndarray, milliseconds: float) -> None:
         """Note the time of a step whose rows have ``q_len`` i32 [R] tokens."""
         tokens = int(q_len.sum())
+        self.busy_seconds += max(milliseconds, 0.0) / 1e3
         if milliseconds > 0 and tokens >= PROMPT * len(q_len):
             self.steps.add(tokens, milliseconds / 1e3)
 
@@ -124,13 +126,19 @@ class LoadChoice:
                 self.byte_seconds[tier] = seconds * HOPE
         return False
 
-    def ended(self, predicted: float, measured: float) -> None:
-        """Note the expected and the real seconds that a request waited for its pages."""
+    def ended(self, predicted: float, measured: float, busy: float = 0.0) -> None:
+        """Note the expected and the real seconds that a request waited for its pages.
+
+        ``busy`` is the time of the steps that ended meanwhile.  A request that computes its blocks waits for these
+        steps too, so the part of ``busy`` beyond the expected time of the loads does not count.
+        """
+        load = predicted - self.wait_seconds
+        measured -= max(0.0, min(busy, measured) - load)
         self.waited += 1
         self.predicted_seconds += predicted
         self.measured_seconds += measured
         self.error_seconds += abs(predicted - measured)
-        self.longer.append(self.wait_seconds + measured - predicted)
+        self.longer.append(measured - load)
         self.wait_seconds = max(0.0, float(np.median(self.longer)))
 
     def figures(self) -> dict[str, Any]:

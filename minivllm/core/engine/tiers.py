@@ -289,6 +289,7 @@ class Tiers:
         patience = max(self.tiers[tier].patience for tier, _ in wanted.values())
         load = seq.load = self.waits[seq] = PageLoad(self.now(), patience, wanted)
         load.predicted = self.choice.seconds_to_load(self._bytes(wanted, ahead=True))
+        load.busy = self.choice.busy_seconds
         self._start(load)
         return True
 
@@ -538,7 +539,8 @@ class Tiers:
             ended = bool(load.pages) and all(page.done for page in load.pages.values())
             if ended or now - load.begun > load.patience:
                 load.ready = True
-                self.choice.ended(load.predicted, now - load.begun)
+                busy = self.choice.busy_seconds - load.busy
+                self.choice.ended(load.predicted, now - load.begun, busy)
                 found.append(seq)
         for seq in found:
             del self.waits[seq]
