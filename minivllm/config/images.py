@@ -98,7 +98,7 @@ def _why_not(
         "enable_lora": config.enable_lora,
         "adapters": bool(config.adapters),
         "processors with a second model": bool(wiring.own_models),
-        "load_format": config.load_format not in ("auto", "safetensors"),
+        "load_format": config.load_format not in ("auto", "safetensors", "dummy"),
         "executor": parts["executor"].name not in EXECUTORS,
     }
     name = next((name for name, is_set in beside.items() if is_set), None)

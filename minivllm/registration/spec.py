@@ -120,7 +120,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
             ),
-            Kind("encoder", _SEAMS + "encoder:ImageEncoder", facts=("device", "dtype", "model_type")),
+            Kind(
+                "encoder",
+                _SEAMS + "encoder:ImageEncoder",
+                api=(1, 1),
+                facts=("device", "dtype", "model_type"),
+            ),
             Kind(
                 "evictor",
                 _SEAMS + "evictor:Evictor",

@@ -270,6 +270,25 @@ class EncoderConformance(Lasting, SpecConformance):
             assert torch.equal(values, before), "encode changed its values: copy them first"
         assert torch.equal(state, torch.get_rng_state()), "encode drew from torch's generator"
 
+    @since(1, 1)
+    def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
+        """Check that features with the weights of ``load_dummy`` are finite, equal for equal seeds, and differ for
+        others."""
+        if type(self.made()).load_dummy is ImageEncoder.load_dummy:
+            pytest.skip("this encoder has no dummy weights")
+        found = self.made().prepare(self.pictures()[0])
+        features = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(len(features))
+            encoder = self.made()
+            size = encoder.load_dummy(self.place(), "float32", seed)
+            assert type(size) is int and size >= 0, f"load_dummy() returned {size!r}: expected the bytes of the weights"
+            features.append(self.encoded(encoder, found))
+        one, again, other = features
+        assert one.isfinite().all(), "a feature is not finite"
+        assert self.same(one, again), "the same seed gives other features"
+        assert not torch.equal(one, other), "another seed gives the same features"
+
     # ---- the engine ----------------------------------------------------------------------------------------------
 
     def prompt(self, facts: ImageFacts, pictures: list[Any]) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minivllm.errors import ModelError
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
     from torch import Tensor
 
-API = (1, 0)
+API = (1, 1)  # 1.1: ImageEncoder.load_dummy
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,15 @@ class ImageEncoder(ABC):
         """Load the weights of the encoder in ``dtype`` on a device, and return their size in bytes.
 
         ModelError for weights that are missing or have another shape."""
+
+    def load_dummy(self, device: str, dtype: str, seed: int) -> int:
+        """Draw random weights in place of ``load`` (``load_format=dummy``), and return their size in bytes.
+
+        They depend on ``seed``, and no file with weights is read.  An encoder without this method reads no images
+        there: ModelError."""
+        raise ModelError(
+            "the image encoder has no dummy weights; expected load_format=auto or safetensors"
+        )
 
     @abstractmethod
     def encode(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:

@@ -21,14 +21,20 @@ class LoadedEncoder:
     """The plug-in of the seam encoder on a device.  A call returns the features of one image."""
 
     def __init__(self, part: Part, ctx: EncoderContext, wiring: Wiring, hidden: int) -> None:
-        """Build the plug-in and load its weights.  ``hidden`` is the number of elements of a token's features.
+        """Build the plug-in and load its weights, or draw them for ``load_format=dummy``.
+
+        ``hidden`` is the number of elements of a token's features.
 
         ModelError for weights that do not fit, torch.OutOfMemoryError, and PluginError for other failures."""
         self.plugin: ImageEncoder = build_part("encoder", part, ctx)
         self.levels, self.hidden = wiring.images.facts.levels, hidden
         self.dtype: torch.dtype = getattr(torch, wiring.dtype)
         try:
-            self.bytes = _checked_size(call_foreign(self.plugin.load, wiring.device, wiring.dtype))
+            if wiring.load_format == "dummy":
+                size = call_foreign(self.plugin.load_dummy, wiring.device, wiring.dtype, wiring.seed)
+            else:
+                size = call_foreign(self.plugin.load, wiring.device, wiring.dtype)
+            self.bytes = _checked_size(size)
         except (MinivllmError, torch.OutOfMemoryError):
             raise
         except Exception as e:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ TEXT = "language_model"
 # spellings of older checkpoints for the names of transformers' modules
 SPELLINGS = (("vision_tower.", "vision_tower.vision_model."),)
 PREFIXES = ("", "model.")
+DUMMY_STD = 0.02  # standard deviation of dummy weights
 
 
 class TowerEncoder(ImageEncoder):
@@ -81,8 +82,20 @@ class TowerEncoder(ImageEncoder):
         model = text_free_model(self.folder, self.ctx.config, getattr(torch, dtype))
         with torch.no_grad():
             fill(self.folder, model.state_dict())
+        return self._serve(model, device)
+
+    def load_dummy(self, device: str, dtype: str, seed: int) -> int:
+        """Build the modules with random weights on a device, and return their bytes."""
+        import torch
+
+        model = text_free_model(self.folder, self.ctx.config, getattr(torch, dtype)).to(device)
+        draw_weights(model.named_parameters(), device, seed)
+        return self._serve(model, device)
+
+    def _serve(self, model: Any, device: str) -> int:
+        """Use modules on a device, and return the bytes of their weights."""
         self.model = model.eval().requires_grad_(False).to(device)
-        self.dtype = getattr(torch, dtype)
+        self.dtype = next(model.parameters()).dtype
         return sum(p.numel() * p.element_size() for p in model.parameters())
 
     def encode(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -151,6 +164,19 @@ def text_free_model(folder: Path, raw: Mapping[str, Any], dtype: Any) -> Any:
     if hasattr(model, TEXT):
         delattr(model, TEXT)
     return model
+
+
+def draw_weights(named: Iterable[tuple[str, Tensor]], device: str, seed: int) -> None:
+    """Draw normal weights of standard deviation 0.02 from a seed.  Biases become zero, and norms one."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in named:
+            if weight.dim() > 1:
+                weight.normal_(0, DUMMY_STD, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def fill(folder: Path, wanted: dict[str, Tensor]) -> None:

@@ -91,6 +91,20 @@ def test_quantized_text_weights_read_images_in_every_batch(folder):
         assert tokens(llm, *cases) == alone
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_dummy_weights_read_images_without_the_files_of_weights(family, folder, tmp_path):
+    path, _ = model(family, folder)
+    shutil.copytree(path, tmp_path / "dummy", ignore=shutil.ignore_patterns("*.safetensors"))
+    case, found = Case(family, folder, 2), []
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "device": DEVICE, "max_model_len": 400}
+    for seed in (1, 1, 2):
+        with LLM(str(tmp_path / "dummy"), load_format="dummy", seed=seed, num_kvcache_blocks=160, **options) as llm:
+            output = generate(llm, case)[0]
+            assert output.error is None and llm.stats()["images"]["encoded"] == 2
+            found.append([next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs])
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe"])
 def test_further_families(family, folder):
     case = Case(family, folder, 2)
