@@ -1,10 +1,15 @@
 """Measure steps with adapters (LoRA): decode and prefill by the number of adapters, and the time to load one.
 
     python benchmarks/adapters.py --model DIR --load-format dummy --folder /tmp/adapters --rank 16
+    python benchmarks/adapters.py --model DIR --load-format dummy --folder /tmp/adapters --engine vllm --adapters 0 8
 
-The adapters are written to --folder with random weights, for all projections of a model of Llama's layout.  Times of
-decode steps are differences: 129 tokens minus 1 token, best of --repeat, divided by 128.  ``off`` is an engine without
-``enable_lora``.
+The adapters are written to --folder with random weights, for all projections of a model of Llama's layout; folders that
+exist are used.  Times of decode steps are differences: 129 tokens minus 1 token, divided by 128.  ``off`` is a second
+engine without ``enable_lora`` in the same process, with half of the memory.  Its runs alternate with the others.
+
+The loads: while 32 rows decode, further requests of one token come, with adapters that are on the device (``resident``)
+or that are nowhere yet (``new``).  Each line has the times between two tokens of the 32 rows, and the times from
+these further requests to their token.  The difference of the latter is the time of a load.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ import json
 import random
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,8 +29,10 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-PROMPT = 512
 STEPS = 128
+LOADS = 8  # further requests of a run, and adapters that are loaded
+APART = 40  # steps between two of them
+LOADED_ROWS = 32
 
 
 def projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
@@ -45,31 +54,34 @@ def projections(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
-    """Write an adapter in PEFT's layout with random weights in bfloat16, and return its folder."""
+    """Write an adapter in PEFT's layout with random weights in bfloat16, unless it exists, and return its folder."""
+    if (folder / "adapter_config.json").exists():
+        return folder
     config = json.loads((model / "config.json").read_text())
     shapes = projections(config)
-    generator = torch.Generator().manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         for path, (inputs, outputs) in shapes.items():
             name = f"base_model.model.model.layers.{layer}.{path}"
-            first = torch.randn(rank, inputs, generator=generator) * 0.01
-            second = torch.randn(outputs, rank, generator=generator) * 0.01
-            tensors[f"{name}.lora_A.weight"] = first.bfloat16()
-            tensors[f"{name}.lora_B.weight"] = second.bfloat16()
+            first = torch.randn(rank, inputs, generator=generator, device=device) * 0.01
+            second = torch.randn(outputs, rank, generator=generator, device=device) * 0.01
+            tensors[f"{name}.lora_A.weight"] = first.bfloat16().cpu()
+            tensors[f"{name}.lora_B.weight"] = second.bfloat16().cpu()
     targets = [path.split(".")[-1] for path in shapes]
     facts = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(facts))
     save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
     return folder
 
 
 class Engine:
     """minivllm or vLLM with the same calls."""
 
-    def __init__(self, args: argparse.Namespace, adapters: int) -> None:
-        """Start the engine with room for ``adapters``, without ``enable_lora`` for 0."""
+    def __init__(self, args: argparse.Namespace, adapters: int, memory: float) -> None:
+        """Start the engine with room for ``adapters``, without ``enable_lora`` for 0, up to a share of the memory."""
         options: dict[str, Any] = {
             "model": args.model,
             "load_format": args.load_format,
@@ -77,6 +89,7 @@ class Engine:
             "max_num_seqs": max(args.rows),
             "max_model_len": 1024,
             "enable_prefix_caching": False,
+            "gpu_memory_utilization": memory,
         }
         if adapters:
             options.update(enable_lora=True, max_loras=adapters, max_lora_rank=args.rank, max_cpu_loras=2 * adapters)
@@ -86,41 +99,108 @@ class Engine:
             from vllm.lora.request import LoRARequest
         else:
             from minivllm import LLM, LoRARequest, SamplingParams
-        self.request, self.params = LoRARequest, SamplingParams
+        self.lora, self.params_of = LoRARequest, SamplingParams
         begun = time.perf_counter()
         self.llm = LLM(**options)
         print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
 
+    def params(self, tokens: int) -> Any:
+        """Return the sampling parameters of a request."""
+        return self.params_of(temperature=0.6, ignore_eos=True, max_tokens=tokens, detokenize=False)
+
+    def request(self, folder: Path) -> Any:
+        """Return the LoRARequest for a folder."""
+        return self.lora(folder.name, int(folder.name[1:]) + 1, str(folder))
+
     def seconds(self, rows: int, prompt: int, tokens: int, folders: list[Path], seed: int) -> float:
         """Return the seconds that ``rows`` requests take, which use the adapters in turns."""
-        rng = random.Random(seed)
-        prompts = [{"prompt_token_ids": [rng.randrange(10000) for _ in range(prompt)]} for _ in range(rows)]
-        params = self.params(temperature=0.6, ignore_eos=True, max_tokens=tokens, detokenize=False)
-        requests: list[Any] | None = None
-        if folders:
-            requests = []
-            for row in range(rows):
-                folder = folders[row % len(folders)]
-                requests.append(self.request(folder.name, int(folder.name[1:]) + 1, str(folder)))
+        prompts = random_prompts(rows, prompt, seed)
+        requests = [self.request(folders[row % len(folders)]) for row in range(rows)] if folders else None
         begun = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+        outputs = self.llm.generate(prompts, self.params(tokens), use_tqdm=False, lora_request=requests)
         spent = time.perf_counter() - begun
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == rows * tokens
         return spent
 
+    def loads(self, folders: list[Path], later: list[Path]) -> tuple[list[float], list[float]]:
+        """Return milliseconds between tokens of rows that decode, and those of each further request up to its token.
 
-def measure(engine: Engine, rows: int, folders: list[Path], repeat: int) -> tuple[float, float]:
-    """Return milliseconds of a decode step and of the prefill of all rows."""
-    engine.seconds(rows, PROMPT, 8, folders, 99)
-    first, whole = [], []
-    for turn in range(repeat):
-        first.append(engine.seconds(rows, PROMPT, 1, folders, turn))
-        whole.append(engine.seconds(rows, PROMPT, STEPS + 1, folders, 100 + turn))
-    return 1e3 * (min(whole) - min(first)) / STEPS, 1e3 * min(first)
+        The rows use ``folders`` in turns, the further requests ``later``.  This is for minivllm."""
+        from minivllm.frontend.requests import Tracked
+
+        engine = self.llm.engine
+
+        def start(prompt: dict[str, Any], tokens: int, folder: Path) -> list[float]:
+            times = [time.perf_counter()]
+            params, lora = self.params(tokens), self.request(folder)
+            Tracked(prompt, params, None, stream=lambda _: times.append(time.perf_counter()), lora=lora).add_to(engine)
+            return times
+
+        prompts = random_prompts(LOADED_ROWS, 64, 5)
+        tokens = APART * (len(later) + 2)
+        rows = [start(prompt, tokens, folders[row % len(folders)]) for row, prompt in enumerate(prompts)]
+        waits, left, steps = [], list(later), 0
+        while engine.requests:
+            if not engine.step():
+                time.sleep(engine.idle())
+                continue
+            steps += 1
+            if left and steps % APART == 0:
+                waits.append(start(random_prompts(1, 16, steps)[0], 1, left.pop(0)))
+        gaps = [1e3 * (after - before) for times in rows for before, after in pairwise(times[21:])]
+        return gaps, [1e3 * (times[1] - times[0]) for times in waits]
+
+
+def random_prompts(rows: int, length: int, seed: int) -> list[dict[str, list[int]]]:
+    """Return prompts of random tokens."""
+    rng = random.Random(seed)
+    return [{"prompt_token_ids": [rng.randrange(10000) for _ in range(length)]} for _ in range(rows)]
+
+
+def measure(engines: dict[str, Engine], rows: int, folders: list[Path], args: argparse.Namespace) -> None:
+    """Print milliseconds of a decode step and of the prefill of all rows, for each number of adapters."""
+    prompt = args.prompt if rows <= args.long_rows else args.short_prompt
+    cases = [("off", engines["off"], 0)] if "off" in engines else []
+    cases += [(f"{count} adapters", engines["on"], count) for count in args.adapters if count <= max(rows, 1)]
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name, *_ in cases}
+    for turn in range(-1, args.repeat):
+        for name, engine, count in cases:
+            if turn < 0:
+                engine.seconds(rows, prompt, 8, folders[:count], 99)
+                continue
+            first = engine.seconds(rows, prompt, 1, folders[:count], turn)
+            whole = engine.seconds(rows, prompt, STEPS + 1, folders[:count], 100 + turn)
+            times[name][0].append(1e3 * (whole - first) / STEPS)
+            times[name][1].append(1e3 * first)
+    base = [median(values) for values in times[cases[0][0]]]
+    for name, (steps, prefills) in times.items():
+        step, prefill = median(steps), median(prefills)
+        each = " ".join(f"{value:.2f}" for value in steps)
+        print(
+            f"{rows:4} rows of {prompt}, {name:>11}: step {step:7.3f} ms ({step / base[0]:.3f}), "
+            f"prefill {prefill:8.1f} ms ({prefill / base[1]:.3f})   steps {each}",
+            flush=True,
+        )
+
+
+def report_loads(engine: Engine, folders: list[Path], new: list[Path]) -> None:
+    """Print the times of requests beside loads of adapters, and beside requests of adapters that are loaded."""
+    engine.loads(folders, [])
+    for turn in range(0, len(new), LOADS):
+        for kind, later in (("resident", folders[:LOADS]), ("new", new[turn : turn + LOADS])):
+            gaps, waits = engine.loads(folders, later)
+            gaps.sort()
+            p50, p99, p999 = (gaps[int(share * len(gaps))] for share in (0.5, 0.99, 0.999))
+            each = " ".join(f"{wait:.1f}" for wait in waits)
+            print(
+                f"loads, {kind:>8}: between tokens p50 {p50:.2f}, p99 {p99:.2f}, p99.9 {p999:.2f}, most {gaps[-1]:.2f}"
+                f" ms; to the token median {median(waits):.1f} ms: {each}",
+                flush=True,
+            )
 
 
 def main() -> None:
-    """Print a line for each number of rows and adapters, then the time to load an adapter."""
+    """Print a line for each number of rows and adapters, then the lines of the loads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")
@@ -129,27 +209,24 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8, 32])
-    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--short-prompt", type=int, default=128, help="those with more than --long-rows rows")
+    parser.add_argument("--long-rows", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--skip-off", action="store_true", help="leave out the engine without enable_lora")
     parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
     args = parser.parse_args()
-    most = max(args.adapters)
-    folders = [write_adapter(Path(args.model), args.folder / f"a{i}", args.rank, i) for i in range(most + 5)]
-    for room in [most] if args.skip_off else [0, most]:
-        engine = Engine(args, room)
-        for rows in args.rows:
-            for count in args.adapters if room else [0]:
-                step, prefill = measure(engine, rows, folders[: min(count, rows)], args.repeat)
-                name = f"{count} adapters" if room else "off"
-                print(f"{rows:4} rows, {name:>11}: step {step:7.3f} ms, prefill {prefill:8.1f} ms", flush=True)
-        if room:
-            plain = engine.seconds(1, 16, 1, folders[:1], 1)
-            new = [engine.seconds(1, 16, 1, [folders[most + i]], 1) for i in range(5)]
-            added = ", ".join(f"{1e3 * (one - plain):.1f}" for one in new)
-            print(f"first request of an adapter that is not in memory: {added} ms more than {1e3 * plain:.1f} ms")
-        if args.engine == "minivllm":
+    most, own = max(args.adapters), args.engine == "minivllm"
+    count = most + (2 * LOADS if own else 0)
+    folders = [write_adapter(Path(args.model), args.folder / f"a{i}", args.rank, i) for i in range(count)]
+    engines = {"off": Engine(args, 0, 0.45)} if own and not args.skip_off else {}
+    engines["on"] = Engine(args, most, 0.9)
+    for rows in args.rows:
+        measure(engines, rows, folders, args)
+    if own:
+        report_loads(engines["on"], folders[: min(8, most)], folders[most:])
+        for engine in engines.values():
             engine.llm.close()
-        del engine
 
 
 if __name__ == "__main__":
