@@ -2,10 +2,12 @@
 
     python benchmarks/replicas.py speed [--replicas 4] [--rounds 8]
     python benchmarks/replicas.py deaths [--kills 1000] [--minutes 120]
+    python benchmarks/replicas.py scale --model DIR --replicas 2 [--load-format dummy] [--device cuda]
 
 ``speed`` alternates batches through the router with batches that are dealt to the engines by hand.  ``deaths`` kills
 simulated engines at random moments.  Every answer is compared.  The exit status is 1 if an answer was wrong, repeated
-or lost.  A request that has a token may end with an error behind a correct beginning.
+or lost.  A request that has a token may end with an error behind a correct beginning.  ``scale`` alternates batches for
+the first replica alone with N times as many requests for N replicas, each with a GPU of its own.
 """
 
 from __future__ import annotations
@@ -80,6 +82,38 @@ async def speed(args: argparse.Namespace) -> int:
     rates = {"through": round(rate), "by_hand": round(rate_by_hand), "ratio": round(rate / rate_by_hand, 3)}
     cpus = {"through": round(cpu), "by_hand": round(cpu_by_hand), "ratio": round(cpu_by_hand / cpu, 3)}
     print(json.dumps({"tokens_per_second": rates, "cpu_us_per_token": cpus, "load": os.getloadavg()[0]}))
+    await client.close()
+    return 0
+
+
+async def scale(args: argparse.Namespace) -> int:
+    """Print output tokens a second of one replica and of all, and their ratio."""
+    engine = {"model": args.model, "load_format": args.load_format, "device": args.device, "max_model_len": 2048}
+    client = await opened(args.replicas, {"router": args.router}, {**engine, "skip_tokenizer_init": True})
+    rng = np.random.default_rng(0)
+    names = iter(range(10**9))
+
+    async def one(target: Any) -> int:
+        ids = rng.integers(10, 10_000 if args.model != "pocket" else 500, int(rng.integers(100, 1024))).tolist()
+        params = SamplingParams(max_tokens=int(rng.integers(100, 1024)), ignore_eos=True, detokenize=False)
+        stream = await target.stream(ids, params, f"r{next(names)}")
+        return sum([len(piece.token_ids) async for piece in stream])
+
+    async def rate(target: Any, requests: int) -> float:
+        """Return output tokens a second of this number of requests."""
+        start = time.perf_counter()
+        tokens = sum(await asyncio.gather(*(one(target) for _ in range(requests))))
+        return tokens / (time.perf_counter() - start)
+
+    rates: dict[str, list[float]] = {"one": [], "all": []}
+    await rate(client, 16 * args.replicas)
+    for _ in range(args.rounds):
+        rates["one"].append(await rate(client.replicas[0], args.requests))
+        rates["all"].append(await rate(client, args.requests * args.replicas))
+    alone, together = (float(np.median(found)) for found in rates.values())
+    print(
+        json.dumps({"replicas": args.replicas, "one": round(alone), "all": round(together), "ratio": together / alone})
+    )
     await client.close()
     return 0
 
@@ -169,15 +203,19 @@ def report(soak: Soak, kills: int, start: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "deaths"])
+    parser.add_argument("what", choices=["speed", "deaths", "scale"])
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--router", default="least-tokens")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=120, help="end the kills after this time")
     parser.add_argument("--users", type=int, default=16)
+    parser.add_argument("--model", default="pocket", help="of scale")
+    parser.add_argument("--load-format", default="auto", help="of scale")
+    parser.add_argument("--device", default="auto", help="of scale")
+    parser.add_argument("--requests", type=int, default=256, help="of scale, for each replica")
     args = parser.parse_args()
-    sys.exit(asyncio.run(speed(args) if args.what == "speed" else deaths(args)))
+    sys.exit(asyncio.run({"speed": speed, "deaths": deaths, "scale": scale}[args.what](args)))
 
 
 if __name__ == "__main__":
