@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -166,13 +167,21 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Return the arguments of a config class with their defaults.  Up to transformers 5.2 it is no dataclass."""
+    if dataclasses.is_dataclass(cls):
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+    arguments = inspect.signature(cls).parameters
+    return {name: argument.default for name, argument in arguments.items()}
+
+
 def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     """Return a small config of any config class of transformers.
 
     It has the fields of ``SMALL`` that the class has, by any alias, at most six experts, and ``values``.
     """
-    fields = dataclasses.fields(cls)
-    known = {f.name for f in fields} | cls.attribute_map.keys()
+    fields = _defaults(cls)
+    known = fields.keys() | cls.attribute_map.keys()
 
     def canonical(name: str) -> str:
         return cls.attribute_map.get(name, name)
@@ -191,10 +200,10 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
         values = {**{name: value for name, value in own.items() if name in known}, **values}
     small = {k: v for k, v in SMALL.items() if k in known}
     aliases = {canonical(name) for name in (*small, *values)}
-    for f in fields:
+    for name, default in fields.items():
         for pattern, most in ((EXPERTS, SMALL["num_experts"]), (CHOSEN, SMALL["num_experts_per_tok"])):
-            if pattern.fullmatch(f.name) and type(f.default) is int and f.default > most and f.name not in aliases:
-                small[f.name] = most
+            if pattern.fullmatch(name) and type(default) is int and default > most and name not in aliases:
+                small[name] = most
     small = {k: v for k, v in small.items() if k in values or canonical(k) not in values}
     # some classes change the values that they receive
     return cls(**copy.deepcopy({**small, **values}))

@@ -78,6 +78,9 @@ def test_its_example_runs_with_the_model_in_the_package(package, tmp_path, monke
     write_metadata(package / "pyproject.toml", tmp_path)
     for path in (tmp_path, package / "src"):
         monkeypatch.syspath_prepend(path)
+    stand_in = package / "tests" / "stand_in"  # of a library, where it is not installed
+    if stand_in.is_dir():
+        monkeypatch.setattr(sys, "path", [*sys.path, str(stand_in)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is small
     try:

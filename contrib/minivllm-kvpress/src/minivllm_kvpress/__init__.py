@@ -1,0 +1,1 @@
+"""A compressor over kvpress.  Nothing is imported here, because reading the spec must be cheap."""

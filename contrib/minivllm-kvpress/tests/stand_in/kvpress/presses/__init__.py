@@ -1,0 +1,1 @@
+"""The presses of the stand-in."""
