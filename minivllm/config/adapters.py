@@ -20,6 +20,7 @@ LORA = "lora"  # the method that enable_lora adds
 # (seam, choices, names of facts) -> the chosen plug-ins
 Choose = Callable[[str, Sequence[PluginChoice], Sequence[str]], Sequence[Part]]
 TYPE = "peft_type"  # the trait that names the folders of a method
+RANKED = "ranked"  # the trait that says whether a method uses max_lora_rank
 
 
 def _with_lora(config: EngineConfig) -> list[PluginChoice]:
@@ -34,16 +35,11 @@ def wire_adapters(config: EngineConfig, origins: Mapping[str, str], choose: Choo
     """Choose the methods of adapters, and return the options.  ConfigError if they contradict each other."""
     methods = tuple(choose("adapter", _with_lora(config), ("device",)))
     if not methods:
-        # a record of a run names all options, with their defaults
-        fields = type(config).model_fields
-        named = next((name for name in FIELDS if getattr(config, name) != fields[name].default), None)
-        if named is not None:
-            where = begins(source_of(origins, named))
-            raise ConfigError(
-                f"{where}{named} without enable_lora=true or adapters has no effect: set one of them, or leave it out"
-            )
+        _refuse_changed(config, origins, FIELDS, "enable_lora=true or adapters")
         return AdapterWiring()
     _check_types(methods, origins)
+    if not any(part.traits.get(RANKED, True) for part in methods):
+        _refuse_changed(config, origins, ("max_lora_rank",), "a method with ranks, such as lora,")
     host = HOST * config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
     if host < config.max_loras:
         raise ConfigError(
@@ -51,6 +47,17 @@ def wire_adapters(config: EngineConfig, origins: Mapping[str, str], choose: Choo
             f"{config.max_loras}: adapters on the device are in host memory too; raise it"
         )
     return AdapterWiring(config.max_loras, config.max_lora_rank, host, methods)
+
+
+def _refuse_changed(config: EngineConfig, origins: Mapping[str, str], names: Sequence[str], needed: str) -> None:
+    """Raise ConfigError for an option that has no effect without ``needed``, unless it has its default.
+
+    A record of a run names all options, with their defaults."""
+    fields = type(config).model_fields
+    named = next((name for name in names if getattr(config, name) != fields[name].default), None)
+    if named is not None:
+        where = begins(source_of(origins, named))
+        raise ConfigError(f"{where}{named} without {needed} has no effect: set one of them, or leave it out")
 
 
 def _check_types(methods: Sequence[Part], origins: Mapping[str, str]) -> None:

@@ -281,7 +281,7 @@ class EngineConfig(Strict):
     )
     enable_lora: bool = Field(False, description="serve adapters (LoRA) that requests name: adds lora to adapters")
     max_loras: int = Field(8, ge=1, le=512, description="adapters on the device at the same time")
-    max_lora_rank: int = Field(16, ge=1, le=512, description="largest rank of an adapter")
+    max_lora_rank: int = Field(16, ge=1, le=512, description="largest rank of adapters, for methods with ranks (lora)")
     max_cpu_loras: int | None = Field(
         None, ge=1, le=65536, description="adapters in host memory; None: four times max_loras"
     )

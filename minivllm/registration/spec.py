@@ -78,7 +78,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "adapter",
                 _SEAMS + "adapter:AdapterMethod",
                 facts=("device",),
-                traits={"peft_type": "the `peft_type` of the folders that the method reads"},
+                traits={
+                    "peft_type": "the `peft_type` of the folders that the method reads",
+                    "ranked": "whether the method uses `max_lora_rank`, True by default; False refuses the option "
+                    "for engines without a method that uses it",
+                },
             ),
             Kind(
                 "attention",
@@ -224,6 +228,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         ("adapter", "peft_type"): (lambda v: _text(v), "a name, such as 'LORA'"),
+        ("adapter", "ranked"): (lambda v: isinstance(v, bool), "True or False"),
         ("attention", "graph"): (lambda v: v in ("none", "decode", "mixed"), "'none', 'decode' or 'mixed'"),
         ("attention", "plan"): (lambda v: v in ("host", "device"), "'host' or 'device'"),
         ("attention", "drafts"): (lambda v: v in ("apart", "merged"), "'apart' or 'merged'"),

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMethod
 
-from .peft_config import MERGE, refuse_other_fields
+from .peft_config import LAYERS, MERGE, refuse_other_fields
 
 if TYPE_CHECKING:
     from .ia3_memory import IA3Memory
 
 # fields without an effect on the weights in the file, whose shapes say whether they are factors of inputs
-FIELDS = ("feedforward_modules", "init_ia3_weights")
+FIELDS = ("feedforward_modules", "init_ia3_weights", *LAYERS)
 
 
 class IA3(AdapterMethod):

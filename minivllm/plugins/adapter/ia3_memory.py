@@ -28,6 +28,8 @@ from minivllm.core.interfaces.adapter import (
 )
 from minivllm.errors import shown
 
+from .peft_config import MERGE
+
 NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.ia3_l(\.default)?")
 
 
@@ -119,7 +121,7 @@ class IA3Memory(AdapterMemory):
             if len(target.parts) < len(layer.info.parts):
                 merged = ", ".join(part for part, _ in layer.info.parts)
                 what = f"{name} has factors of the inputs of one part of a merged layer ({merged})"
-                raise adapter_refusal(source.folder, f"{what}, which is not implemented: {'merge it into the weights'}")
+                raise adapter_refusal(source.folder, f"{what}, which is not implemented: {MERGE}")
             self._of(found.inputs, target.layer, layer.info.in_features).copy_(target.columns(values[0]))
         else:
             expected = f"[{target.outputs}, 1] (outputs) or [1, {target.inputs}] (inputs)"

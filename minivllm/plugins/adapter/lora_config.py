@@ -14,16 +14,16 @@ from typing import Any
 from minivllm.core.interfaces.adapter import adapter_refusal
 from minivllm.errors import shown
 
-from .peft_config import MERGE, refuse_other_fields
+from .peft_config import LAYERS, MERGE, refuse_other_fields
 
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # patterns of a folder, and characters of one of them
 MOST_REPEATS = 3  # the most repetitions (* and +) in a pattern
 # fields that are read, or do not change the result of the weights in the file
 FIELDS = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
-    "alora_invocation_string", "corda_config", "ensure_weight_tying", "eva_config", "layers_pattern",
+    "corda_config", "ensure_weight_tying", "eva_config", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size",
-    "runtime_config",
+    "runtime_config", *LAYERS,
 }  # fmt: skip
 # values of init_lora_weights with which the base weights stay as they are
 PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")

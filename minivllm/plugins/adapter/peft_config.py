@@ -9,11 +9,12 @@ from typing import Any
 from minivllm.core.interfaces.adapter import adapter_refusal
 from minivllm.errors import brief, shown
 
-# fields that do not change the result of the weights in the file
+# fields that describe a folder
 DESCRIPTIVE = {
-    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "peft_type",
-    "peft_version", "revision", "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
+# fields about layers; the tensors in the file determine the layers and the order of numbers
+LAYERS = ("exclude_modules", "fan_in_fan_out", "target_modules")
 MERGE = "merge the adapter into the weights"
 
 

@@ -19,7 +19,7 @@ IA3 = Spec(
     api=API,
     summary="factors of the outputs or inputs of linear layers (IA3), in the folders of PEFT",
     limits=DEVICES,
-    traits={"peft_type": "IA3"},
+    traits={"peft_type": "IA3", "ranked": False},
 )
 STEERING = Spec(
     impl=HERE + "steering:Steering",
@@ -27,5 +27,5 @@ STEERING = Spec(
     summary="vectors added at tap points, such as the residual stream behind a layer",
     options=HERE + "options:SteeringOptions",
     limits=DEVICES,
-    traits={"peft_type": "STEERING"},
+    traits={"peft_type": "STEERING", "ranked": False},
 )

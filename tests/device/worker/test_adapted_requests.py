@@ -269,6 +269,7 @@ def test_a_wrong_adapter_fails_its_request_alone(made, tmp_path):
         ({"rank_pattern": {"(": 4}}, "a regular expression"),
         ({"lora_alpha": 0}, "expected a positive number"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"alora_invocation_string": "now"}, "alora_invocation_string='now' is not implemented"),
         ({"method_of_tomorrow": {"x": 1}}, "method_of_tomorrow=.* is not implemented"),
     ],
     ids=str,

@@ -22,7 +22,7 @@ from adapters import (
     write_steering,
 )
 
-from minivllm import RequestError, SamplingParams, Tap
+from minivllm import ConfigError, RequestError, SamplingParams, Tap
 from minivllm.testing.tiny import tiny_dir
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "cohere2", "mpt", "falcon", "lfm2"]
@@ -168,6 +168,18 @@ def test_fields_of_other_methods_are_refused_before_the_weights_are_read(steered
         llm.generate([{"prompt_token_ids": PROMPT}], all_scores(), False, lora_request=[lora(path)])
 
 
+def test_a_largest_rank_is_refused_without_a_method_that_uses_it(steered):
+    folder = steered[0]
+    for methods in (["ia3"], ["steering"], ["ia3", "steering"]):
+        options = {"enable_lora": False, "adapters": methods}
+        with pytest.raises(ConfigError, match="max_lora_rank without a method with ranks, such as lora, has no effect"):
+            engine(folder, max_lora_rank=32, **options)
+        with engine(folder, max_loras=2, max_lora_rank=16, **options) as llm:
+            assert llm.config.max_lora_rank == 16
+    with engine(folder, max_lora_rank=32, **METHODS) as llm:
+        assert llm.config.max_lora_rank == 32
+
+
 @pytest.mark.parametrize(
     ("vectors", "config", "message"),
     [
@@ -176,6 +188,11 @@ def test_fields_of_other_methods_are_refused_before_the_weights_are_read(steered
         ({"layers.0.residual": 7}, {}, r"has shape \[7\], expected \[64\]"),
         ({"layers.0.residual": 64}, {"scale": "x"}, "scale='x': expected a finite number"),
         ({"layers.0.residual": 64}, {"r": 4}, "r=4 is not implemented: a steering folder has"),
+        (
+            {"layers.0.residual": 64},
+            {"target_modules": ["layers.0"]},
+            "target_modules=.* is not implemented",
+        ),
         ({}, {}, "has no tensors"),
     ],
     ids=str,
