@@ -12,6 +12,7 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -218,8 +219,11 @@ LISTS = ("processors", "strategies", "hooks", "kvstore", "adapters")  # options 
 
 
 def options_table() -> list[str]:
+    """Return the table of engine options, without those whose default is the plug-in ``auto``."""
     rows = ["| option | values | default | meaning |", "|---|---|---|---|"]
     for name, field in EngineConfig.model_fields.items():
+        if name in SEAMS and field.default.name == "auto":
+            continue
         default, meaning = field.default, field.description or ""
         if name in SEAMS:
             default, meaning = default.name, "plug-in of the seam"
@@ -227,6 +231,15 @@ def options_table() -> list[str]:
             default, meaning = [choice.name for choice in default], "plug-ins, in order"
         rows.append(f"| `{name}` | {values_of(name, field)} | `{default}` | {meaning} |")
     return rows
+
+
+def test_the_page_names_the_options_whose_default_plugin_is_auto():
+    page = (DOCS / "options.md").read_text(encoding="utf-8")
+    shown = re.search(r"The value of these options is a plug-in, `auto` by default: (.*?)\.\n", page, re.S)[1]
+    automatic = [
+        name for name, field in EngineConfig.model_fields.items() if name in SEAMS and field.default.name == "auto"
+    ]
+    assert re.findall(r"`(\w+)`", shown) == automatic
 
 
 def values_of(name: str, field) -> str:
@@ -246,7 +259,7 @@ def values_of(name: str, field) -> str:
         "dict": "table",
         "list[str]": "names",
         "str": "text",
-        "int": "whole number",
+        "int": "integer",
         "float": "number",
         "bool": "true, false",
     }
@@ -272,10 +285,19 @@ def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
     assert shown == [(f.name, repr(default(f))) for f in dataclasses.fields(SamplingParams)]
 
 
+def seams_of(plugins: Iterable[str]) -> str:
+    """Return the names of plug-ins behind the name of their seam, such as "sampler `typical`"."""
+    found: dict[str, list[str]] = {}
+    for plugin in plugins:
+        seam, _, name = plugin.partition(" ")
+        found.setdefault(seam, []).append(re.sub(r"'(.*)'", r"`\1`", name))
+    return ", ".join(f"{seam} {', '.join(names)}" for seam, names in found.items())
+
+
 def declared_table() -> list[str]:
     rows = ["| name | default | range | of | meaning |", "|---|---|---|---|---|"]
     for name, one in declared_params.builtin().items():
-        by = ", ".join(re.sub(r"'(.*)'", r"`\1`", who) for who in one.by)
+        by = seams_of(one.by)
         rows.append(f"| `{name}` | `{one.param.default!r}` | {one.param.wants} | {by} | {one.param.summary} |")
     return rows
 
