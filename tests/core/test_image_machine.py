@@ -103,4 +103,4 @@ FAULTS = (
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        drive(machine_of([Fcfs, Fair]), examples=150)
+        drive(machine_of([Fcfs, Fair]), examples=400)

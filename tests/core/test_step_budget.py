@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 from minivllm import SamplingParams
 from minivllm.core.engine.step_budget import AUTO, LEAST_MS, LEAST_SHARE, StepBudget
 from minivllm.core.interfaces.executor import StepWiring
+from minivllm.core.interfaces.plan import Delta
 from minivllm.plugins.executor.options import SimOptions
 from minivllm.testing.sim import VOCAB, SimExecutor, answer, at_rest, outputs, request, run, sim_engine
 
 MOST = 16384
+
+
+def plan_of(q_len, computed, images=0):
+    """Return a plan with the columns that a budget reads.  ``images`` rows of features change with it."""
+    delta = Delta(image=np.zeros((images, 5), np.int32))
+    return SimpleNamespace(q_len=q_len, computed=computed, delta=delta)
 
 
 class Device:
@@ -31,7 +38,7 @@ class Device:
         computed = np.array([500] * rows + [at for at, _ in prompts], np.int32)
         pairs = sum(n * (at + n / 2) for at, n in prompts)
         ms = self.step + self.row * rows + self.token * sum(n for _, n in prompts) + self.pair * pairs
-        budget.note(SimpleNamespace(q_len=q_len, computed=computed), ms)
+        budget.note(plan_of(q_len, computed), ms)
         return ms
 
 
@@ -79,8 +86,9 @@ def test_the_automatic_bound_is_a_multiple_of_the_decodes_and_at_least_a_short_t
 def test_nothing_is_bounded_before_a_step_was_measured_and_unknown_times_teach_nothing():
     budget = StepBudget(5.0, MOST)
     assert budget.most(8, 0) == MOST
-    budget.note(SimpleNamespace(q_len=np.array([1, 900]), computed=np.array([5, 0])), 0.0)
-    budget.note(SimpleNamespace(q_len=np.array([], np.int32), computed=np.array([], np.int32)), 9.0)
+    budget.note(plan_of(np.array([1, 900]), np.array([5, 0])), 0.0)
+    budget.note(plan_of(np.array([], np.int32), np.array([], np.int32)), 9.0)
+    budget.note(plan_of(np.array([1, 900]), np.array([5, 0]), images=1), 9.0)
     assert budget.most(8, 0) == MOST
 
 

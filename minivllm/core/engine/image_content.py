@@ -17,4 +17,5 @@ class Content:
     requests: int = 0  # requests that have not ended and have the image
     rows: int = 0  # sequences in slots that have not computed the image yet
     encoded: bool = False  # the device has its features, or will with the next delta
+    ahead: bool = False  # they were computed ahead, and no step has read them
     listed: bool = True  # later requests with the image get its number

@@ -2,6 +2,7 @@
 
     request ──► numbers by content ──► tokens of the prefix index: VOCAB + number at each placeholder
     admitted ──► the bytes of its images are reserved ──► chunk reaches an image ──► Delta.image computes its features
+                 (before a chunk reaches it, if rows decode) ──────────────────────────────┘
     last image computed ──► features without a row stay as a cache, and the least recently used ones make room
     features are lost ──► their sequences end, and later requests with the image get a new number
 
@@ -172,7 +173,7 @@ class Images:
 
     def _free(self, content: Content) -> None:
         """Free the features of a content without rows, with the next delta."""
-        content.encoded = False
+        content.encoded = content.ahead = False
         self.used -= content.size
         self.feature_bytes -= content.size
         self.frees.append(content.number)
@@ -189,7 +190,7 @@ class Images:
                 continue
             self._unlist(content)
             if content.encoded:
-                content.encoded = False
+                content.encoded = content.ahead = False
                 self.feature_bytes -= content.size
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -211,13 +212,42 @@ class Images:
             for placed, content in zip(request.images, request.contents, strict=True):
                 if placed.position >= a + n or placed.end <= a:
                     continue
-                if content.encoded:
+                if not content.encoded:
+                    self._encode(content, placed.image)
+                elif not content.ahead:
                     self.reused += a <= placed.position
+                content.ahead = False
+
+    def encoded_tokens(self, seq: Seq, first: int) -> int:
+        """Return how many tokens of a sequence in a slot come, from position ``first`` on, before the next token whose
+        image has no features."""
+        for placed, content in zip(seq.request.images, seq.request.contents, strict=True):
+            if placed.end > first and not content.encoded:
+                return max(placed.position - first, 0)
+        return NUMBERS
+
+    def encode_next(self, slots: Slots, budget: int) -> None:
+        """Order the features of the next images of the sequences in slots, ahead of the steps that read them.
+
+        They have ``budget`` tokens at most, or are those of one image."""
+        left = budget
+        for seq in self.held:
+            first = slots.computed[seq.slot]
+            for placed, content in zip(seq.request.images, seq.request.contents, strict=True):
+                if placed.end <= first or content.encoded:
                     continue
-                content.encoded = True
-                self.feature_bytes += content.size
-                self.encoded += 1
-                self.encodes.append((content, placed.image))
+                if placed.image.tokens > left < budget:
+                    return
+                left -= placed.image.tokens
+                self._encode(content, placed.image)
+                content.ahead = True
+
+    def _encode(self, content: Content, image: PreparedImage) -> None:
+        """Order the features of an image with the next delta."""
+        content.encoded = True
+        self.feature_bytes += content.size
+        self.encoded += 1
+        self.encodes.append((content, image))
 
     @property
     def undivided(self) -> bool:

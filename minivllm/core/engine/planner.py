@@ -87,8 +87,8 @@ class Planner:
         limit: StepLimit | None = None,
     ) -> None:
         self.limit, self.budget = limit or StepLimit(0), budget
-        self.compression = compression
-        self.images = images
+        self.compression, self.images = compression, images
+        self.encodes_apart, self.most_tokens = False, max_tokens  # see ``_encoded``
         self.slots = slots
         self.cache = cache
         self.policy = policy
@@ -184,7 +184,7 @@ class Planner:
         ``now`` is in seconds."""
         if (plan := next_steady(self)) is not None:
             return plan
-        s, self.steady = self.slots, None
+        s, self.steady, self.encodes_apart = self.slots, None, False
         # drop forks whose branch left before any plan
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
@@ -244,6 +244,7 @@ class Planner:
         """Plan prompt chunks for running rows and for new rows within the token budget.  Return the rows that still
         decode, because preemption may remove some."""
         s = self.slots
+        self.encodes_apart = self.images is not None and len(decode) > 0
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         most = min(self.most_prefill, self._timely(decode))
         parts = OwnerShares(
@@ -257,6 +258,7 @@ class Planner:
             if self.shared
             else 1,
         )
+        self.most_tokens = parts.left
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
         spare = self._spare(parts.left, most) if admits else 0
@@ -429,6 +431,7 @@ class Planner:
         oldest = s.id[s.running].min()
         for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
             owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
+            want = self._encoded(slot, want)
             more = min(want - have, parts.most(owner_number))
             if parts.left <= 0:
                 break
@@ -446,6 +449,17 @@ class Planner:
                 chunks[slot] = chunk
                 parts.spend(owner_number, chunk - have)
         return decode
+
+    def _encoded(self, slot: int, tokens: int) -> int:
+        """Return how many of the next tokens of a row the step may compute.
+
+        A step with decoding rows (``encodes_apart``) computes no image whose features it would have to compute first:
+        the features come in an earlier step, so that the decoding rows wait for one of both only.  Prompts and such
+        images have ``most_tokens`` in a step."""
+        if not self.encodes_apart or self.images is None:
+            return tokens
+        seq = self.slots.at(slot)
+        return min(tokens, self.images.encoded_tokens(seq, int(self.slots.computed[slot])))
 
     def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
         """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.  It ends inside no image whose tokens attend to
@@ -491,7 +505,10 @@ class Planner:
                 owner_number = seq.request.owner_number
                 for slot in [one.slot for one in seq.pair]:
                     upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
-                    want = min(upto - int(s.computed[slot]), parts.most(owner_number))
+                    whole = min(upto - int(s.computed[slot]), parts.most(owner_number))
+                    want = self._encoded(slot, whole)
+                    if want < whole:
+                        parts.spend(owner_number, whole - want)  # features take time too
                     if want > 0:
                         tokens, blocks = self._room(slot, want, promised)
                         if tokens:
@@ -586,6 +603,8 @@ class Planner:
             return None
         if self.images is not None:
             self.images.reach(s, at, q_len)
+            if self.encodes_apart:
+                self.images.encode_next(s, self.most_tokens - sum(chunks.values()))
         delta, computed = self._delta(), s.computed[at]
         if len(draft):
             computed += draft

@@ -52,9 +52,10 @@ class StepBudget:
     def note(self, plan: StepPlan, device_ms: float) -> None:
         """Update the times with a finished step that took ``device_ms`` on the device.
 
-        0, NaN and infinity mean that an executor did not measure it."""
+        0, NaN and infinity mean that an executor did not measure it.  A step that computes features of images is left
+        out."""
         q_len = plan.q_len
-        if not 0 < device_ms < inf or not len(q_len):
+        if not 0 < device_ms < inf or not len(q_len) or len(plan.delta.image):
             return
         if q_len[-1] == 1:
             group = _group(len(q_len))

@@ -1,0 +1,115 @@
+"""Features of images are computed apart from the steps that read them while other rows decode."""
+
+import numpy as np
+import pytest
+from image_machine import TOKEN, ImageDevice, prepared, tokens_of
+
+from minivllm.core.engine.images import Images
+from minivllm.core.engine.request import Request
+from minivllm.core.interfaces.encoder import ImageFacts
+from minivllm.core.interfaces.executor import ImageWiring
+from minivllm.core.interfaces.images import PlacedImage
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.testing.sim import run, sim_engine
+
+LIMIT = 64  # bytes of features, with room for eight tokens
+
+
+class Steps:
+    """An engine without a model, with the steps that it has planned."""
+
+    def __init__(self, undivided=False, budget=24, depth=0):
+        facts = ImageFacts(TOKEN, after=(2,), span=4) if undivided else ImageFacts(TOKEN)
+        wiring = ImageWiring(max_images=8, cache_mb=1, facts=facts)
+        shape = {"slots": 6, "max_len": 64, "blocks": 120, "budget": budget, "depth": depth}
+        self.engine = sim_engine(**shape, images=wiring, device=ImageDevice)
+        self.engine.images.limit = self.engine.executor.limit = LIMIT
+        self.engine.executor.picture_of = self.pictures = {}
+        self.plans, planned = [], self.engine.planner.next
+
+        def watch(now):
+            plan = planned(now)
+            if plan is not None:
+                self.plans.append((plan, {int(slot): self.engine.slots.at(int(slot)) for slot in plan.slots}))
+            return plan
+
+        self.engine.planner.next = watch
+
+    def add(self, name, *pictures, text=3, out=6):
+        ids, placed = [1] * text, []
+        for picture in pictures:
+            placed.append(PlacedImage(prepared(picture), len(ids)))
+            ids += [TOKEN] * tokens_of(picture) + [2]
+        params = SamplingParams.make(max_tokens=out, ignore_eos=True)
+        made = Request(name, np.array(ids, np.int32), params, 0.0, images=tuple(placed))
+        self.engine.add(made)
+        for one, content in zip(made.images, made.contents, strict=True):
+            self.pictures[content.number] = int(one.image.values[0])
+        return made
+
+    def figures(self):
+        """Return (decoding rows, numbers of new features, numbers that rows read) of each step."""
+        found = []
+        for plan, seqs in self.plans:
+            new = {row[0] for row in plan.delta.image.tolist() if row[1]}
+            read, decodes = set(), 0
+            for slot, at, n in zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), strict=True):
+                request = seqs[slot].request
+                decodes += at >= len(request.prompt)
+                pairs = zip(request.images, request.contents, strict=True)
+                read |= {c.number for one, c in pairs if one.position < at + n and one.end > at}
+            found.append((decodes, new, read))
+        return found
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("undivided", [False, True])
+def test_no_step_with_decoding_rows_reads_an_image_that_it_encodes(undivided, depth):
+    steps = Steps(undivided, depth=depth)
+    steps.add("text", out=40)
+    for _ in range(4):
+        steps.engine.step()
+    requests = [steps.add(f"r{i}", i % 6, (i + 1) % 6, text=i) for i in range(1, 9)]
+    run(steps.engine)
+    assert all(seq.finish_reason == "length" for r in requests for seq in r.sequences)
+    found = steps.figures()
+    beside = [(new, read) for decodes, new, read in found if decodes and new]
+    assert len(beside) > 3 and not any(new & read for new, read in beside)
+    assert steps.engine.images.encoded == sum(len(new) for _, new, _ in found)
+    assert not steps.engine.images.held
+
+
+def test_an_image_alone_is_encoded_and_read_in_one_step():
+    steps = Steps()
+    steps.add("r", 3, 2)
+    run(steps.engine)
+    assert steps.figures()[0][1:] == ({0, 1}, {0, 1})
+
+
+def test_images_that_are_encoded_ahead_count_as_reused_for_later_rows_only():
+    steps = Steps()
+    steps.add("text", out=30)
+    steps.engine.step()
+    steps.add("a", 3)
+    steps.add("b", 3, text=5)
+    run(steps.engine)
+    assert (steps.engine.images.encoded, steps.engine.images.reused) == (1, 1)
+
+
+def test_encodes_of_a_step_keep_the_budget_of_its_tokens():
+    steps = Steps(budget=7)
+    steps.engine.images.limit = steps.engine.executor.limit = 1000
+    steps.add("text", out=40)
+    for _ in range(3):
+        steps.engine.step()
+    for i in range(5):
+        steps.add(f"r{i}", i, text=1)
+    run(steps.engine)
+    sizes = [sum(tokens_of(steps.pictures[number]) for number in new) for decodes, new, _ in steps.figures() if decodes]
+    assert max(sizes) <= 6 and sum(sizes) == sum(map(tokens_of, range(5)))
+
+
+def test_a_step_that_reads_what_it_encodes_is_found(monkeypatch):
+    monkeypatch.setattr(Images, "encoded_tokens", lambda self, seq, first: 1000)
+    with pytest.raises(AssertionError, match="any"):
+        test_no_step_with_decoding_rows_reads_an_image_that_it_encodes(False, 0)
