@@ -86,5 +86,5 @@ def test_a_page_has_the_signatures_of_what_a_test_class_overrides(make, seam, na
         0
     ]
     assert all(name in block for name in names), block
-    assert all(f"| `{name}" in make.overview() and f"{name}:" not in block for name in make.COMMON)
+    assert all(f"* `{name}" in make.overview() and f"{name}:" not in block for name in make.COMMON)
     compile(block.replace("```python", "from __future__ import annotations").replace("```", ""), seam, "exec")
