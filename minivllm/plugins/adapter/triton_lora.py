@@ -106,6 +106,16 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     return TokenGroups(rows.view(tiles, tile), sizes, adapters, of_tiles.view(tiles, layers), count)
 
 
+@triton.jit
+def _of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
+    """Return the rank and place of a tile's adapter, and for each j whether it has a token, with its number or 0."""
+    rank = tl.load(ranks + tile * layers)
+    used = j < tl.load(sizes + tile)
+    place = tl.load(places + tile)
+    t = tl.load(rows + tile * BT + j)
+    return rank, place, used, tl.where(used, t, 0)
+
+
 @kernel("tiles", "sizes", "places", "ranks", "layers")
 def _shrink(
     x, a, rows, sizes, places, ranks, h, tiles, K, x_row, a_place, layers,
@@ -116,20 +126,16 @@ def _shrink(
     wait(PDL)
     j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    rank = tl.load(ranks + tile * layers)
-    size = tl.load(sizes + tile)
-    place = tl.load(places + tile)
-    t = tl.load(rows + tile * BT + j)
+    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
     if rank == 0:
         return
-    t = tl.where(j < size, t, 0)
     weights = a + tl.cast(place, tl.int64) * a_place + part * RANK * K
     inputs = x + tl.cast(t, tl.int64)[:, None] * x_row
     acc = tl.zeros((BT, R), tl.float32)
     first = split * SPAN
     for k0 in range(first, tl.minimum(first + SPAN, K), BK):
         k = k0 + tl.arange(0, BK)
-        xs = tl.load(inputs + k[None, :], mask=(j < size)[:, None] & (k < K)[None, :], other=0.0)
+        xs = tl.load(inputs + k[None, :], mask=used[:, None] & (k < K)[None, :], other=0.0)
         ws = tl.load(weights + r[:, None] * K + k[None, :], mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(xs, tl.trans(ws), acc, input_precision=PRECISION)
     out = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
@@ -150,15 +156,11 @@ def _expand(
     wait(PDL)
     j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    rank = tl.load(ranks + tile * layers)
-    size = tl.load(sizes + tile)
-    place = tl.load(places + tile)
-    t = tl.load(rows + tile * BT + j)
+    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
     if rank == 0:
         return
-    t = tl.where(j < size, t, 0)
     n = begin + tl.arange(0, BN)
-    there = (j < size)[:, None] & (n < stop)[None, :]
+    there = used[:, None] & (n < stop)[None, :]
     out = y + tl.cast(t, tl.int64)[:, None] * y_row + n[None, :]
     ws = tl.load(
         b + tl.cast(place, tl.int64) * b_place + n[:, None] * RANK + r[None, :],
