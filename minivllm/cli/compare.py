@@ -58,6 +58,8 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     add_value(sub, "--text", str, "FILE", text, "")
     text = "tokens of the text to score (default 512; 0 skips the perplexity)"
     add_value(sub, "--quality-tokens", non_negative, "N", text, 512)
+    text = "tokens of each piece of the text that are its prompt (default 1; 128 if a configuration has a compressor)"
+    add_value(sub, "--quality-prompt", count, "N", text)
     text = "tasks for the packaged model: needle, copy, sums, json, story, echo"
     add_value(sub, "--task", comma_list(str), "NAME,NAME", text, [])
     text = "tasks of lm-evaluation-harness, in this process; needs the extra lm-eval"
@@ -93,6 +95,9 @@ def compare(args: argparse.Namespace) -> int:
     check(args)
     quality.check_tasks(args.task)
     found = contenders(args)
+    if args.quality_prompt is None:
+        compressed = any(contender.loaded.engine.compressor.name not in ("auto", "none") for contender in found)
+        args.quality_prompt = quality.LONG_PROMPT if compressed else 1
     store = Store(args.results)
     planned = [limits.planned(contender.loaded) for contender in found]
     requests = requests_by_seed(args, limits.smallest(planned))
@@ -192,6 +197,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; give each seed once")
     if args.text and not args.quality_tokens:
         raise ConfigError("--text has no effect with --quality-tokens 0; leave out either")
+    if args.quality_prompt is not None and not args.quality_tokens:
+        raise ConfigError(
+            f"--quality-prompt {args.quality_prompt} has no effect with --quality-tokens 0; leave out either"
+        )
     if args.cases is not None and not args.task and not args.lm_eval:
         raise ConfigError(f"--cases {args.cases}: of no task; add --task NAME or --lm-eval NAME, or leave it out")
     if args.lm_eval_path and not args.lm_eval:
@@ -227,7 +236,7 @@ class ContenderWork:
             "asks": [[request.prompt, request.max_tokens] for request in self.requests(0)],
             "temperature": args.temperature,
             "text": self.text,
-            "tokens": args.quality_tokens,
+            "tokens": [args.quality_tokens, args.quality_prompt],
             "tasks": args.task,
             "cases": args.cases,
             "an_engine_each": args.in_turns or bool(args.results),
@@ -316,7 +325,7 @@ class ContenderWork:
             return
         first = self.first.key
         try:
-            scores = quality.score(llm, self.text, self.args.quality_tokens)
+            scores = quality.score(llm, self.text, self.args.quality_tokens, self.args.quality_prompt)
         except RequestError as exc:
             self.store.keep_quality(contender.key, first, {"not_measured": brief(str(exc), 300)})
             return

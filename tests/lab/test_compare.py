@@ -50,6 +50,50 @@ def test_perplexity_is_that_of_the_log_probabilities_of_the_prompt():
     assert own["kl"] == 0 and own["top1_agreement"] == 1 and own["scored_tokens"] == found.lengths.sum() - 3
 
 
+def test_a_piece_is_scored_behind_its_prompt_alone():
+    text, prompt = quality.text_of(""), 20
+    with LLM("pocket", dtype="float32", max_num_seqs=4, max_num_batched_tokens=256, num_kvcache_blocks=64) as llm:
+        found = quality.score(llm, text, 2 * quality.PIECE + 9, prompt)
+        pieces = np.split(found.ids, np.cumsum(found.lengths)[:-1])
+        outputs = llm.generate([piece.tolist() for piece in pieces], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        with pytest.raises(ConfigError, match="--quality-prompt 4096: expected fewer tokens than max_model_len"):
+            quality.score(llm, text, 64, 4096)
+    assert found.lengths.tolist()[:2] == [quality.PIECE + prompt - 1] * 2
+    losses = []
+    for piece, output in zip(pieces, outputs, strict=True):
+        given = [output.prompt_logprobs[i][int(piece[i])].logprob for i in range(prompt, len(piece))]
+        losses.append(-sum(given) / len(given))
+    assert found.losses() == pytest.approx(losses, abs=1e-4)
+    assert quality.summary(found, found)["scored_tokens"] == found.lengths.sum() - prompt * len(pieces)
+
+
+def test_a_sweep_of_budgets_reports_rows_memory_and_the_quality_of_compressed_requests(capsys, tmp_path):
+    path = tmp_path / "r.json"
+    args = [
+        "compare",
+        "--set",
+        "dtype=float32",
+        "--set",
+        "num_kvcache_blocks=40",
+        "--set",
+        "enable_prefix_caching=false",
+    ]
+    args += ["--sweep", "compressor=knorm", "kv_budget=0,0.25", "--seeds", "1,2", "--warmups", "0"]
+    args += ["--num-prompts", "8", "--input-len", "100", "--output-len", "24", "--quality-tokens", "64"]
+    code, out, _ = said(capsys, *args, "--output-json", str(path))
+    assert code == 0
+    found = json.loads(path.read_text())
+    whole, quarter = found["rows"]
+    assert found["settings"]["quality_prompt"] == quality.LONG_PROMPT
+    assert whole["compressions"] == 0 and quarter["compressions"] == 8
+    assert quarter["mean_rows"] > whole["mean_rows"] and quarter["most_rows"] == 8
+    assert 0 < quarter["kv_peak_mib"] <= 40 * 16 * quarter["kv_token_bytes"] / 2**20
+    assert whole["quality"]["kl"] == 0 and quarter["quality"]["kl"] > 0.01
+    assert quarter["quality"]["perplexity"] > whole["quality"]["perplexity"]
+    assert {"mean_rows", "kv_peak_mib", "kl", "perplexity", "output_throughput"} <= set(quarter["against_first"])
+    assert f"counted of {quarter['name']}: " in out and "rows at once" in out and "KV MiB" in out
+
+
 def test_kl_and_agreement_are_those_of_the_definitions_and_other_tokens_are_not_compared(tmp_path):
     def scores(rows, ids=(0, 1, 2)):
         with np.errstate(divide="ignore"):
@@ -348,6 +392,10 @@ def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
         (
             ["--sweep", "seed=1,2", "--text", "c.toml", "--quality-tokens", "0"],
             "--text has no effect with --quality-tokens 0",
+        ),
+        (
+            ["--sweep", "seed=1,2", "--quality-prompt", "9", "--quality-tokens", "0"],
+            "--quality-prompt 9 has no effect with --quality-tokens 0",
         ),
         (["--sweep", "seed=1,2", "--cases", "20"], "--cases 20: of no task; add --task NAME"),
     ],

@@ -11,6 +11,7 @@ from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
 from .statistics import NAN, Paired, Shift, paired, percentile, shifted
 
+TESTED = ("prefix_hit_rate", "draft_acceptance", "mean_rows", "kv_peak_mib")
 QUALITY = {"perplexity": "perplexity", "kl": "KL", "top1_agreement": "top-1"}
 
 
@@ -39,7 +40,7 @@ class ComparedRuns:
                 self.tasks.append(trials.Metric(key, name, name == task, 3))
         self.counted = trials.counted(self.runs)
         # evictions and preemptions explain a speed, and are no result of their own
-        tested = [metric for metric in self.counted if metric.key in ("prefix_hit_rate", "draft_acceptance")]
+        tested = [metric for metric in self.counted if metric.key in TESTED]
         self.metrics = (*trials.SPEED, *tested, *self.tasks)
 
     def result(self, bills: Row, verdicts: Mapping[str, str] | None = None) -> Result:

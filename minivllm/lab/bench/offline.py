@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def throughput(
     """
     llm.reset_prefix_cache()
     before = llm.stats()
-    answers, seconds = by(llm, asks, temperature, seed)
+    with held_blocks(llm.engine) as held:
+        answers, seconds = by(llm, asks, temperature, seed)
     found = figures(answers, seconds)
     found = {key: value for key, value in found.items() if "_itl_" not in key}  # the times of tokens are not known
     found |= {"elapsed_time": seconds, "num_requests": len(asks)}
@@ -73,6 +75,9 @@ def throughput(
     found["requests_per_second"] = found["request_throughput"]
     found["tokens_per_second"] = found["total_token_throughput"]
     found |= _counts(before, llm.stats())
+    found["mean_rows"] = held.mean_rows
+    found["most_rows"] = held.most_rows
+    found["kv_peak_mib"] = held.bytes / 2**20
     found["token_ids"] = [one.token_ids for one in answers]
     return found
 
@@ -84,6 +89,9 @@ def _counts(before: Row, after: Row) -> Result:
     )
     found = {"engine_steps": steps, "preemptions": preemptions, "evictions": evictions}
     found["prefix_hit_rate"] = hits / queries if queries else 0.0
+    if "compression" in after:
+        earlier = before["compression"]
+        found["compressions"] = after["compression"]["compressions"] - earlier["compressions"]
     if "speculation" in after:
         proposed, accepted = (
             after["speculation"][key] - before["speculation"][key] for key in ("proposed", "accepted")
@@ -169,21 +177,48 @@ def state_memory(engine: Any) -> int:
 
 
 class HeldBlocks:
-    """Records the largest number of KV blocks that requests held at the end of a turn, by KV group."""
+    """Records the largest number of KV blocks that requests held at the end of a turn, by KV group, and the rows.
+
+    ``rows`` is the sum of the running rows over ``turns`` with rows, and ``most_rows`` the largest number of them."""
 
     def __init__(self, engine: Any) -> None:
         self.pools = engine.cache.pools
+        self.slots = engine.slots
         self.sizes = engine.capacity.block_bytes
         self.most = [0] * len(self.pools)
+        self.rows = 0
+        self.turns = 0
+        self.most_rows = 0
         engine.events.turn_ended.subscribe(self._look)
 
     def _look(self) -> None:
         self.most = [max(most, pool.held) for most, pool in zip(self.most, self.pools, strict=True)]
+        rows = self.slots.n_running
+        self.rows += rows
+        self.turns += rows > 0
+        self.most_rows = max(self.most_rows, rows)
+
+    @property
+    def mean_rows(self) -> float:
+        """Return the running rows on average over the turns with rows, 0 without such turns."""
+        return self.rows / max(self.turns, 1)
 
     @property
     def bytes(self) -> int:
         """Return the bytes of these blocks."""
         return sum(n * size for n, size in zip(self.most, self.sizes, strict=True))
+
+
+@contextmanager
+def held_blocks(engine: Any) -> Iterator[HeldBlocks]:
+    """Return a context that records the blocks and rows of an engine."""
+    event = engine.events.turn_ended
+    before = event.listeners
+    held = HeldBlocks(engine)
+    try:
+        yield held
+    finally:
+        event.listeners = before
 
 
 def _status(name: str) -> int:

@@ -24,7 +24,8 @@ from minivllm.errors import ConfigError, MinivllmError, RequestError
 from . import Result, Row
 
 RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
-PIECE = 64  # tokens of a piece of text; a piece is scored without the text before it
+PIECE = 64  # tokens of a piece of text behind all but the last token of its prompt
+LONG_PROMPT = 128  # tokens of the prompt of a piece for compressed requests
 STORIES = 40  # stories in the default text
 
 
@@ -32,13 +33,15 @@ STORIES = 40  # stories in the default text
 class TextScores:
     """The token distributions of a text by a configuration.
 
-    ``ids`` i32 [tokens] are the tokens of all pieces, and ``lengths`` [pieces] the tokens of each, at most ``PIECE``.
-    ``logprobs`` f32 [scored tokens, vocabulary] are natural logarithms.  The first token of a piece is not scored.
+    ``ids`` i32 [tokens] are the tokens of all pieces, and ``lengths`` [pieces] the tokens of each.  A piece is scored
+    without the text before it.  Its first ``prompt`` tokens are not scored, and at most ``PIECE`` - 1 follow.
+    ``logprobs`` f32 [scored tokens, vocabulary] are natural logarithms.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     logprobs: np.ndarray
+    prompt: int = 1
 
     def losses(self) -> list[float]:
         """Return the mean negative log-probability of a token, by piece."""
@@ -46,12 +49,13 @@ class TextScores:
         token = 0
         row = 0
         for n in self.lengths.tolist():
-            targets = self.ids[token + 1 : token + n]
-            rows = self.logprobs[row : row + n - 1]
-            chosen = rows[np.arange(n - 1), targets]
+            scored = n - self.prompt
+            targets = self.ids[token + self.prompt : token + n]
+            rows = self.logprobs[row : row + scored]
+            chosen = rows[np.arange(scored), targets]
             losses.append(float(-chosen.astype(np.float64).mean()))
             token += n
-            row += n - 1
+            row += scored
         return losses
 
     def against(self, reference: TextScores) -> Result:
@@ -71,7 +75,7 @@ class TextScores:
             wide = p[possible].astype(np.float64)
             divergence[row] = np.sum(np.exp(wide) * (wide - q[possible]))
         same = (reference.logprobs.argmax(1) == self.logprobs.argmax(1)).astype(np.float64)
-        cuts = np.cumsum(self.lengths - 1)[:-1]
+        cuts = np.cumsum(self.lengths - self.prompt)[:-1]
         found: Result = {}
         for key, pieces, numbers in (("kl", "kl_pieces", divergence), ("top1_agreement", "top1_pieces", same)):
             found[key] = float(numbers.mean())
@@ -80,14 +84,14 @@ class TextScores:
 
     def save(self, path: Path) -> None:
         """Write the scores to an .npz file."""
-        np.savez(path, ids=self.ids, lengths=self.lengths, logprobs=self.logprobs)
+        np.savez(path, ids=self.ids, lengths=self.lengths, logprobs=self.logprobs, prompt=self.prompt)
 
     @classmethod
     def load(cls, path: Path) -> TextScores | None:
         """Read the scores from a file, None if it does not exist or is incomplete."""
         try:
             with np.load(path, allow_pickle=False) as found:
-                return cls(found["ids"], found["lengths"], found["logprobs"])
+                return cls(found["ids"], found["lengths"], found["logprobs"], int(found["prompt"]))
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
 
@@ -102,22 +106,28 @@ def text_of(path: str) -> str:
     return "\n".join(plain_story(rng, held_out=True) for _ in range(STORIES))
 
 
-def score(llm: Any, text: str, most: int) -> TextScores:
-    """Return the token distributions of the first ``most`` tokens of a text.
+def score(llm: Any, text: str, most: int, prompt: int = 1) -> TextScores:
+    """Return the token distributions of the first tokens of a text, of which about ``most`` are fed one by one.
 
-    Raise ConfigError if there are fewer than two tokens, RequestError if the engine has no tokenizer or does not let
-    the host choose tokens, and MinivllmError if it fails.
+    ``prompt`` is the number of tokens of each piece that are its prompt.  Raise ConfigError if no token remains to be
+    scored, RequestError if the engine has no tokenizer or does not let the host choose tokens, and MinivllmError if it
+    fails.
     """
     from minivllm.core.interfaces.params import SamplingParams
 
     if llm.tokenizer is None:
         raise RequestError("a text is scored by its tokens, and there is no tokenizer; drop skip_tokenizer_init")
-    ids = llm.tokenizer.encode(text)[:most]
-    size = min(PIECE, llm.engine.wiring.max_model_len)
+    longest = llm.engine.wiring.max_model_len
+    if prompt >= longest:
+        raise ConfigError(f"--quality-prompt {prompt}: expected fewer tokens than max_model_len, {longest}")
+    size = min(PIECE + prompt - 1, longest)
+    fed = size - prompt + 1  # tokens of a piece that pass through the cache one by one
+    count = most * size // fed
+    ids = llm.tokenizer.encode(text)[:count]
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
+    pieces = [piece for piece in pieces if len(piece) > prompt]
     if not pieces:
-        raise ConfigError(f"the text has {len(ids)} tokens; expected at least 2 to score")
+        raise ConfigError(f"the text has {len(ids)} tokens; expected at least {prompt + 1} to score")
     rows: list[list[np.ndarray]] = [[] for _ in pieces]
 
     def follow(piece: list[int], logprobs: list[np.ndarray]) -> Callable[..., int]:
@@ -133,13 +143,14 @@ def score(llm: Any, text: str, most: int) -> TextScores:
     params = []
     for piece, logprobs in zip(pieces, rows, strict=True):
         choose_fn = follow(piece, logprobs)
-        params.append(SamplingParams(max_tokens=len(piece) - 1, choose_fn=choose_fn, ignore_eos=True, detokenize=False))
-    for output in llm.generate([piece[:1] for piece in pieces], params, use_tqdm=False):
+        count = len(piece) - prompt
+        params.append(SamplingParams(max_tokens=count, choose_fn=choose_fn, ignore_eos=True, detokenize=False))
+    for output in llm.generate([piece[:prompt] for piece in pieces], params, use_tqdm=False):
         if output.error:
             raise MinivllmError(f"the text could not be scored: {output.error}")
     flat = np.concatenate([np.stack(logprobs) for logprobs in rows])
     lengths = np.array([len(piece) for piece in pieces])
-    return TextScores(np.concatenate(pieces).astype(np.int32), lengths, flat)
+    return TextScores(np.concatenate(pieces).astype(np.int32), lengths, flat, prompt)
 
 
 def summary(own: TextScores, reference: TextScores) -> Result:
@@ -150,9 +161,10 @@ def summary(own: TextScores, reference: TextScores) -> Result:
     tokens.
     """
     losses = own.losses()
-    weights = own.lengths - 1
+    weights = own.lengths - own.prompt
     mean = float(np.average(losses, weights=weights))
-    tokens = own.ids.tobytes() + own.lengths.astype(np.int64).tobytes()
+    lengths = own.lengths.astype(np.int64)
+    tokens = own.ids.tobytes() + lengths.tobytes() + own.prompt.to_bytes(8, "little")
     found = {"perplexity": math.exp(mean), "losses": losses, "tokens": hashlib.sha256(tokens).hexdigest()}
     found["scored_tokens"] = int(weights.sum())
     return found | own.against(reference)

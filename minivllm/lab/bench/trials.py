@@ -42,6 +42,13 @@ COUNTED = (
     Metric("preemptions", "preemptions", False, 0),
     Metric("draft_acceptance", "draft acceptance", True, 3),
 )
+# only of runs with compressed requests
+HELD = (
+    Metric("mean_rows", "rows at once", True),
+    Metric("most_rows", "most rows", True, 0),
+    Metric("kv_peak_mib", "KV MiB", False, 2),
+    Metric("compressions", "compressions", False, 0),
+)
 
 
 def counted(runs: Sequence[Rows]) -> tuple[Metric, ...]:
@@ -56,7 +63,8 @@ def counted(runs: Sequence[Rows]) -> tuple[Metric, ...]:
             if key.startswith(FIGURE):
                 plugins[key] = Metric(key, key.removeprefix(FIGURE), True, 3)
     found = []
-    for metric in (*COUNTED, *plugins.values()):
+    held = HELD if any(run["figures"].get("compressions") for run in every) else ()
+    for metric in (*COUNTED, *held, *plugins.values()):
         known = [value for value in values(every, metric.key) if not math.isnan(value)]
         if any(known):
             found.append(metric)
