@@ -183,7 +183,7 @@ class EncoderConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_pixels_alone_decide_the_values(self) -> None:
         """Check that equal pixels have equal values, whatever the object, its file name and the images before, and that
-        other pixels have other values.  The engine finds features again by a hash of the values."""
+        other pixels have other values.  The engine finds features again by a hash of the pixels."""
         made = self.made()
 
         def digest(picture: Any) -> bytes:
@@ -367,7 +367,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
 
 def _digest(found: ImageValues) -> bytes:
-    """Return the hash of values, by which the engine finds features again."""
+    """Return a hash of values."""
     return digest_of(np.ascontiguousarray(found.values, np.float32).reshape(-1), found.shape)
 
 

@@ -261,7 +261,9 @@ class Images:
         rows = [(number, 0, 0, 0, 0) for number in self.frees]
         rows += [(one.number, len(image.values), *image.shape) for one, image in self.encodes]
         values = [image.values for _, image in self.encodes]
-        pixels = np.concatenate(values) if values else np.empty(0, np.float32)
+        # torch warns of arrays that cannot be written
+        alone = len(values) == 1 and values[0].flags.writeable
+        pixels = values[0] if alone else np.concatenate([np.empty(0, np.float32), *values])
         self.encodes, self.frees = [], []
         return {"image": np.array(rows, np.int32), "pixels": pixels}
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +19,7 @@ class PreparedImage:
     """An image after the checkpoint's processor.
 
     ``shape`` is the (channels, height, width) of the values, or the grid of patches (time, rows, columns).  ``digest``
-    is the sha256 of the values and the shape, so equal digests mean equal features."""
+    is the sha256 of the decoded pixels, which alone decide the values, so equal digests mean equal features."""
 
     values: np.ndarray  # f32 [n]
     shape: tuple[int, int, int]
@@ -43,7 +41,7 @@ class PlacedImage:
 
 
 def digest_of(values: np.ndarray, shape: Sequence[int]) -> bytes:
-    """Return the sha256 of all values f32 [n] of an image and of their shape."""
+    """Return the sha256 of all elements of an array, and of the shape that an image has."""
     found = hashlib.sha256(repr(tuple(shape)).encode())
-    found.update(values.tobytes())
+    found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return found.digest()

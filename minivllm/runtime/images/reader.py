@@ -77,11 +77,16 @@ class ImageReader:
     def prepare(self, source: Any) -> PreparedImage:
         """Return an image after the encoder plug-in's ``prepare``.  RequestError if it is refused."""
         image = decoded(read_source(source) if isinstance(source, ImageSource) else source)
+        digest = digest_of(np.asarray(image), image.size)
+        with self._lock:
+            known = self._prepared.get(digest)
+        if known is not None:
+            return known
         values, shape, tokens = values_of(self.encoder(), image)
         if not 0 < tokens < self.max_tokens:
             most = f"max_model_len={self.max_tokens}"
             raise refuse(f"it has {tokens} tokens; expected fewer than {most}: send a smaller one")
-        return self.keep(PreparedImage(values, shape, tokens, digest_of(values, shape)))
+        return self.keep(PreparedImage(values, shape, tokens, digest))
 
     def keep(self, image: PreparedImage) -> PreparedImage:
         """Return the prepared image with this digest that a request has already, or else the given one."""
