@@ -505,7 +505,7 @@ class _Fold:
         if "target_head" in part.features:
             model = second_models.add_head(part, served, f"{label}drafter {part.name}")
         captured = captures_drafts(self.config, drafts, str(self.facts["device"]), self.origins)
-        return SpeculationWiring(drafts, self.config.speculate, model, captured)
+        return SpeculationWiring(drafts, self.config.speculate, model, captured, self.config.drafts_ahead)
 
     def _refuse_split(self, part: Part, label: str) -> None:
         """Raise ConfigError if the drafter cannot be used by several processes that share a model."""

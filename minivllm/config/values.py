@@ -307,6 +307,11 @@ class EngineConfig(Strict):
         description="capture steps with drafts and calls of the drafter in CUDA graphs; auto: on one GPU, unless "
         "graph=off",
     )
+    drafts_ahead: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: plan a row with drafts while its last step is in flight, where the executor can; off: after "
+        "the result",
+    )
     batch_invariant: bool = Field(False, description="make the results of a request independent of other requests")
     attention: One = PluginChoice()
     scheduler: One = PluginChoice()

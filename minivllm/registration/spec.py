@@ -139,7 +139,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 12),
+                api=(2, 13),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),

@@ -199,7 +199,7 @@ def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     with pytest.raises(CodecError, match=r"kind 2; expected .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"10, kind 2; expected .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"11, kind 2; expected .* 99, kind 2"):
         codec.decode_late(late)
 
 

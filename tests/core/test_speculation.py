@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from minivllm import LLM, ConfigError, SamplingParams
+from minivllm import LLM, ConfigError, EngineDeadError, SamplingParams
+from minivllm.core.engine.flight import Flight
 from minivllm.core.engine.speculation import ENOUGH, FIRST_WAIT, TRIES, Speculation, class_of
 from minivllm.core.interfaces.sampling import Column, Row
+from minivllm.device.worker.running import Running
 from minivllm.plugins.drafter.ngram import NGram
 from minivllm.plugins.drafter.options import NGramOptions
 from minivllm.plugins.processor.logit_bias import LogitBias
@@ -76,6 +78,28 @@ def test_a_step_gives_a_row_one_token_and_one_for_each_right_draft(luck):
     assert engine.stats()["steps"] == steps and outputs(r)[0][1] == "length"
     assert r.accepted == (12 if luck else 0) and (r.drafted == 12 or not luck)
     assert engine.stats()["speculation"]["tokens_per_row"] == (4.0 if luck else 1.0)
+
+
+@pytest.mark.parametrize("luck", [0, 0.6, 1])
+def test_rows_with_drafts_run_ahead_of_their_results(luck):
+    """All steps but the last ones are planned while the step before is in flight."""
+    engine = sim_engine(drafts=3, depth=1, slots=2)
+    engine.executor.options.drafts_accepted = luck
+    plans, submit = [], engine.executor.submit
+    engine.executor.submit = lambda plan: (plans.append(plan), submit(plan))
+    made = [request(engine, str(i), [1, 2, 3 + i], max_tokens=60, ignore_eos=True) for i in range(2)]
+    run(engine, check=True)
+    at_rest(engine)
+    assert [outputs(r) for r in made] == [[answer(r.prompt, r.params)] for r in made]
+    drafted = [plan for plan in plans if len(plan.draft)]
+    assert sum(len(plan.slack) > 0 for plan in drafted) >= 0.6 * len(drafted) > 5
+    assert not engine.slots.slack.any() or not len(engine.slots.running)
+
+
+def test_a_result_that_is_not_moved_to_its_position_is_noticed(monkeypatch):
+    monkeypatch.setattr(Flight, "settle", lambda self, slots, live: None)
+    with pytest.raises((AssertionError, IndexError, EngineDeadError)):
+        test_rows_with_drafts_run_ahead_of_their_results(0.6)
 
 
 def test_prefills_come_before_drafts_in_the_token_budget():
@@ -377,8 +401,17 @@ def want(pair):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
-@pytest.mark.parametrize("more", [{}, {"num_kvcache_blocks": 42, "num_speculative_tokens": 7}, {"apart": True}])
-def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_kvcache_blocks": 42, "num_speculative_tokens": 7},
+        {"apart": True},
+        {"run_ahead": 1},
+        {"run_ahead": 2, "num_kvcache_blocks": 42},
+    ],
+)
+def test_every_token_is_the_one_without_drafts(pair, want, drafter, more, monkeypatch):
     """Tokens are equal bit for bit.
 
     The cases have sampling, every limit and penalty, chunked prompts, prefix hits, preemption, branches, stops and
@@ -386,6 +419,11 @@ def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
     """
     more = dict(more)
     apart = more.pop("apart", False)
+    plans = []
+    if "run_ahead" in more:  # results come as late as possible
+        monkeypatch.setattr(Running, "finished", lambda self: False)
+        settle = Running.settle
+        monkeypatch.setattr(Running, "settle", lambda self, state: plans.append(self.plan.slack) or settle(self, state))
     with llm(pair, drafter, **more) as engine:
         if apart:
             engine.engine.executor.runner.merges = False
@@ -394,7 +432,8 @@ def test_every_token_is_the_one_without_drafts(pair, want, drafter, more):
         stats = engine.stats()
     assert got == want
     assert stats["speculation"]["accepted"] > 20 and stats["speculation"]["failed"] is None
-    assert not more or stats["preemptions"] > 0
+    assert "num_kvcache_blocks" not in more or stats["preemptions"] > 0
+    assert sum(map(len, plans)) > 50 or "run_ahead" not in more
     assert stats["prefix_hits"] > 0, "a prompt that two requests share came from the cache"
     metrics = outs[0].metrics
     assert 0 <= metrics.accepted_tokens <= metrics.drafted_tokens and outs[-1].metrics.drafted_tokens == 0

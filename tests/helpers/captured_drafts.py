@@ -22,10 +22,11 @@ from minivllm.core.interfaces.plan import StepPlan, merged, rows_with_drafts, wi
 from minivllm.device.kernels import drafts
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.worker import captured, sampling, step
-from minivllm.device.worker.captured_proposals import CapturedPasses
+from minivllm.device.worker.captured_proposals import CapturedPasses, CapturedProposals
 from minivllm.device.worker.drafted_steps import DraftedCalls, DraftedSteps, draft_table
 from minivllm.device.worker.head_model import HeadModel
 from minivllm.device.worker.recurrent import StateMemory
+from minivllm.device.worker.running import Running
 from minivllm.device.worker.target_states import TargetStates
 from minivllm.testing import chisquare
 from minivllm.testing.tiny import quiet, tiny_dir
@@ -35,6 +36,27 @@ torch.set_num_threads(1)
 ALWAYS = {"captured_drafts": True, "speculate": "always", "num_speculative_tokens": 2, "run_ahead": 1}
 ALWAYS |= {"graph": "decode", "max_num_seqs": 2}
 GREEDY = asked(*[{"temperature": 0}] * 3, max_tokens=9, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["soon", "late"])
+def ahead(request, monkeypatch):
+    """Return results as soon as they are there, or as late as possible, so that rows with drafts run ahead of them.
+
+    The fixture lists the captured proposals for rows whose lengths the host has not learned; it is None for results
+    that are not late."""
+    if not request.param:
+        return None
+    made, propose = [], CapturedProposals.propose
+
+    def noted(self, slots, known, k, slack):
+        found = propose(self, slots, known, k, slack)
+        if found is not None and slack.any():
+            made.append(slack)
+        return found
+
+    monkeypatch.setattr(Running, "finished", lambda self: False)
+    monkeypatch.setattr(CapturedProposals, "propose", noted)
+    return made
 
 
 class Headed:
@@ -85,12 +107,13 @@ def headed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("eagle", "options"), [(False, {"graph": "auto", "max_num_seqs": 5}), (True, {})])
-def test_captured_proposals_of_a_head_are_those_of_its_reference(headed, eagle, options, monkeypatch):
+def test_captured_proposals_of_a_head_are_those_of_its_reference(headed, eagle, options, monkeypatch, ahead):
     case = headed("qwen3", eagle)
     seen = watch_drafts(monkeypatch, *case.answers(GREEDY))
     graphs = compare(case.folder, GREEDY, drafter=case.drafter, **{**ALWAYS, **options})
     assert_all_captured(graphs)
     assert len(seen) > 20 and not list(case.wrong(seen))
+    assert ahead is None or len(ahead) > 3
 
 
 def assert_all_captured(graphs):
@@ -176,13 +199,14 @@ NGRAM = {"name": "ngram", "options": {"prompt_lookup_min": 1}}
 
 
 @pytest.mark.parametrize(("drafter", "processors"), [(NGRAM, ["penalties"]), ("model", ["penalties", "logit_bias"])])
-def test_captured_steps_with_drafts_draw_what_separate_launches_draw(noisy, drafter, processors):
+def test_captured_steps_with_drafts_draw_what_separate_launches_draw(noisy, drafter, processors, ahead):
     model, draft = noisy
     params = [p for p in asked(*SETTINGS, max_tokens=9) if p.logit_bias is None or "logit_bias" in processors]
     graphs = compare(model, params, drafter=draft if drafter == "model" else drafter, processors=processors, **ALWAYS)
     assert_all_captured(graphs)
     kinds = [kind for _, kind in graphs.runner.drafted.samples]
     assert any(kind.wants_min for kind in kinds) and {kind.topk for kind in kinds} >= {-1, 3}
+    assert ahead is None or len(ahead) > 3
 
 
 def pairs_of(model, prompt, top):

@@ -478,7 +478,7 @@ class KVCache:
         for g, window in enumerate(self.windows):
             if window is None or not len(slots):
                 continue
-            first = np.maximum(self.slots.computed[slots] - window + 1, 0) // self.block
+            first = np.maximum(self.slots.least_computed(slots) - window + 1, 0) // self.block
             for i in np.flatnonzero(first > self.slots.trimmed[g, slots]).tolist():
                 slot, a, b = int(slots[i]), int(self.slots.trimmed[g, slots[i]]), int(first[i])
                 if self.prefix:  # a block is published before it is released

@@ -115,7 +115,7 @@ class Engine:
         self.cache = self._cache(parts, caching)
         self.adapters, self.images = self._adapters(parts), Images.of(wiring, capacity)
         self.predictions = Predictions.of(parts, wiring, self.clock.seams.run)
-        self.speculation = Speculation.of(wiring)
+        self.speculation = Speculation.of(wiring, capacity)
         self.compression = Compression.of(wiring, capacity, executor, self.cache)
         self.planner = Planner(
             self.slots,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ class Flight:
     after: np.ndarray  # i32 [R] tokens with KV after the step
     drawn: np.ndarray  # i64 [N] slots of the rows that sample
     position: np.ndarray  # i32 [N] positions of their new tokens
+    rejected: np.ndarray  # i32 [R] ``Slots.rejected`` of each row at the time of the plan
     kept: list[Compaction] = field(default_factory=list)  # of ``plan.delta.kept``
 
     @classmethod
@@ -34,4 +35,15 @@ class Flight:
         drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
         kept = read.copy()
         read.clear()
-        return cls(plan, at, slots.serial[at], after, drawn, position, kept)
+        return cls(plan, at, slots.serial[at], after, drawn, position, slots.rejected[at], kept)
+
+    def settle(self, slots: Slots, live: np.ndarray) -> None:
+        """Replace upper bounds of lengths by the lengths that followed from all earlier steps.
+
+        ``live`` bool [R] marks the rows that still hold their slot."""
+        if not len(self.plan.slack):
+            return
+        back = (slots.rejected[self.slots] - self.rejected) * live
+        self.plan = replace(self.plan, computed=self.plan.computed - back)
+        self.after = self.after - back
+        self.position = self.position - back[self.plan.samples]

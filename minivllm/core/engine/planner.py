@@ -209,7 +209,7 @@ class Planner:
         if self.compression is not None:
             self.compression.plan(self)
         if self.cache.slides:
-            self.cache.trim(s.running[~s.drafting[s.running]])
+            self.cache.trim(s.running)
         need = self.need(s.running)
         decode = self._decode(need) if shape.kind == "mix" else NO_SLOTS
         chunks: dict[int, int] = {}  # slot -> tokens
@@ -593,10 +593,11 @@ class Planner:
         """Build the step from the decoding slots and the chunks (slot -> tokens); None if it has no rows.  Draft tokens
         use what remains of ``budget``."""
         s, spec = self.slots, self.speculation
-        most, n = 0, NO_DRAFTS
+        most, ahead, n = 0, False, NO_DRAFTS
         if spec is not None and budget > 0:
             most = spec.most_drafts(len(decode), sum(chunks.values()))
-            n = spec.drafts(s, self.cache, decode, most, budget) if most else n
+            ahead = spec.ahead and not (s.tapping or s.paired or s.asking or s.pooling)
+            n = spec.drafts(s, self.cache, decode, most, budget, ahead) if most else n
         decode, n, draft = with_drafts(decode, n) if n.any() else (decode, NO_DRAFTS, NO_DRAFTS)
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
@@ -617,13 +618,14 @@ class Planner:
             draws |= draft > 0
         drawn = at[draws]
         s.known[drawn] = s.schedulable[drawn] = s.known[drawn] + 1
-        if most:
+        if most and not ahead:
             s.ready[drawn[s.speculates[drawn]]] = False
+        slack = s.slack[at]
         if len(draft):
             mine = at[draft > 0]
             # an upper bound, see Publisher._take_back
             s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
-            s.drafting[mine] = True
+            s.slack[mine] = (slack + draft)[draft > 0]  # the last row of a slot counts
         self.step_id += 1
         s.step[at] = self.step_id
         plan = StepPlan(
@@ -633,6 +635,7 @@ class Planner:
             computed=computed,
             samples=draws.nonzero()[0].astype(np.int32),
             draft=draft,
+            slack=slack if slack.any() else NO_DRAFTS,
             delta=delta,
             **asked_columns(s, at, computed, q_len, draws),
             **(

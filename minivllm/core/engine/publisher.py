@@ -84,9 +84,9 @@ class Publisher:
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
         """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
         then calls their strategies."""
-        s, plan = self.slots, flight.plan
-        live = s.serial[flight.slots] == flight.serial
-        s.published = plan.id
+        s, live = self.slots, self.slots.serial[flight.slots] == flight.serial
+        flight.settle(s, live)
+        plan, s.published = flight.plan, flight.plan.id
         if result.failure is not None:
             self._fail_step(flight, live, result.failure)
             return []
@@ -247,11 +247,15 @@ class Publisher:
         keeps the blocks and fills them next."""
         s, plan = self.slots, flight.plan
         slots = plan.slots[heads]
-        s.known[slots] = s.schedulable[slots] = s.collected[slots] = (
-            plan.computed[heads] + 1 + got[heads]
-        )
-        s.computed[slots] = s.known[slots] - 1
-        s.ready[slots], s.drafting[slots] = True, False
+        n = np.bincount(first, minlength=len(first))[heads] - 1
+        rejected = (1 + n - got[heads]).astype(np.int32)
+        s.collected[slots] = plan.computed[heads] + 1 + got[heads]
+        s.known[slots] -= rejected
+        s.schedulable[slots] -= rejected
+        s.computed[slots] -= rejected
+        s.rejected[slots] += rejected
+        s.slack[slots] -= n
+        s.ready[slots] |= s.known[slots] == s.collected[slots]
         among = np.zeros(len(first), bool)
         among[heads] = True
         among = among[first]

@@ -64,7 +64,7 @@ class Slots:
         self.sample = self._ints[13]
         self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
         self.compress_at = self._ints[16]  # computed tokens at the next compression
-        self._flags = np.zeros((12, size), bool)
+        self._flags = np.zeros((11, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its partner
         # False: the row is not planned until its last token was collected
         self.ready = self._flags[1]
@@ -72,13 +72,11 @@ class Slots:
         # rows of a stepwise strategy, which are held after each step (see ``beams``)
         self.beam = self._flags[4]
         self.speculates = self._flags[5]  # its steps may bring drafts
-        # a step with drafts is in flight: known and computed are upper bounds
-        self.drafting = self._flags[6]
-        self.watch = self._flags[7]  # a client receives each token at once
-        self.scored = self._flags[8]  # the request returns log-probabilities
-        self.leads = self._flags[9]  # its partner is its guide
-        self.tapped = self._flags[10]  # its request reads or adds at points of the model
-        self.pooled = self._flags[11]  # its request pools hidden states and draws no token
+        self.watch = self._flags[6]  # a client receives each token at once
+        self.scored = self._flags[7]  # the request returns log-probabilities
+        self.leads = self._flags[8]  # its partner is its guide
+        self.tapped = self._flags[9]  # its request reads or adds at points of the model
+        self.pooled = self._flags[10]  # its request pools hidden states and draws no token
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
@@ -90,6 +88,8 @@ class Slots:
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self.tokens = np.zeros((size, max_len + 1), np.int32)
+        # tokens by which known and computed may be too large, and rejected drafts of this stay
+        self.slack, self.rejected = np.zeros((2, size), np.int32)
         self.drafts = np.zeros((2, size), np.int64)  # checked and accepted drafts of this stay
         self._add_cache_columns(groups, size, -(-max_len // block) + 1)
 
@@ -117,6 +117,7 @@ class Slots:
         self.changes += 1
         self.seq[slot] = seq
         self.serial[slot], self.step[slot] = seq.serial, 0
+        self.slack[slot] = self.rejected[slot] = 0
         self.id[slot], self.stream[slot] = seq.id, r.stream
         n, at, beam = seq.known, r.arrival, r.beams is not None
         host = seq.choose is not None or beam
@@ -149,7 +150,6 @@ class Slots:
             host,
             beam,
             r.speculates and not host,
-            False,
             bool(r.watch) or host,
             r.topk >= 0,
             False,
@@ -174,6 +174,11 @@ class Slots:
         seq = self.seq[slot]
         assert seq is not None, f"row {slot} is free"
         return seq
+
+    def least_computed(self, slots: np.ndarray) -> np.ndarray:
+        """Return the least number of computed tokens i32 [n] of each of ``slots``, as if all drafts in flight were
+        rejected."""
+        return self.computed[slots] - self.slack[slots]
 
     def leave(self, slot: int) -> None:
         """Free a slot whose blocks the caller has released.  The tokens that the host has seen are copied to the

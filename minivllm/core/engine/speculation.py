@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.executor import Capacity, Wiring
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 
     from .cache import KVCache
@@ -205,6 +205,7 @@ class Speculation:
     steps: int = 0
     rows: int = 0  # rows with drafts, summed over all steps
     tokens: int = 0  # tokens that these rows received
+    ahead: bool = False  # a row may have drafts while a step with it is in flight
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -212,7 +213,7 @@ class Speculation:
         self._ended: float | None = None  # when the last step was published
 
     @classmethod
-    def of(cls, wiring: Wiring) -> Speculation | None:
+    def of(cls, wiring: Wiring, capacity: Capacity) -> Speculation | None:
         """Return the speculation of an engine; None if its wiring has no drafter that drafts."""
         asked = wiring.speculation
         if not asked.num_speculative_tokens:
@@ -221,7 +222,13 @@ class Speculation:
             "multi_position" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
         )
         always = asked.speculate == "always"
-        return cls(asked.num_speculative_tokens, wiring.parts["drafter"].name, always, able)
+        return cls(
+            asked.num_speculative_tokens,
+            wiring.parts["drafter"].name,
+            always,
+            able,
+            ahead=capacity.drafts_ahead and asked.drafts_ahead == "auto",
+        )
 
     def serves(self, request: Request) -> bool:
         """Return True if the rows of a request may have drafts.  They may not if the host decides on each token, or if
@@ -250,18 +257,22 @@ class Speculation:
         return self.classes[kind]
 
     def drafts(
-        self, s: Slots, cache: KVCache, decode: np.ndarray, most: int, budget: int
+        self,
+        s: Slots,
+        cache: KVCache,
+        decode: np.ndarray,
+        most: int,
+        budget: int,
+        ahead: bool = False,
     ) -> np.ndarray:
         """Return the number of drafts i32 [n] of each decoding row, at most ``most``, within ``budget`` tokens in
         total.  The blocks for them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
         # A row that waits to fork also lacks one token, but it does not sample.
         known = s.known[decode]
-        fits = (
-            s.speculates[decode]
-            & (s.collected[decode] == known)
-            & (s.computed[decode] == known - 1)
-        )
+        fits = s.speculates[decode] & (s.computed[decode] == known - 1)
+        if not ahead:
+            fits &= s.collected[decode] == known
         n[fits] = np.minimum(most, s.end[decode[fits]] - s.known[decode[fits]] - 1)
         if n.sum() > budget:
             n = np.minimum(n, budget // max(1, int(np.count_nonzero(n)))).astype(np.int32)

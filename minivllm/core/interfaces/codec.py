@@ -39,7 +39,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 10
+VERSION = 11
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -195,6 +195,7 @@ _PLAN = Layout(
                 ("held", 0),
                 ("prompt", 2),
                 ("draft", 0),
+                ("slack", 0),
                 ("guided", 2),
                 ("taps", 3),
                 ("steered", 0),

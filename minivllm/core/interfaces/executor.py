@@ -22,8 +22,9 @@ from .plan import LateInputs, StepPlan, StepResult
 # Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
-# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads
-API = (2, 12)
+# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
+# 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead
+API = (2, 13)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -89,6 +90,9 @@ class SpeculationWiring:
     captured_drafts: bool = (
         False  # capture steps with drafts and calls of the drafter in CUDA graphs
     )
+    # "auto" plans a row with drafts while its last step is in flight if ``Capacity.drafts_ahead`` allows it, "off"
+    # after its result
+    drafts_ahead: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,8 @@ class Capacity:
     # largest number of tokens of an efficient step; longer ones are planned only while a request needs steps that do
     # not run in captures.  0 means ``Wiring.max_num_batched_tokens``.
     step_tokens: int = 0
+    # whether the executor implements ``StepPlan.slack``; if not, rows with drafts wait for their last result
+    drafts_ahead: bool = False
 
 
 class Executor(ABC):

@@ -157,6 +157,9 @@ class StepPlan:
     prompt_topk: int = 0  # number of best tokens to return for each scored prompt token
     # i32 [R] 1, 2 ... for the drafts of a row, 0 for other rows; empty if the step has no drafts
     draft: np.ndarray = field(default_factory=nothing())
+    # i32 [R] by how much ``computed`` of a row may be too large, because the accepted drafts of steps in flight are not
+    # known yet; the device's lengths count.  Empty if ``computed`` is exact.
+    slack: np.ndarray = field(default_factory=nothing())
     delta: Delta = NO_CHANGE
     # i32 [n, 2] indices into ``samples``: a row and its guide (see ``strategy.Guide``).  The guide gets the token
     # that the row draws.

@@ -111,7 +111,7 @@ class CapturedProposals:
     # B -> lengths on the host and on the device
     slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)
 
-    def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> Tensor | None:
+    def propose(self, slots: np.ndarray, known: np.ndarray, k: int, slack: np.ndarray) -> Tensor | None:
         """Write ``k`` drafts of each row to the history, and return the number of usable drafts i32 [N].
 
         ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the call cannot
@@ -119,15 +119,18 @@ class CapturedProposals:
         key = self._key(slots, known, k)
         if key is None or self.made.get(key, key) is None:
             return None
-        if self.own is not None:
-            self.own.catch_up(slots, known, k)
+        exact = slack == 0
+        if self.own is not None and not self.own.covers(slots[~exact], k):
+            return None
+        if self.own is not None and exact.any():
+            self.own.catch_up(slots[exact], known[exact], k)
         captured = self.made[key] if key in self.made else self.made.setdefault(key, self._capture(key))
         if captured is None:
             return None
         self._fill(key.rows, slots)
         captured.graph.replay()
         if self.own is not None:
-            self.own.keep(slots, known, k - 1)
+            self.own.keep(slots, known - slack, k - 1)
         return captured.result[: len(slots)]
 
     def _key(self, slots: np.ndarray, known: np.ndarray, k: int) -> ProposalKey | None:

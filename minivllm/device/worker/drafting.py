@@ -86,6 +86,7 @@ class Drafting:
             count = torch.minimum(count, state.to(wanted.astype(np.int32)))
         running.drafted = to_host(count)
         if state.device.type == "cpu":
+            plan = running.plan
             keep = _kept(plan, first, heads, running.drafted.numpy())
             if not keep.all():
                 running.came, (running.plan, running.back) = plan, without(plan, keep)
@@ -94,15 +95,20 @@ class Drafting:
         """Write the drafts of the rows of ``ask``, which has no ``rows`` yet, to the history.
 
         Return the number of usable drafts of each row, i32 [N] on the device, or None if the drafter fails."""
+        plan = running.plan
+        heads = group_rows(plan.draft)[1]
         if self.captured is not None:
+            slack = plan.slack[heads] if len(plan.slack) else np.zeros(len(heads), np.int32)
             try:
-                count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k)
+                count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k, slack)
             except Exception as e:  # the drafter's model raised in an operation that is not captured
                 running.without_drafts = self._fail(e)
                 return None
             if count is not None:
                 return count
         state = self.state
+        if len(plan.slack):
+            ask = replace(ask, known=running.settle(state).computed[heads] + 1)
         packed = state.to(np.stack([ask.slots, ask.known]).astype(np.int64))
         found = self._ask(running, packed, ask)
         if found is None:

@@ -35,6 +35,7 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
         q_len=plan.q_len[rows],
         computed=plan.computed[rows],
         draft=plan.draft[rows],
+        slack=plan.slack[rows] if len(plan.slack) else plan.slack,
         samples=samples.astype(np.int32),
         late=new[plan.late],
         host=new[plan.host],

@@ -48,7 +48,7 @@ class HeadModel(OwnModel):
         if self.passes is not None:
             return self.passes.logits(j)
         if not j:
-            return self.logits_behind(ask.slots, ask.known)
+            return self.logits_behind(ask.slots, ask.known, ask.k - 1)
         # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
         pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, self.wiring.max_model_len - 2)
         return self._run(ask.slots, np.ones(len(pairs), np.int32), pairs, copied=True)
@@ -85,13 +85,17 @@ class HeadModel(OwnModel):
         return np.minimum(self.read[slots], self.total(known) - 1)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
-        self.read[slots] = np.maximum(known - 1, 0)
+        self.read[slots], self.drafted[slots] = np.maximum(known - 1, 0), extra + 1
 
     def most_pending(self, k: int) -> int:
         """Return the number of pairs of a row that a captured call computes in its first pass.
 
         Pairs of drafts are computed again with the states of the served model, so all tokens of a step are missing."""
         return 1 + k
+
+    def covers(self, slots: np.ndarray, k: int) -> bool:
+        # a row whose last step had more drafts may lack more pairs
+        return super().covers(slots, k) and bool((self.drafted[slots] <= k).all())
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
         read.drafted = last is not None

@@ -45,6 +45,8 @@ class OwnModel(DraftModel):
         self.wiring, self.state, self.chain, self.read_plan, self.second = wiring, state, chain, read_plan, second
         size = wiring.max_num_seqs + 1
         self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        # number of drafts of the row that the call in the step before this one computed, 0 without a call
+        self.drafted = np.zeros(size, np.int64)
         # the passes of a call that is being captured (``captured_proposals.CapturedPasses``), else None
         self.passes: Any = None
 
@@ -54,12 +56,14 @@ class OwnModel(DraftModel):
         if delta.join is not None:
             self.read[delta.join.slot] = 0
             self.extra[delta.join.slot] = 0
+            self.drafted[delta.join.slot] = 0
         for source, to, _ in delta.fork.tolist():
             self.read[to] = self.read[source]
             self.extra[to] = 0
         if self.second.states is not None and len(delta.fork):
             self.second.states.copy(*self.state.to(delta.fork[:, :2].T.astype(np.int64)))
-        self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
+        lone = _lone(plan) if len(plan.draft) else plan.slots
+        self.extra[lone] = self.drafted[lone] = 0
         table = delta.table[delta.table[:, 0] == 0]
         # a block that replaced another one (a duplicate in the prefix cache) may not hold the KV of this model
         if len(table):
@@ -67,7 +71,7 @@ class OwnModel(DraftModel):
             start = index * self.wiring.block
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
-            self.extra[self.read < before] = 0
+            self.extra[self.read < before] = self.drafted[self.read < before] = 0
             if self.second.states is not None:
                 self.read[self.read < before] = 0  # a state cannot go back
 
@@ -107,7 +111,7 @@ class OwnModel(DraftModel):
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
         """Note that the KV cache holds the ``known`` tokens, and then ``extra`` drafts."""
-        self.read[slots], self.extra[slots] = known, extra
+        self.read[slots], self.extra[slots], self.drafted[slots] = known, extra, extra + 1
 
     # ---- captured calls ------------------------------------------------------------------------------------------
 
@@ -116,6 +120,12 @@ class OwnModel(DraftModel):
 
         If all drafts are accepted, the last draft and the newest token are missing in the KV cache."""
         return 2
+
+    def covers(self, slots: np.ndarray, k: int) -> bool:
+        """Return whether the first pass of a captured call for ``k`` drafts computes all inputs that the rows lack.
+
+        The lengths of these rows are known on the device only.  A row whose last step had drafts lacks at most two."""
+        return bool((self.drafted[slots] > 0).all())
 
     def total(self, known: np.ndarray) -> np.ndarray:
         """Return the number of inputs of this model for ``known`` i32 [N] tokens."""

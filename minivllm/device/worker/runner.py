@@ -67,7 +67,7 @@ class Runner:
     drafts: Any = Drafting  # class that runs the drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
-        self.wiring = wiring
+        self.wiring, self.alone = wiring, ranks is None
         self.worker = w = build_worker(wiring, ranks)
         self.device, self.model, self.backend = w.device, w.model, w.backend
         self.selects = takes_logits_indices(w.model)
@@ -238,8 +238,17 @@ class Runner:
             kept_heads=() if self.compactor is None else self.compactor.kept_heads,
             image_bytes=self.image_bytes,
             no_images=w.no_images,
+            drafts_ahead=self.drafts_ahead,
             step_tokens=step_tokens,
         )
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Return whether rows may have drafts while a step with them is in flight.
+
+        Compression and drafters that read tokens on the host need exact lengths on the host."""
+        exact = self.compactor is not None or not self.alone
+        return self.drafting is not None and self.drafting.host is None and not exact
 
     @property
     def image_bytes(self) -> int:
@@ -267,6 +276,8 @@ class Runner:
                 self._take_tokens(plan)
                 for model in self.own_models.values():
                     model.note(plan)
+                if self.drafted is None:  # only captured steps with drafts read their lengths on the device
+                    plan = running.settle(self.state)
                 if self.drafting is not None:
                     self.drafting.prepare(running)
                     plan = running.plan
@@ -295,7 +306,7 @@ class Runner:
                     what = seam
                     return self.seams.run(seam, call, *args)
 
-                self._forward(running, plan, run)
+                self._forward(running, running.settle(self.state), run)
         except BaseException as e:
             # an exception of a model or back end must fail this step only, not end the loop of the worker
             self._fail(running, what, as_exception(e))
@@ -304,6 +315,8 @@ class Runner:
     def _replay(self, running: Running, plan: StepPlan) -> Tensor | None:
         """Replay the layers of a step, and return the hidden states [R, H] of its rows; None if it is not captured."""
         for captures in (self.drafted, self.graphs):
+            if captures is self.graphs:
+                plan = running.settle(self.state)  # these captures read lengths of mixed steps from the host
             key = captures.key(plan) if captures is not None else None
             hidden = captures.forward(key, plan) if captures is not None and key is not None else None
             if hidden is not None:
@@ -497,6 +510,7 @@ class Runner:
                         seam = self.chain.seam_names[-1]
                         running.packed = self.seams.run(seam, native.sample, running.plan)
                     elif not self._sample_captured(running, late):
+                        running.settle(self.state)
                         calls = SeparateCalls(self.chain, self.wiring, self.own_models, running, late, self._poison)
                         found = step.sample(calls, self.state, self.model, running.hidden)
                         running.logprobs = found and tuple(to_host(t) for t in found)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepForm,
 
 from .dropped_rows import spread
 from .host_tokens import HostTokens
+
+if TYPE_CHECKING:
+    from .state import DeviceState
 
 NO_TAPS, NO_DRAFTS, NO_KEPT = no_rows(dtype=np.float32), no_rows(), no_rows()
 NO_SUMS = no_rows(0, 0, dtype=np.float64)
@@ -57,6 +60,18 @@ class Running:
     pick: np.ndarray | None = None
     event: Any = None
     begun: Any = None
+
+    def settle(self, state: DeviceState) -> StepPlan:
+        """Replace upper bounds of lengths in the plan by the lengths on the device, and return the plan.
+
+        This waits for the steps before.  Captured steps read the lengths on the device and do not need it."""
+        plan = self.plan
+        if len(plan.slack):
+            known = state.known[state.to(plan.slots.astype(np.int64))].cpu().numpy()
+            exact = known - 1 + (plan.draft if len(plan.draft) else 0)
+            computed = np.where(plan.slack > 0, exact, plan.computed).astype(np.int32)
+            self.plan = replace(plan, computed=computed, slack=NO_DRAFTS)
+        return self.plan
 
     def finished(self) -> bool:
         try:

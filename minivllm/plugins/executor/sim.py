@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,7 @@ class Sim(Executor):
             guides=True,
             checkpoints=checkpoints,
             compresses=self.observed,
+            drafts_ahead=True,
         )
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
@@ -165,12 +166,20 @@ class Sim(Executor):
         while self._behind and (not self._running or self._running[-1].result is not None):
             plan = self._behind.popleft()
             self._delta(plan.delta)
+            if len(plan.slack):
+                plan = self._settled(plan)
             ms = self._cost(plan)
             self._work(ms)
             self._running.append(SimStep(plan, ms + self.options.sample_ms))
             late = self._early.pop(plan.id, None)
             if late is not None or not len(plan.late):
                 self._sample(self._running[-1], late)
+
+    def _settled(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with the exact numbers of tokens in place of upper bounds."""
+        draft = plan.draft if len(plan.draft) else 0
+        exact = (self.known[plan.slots] - 1 + draft).astype(np.int32)
+        return replace(plan, computed=np.where(plan.slack > 0, exact, plan.computed), slack=no_rows())
 
     def supply(self, step: int, late: LateInputs) -> None:
         if any(plan.id == step for plan in self._behind):
