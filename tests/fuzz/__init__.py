@@ -12,6 +12,8 @@ process plays it, so that a crash or a hang counts as a fault.  Every answer is 
   Streamed pieces equal the answer.  An error also occurs for the request alone.
 * Afterwards nothing runs or waits, no block is held, the check of the cache passes, and the engine works.
 
+* Changes of weights, pauses and sleep change no answer; a set of other weights changes all later ones (``weights``).
+
 The kinds of faults are wrong token, mask, nan, device assert, count, finish, text, logprob, ties (choice and order of
-equal log-probabilities), taps, stream, leak, dead, exception, died (the process) and hung.
+equal log-probabilities), taps, stream, leak, weights, dead, exception, died (the process) and hung.
 """

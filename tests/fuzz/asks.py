@@ -38,8 +38,12 @@ def draw(rng: random.Random, engine: dict[str, Any], cap: int | None = None) -> 
     while True:
         number = rng.randrange(POOL)
         prompt, params = pooled(engine["model"], engine["sampler"], engine["logprobs_mode"], number)
-        if not engine.get("enable_lora"):
-            params.pop("adapter", None)
+        methods = adapters.methods_of(engine)
+        if "adapter" in params and not methods:
+            params.pop("adapter")
+        elif "adapter" in params:
+            method = random.Random(f"method {number}").choice(methods)
+            params["adapter"] = adapters.number_of(method, params["adapter"])
         if engine.get("compressor", "none") == "none":
             params.pop("kv_budget", None)
         prompt, params = pictures.draw(random.Random(f"pictures {number}"), engine, prompt, params)

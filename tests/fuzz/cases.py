@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import asks, configs, pictures
+from .weights import changeable
 
-VERSION = "17"
+VERSION = "18"
 # kinds of faults, the most serious first; a case counts for the first of its kinds
-KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
-         "stream", "text", "logprob", "taps", "ties")  # fmt: skip
+KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "weights",
+         "finish", "stream", "text", "logprob", "taps", "ties")  # fmt: skip
 DRIVES = {"generate": 5, "streams": 4, "async": 4}
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 
@@ -44,6 +45,9 @@ class Case:
     """A case.  ``engines`` has the options of each engine, without device and dtype.
 
     Waves of requests follow one another.  ``resets`` are the waves before which the prefix caches are emptied.
+    ``weights`` has the set of weights of each wave (``weights.EngineWeights``); waves beyond its end have set 0.  While
+    a wave runs, ``changes`` times something happens to the weights of an engine that changes no answer, and in
+    ``mixed`` waves they change to the other set.
     ``walk`` checks the cache after every step.  ``late`` is the share of the meetings of host and device that are
     delayed (``delays``).
     """
@@ -57,6 +61,18 @@ class Case:
     resets: list[int] = field(default_factory=list)
     walk: bool = False
     late: float = 0.0
+    weights: list[int] = field(default_factory=list)
+    changes: int = 0
+    mixed: list[int] = field(default_factory=list)
+
+    def set_of(self, ask: Ask) -> int:
+        """Return the set of weights with which a request begins."""
+        options = self.engines[ask.engine]
+        return self.weights[ask.wave] if ask.wave < len(self.weights) and changeable(options, self.device) else 0
+
+    def options_of(self, ask: Ask) -> dict[str, Any]:
+        """Return the options of a request's engine, with its set of weights."""
+        return {**self.engines[ask.engine], "weights": self.set_of(ask)}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -92,7 +108,18 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     engines = [configs.with_blocks(rng, e, _needs(e, i, made)) for i, e in enumerate(engines)]
     engines = [configs.with_stores(random.Random(f"stores {seed} {i}"), e) for i, e in enumerate(engines)]
     resets = [w for w in range(1, waves) if rng.random() < 0.25]
-    return Case(seed, device, dtype, drive, engines, made, resets, rng.random() < 0.2, rng.choice([0, 0.3, 0.8]))
+    case = Case(seed, device, dtype, drive, engines, made, resets, rng.random() < 0.2, rng.choice([0, 0.3, 0.8]))
+    return _with_weights(random.Random(f"weights {seed}"), case, waves)
+
+
+def _with_weights(rng: random.Random, case: Case, waves: int) -> Case:
+    """Draw the sets of weights of the waves, and the changes while requests run."""
+    sets = [rng.choice([0, 1]) for _ in range(waves)] if rng.random() < 0.4 else []
+    turns = case.drive != "generate"
+    changes = rng.choice([0, 0, 1, 2, 4]) if turns else 0
+    return replace(
+        case, weights=sets, changes=changes, mixed=[w for w in range(waves) if turns and rng.random() < 0.12]
+    )
 
 
 def _ask(

@@ -65,6 +65,11 @@ STORES: list[Any] = [
     [{"name": "cpu", "options": {"bytes": 1 << 20, "eager": True}}, {"name": "disk", "options": DISK}],
     [{"name": "disk", "options": {**DISK, "eager": False, "patience": 0.05}}],
 ]  # fmt: skip
+ADAPTERS: list[dict[str, Any]] = [
+    *[{"enable_lora": True}] * 3, {"adapters": ["ia3"]}, {"adapters": ["steering"]}, {"adapters": ["ia3", "steering"]},
+    {"adapters": ["steering", "ia3"], "enable_lora": True}, {"adapters": ["lora", "ia3", "steering"]},
+    {"adapters": ["ia3", "lora"]},
+]  # fmt: skip
 # compressors whose scores depend only on positions; scores of keys may be nearly equal, so rounding would decide
 COMPRESSORS: list[Any] = ["streaming", {"name": "streaming", "options": {"sinks": 0}}, "random"]
 UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
@@ -177,11 +182,16 @@ def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
-    """Draw places for 1 to 8 adapters for some engines, with little host memory or enough for all."""
-    if rng.random() < 0.6:
+    """Draw methods and places for 1 to 8 adapters for some engines, with little host memory or enough for all."""
+    if rng.random() < 0.5:
         return options
     places = rng.choice([1, 1, 2, 3, 8])
-    return {**options, "enable_lora": True, "max_loras": places, "max_cpu_loras": rng.choice([places, places + 1, 16])}
+    return {
+        **options,
+        **rng.choice(ADAPTERS),
+        "max_loras": places,
+        "max_cpu_loras": rng.choice([places, places + 1, 16]),
+    }
 
 
 def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +199,9 @@ def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, A
     if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
         return {**options, "compressor": "none", "compress_every": 0}
     return {**options, "compressor": rng.choice(COMPRESSORS), "compress_every": rng.choice([0, 0, 1, 3, 8])}
+
+
+PASSED = ("adapters", "compressor", "compress_every", "encoder", "weights")  # options of a plain engine, if there
 
 
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
@@ -217,6 +230,5 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
         "max_num_batched_tokens": 8 if other else 1024,
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 200,
-        **({"enable_lora": True} if options.get("enable_lora") else {}),
-        **{name: options[name] for name in ("compressor", "compress_every", "encoder") if name in options},
+        **{name: options[name] for name in PASSED if name in options},
     }

@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from .cases import Ask, Case
 from .configs import VOCAB, device_defaults
 from .functions import sampling_params, taps_of
 from .models import draft_of, path_of
+from .weights import FIRST_TURNS, NOT_FINITE, Call, EngineWeights, refusal_of
 
 STRATEGIES = ["single", "parallel", "beam", "guidance"]
 REST_SECONDS = 20.0  # seconds until an engine must be at rest after its clients have left
 Stage = Callable[[str], None]
+Change = tuple[int, str, list[Call]]  # number of an engine, kind, calls
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Output:
     score: float | None
     logprobs: list[list[tuple[int, float, int | None]]] | None  # (id, log-probability, rank) for each token
     taps: dict[str, Any] | None = None  # values that were read, f32 [positions, width] by point
+    versions: list[int] = field(default_factory=list)  # of the weights that drew each token, and of the last one
+    version: int = 0
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Answer:
     streamed: bool = False
     left: bool = False
     ended: bool = False
+    mixed: bool = False  # other weights came while the request ran
     drafted: int = 0
     accepted: int = 0
     cached: int = 0
@@ -68,6 +73,8 @@ class Answer:
                 o.score,
                 None if o.logprobs is None else [_entries(step) for step in o.logprobs],
                 o.taps,
+                list(o.weights_versions),
+                o.weights_version,
             )
             for o in output.outputs
         ]
@@ -93,18 +100,14 @@ def _entries(step: Any) -> list[tuple[int, float, int | None]]:
 def engine_options(options: dict[str, Any], case_device: str, dtype: str, folder: Path) -> dict[str, Any]:
     """Return the keywords of ``LLM`` for plain options."""
     made = {k: v for k, v in options.items() if v is not None}
-    model = made["model"]
+    model, weights = made["model"], made.pop("weights", 0)
     if made.get("drafter") == "model":
         made["drafter"] = {"name": "model", "options": {"model": draft_of(folder, model)}}
-    made["model"] = path_of(folder, model)
+    made["model"] = path_of(folder, model, weights)
     own: dict[str, Any] = {"skip_tokenizer_init": model != "pocket", "strategies": STRATEGIES}
     if "encoder" in made:
         own["allow_targets"] = [pictures.__name__]
     return {**device_defaults(case_device), "dtype": dtype, **own, **made}
-
-
-# engine -> the reason why its weights cannot change
-UNCHANGEABLE = ("comes quantized", "cannot change on a GPU", "image encoder", "does not change weights")
 
 
 class Run:
@@ -121,7 +124,9 @@ class Run:
         self.captured: Counter[str] = Counter()  # number of steps that ran as captures, by kind
         self.engines: list[Any] = []
         self.rng = random.Random(f"drive {case.seed}")
-        self.changes = random.Random(f"weights {case.seed}")
+        self.changes = random.Random(f"changes {case.seed}")
+        self.weights = [EngineWeights(folder, options, case.device, self.changes) for options in case.engines]
+        self.changed: Counter[str] = Counter()  # number of changes of weights, by kind
 
     def play(self) -> None:
         from minivllm import LLM, AsyncLLM, EngineDeadError
@@ -172,38 +177,65 @@ class Run:
 
     def _waves(self, drive: Callable[[list[int]], None]) -> None:
         for wave in sorted({a.wave for a in self.case.asks}):
-            if wave in self.case.resets:
-                for llm in self.engines:
-                    self._renew(llm)
+            for on, kind, calls in self._before(wave):
+                self._do(on, kind, calls)
             self.stage(f"{self.case.drive}, wave {wave}")
             drive([i for i, a in enumerate(self.case.asks) if a.wave == wave])
         for i, llm in enumerate(self.engines):
             self.stage(f"engine {i} comes to rest")
             _settle(llm.engine)
 
-    def _renew(self, llm: Any) -> None:
-        """Empty the prefix cache by a reset, by an update with the same weights, or by sleep.
+    def _before(self, wave: int) -> Iterator[Change]:
+        """Yield the changes before a wave: a reset of the prefix cache, a calm one, and the set of the wave."""
+        for on, own in enumerate(self.weights):
+            if wave in self.case.resets:
+                yield on, "reset", [("reset_prefix_cache", {})]
+                yield on, *own.calm()
+            sets = self.case.weights
+            yield on, "other weights", own.to(sets[wave] if wave < len(sets) else 0)
 
-        The answers must not change.
-        """
+    def _within(self, wave: int) -> list[Change]:
+        """Return the changes while the requests of a wave run, with marks for those that get other weights."""
+        made: list[Change] = []
+        for _ in range(self.case.changes):
+            on = self.changes.randrange(len(self.weights))
+            made.append((on, *self.weights[on].calm()))
+        if wave in self.case.mixed:
+            on = self.changes.randrange(len(self.weights))
+            if calls := self.weights[on].to(1 - self.weights[on].set):
+                made.append((on, "mixed weights", calls))
+        for i, ask in enumerate(self.case.asks):
+            self.answers[i].mixed |= ask.wave == wave and (ask.engine, "mixed weights") in [one[:2] for one in made]
+        return made
+
+    def _do(self, on: int, kind: str, calls: list[Call]) -> None:
+        """Make a change, with an engine that is driven by hand."""
         from minivllm import RequestError
 
-        how = self.changes.choice(("reset", "update", "keep", "sleep", "drop"))
-        self.stage(f"{how} of the weights")
+        self.stage(f"{kind}, engine {on}")
+        llm = self.engines[on]
         try:
-            if how in ("update", "keep"):
-                llm.update_weights(llm.engine.wiring.model_dir, kv="keep" if how == "keep" else "recompute")
-            elif how in ("sleep", "drop") and self.case.device == "cpu":
-                llm.sleep(1 if how == "sleep" else 2)
-                llm.wake()
-            else:
-                llm.reset_prefix_cache()
+            for name, args in calls:
+                getattr(llm, name)(**args)
+            self._count(kind, calls)
         except RequestError as e:
-            if not any(reason in str(e) for reason in UNCHANGEABLE):
-                raise
-            if llm.engine.weights.level:
-                self.broken.append(("weights", str(e)))
-            llm.reset_prefix_cache()
+            self._refused(on, kind, e)
+            if llm.engine.weights.paused:
+                llm.resume()
+
+    def _count(self, kind: str, calls: list[Call]) -> None:
+        """Count a change that was made."""
+        self.changed[kind] += bool(calls)
+        if kind == "refused":
+            self.broken.append(("weights", "an update with a number that is not finite was accepted"))
+
+    def _refused(self, on: int, kind: str, error: Exception) -> None:
+        """Raise a refusal without a reason that is known."""
+        if (reason := refusal_of(kind, str(error))) is None:
+            raise error
+        self.changed["refused"] += reason == NOT_FINITE
+        if self.engines[on].engine.weights.level:
+            self.broken.append(("weights", f"the engine still sleeps: {error}"))
 
     def _params(self, ask: Ask) -> Any:
         return sampling_params(ask.params, VOCAB[self.case.engines[ask.engine]["model"]])
@@ -246,7 +278,12 @@ class Run:
 
         open_: dict[int, Any] = {}
         waiting, turn, pieces = list(which), 0, dict.fromkeys(which, 0)
+        changes = self._within(self.case.asks[which[0]].wave)
+        turns = sorted(self.changes.randrange(1, FIRST_TURNS) for _ in changes)
         while waiting or open_:
+            while turns and turns[0] <= turn:
+                turns.pop(0)
+                self._do(*changes.pop(0))
             for i in [i for i in waiting if self.case.asks[i].delay <= turn or not open_]:
                 waiting.remove(i)
                 ask = self.case.asks[i]
@@ -271,23 +308,48 @@ class Run:
                 self.answers[i].left = True
             if last or leaves:
                 open_.pop(i).close()
+        for change in changes:
+            self._do(*change)
 
     # ---- tasks ---------------------------------------------------------------------------------------------------
 
     async def _tasks(self) -> None:
         for wave in sorted({a.wave for a in self.case.asks}):
-            if wave in self.case.resets:
-                for llm in self.engines:
-                    await llm._ask(llm.engine.reset_prefix_cache)
+            for change in self._before(wave):
+                await self._ask_for(*change)
             self.stage(f"async, wave {wave}")
             which = [i for i, a in enumerate(self.case.asks) if a.wave == wave]
-            await asyncio.gather(*(self._task(i) for i in which))
+            await asyncio.gather(*(self._task(i) for i in which), self._change(self._within(wave)))
         for i, llm in enumerate(self.engines):
             self.stage(f"engine {i} comes to rest")
             until = time.monotonic() + REST_SECONDS
             while llm.engine.busy and not llm.engine.dead and time.monotonic() < until:
                 await asyncio.sleep(0.002)
             await llm._ask(lambda: None)  # the engine's thread may still run its last step
+
+    async def _change(self, changes: list[Change]) -> None:
+        """Make changes one after another while requests run."""
+        for change in changes:
+            await asyncio.sleep(self.changes.uniform(0, 0.03))
+            await self._ask_for(*change)
+
+    async def _ask_for(self, on: int, kind: str, calls: list[Call]) -> None:
+        """Make a change, with an engine that runs in its own thread; steps may run between the calls."""
+        from minivllm import RequestError
+
+        llm = self.engines[on]
+        try:
+            for name, args in calls:
+                if name == "reset_prefix_cache":
+                    await llm._ask(llm.engine.reset_prefix_cache)
+                else:
+                    await getattr(llm, name)(**args)
+                await asyncio.sleep(self.changes.choice([0, 0, 0.005]))
+            self._count(kind, calls)
+        except RequestError as e:
+            self._refused(on, kind, e)
+            if llm.engine.weights.paused:
+                await llm.resume()
 
     async def _task(self, i: int) -> None:
         from minivllm import RequestError

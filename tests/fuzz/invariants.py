@@ -58,6 +58,7 @@ def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode
             *_form(params, out),
             *_numbers(params, mode, out),
             *_read(params, prompt, out),
+            *_versions(out),
         ]
         found += [(kind, f"output {out.index}: {message}") for kind, message in rules]
     found += _prompt_scores(params, prompt, answer)
@@ -106,6 +107,14 @@ def _length(params: dict[str, Any], model: str, prompt: list[int], most: int, ou
             yield "finish", f"stop_reason {out.stop}, and the last token is {out.tokens[-1]}"
     if isinstance(out.stop, str) and out.stop not in params.get("stop", ()):
         yield "finish", f"stop_reason {out.stop!r} was not asked for"
+
+
+def _versions(out: Output) -> Iterator[Said]:
+    """Check the versions of the weights that drew the tokens."""
+    if len(out.versions) != len(out.tokens):
+        yield "weights", f"{len(out.versions)} versions of weights for {len(out.tokens)} tokens"
+    elif out.versions != sorted(out.versions) or out.versions[-1] != out.version:
+        yield "weights", f"versions of weights {out.versions[:3]} to {out.versions[-3:]}, the last one is {out.version}"
 
 
 def _masks(params: dict[str, Any], model: str, prompt: list[int], tokens: list[int]) -> Iterator[Said]:

@@ -5,6 +5,7 @@ Their shapes differ most in their GPU kernels.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from . import adapters
 from .configs import VOCAB
 
+OTHER = "-other"  # ends the name of a folder with the other set of weights
 HEADS = {
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "moe_intermediate_size": 32,
 }  # fmt: skip
@@ -75,8 +77,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path) -> None:
-    """Write each model, and a draft model that is often right, which is the model with noise and without a window."""
+    """Write each model, its other set of weights, and a draft model that is often right.
+
+    The other weights are those of the model with noise.  The draft model has them too, and no window."""
     import torch
+    from safetensors.torch import save_file
 
     import minivllm.pocket
     from minivllm.testing import tiny
@@ -101,13 +106,29 @@ def make(folder: Path) -> None:
             for p in draft.parameters():
                 p += 0.02 * torch.randn_like(p)
         tiny.save(draft, folder / f"{family}-draft")
+        model.load_state_dict(draft.state_dict())
+        tiny.save(model, folder / f"{family}{OTHER}")
     pocket = Path(minivllm.pocket.__file__).parent / "model"
     adapters.write(folder / "pocket", tiny.read_tensors(pocket))
+    shutil.copytree(pocket, folder / f"pocket{OTHER}")
+    torch.manual_seed(2)
+    changed = {name: x * (1 + 0.1 * torch.randn_like(x)) for name, x in tiny.read_tensors(pocket).items()}
+    save_file(changed, folder / f"pocket{OTHER}" / "model.safetensors", metadata={"format": "pt"})
     (folder / "done").touch()
 
 
-def path_of(folder: Path, model: str) -> str:
-    return model if model == "pocket" else str(folder / model)
+def path_of(folder: Path, model: str, weights: int = 0) -> str:
+    """Return the name or folder of a model with one of its sets of weights, for ``LLM``."""
+    return model if model == "pocket" and not weights else str(weights_of(folder, model, weights))
+
+
+def weights_of(folder: Path, model: str, weights: int) -> Path:
+    """Return the folder of a model's set of weights, 0 or 1."""
+    import minivllm.pocket
+
+    if weights:
+        return folder / f"{model}{OTHER}"
+    return Path(minivllm.pocket.__file__).parent / "model" if model == "pocket" else folder / model
 
 
 def draft_of(folder: Path, model: str) -> str:

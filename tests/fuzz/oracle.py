@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import pictures
-from .adapters import lora_of
+from .adapters import lora_of, method_of
 from .configs import PLAIN, VOCAB, plain_of
 from .drive import Answer, Output, engine_options
 from .functions import sampling_params, taps_of
@@ -84,7 +84,7 @@ class Oracle:
         """
         self.asked += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
-        options = {**options, "enable_lora": "adapter" in params}
+        options = with_method(options, params)
         if "kv_budget" not in params:
             options = {name: value for name, value in options.items() if name not in ("compressor", "compress_every")}
         if "images" not in params:
@@ -121,6 +121,12 @@ class Oracle:
             part = self.shared / f"{key}.{os.getpid()}"
             part.write_bytes(pickle.dumps(answer))
             part.rename(self.shared / key)
+
+
+def with_method(options: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with only the method of the request's adapter, without methods if it has none."""
+    own = {"adapters": [method_of(params["adapter"])]} if "adapter" in params else {}
+    return {**{name: value for name, value in options.items() if name not in ("adapters", "enable_lora")}, **own}
 
 
 Tie = Callable[[Output, Output, int], bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from .adapters import method_of
 from .cases import Case
 from .drive import Answer, Run
 
@@ -12,7 +13,9 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
     "any": ("preemptions", "prefix hits", "partial hits", "evictions", "late rows", "host rows", "forks", "beams",
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
-            "adapters", "adapters replaced", "compressions", "images", "images again"),
+            "adapters", "adapters replaced", "adapters: lora", "adapters: ia3", "adapters: steering",
+            "compressions", "images", "images again", "weights: other weights", "weights: mixed weights",
+            "weights: pause", "weights: update", "weights: keep", "weights: refused", "weights: sleep"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
 }  # fmt: skip
 
@@ -32,6 +35,7 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
     met["captured decode steps"], met["captured mixed steps"] = driven.captured["decode"], driven.captured["mixed"]
     met["captured draws"] = driven.captured["draw"]
     met["captured steps with taps"] = driven.captured["tapped"]
+    met.update({f"weights: {kind}": count for kind, count in driven.changed.items()})
     met["side by side"] += len(case.engines) > 1
     met["resets"] += len(case.resets)
     met["delays"] += case.late > 0
@@ -60,6 +64,8 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
     met["steered"] = int(params.get("taps", {}).get("add", False))
     met["images"] = len(params.get("images", ()))
     met["adapters"] = int("adapter" in params)
+    if "adapter" in params:
+        met[f"adapters: {method_of(params['adapter'])}"] = 1
     met["errors for good"] = int(answer.error is not None)
     return met
 

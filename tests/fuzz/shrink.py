@@ -147,6 +147,10 @@ def plainer_engines(case: Case) -> Iterator[Case]:
     """Yield the case with one option at its plain value, or driven plainly."""
     if case.resets or case.walk:
         yield replace(case, resets=[], walk=False)
+    if case.changes or case.mixed:
+        yield replace(case, changes=0, mixed=[])
+    if case.weights:
+        yield replace(case, weights=[])
     if case.late:
         yield replace(case, late=0.0)
     if case.drive != "generate":
@@ -154,7 +158,7 @@ def plainer_engines(case: Case) -> Iterator[Case]:
         yield replace(case, drive="generate", asks=calm)
         yield replace(case, asks=calm)
     if any(a.wave for a in case.asks):
-        yield replace(case, asks=[replace(a, wave=0, after=None) for a in case.asks], resets=[])
+        yield replace(case, asks=[replace(a, wave=0, after=None) for a in case.asks], resets=[], mixed=[])
     for i, options in enumerate(case.engines):
         widest = max((width(a.params) for a in case.asks if a.engine == i), default=1)
         for name, value in PLAIN.items():

@@ -14,7 +14,7 @@ from . import functions
 from .adapters import lora_of
 from .configs import VOCAB, rounds
 from .drive import Output
-from .oracle import Oracle
+from .oracle import Oracle, with_method
 from .pictures import prompt_of
 
 # allowed difference of logits after processors and temperature, and of noise, far above float32's rounding in these
@@ -79,8 +79,7 @@ class Ties:
         vocab = VOCAB[self.options["model"]]
         made = functions.sampling_params(asked, vocab)
         made.choose_fn = follow
-        options = {**self.options, "enable_lora": "adapter" in p}
-        llm = self.oracle.engine(options)
+        llm = self.oracle.engine(with_method(self.options, p))
         lora = lora_of(p, self.oracle.folder, self.options["model"])
         taps = [tap for tap in functions.taps_of(p, llm.tap_points()) if tap.add is not None]
         llm.generate([prompt_of(self.prompt, p, self.options)], made, False, taps, lora)

@@ -116,7 +116,7 @@ class Play:
             if ask.after is not None:
                 earlier = self.case.asks[ask.after]
                 prompt = self.prompt_of(ask.after)
-                alone = self.oracle.answer(self.case.engines[earlier.engine], prompt, earlier.params)
+                alone = self.oracle.answer(self.case.options_of(earlier), prompt, earlier.params)
                 before = [*prompt, *(alone.outputs[0].tokens if alone.outputs else [])]
             self.prompts[i] = [*before, *ask.prompt]
         return self.prompts[i]
@@ -141,7 +141,7 @@ class Play:
     def judge(self, i: int, answer: Answer) -> list[tuple[str, str]]:
         """Return (kind, message) for each fault of an answer."""
         ask = self.case.asks[i]
-        options, prompt, params = self.case.engines[ask.engine], self.prompts[i], ask.params
+        options, prompt, params = self.case.options_of(ask), self.prompts[i], ask.params
         if answer.refused is not None:
             return [("exception", f"refused: {answer.refused}")]
         if not answer.ended and not answer.left:
@@ -152,6 +152,8 @@ class Play:
         mode, most = options["logprobs_mode"], options["max_model_len"]
         found = check(params, options["model"], prompt, most, mode, answer)
         exact = options["batch_invariant"]
+        if answer.mixed:  # no engine without changes of its weights has this answer
+            return found if may_run_dry(params) or not answer.error else [*found, (kind_of(answer.error), answer.error)]
         if not exact and self.case.dtype != "float32":
             return found + ([(kind_of(answer.error), answer.error)] if answer.error and not may_run_dry(params) else [])
         alone = self.oracle.answer(options, prompt, params)
