@@ -144,8 +144,10 @@ def check_tower(whole: Any, accepted: Sequence[str]) -> None:
 
 
 def text_free_model(folder: Path, raw: Mapping[str, Any], dtype: Any) -> Any:
-    """Return the modules of a checkpoint without its text model, with random weights.  ModelError for wrong fields."""
+    """Return the modules of a checkpoint without its text model, whose weights are not set.  ModelError for wrong
+    fields."""
     from transformers import AutoModel
+    from transformers.initialization import no_init_weights
 
     fields = whole_config(raw).to_dict()
     # without layers and with a small vocabulary, because this text model is dropped
@@ -158,7 +160,8 @@ def text_free_model(folder: Path, raw: Mapping[str, Any], dtype: Any) -> Any:
         eos_token_id=None,
     )
     try:
-        model = AutoModel.from_config(whole_config(fields), dtype=dtype)
+        with no_init_weights():  # drawing them takes seconds
+            model = AutoModel.from_config(whole_config(fields), dtype=dtype)
     except Exception as exc:  # modules of transformers raise errors of many types on wrong fields
         raise ModelError(f"{folder}: the image encoder cannot be built: {str(exc).splitlines()[0]}") from exc
     if hasattr(model, TEXT):
