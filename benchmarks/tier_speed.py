@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.kvstore import StoreContext
+from minivllm.core.mover import BATCH
 from minivllm.frontend.requests import Tracked
 from minivllm.plugins.kvstore.disk import DiskStore
 from minivllm.plugins.kvstore.options import DiskStoreOptions
@@ -84,7 +85,9 @@ def wait_for_device() -> None:
 
 
 def copies(llm: LLM, size: int, repeats: int) -> None:
-    """Print the speed of copies of pages of ``size`` bytes in all.  Blocks are written with their own contents."""
+    """Print the speed of copies of pages of ``size`` bytes in all.  Blocks are written with their own contents.
+
+    Pages are written by the step, or staged on the device before (by each method)."""
     mover = llm.engine.executor.runner.mover
     memory, pool = mover.memory, llm.engine.cache.pools[0]
     each = memory.page_bytes[0]
@@ -106,6 +109,27 @@ def copies(llm: LLM, size: int, repeats: int) -> None:
     total = len(blocks) * each / 1e9
     facts = f"to the host {total / median(reads):.1f} GB/s, to the device {total / median(writes):.1f} GB/s"
     print(f"copies of {len(blocks)} pages of {each / 1e6:.2f} MB, medians of {repeats}: {facts}", flush=True)
+    chosen = memory.by_kernel[0]
+    for way in (False, True):
+        memory.by_kernel[0] = way
+        staging = [staged(memory, pages[: len(pages) // 2]) for _ in range(repeats)]
+        facts = " ".join(f"{speed / 1e9:.1f}" for speed in staging)
+        name = "a kernel" if way else "the copy engine"
+        print(f"staged by {name}: GB/s {facts}" + (", chosen" if way == chosen else ""), flush=True)
+    memory.by_kernel[0] = chosen
+    for note in memory.notes:
+        print(note)
+
+
+def staged(memory: Any, pages: list[np.ndarray]) -> float:
+    """Return the bytes per second with which pages are staged on the device, in batches, as loads do."""
+    begun, found = time.perf_counter(), []
+    batch = max(1, BATCH // pages[0].nbytes)
+    for at in range(0, len(pages), batch):
+        found += memory.stage(0, pages[at : at + batch])
+    while any(memory.arrived(page) is None for page in found[-1:]):
+        pass
+    return sum(page.nbytes for page in pages) / (time.perf_counter() - begun)
 
 
 class Decoding:

@@ -2,12 +2,12 @@
 
     store(rows)   between steps   device ──read──► batch ─┐
     call(get)                                             ├─► thread of the tier ──► KVStore.put, get, drop
-    fill(rows)    between steps   device ◄─write── staged ┘        │
-    call()                        done: [ticket, ok, bytes, us] ◄──┘
+    fill(rows)    between steps   device ◄─write── staged ┘        │ stage: copies to the device begin
+    call()                        done: [ticket, ok, bytes, us] ◄──┘ arrived: they have ended
 
 ``store`` and ``fill`` are called in the order of the steps and wait for no store.  Every order has a *ticket*, a number
-that is never used twice.  A page that was loaded is *staged* under its ticket until a release; it reaches a block only
-by ``fill``, so a load that ends late changes no block.
+that is never used twice.  A page that was loaded is *staged* under its ticket until a release, on the device or in host
+memory.  It reaches a block only by ``fill``, so a load that ends late changes no block.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .interfaces.kvstore import KEY_BYTES, KVStore
 
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
+BATCH = 4 << 20  # bytes of pages that are copied to the device together
+LINGER = 1e-3  # longest seconds that a loaded page waits for others of its batch, if their loads are fast
 LOOK = 1.0  # seconds without work after which a store looks for pages of other processes
 CLOSING = 2.0  # seconds to wait for the threads at the end
 log = logging.getLogger("minivllm")
@@ -50,8 +52,18 @@ class PageMemory(Protocol):
         """Start the copy of blocks to the host, behind all work queued so far and before all later work."""
         ...
 
-    def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
-        """Copy pages to blocks, behind all work queued so far and before all later work."""
+    def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
+        """Start the copies of loaded pages to the device, and return them as ``write`` takes them, one for each.
+
+        The threads of tiers call this while steps run."""
+        ...
+
+    def arrived(self, page: Any) -> float | None:
+        """Return the seconds of the copy of a staged page; None while it runs."""
+        ...
+
+    def write(self, group: int, blocks: Sequence[int], pages: Sequence[Any]) -> None:
+        """Copy staged pages to blocks, behind all work queued so far and before all later work."""
         ...
 
 
@@ -65,6 +77,9 @@ class TierThread:
         self.looks = type(store).look is not KVStore.look
         self.news: dict[bytes, int] = {}
         self.faults = 0
+        # pages that were loaded and are not yet staged: KV group, ticket, page, seconds of its load
+        self.loaded: list[tuple[int, int, np.ndarray, float]] = []
+        self.lingers = 0.0  # since when the first of them waits, in seconds of time.monotonic
         self._loads: deque[Callable[[], None]] = deque()
         self._others: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -78,6 +93,13 @@ class TierThread:
         with self._wake:
             (self._loads if load else self._others).append(work)
             self._wake.notify()
+
+    @property
+    def batch_is_full(self) -> bool:
+        """Return True if the loaded pages should be staged now."""
+        size = sum(page.nbytes for _, _, page, _ in self.loaded)
+        late = time.monotonic() - self.lingers > LINGER
+        return size >= BATCH or late or not self._loads
 
     def put(self, ticket: int, key: bytes, batch: PageBatch, index: int) -> None:
         """Store a page of a batch."""
@@ -205,7 +227,10 @@ class Mover:
     ) -> None:
         """Index the pages that the stores have.  Not ``threaded``: the caller runs ``TierThread.work``."""
         self.memory, self.identity = memory, identity
-        self._staged: dict[int, np.ndarray] = {}
+        self._staged: dict[int, Any] = {}  # by ticket; pages as ``PageMemory.stage`` returned them
+        self._moving: deque[tuple[int, int, float]] = (
+            deque()
+        )  # staged pages to report: ticket, bytes, seconds
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         # before the threads start, so that two threads never call a store at the same time
@@ -254,7 +279,7 @@ class Mover:
     def fill(self, rows: np.ndarray) -> None:
         """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the
         ticket.  KeyError if a page is not staged."""
-        writes: dict[int, tuple[list[int], list[np.ndarray]]] = {}
+        writes: dict[int, tuple[list[int], list[Any]]] = {}
         for group, block, ticket in rows.tolist():
             if group == RELEASE:
                 continue
@@ -279,8 +304,7 @@ class Mover:
         ``store`` and ``fill`` have the rows of these methods; the engine sends them here only if no step is in
         flight."""
         for tier, ticket, key, group in args.get("get", ()):
-            size = self.memory.page_bytes[group]
-            self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), size)
+            self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), group)
         for tier, ticket, name, keys in args.get("mark", ()):
             pages = None if keys is None else [bytes.fromhex(key) for key in keys]
             self.tiers[tier].add(partial(self.tiers[tier].mark, ticket, name, pages))
@@ -289,21 +313,55 @@ class Mover:
             if len(rows):
                 getattr(self, name)(rows)
         with self._lock:
+            self._collect_arrived()
             finished, self._finished = self._finished, []
         written = self.memory.written_bytes, int(self.memory.written_seconds * 1e6)
         faults = [thread.faults for thread in self.tiers]
         news = [thread.take_news() for thread in self.tiers]
         return {"done": finished, "faults": faults, "written": written, "news": news}
 
-    def _order_get(self, thread: TierThread, ticket: int, key: bytes, size: int) -> None:
+    def _order_get(self, thread: TierThread, ticket: int, key: bytes, group: int) -> None:
+        size = self.memory.page_bytes[group]
+
         def load() -> None:
             begun = time.monotonic()
             page = thread.get(key, size)
-            if page is not None:
-                self._staged[ticket] = page
-            self._done(ticket, page is not None, size, time.monotonic() - begun)
+            seconds = time.monotonic() - begun
+            if page is None:
+                self._done(ticket, False, size, seconds)
+            else:
+                thread.lingers = thread.lingers if thread.loaded else begun
+                thread.loaded.append((group, ticket, page, seconds))
+            if thread.batch_is_full:
+                self._stage(thread)
 
         thread.add(load, load=True)
+
+    def _stage(self, thread: TierThread) -> None:
+        """Begin the copies of the pages that a thread has loaded.  Pages that cannot be staged are copied by the step
+        that writes them."""
+        loaded, thread.loaded = thread.loaded, []
+        for group in sorted({group for group, *_ in loaded}):
+            of_group = [row[1:] for row in loaded if row[0] == group]
+            pages: Sequence[Any] = [page for _, page, _ in of_group]
+            try:
+                pages = self.memory.stage(group, pages)
+            except Exception as e:  # such as no memory on the device
+                thread.fault("stage", e)
+            with self._lock:
+                for (ticket, page, seconds), staged in zip(of_group, pages, strict=True):
+                    self._staged[ticket] = staged
+                    self._moving.append((ticket, page.nbytes, seconds))
+
+    def _collect_arrived(self) -> None:
+        """Report the staged pages whose copies to the device have ended, in their order."""
+        while self._moving:
+            ticket, size, seconds = self._moving[0]
+            copy = self.memory.arrived(self._staged[ticket])
+            if copy is None:
+                return
+            self._moving.popleft()
+            self._finished.append((ticket, 1, size, int((seconds + copy) * 1e6)))
 
     def close(self, seconds: float = CLOSING) -> None:
         """End the threads.  A store that hangs is left behind."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from minivllm.device.loading.fingerprint import code_of, model_files
 from minivllm.device.native import library
 
 from .capture import ALONE
+from .pinned import PinnedSlabs
 from .stores import make_mover
 
 if TYPE_CHECKING:
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
     from minivllm.core.mover import Mover
 
     from .recurrent import StateMemory
+
+
+STAGING = 1 << 30  # most bytes of device memory for loaded pages that wait for their blocks
+STAGING_SHARE = 1 / 128  # and the most as a share of the device's memory
+TRIAL = 8 << 20  # bytes that are copied to compare the methods
 
 
 class HostBatch:
@@ -39,10 +47,39 @@ class HostBatch:
         return self._pages.numpy()
 
 
+class Landing:
+    """Device memory u8 [bytes] of pages that are copied to the device together."""
+
+    def __init__(self, memory: Tensor, begun: Any, ended: Any, sources: Sequence[Tensor]) -> None:
+        self.memory, self.begun, self.ended = memory, begun, ended
+        self.sources: Sequence[Tensor] = sources  # host memory, until the copies have ended
+
+    @property
+    def arrived(self) -> bool:
+        """Return True if the copies have ended."""
+        if self.sources and self.ended.query():
+            self.sources = ()
+        return not self.sources
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the copies, which have ended."""
+        return self.begun.elapsed_time(self.ended) / 1e3
+
+
+class LandedPage:
+    """A page u8 [bytes] of a landing."""
+
+    def __init__(self, landing: Landing, page: Tensor) -> None:
+        self.landing, self.page = landing, page
+
+
 class DevicePages:
     """The cache tensors of each KV group, and the recurrent states as one more group.
 
-    On a GPU, pages are gathered on the stream of the steps, and a second stream copies them to pinned memory.
+    On a GPU, blocks are gathered to pages on the stream of the steps, and a second stream copies them to pinned memory.
+    Loaded pages are copied to the device by a third stream as soon as they are in host memory, so that the step of
+    their request only writes them to its blocks.  If ``STAGING`` bytes are in use, the step copies them itself.
     """
 
     def __init__(
@@ -59,19 +96,42 @@ class DevicePages:
             self.groups.append([*tensors, states.valid])
         self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
         self._stream = torch.cuda.Stream(self.device) if device.type == "cuda" else None
-        # pages that are being copied to the device, with events before and behind the copies
+        # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         self.written_bytes, self.written_seconds = 0, 0.0
+        self._landings: weakref.WeakSet[Landing] = weakref.WeakSet()
+        self._tables: list[Any] = [None] * len(self.groups)
+        # whether a kernel copies the pages of a group to the device, in place of the copy engine
+        self.by_kernel = [False] * len(self.groups)
+        self.notes: list[str] = []
+        if self._stream is not None:
+            self._loads = torch.cuda.Stream(self.device)
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            self.staging = staging_bytes(total)
+            self._pinned = PinnedSlabs(self._allocate)
+            if find_spec("triton") is not None:
+                self._build_tables()
+
+    def _build_tables(self) -> None:
+        """Prepare the kernel for the groups whose tensors it can address, and choose how pages are copied."""
+        from minivllm.device.kernels.pages import PageTable
+
+        for group, tensors in enumerate(self.groups):
+            if all(t.is_contiguous() for t in tensors):
+                self._tables[group] = PageTable(tensors)
+                with torch.inference_mode():  # compiles the kernel; nothing reads block 0
+                    self._scatter(group, [0], self._gather(group, [0]).unbind())
+                self._choose(group)
 
     def layout(self) -> list[list[tuple[str, list[int]]]]:
         """Return dtype and shape of a block in each tensor of each group."""
         return [[(str(t.dtype), list(t.shape[1:])) for t in tensors] for tensors in self.groups]
 
+    # ---- to the host -------------------------------------------------------------------------------------------------
+
     def read(self, group: int, blocks: Sequence[int]) -> HostBatch:
-        index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
         with torch.inference_mode():
-            parts = [t[index].reshape(len(blocks), -1).view(torch.uint8) for t in self.groups[group]]
-            pages = torch.cat(parts, 1)
+            pages = self._gather(group, blocks)
             if self._stream is None:
                 return HostBatch(pages)
             host = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
@@ -83,20 +143,115 @@ class DevicePages:
                 event.record(self._stream)
         return HostBatch(host, event)
 
-    def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
+    def _gather(self, group: int, blocks: Sequence[int]) -> Tensor:
+        """Return the pages u8 [n, bytes] of blocks, on the device."""
+        table, size = self._tables[group], self.page_bytes[group]
+        if table is not None:
+            pages = torch.empty(len(blocks), size, dtype=torch.uint8, device=self.device)
+            table.move(blocks, [pages.data_ptr() + i * size for i in range(len(blocks))], pack=True)
+            return pages
+        index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
+        parts = [t[index].reshape(len(blocks), -1).view(torch.uint8) for t in self.groups[group]]
+        return torch.cat(parts, 1)
+
+    # ---- to the device -----------------------------------------------------------------------------------------------
+
+    def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
+        """Start the copies of loaded pages to the device, and return them as ``write`` takes them.  A thread of a tier
+        calls this."""
+        if self._stream is None:
+            return pages
+        size = sum(page.nbytes for page in pages)
         sources = [torch.from_numpy(page) for page in pages]
-        begun = self._mark()
+        # no capture may begin meanwhile, because the allocation may wait for the device
+        with ALONE, torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._loads):
+            if size + self._staged() > self.staging:
+                return pages
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            begun = self._mark()
+            parts = memory.split([page.nbytes for page in pages])
+            self._copy(group, sources, parts)
+            landing = Landing(memory, begun, self._mark(), sources)
+            self._landings.add(landing)
+        return [LandedPage(landing, part) for part in parts]
+
+    def _staged(self) -> int:
+        """Return the bytes of all landings."""
+        return sum(landing.memory.nbytes for landing in list(self._landings))
+
+    def _copy(self, group: int, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Copy host pages to device pages on the current stream."""
+        if self.by_kernel[group] and all(source.is_pinned() for source in sources):
+            from minivllm.device.kernels.pages import copy_pages
+
+            copy_pages(sources, parts)
+            return
+        for source, part in zip(sources, parts, strict=True):
+            part.copy_(source, non_blocking=True)
+
+    def arrived(self, page: Any) -> float | None:
+        """Return the seconds of the copy of a staged page; None while it runs, 0 if ``write`` will copy the page."""
+        if not isinstance(page, LandedPage):
+            return 0.0
+        landing = page.landing
+        return landing.seconds * page.page.nbytes / landing.memory.nbytes if landing.arrived else None
+
+    def write(self, group: int, blocks: Sequence[int], pages: Sequence[Any]) -> None:
+        sources = [torch.from_numpy(page) for page in pages if not isinstance(page, LandedPage)]
+        landings = {page.landing for page in pages if isinstance(page, LandedPage)}
+        begun = self._mark() if sources else None
         with torch.inference_mode():
-            index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
-            page = torch.stack([source.to(self.device, non_blocking=True) for source in sources])
-            at = 0
-            for t in self.groups[group]:
-                size = _row_bytes(t)
-                part = page[:, at : at + size].contiguous().view(t.dtype)
-                t[index] = part.reshape(len(blocks), *t.shape[1:])
-                at += size
-        self._copied.append((begun, self._mark(), sources))
+            for landing in landings:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(landing.ended)
+                landing.memory.record_stream(stream)
+            copied = iter([source.to(self.device, non_blocking=True) for source in sources])
+            found = [page.page if isinstance(page, LandedPage) else next(copied) for page in pages]
+            self._scatter(group, blocks, found)
+        if sources:
+            self._copied.append((begun, self._mark(), sources))
         self._measure()
+
+    def _scatter(self, group: int, blocks: Sequence[int], pages: Sequence[Tensor]) -> None:
+        """Write pages u8 [bytes] on the device to blocks."""
+        table, addresses = self._tables[group], [page.data_ptr() for page in pages]
+        if table is not None and not any(address % table.unit for address in addresses):
+            table.move(blocks, addresses, pack=False)
+            return
+        index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
+        page, at = torch.stack(list(pages)), 0
+        for t in self.groups[group]:
+            size = _row_bytes(t)
+            part = page[:, at : at + size].contiguous().view(t.dtype)
+            t[index] = part.reshape(len(blocks), *t.shape[1:])
+            at += size
+
+    # ---- times -------------------------------------------------------------------------------------------------------
+
+    def _choose(self, group: int) -> None:
+        """Choose the faster of a kernel and the copy engine for pages of a group, by copies of both."""
+        size = self.page_bytes[group]
+        if size % 8:
+            return
+        n = max(2, min(64, TRIAL // size))
+        sources = [torch.from_numpy(self.empty(size)) for _ in range(n)]
+        parts = torch.empty(n, size, dtype=torch.uint8, device=self.device).unbind()
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(8):
+            self.by_kernel[group] = turn % 2 == 1
+            begun = self._mark()
+            self._copy(group, sources, parts)
+            ended = self._mark()
+            ended.synchronize()
+            times[turn % 2 == 1].append(begun.elapsed_time(ended))
+        best = {way: min(found) for way, found in times.items()}
+        self.by_kernel[group] = best[True] < best[False]
+        speeds = {way: n * size / 1e6 / milliseconds for way, milliseconds in best.items()}
+        chosen = "a kernel" if self.by_kernel[group] else "the copy engine"
+        self.notes.append(
+            f"pages of {size} bytes are copied to the device by {chosen} (copy engine {speeds[False]:.1f} GB/s, "
+            f"kernel {speeds[True]:.1f} GB/s)"
+        )
 
     def _mark(self) -> Any:
         """Return the time in seconds on a CPU, or an event behind all work queued so far on a GPU."""
@@ -120,12 +275,21 @@ class DevicePages:
             self.written_bytes += sum(source.nbytes for source in sources)
             self.written_seconds += seconds
 
+    # ---- host memory -------------------------------------------------------------------------------------------------
+
     def empty(self, size: int) -> np.ndarray:
         """Return memory u8 [size] of any content, pinned for a GPU."""
-        if self._stream is None:
-            return np.empty(size, np.uint8)
+        return np.empty(size, np.uint8) if self._stream is None else self._pinned.empty(size)
+
+    def _allocate(self, size: int) -> Tensor:
+        """Return pinned memory u8 [size]."""
         with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def staging_bytes(total: int) -> int:
+    """Return the bytes for loaded pages on a device with ``total`` bytes of memory."""
+    return min(STAGING, int(total * STAGING_SHARE))
 
 
 def _row_bytes(t: Tensor) -> int:
@@ -178,4 +342,5 @@ def page_mover(wiring: Wiring, worker: Any) -> Mover | None:
     if not wiring.cache.stores:
         return None
     pages = DevicePages(worker.caches, worker.states, worker.device)
+    worker.notes += pages.notes
     return make_mover(wiring, pages, identity_of(wiring, pages.layout()), pages.empty)

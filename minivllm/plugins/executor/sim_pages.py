@@ -40,6 +40,12 @@ class SimPages:
         parts = [array[list(blocks)].reshape(len(blocks), -1).view(np.uint8) for array in self.groups[group]]
         return SimBatch(np.concatenate(parts, 1))
 
+    def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return pages
+
+    def arrived(self, page: np.ndarray) -> float | None:
+        return 0.0
+
     def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
         page, at = np.stack(pages), 0
         for array in self.groups[group]:

@@ -1,0 +1,104 @@
+"""Copies of blocks between the tensors of the KV cache and pages, in which a block is contiguous.
+
+    tensors   K of layer 0 [blocks, row 0]    V of layer 0 [blocks, row 1]    K of layer 1 ...
+                       │                               │
+    page      [ row 0  ·  row 1  ·  row 2 ... ]        at any address, also in pinned host memory
+
+One launch moves any number of blocks of all tensors, so its time on the host does not grow with the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .launch import kernel
+
+CHUNK = 1024  # elements that a program moves
+PINNED_FROM = 4096  # bytes of a host array from which the host would wait for its copy unless it is pinned
+ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
+
+
+@kernel("where", "tensors", "pages", "count")
+def _move(
+    where, tensors, pages, count, ELEMENT: tl.constexpr, BYTES: tl.constexpr, PACK: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Move the blocks ``where`` i64 [0, pages] to the addresses ``where`` i64 [1, pages], or back without ``PACK``.
+
+    ``tensors`` i64 [3, count] are the addresses of the tensors, the elements of a block in each, and the bytes before
+    it in a page.  An ELEMENT has BYTES bytes.  The grid is (pages, count, chunks of the largest tensor).
+    """
+    element: tl.constexpr = tl.pointer_type(ELEMENT)
+    page, tensor, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    elements = tl.load(tensors + count + tensor)
+    at = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    on = at < elements
+    block = tl.load(where + page)
+    row = (tl.load(tensors + tensor) + block * elements * BYTES).to(element) + at
+    there = (tl.load(where + pages + page) + tl.load(tensors + 2 * count + tensor)).to(element) + at
+    if PACK:
+        tl.store(there, tl.load(row, mask=on), mask=on)
+    else:
+        tl.store(row, tl.load(there, mask=on), mask=on)
+
+
+def _launch(table: Tensor, blocks: Sequence[int], addresses: Sequence[int], chunks: int, unit: int, pack: bool) -> None:
+    """Move blocks of the tensors in a table i64 [3, count] on the current stream."""
+    where = torch.tensor([blocks, addresses], dtype=torch.int64)
+    if table.device.type == "cuda" and where.nbytes >= PINNED_FROM:
+        where = where.pin_memory()
+    where = where.to(table.device, non_blocking=True)
+    kinds = {"ELEMENT": ELEMENTS[unit], "BYTES": unit, "PACK": pack, "CHUNK": CHUNK}
+    _move[len(blocks), table.shape[1], chunks](where, table, len(blocks), table.shape[1], **kinds)
+
+
+class PageTable:
+    """The tensors of a KV group, whose first dimension are blocks, and the layout of a page."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Lay out a page with the rows of contiguous ``tensors`` one after the other.
+
+        ValueError if a tensor is not contiguous.
+        """
+        if not all(t.is_contiguous() for t in tensors):
+            raise ValueError("pages need contiguous tensors")
+        self._tensors = list(tensors)
+        self.device = tensors[0].device
+        self._sizes = [t[0].numel() * t.element_size() for t in tensors]
+        self.page_bytes = sum(self._sizes)
+        self._addresses: list[int] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Read the addresses of the tensors, which change when an engine sleeps."""
+        addresses = [t.data_ptr() for t in self._tensors]
+        if addresses == self._addresses:
+            return
+        self._addresses = addresses
+        self.unit = math.gcd(8, self.page_bytes, *self._sizes, *addresses)
+        self._chunks = -(-max(self._sizes) // (self.unit * CHUNK))
+        begins = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        facts = [addresses, [size // self.unit for size in self._sizes], begins]
+        self._table = torch.tensor(facts, dtype=torch.int64).to(self.device)
+
+    def move(self, blocks: Sequence[int], addresses: Sequence[int], pack: bool) -> None:
+        """Copy each block to the page at its address, or with ``pack`` False each page to its block, on the current
+        stream.  Addresses are multiples of 8 bytes that the device can access."""
+        self._look()
+        _launch(self._table, blocks, addresses, self._chunks, self.unit, pack)
+
+
+def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy pinned host pages u8 [n] to pages on the device, by one kernel on the current stream.
+
+    The pages have the same size, a multiple of 8 bytes, and adjacent targets are the parts of one tensor.
+    """
+    size, first = targets[0].nbytes, targets[0]
+    where = [[target.data_ptr() - first.data_ptr() for target in targets], [page.data_ptr() for page in sources]]
+    blocks = [offset // size for offset in where[0]]
+    facts = torch.tensor([[first.data_ptr()], [size // 8], [0]], dtype=torch.int64).to(first.device, non_blocking=True)
+    _launch(facts, blocks, where[1], -(-size // (8 * CHUNK)), 8, pack=False)
