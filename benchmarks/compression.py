@@ -32,9 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minivllm import LLM, SamplingParams
-from minivllm.plugins.compressor.attention_weights import RKV, SnapKV, Tova
+from minivllm.device.worker.compaction import QueryStore
+from minivllm.plugins.compressor.attention_weights import H2O, RKV, SnapKV, Tova
 from minivllm.plugins.compressor.keys import KeyDiff, KNorm, Random, Streaming
-from minivllm.plugins.compressor.options import RKVOptions, SnapKVOptions, StreamingOptions
+from minivllm.plugins.compressor.options import H2OOptions, RKVOptions, SnapKVOptions, StreamingOptions
 
 SCORERS: dict[str, tuple[Any, Any]] = {
     "streaming": (Streaming, StreamingOptions()),
@@ -44,6 +45,7 @@ SCORERS: dict[str, tuple[Any, Any]] = {
     "snapkv": (SnapKV, SnapKVOptions()),
     "tova": (Tova, None),
     "rkv": (RKV, RKVOptions()),
+    "h2o": (H2O, H2OOptions()),
 }
 QUIET = 8  # steps in a row that start no request: the cache is full
 
@@ -64,7 +66,8 @@ def start(args: argparse.Namespace) -> LLM:
 
     Prompts are different, so the prefix cache is off."""
     options = {"kvcache_block_size": 256, "enable_prefix_caching": False, **json.loads(args.options)}
-    readers = [scorer for scorer in args.scorers if scorer in ("snapkv", "tova", "rkv")]
+    # the stores of attention sums and of queries are made when the engine starts, or in ``use``
+    readers = [scorer for scorer in ("h2o", "snapkv", "tova", "rkv") if scorer in args.scorers]
     return LLM(
         args.model,
         load_format=args.load_format,
@@ -83,6 +86,9 @@ def use(llm: LLM, scorer: str, every: int = 0) -> None:
     cls, options = SCORERS[scorer]
     compactor.compressor = cls(options, compactor.compressor.ctx)
     compression.observed, compression.every = compactor.compressor.window, every
+    compression.sums = compactor.compressor.attention_sums
+    if compression.observed and compactor.queries is None:
+        compactor.queries = QueryStore()
 
 
 class Window:

@@ -2,22 +2,23 @@
 
     python benchmarks/kvpress_scores.py            # in an environment that has kvpress 0.5.5
 
-Keys, values and queries are random, in float32.  A press gets the attention of the last queries, as transformers
-computes it with the implementation "eager".  The table counts the heads that keep other tokens.
+Keys, values and queries are random, in float32.  A press gets the attention of the last queries, or of all queries for
+sums, as transformers computes it with the implementation "eager".  The table counts the heads that keep other tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from minivllm.plugin import CompressorContext, StoredTokens
-from minivllm.plugins.compressor.attention_weights import SnapKV, Tova, last_attention
+from minivllm.plugins.compressor.attention_weights import H2O, SnapKV, Tova, last_attention
 from minivllm.plugins.compressor.keys import KeyDiff, KNorm, Streaming
-from minivllm.plugins.compressor.options import SnapKVOptions, StreamingOptions
+from minivllm.plugins.compressor.options import H2OOptions, SnapKVOptions, StreamingOptions
 
 SHAPES = ((8, 8, 64), (8, 2, 64), (16, 4, 128))  # query heads, KV heads, dimension
 LENGTHS = (150, 257, 1000)  # a quarter of each is more than the window
@@ -37,15 +38,21 @@ def pairs() -> list[tuple[str, Any, Any]]:
         ("keydiff", KeyDiff(None, ctx), kvpress.KeyDiffPress()),
         ("snapkv", SnapKV(snap, ctx), kvpress.SnapKVPress(window_size=WINDOW, kernel_size=snap.kernel)),
         ("tova", Tova(None, ctx), kvpress.TOVAPress()),
+        ("h2o, mean", H2O(H2OOptions(recent=0, mean=True), ctx), kvpress.ObservedAttentionPress()),
     ]
 
 
 def stored_tokens(n: int, shape: tuple[int, int, int], keep: int, window: int, seed: int) -> StoredTokens:
+    """Return random stored tokens.  If all n queries are in the ``window``, they have sums of attention too."""
     heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(n, kv_heads, dim, generator=generator) for _ in range(2))
     queries = torch.randn(window, heads, dim, generator=generator) if window else None
-    return StoredTokens(0, keys, values, queries, dim**-0.5, keep, n, seed)
+    stored = StoredTokens(0, keys, values, queries, dim**-0.5, keep, n, seed)
+    if window < n:
+        return stored
+    sums = last_attention(stored, stored.queries).sum(dim=(1, 2))
+    return replace(stored, attention_sums=sums, sum_queries=torch.arange(n, 0, -1.0).expand(kv_heads, n))
 
 
 def kept(scores: torch.Tensor, heads: int, keep: int) -> torch.Tensor:
@@ -82,7 +89,8 @@ def main() -> None:
                 for n in LENGTHS:
                     for share in SHARES:
                         keep = int(n * share)
-                        stored = stored_tokens(n, shape, keep, made.window, seed)
+                        window = n if made.attention_sums else made.window
+                        stored = stored_tokens(n, shape, keep, window, seed)
                         ours = kept(made.score(stored), shape[1], keep)
                         theirs = kept_by_press(press, stored, share)
                         heads += len(ours)

@@ -9,6 +9,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("attention", "flashinfer", "minivllm.plugins.attention.spec:FLASHINFER"),
     ("attention", "sdpa", "minivllm.plugins.attention.spec:SDPA"),
     ("attention", "triton", "minivllm.plugins.attention.spec:TRITON"),
+    ("compressor", "h2o", "minivllm.plugins.compressor.spec:H2O"),
     ("compressor", "keydiff", "minivllm.plugins.compressor.spec:KEYDIFF"),
     ("compressor", "knorm", "minivllm.plugins.compressor.spec:KNORM"),
     ("compressor", "none", "minivllm.plugins.compressor.spec:NONE"),

@@ -110,7 +110,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 open=("block",),
             ),
-            Kind("compressor", _SEAMS + "compressor:Compressor", facts=("device",)),
+            Kind("compressor", _SEAMS + "compressor:Compressor", api=(1, 1), facts=("device",)),
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
@@ -139,7 +139,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 13),
+                api=(2, 14),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),

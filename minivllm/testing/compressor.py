@@ -28,8 +28,11 @@ PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8, 1
 OUTPUT = 12  # tokens
 
 
-def stored_tokens(n: int, heads: int, kv_heads: int, window: int, seed: int = 0, **changes: Any) -> StoredTokens:
-    """Return ``n`` random stored tokens.  ``window`` 0 means no queries; ``changes`` replace other fields."""
+def stored_tokens(
+    n: int, heads: int, kv_heads: int, window: int, seed: int = 0, sums: bool = False, **changes: Any
+) -> StoredTokens:
+    """Return ``n`` random stored tokens.  ``window`` 0 means no queries, and ``sums`` adds sums of attention, of which
+    those of generated tokens are 0.  ``changes`` replace other fields."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -46,6 +49,10 @@ def stored_tokens(n: int, heads: int, kv_heads: int, window: int, seed: int = 0,
         "computed": n,
         "seed": 3,
     }
+    if sums:
+        prompt = n - n // 4
+        attending = (prompt - torch.arange(n)).clamp(min=0).float().expand(kv_heads, n).clone()
+        fields |= {"attention_sums": normal(kv_heads, n).abs() * attending, "sum_queries": attending}
     return StoredTokens(**{**fields, **changes})
 
 
@@ -60,22 +67,23 @@ class CompressorConformance(Lasting, SpecConformance):
 
     def exercise(self, instance: Compressor) -> Any:
         """Score some tokens, and return the scores."""
-        return instance.score(stored_tokens(40, 4, 2, instance.window)).tolist()
+        return instance.score(stored_tokens(40, 4, 2, instance.window, sums=instance.attention_sums)).tolist()
 
     def once_more(self, instance: Compressor, number: int) -> None:
         """Score other tokens."""
-        instance.score(stored_tokens(20 + number % 30, 4, 2, instance.window, seed=number))
+        stored = stored_tokens(20 + number % 30, 4, 2, instance.window, number, instance.attention_sums)
+        instance.score(stored)
 
-    def cases(self, window: int) -> list[StoredTokens]:
-        """Return stored tokens of all sizes."""
-        sizes = itertools.product(SIZES, HEADS)
-        return [stored_tokens(n, heads, kv_heads, window) for n, (heads, kv_heads) in sizes]
+    def cases(self, instance: Compressor) -> list[StoredTokens]:
+        """Return stored tokens of all sizes, with the inputs that the compressor declares."""
+        sizes, window, sums = itertools.product(SIZES, HEADS), instance.window, instance.attention_sums
+        return [stored_tokens(n, heads, kv_heads, window, sums=sums) for n, (heads, kv_heads) in sizes]
 
     @since(1, 0)
     def test_each_stored_token_gets_a_score(self) -> None:
         """Check that scores are numbers of shape [kv_heads, n] or [n], for any number of tokens, heads and queries."""
         made = self.build(*self.context())
-        for stored in self.cases(made.window):
+        for stored in self.cases(made):
             n, kv_heads = stored.keys.shape[:2]
             scores = made.score(stored)
             assert isinstance(scores, Tensor), f"score returned {type(scores).__name__}: expected a tensor"
@@ -89,17 +97,17 @@ class CompressorConformance(Lasting, SpecConformance):
         made = self.build(*self.context())
         if not made.window:
             pytest.skip("the compressor reads no queries")
-        scores = made.score(stored_tokens(30, 4, 2, 1))
+        scores = made.score(stored_tokens(30, 4, 2, 1, sums=made.attention_sums))
         assert not scores.isnan().any(), "a score is NaN"
 
     @since(1, 0)
     def test_scores_depend_on_the_arguments_alone(self) -> None:
         """Check that equal arguments get equal scores, from another instance and after other calls too."""
         made, other = self.build(*self.context()), self.build(*self.context())
-        for stored in self.cases(made.window):
+        for stored in self.cases(made):
             first = made.score(stored)
             torch.manual_seed(1)
-            made.score(stored_tokens(33, 4, 2, made.window, seed=9))
+            made.score(stored_tokens(33, 4, 2, made.window, 9, made.attention_sums))
             again = made.score(stored)
             assert torch.equal(first, again), "another call changed the scores of the same tokens"
             torch.manual_seed(2)
@@ -107,11 +115,12 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_arguments_and_the_random_state_do_not_change(self) -> None:
-        """Check that ``score`` changes no keys, values and queries, and draws nothing from torch's generator."""
+        """Check that ``score`` changes none of its tensors, and draws nothing from torch's generator."""
         made = self.build(*self.context())
         state = torch.get_rng_state()
-        for stored in self.cases(made.window):
-            parts = [part for part in (stored.keys, stored.values, stored.queries) if part is not None]
+        for stored in self.cases(made):
+            found = vars(stored).values()
+            parts = [part for part in found if isinstance(part, Tensor)]
             before = [part.clone() for part in parts]
             made.score(stored)
             same = all(torch.equal(a, b) for a, b in zip(before, parts, strict=True))

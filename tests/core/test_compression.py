@@ -116,6 +116,29 @@ def a_row_is_compressed_before_its_blocks_are_published(real, self, planner):
     planner.slots.step[:] = steps
 
 
+@fault(Compression)
+def sums_have_no_first_chunk(real, self, s, slots, computed):
+    """In ``_summed``, rows that begin their prompt are left out."""
+    return real(self, s, slots, np.where(computed == 0, s.prompt[slots], computed))
+
+
+@fault(Compression)
+def a_step_goes_beyond_the_prompt_while_attention_is_added_up(real, self, s, rows, upto):
+    """In ``upto``, only compressions end a step."""
+    sums, self.sums = self.sums, False
+    found = real(self, s, rows, upto)
+    self.sums = sums
+    return found
+
+
+@fault(Compression)
+def a_prompt_that_is_added_up_has_a_prefix_hit(real, self, request):
+    """In ``bind``, no token of the prompt must be computed."""
+    real(self, request)
+    if self.sums and request.observed:
+        request.observed = 1
+
+
 @fault(Planner)
 def a_step_goes_beyond_a_compression(real, self, run):
     """In ``need``, the row computes all missing tokens."""
@@ -181,7 +204,7 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
 
 def test_compression_changes_no_token_of_the_simulated_device_and_loses_no_block():
     seen = drive(100)
-    seen.require(compressed=1, preempted=1, forked=1, aborted=1, evicted=1)
+    seen.require(compressed=1, preempted=1, forked=1, aborted=1, evicted=1, summed=50)
 
 
 def test_compression_under_pressure_changes_no_token_of_the_simulated_device_and_is_repeated_after_a_preemption():

@@ -71,7 +71,9 @@ ADAPTERS: list[dict[str, Any]] = [
     {"adapters": ["ia3", "lora"]},
 ]  # fmt: skip
 # compressors whose scores depend only on positions; scores of keys may be nearly equal, so rounding would decide
-COMPRESSORS: list[Any] = ["streaming", {"name": "streaming", "options": {"sinks": 0}}, "random"]
+COMPRESSORS: list[Any] = [
+    "streaming", {"name": "streaming", "options": {"sinks": 0}}, "random", {"name": "h2o", "options": {"recent": 1}},
+]  # fmt: skip
 UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")

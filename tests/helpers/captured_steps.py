@@ -407,7 +407,7 @@ def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):
 
 
 @pytest.mark.parametrize("model", ["qwen3", "windows"])
-@pytest.mark.parametrize("name", ["streaming", "tova"])
+@pytest.mark.parametrize("name", ["streaming", "tova", "h2o"])
 def test_compressed_rows_draw_the_same_in_captured_steps(models, model, name):
     more = asked(*PLAIN, ignore_eos=True, max_tokens=20, kv_budget=0.5)
     graphs = compare(models[model], more, compressor=name, compress_every=7, run_ahead=1)

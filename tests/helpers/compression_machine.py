@@ -21,6 +21,19 @@ class Device(SimExecutor):
     def __init__(self, *args):
         super().__init__(*args)
         self.all, self.stays = {}, {}
+        self.summed = {}  # prompt tokens of each stay whose attention was added up
+
+    def submit(self, plan):
+        for row in plan.sums.tolist():
+            seq = self.engine().slots.at(int(plan.slots[row]))
+            computed, end = int(plan.computed[row]), int(plan.computed[row] + plan.q_len[row])
+            # a branch begins with the sums of its parent
+            done = self.summed.setdefault(seq.serial, computed if seq.request.params.width > 1 else 0)
+            assert done == computed, f"tokens from {computed} on are added up behind {done}"
+            assert end <= len(seq.request.prompt), "attention of a generated token is added up"
+            self.summed[seq.serial] = end
+            self.seen["summed"] += 1
+        super().submit(plan)
 
     def _compact(self, d):
         engine = self.engine()
@@ -34,6 +47,8 @@ class Device(SimExecutor):
             assert kept < stored
             assert pressed or kept == seq.request.keep
             self.seen["pressed"] += not regular
+            if self.sums:
+                assert self.summed.get(seq.serial) == len(seq.request.prompt), "a part of the prompt is not added up"
             if group == 0:
                 self._note(seq, computed, kept)
         super()._compact(d)
@@ -64,12 +79,13 @@ class CompressionMachine(CacheMachine):
         keep=st.sampled_from([2, 3, 4, 7, 0.5]),
         every=st.sampled_from([0, 1, 2, 5]),
         observed=st.sampled_from([0, 0, 1, 4]),
+        sums=st.booleans(),
         prefix=st.sampled_from([True, True, False]),
     )
-    def start(self, depth, windows, blocks, step, keep, every, observed, prefix):
-        self.begin(depth, windows, blocks, step, keep, every, observed, prefix)
+    def start(self, depth, windows, blocks, step, keep, every, observed, sums, prefix):
+        self.begin(depth, windows, blocks, step, keep, every, observed, sums, prefix)
 
-    def begin(self, depth, windows, blocks, step, keep, every, observed, prefix, pressure=0):
+    def begin(self, depth, windows, blocks, step, keep, every, observed, sums, prefix, pressure=0):
         self.clock, self.budget, self.keep = Clock(), step, keep
         self.engine = sim_engine(
             slots=5,
@@ -82,15 +98,15 @@ class CompressionMachine(CacheMachine):
             reads=("temperature", "kv_budget"),
             compress=(0, every),
             pressure=pressure,
-            device=lambda *args: self._device(observed, *args),
+            device=lambda *args: self._device(observed, sums, *args),
         )
         self.watch = PolicyWatch(self.engine.planner.policy)
         self.made, self.gone = [], set()
         self.n = self.failed = 0
 
-    def _device(self, observed, *args):
+    def _device(self, observed, sums, *args):
         device = Device(*args)
-        device.observed = observed
+        device.observed, device.sums = observed, sums
         device.seen = self.seen
         device.engine = lambda: self.engine
         return device
@@ -127,11 +143,12 @@ class PressureMachine(CompressionMachine):
         keep=st.sampled_from([3, 7, 0.5]),
         every=st.sampled_from([0, 0, 5]),
         observed=st.sampled_from([0, 0, 4]),
+        sums=st.booleans(),
         prefix=st.booleans(),
         pressure=st.sampled_from([3, 0.3, 0.6]),
     )
-    def start(self, depth, windows, blocks, step, keep, every, observed, prefix, pressure):
-        self.begin(depth, windows, blocks, step, keep, every, observed, prefix, pressure)
+    def start(self, depth, windows, blocks, step, keep, every, observed, sums, prefix, pressure):
+        self.begin(depth, windows, blocks, step, keep, every, observed, sums, prefix, pressure)
 
     @rule(first=st.integers(1, 40), length=st.integers(1, 12), out=st.integers(10, 24))
     def long_outputs(self, first, length, out):

@@ -52,13 +52,19 @@ class Compression:
 
     ``budget`` is that of requests without one, 0 for none.  ``every`` is the number of generated tokens between two
     compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens whose queries the
-    compressor reads."""
+    compressor reads, and ``sums`` means that it reads attention sums over the prompt."""
 
     def __init__(
-        self, budget: float, every: int, observed: int, shares: bool, pressure: Pressure | None
+        self,
+        budget: float,
+        every: int,
+        observed: int,
+        sums: bool,
+        shares: bool,
+        pressure: Pressure | None,
     ) -> None:
         self.budget, self.every, self.observed, self.shares = budget, every, observed, shares
-        self.pressure = pressure
+        self.sums, self.pressure = sums, pressure
         self.compressions = self.dropped = 0
 
     @classmethod
@@ -82,7 +88,8 @@ class Compression:
         if options.pressure_budget:
             pressure = Pressure(options.pressure_budget, capacity.depth, observed > 0)
             cache.margin = 1 + pressure.horizon // wiring.block
-        return cls(options.kv_budget, options.compress_every, observed, cache.prefix, pressure)
+        every, sums = options.compress_every, capacity.sums
+        return cls(options.kv_budget, every, observed, sums, cache.prefix, pressure)
 
     def bind(self, request: Request) -> None:
         """Set the number of tokens that a request keeps.  RequestError if its budget is not a number of tokens or a
@@ -91,6 +98,7 @@ class Compression:
         budget = self.budget if asked is None else asked
         if self.pressure is not None and asked != 0 and request.pooling is None:
             request.pressure = self.pressure.budget
+            request.observed = len(request.prompt) if self.sums else 0
         if not budget or request.pooling is not None:
             return
         if not math.isfinite(budget) or (budget >= 1 and budget != int(budget)):
@@ -106,13 +114,17 @@ class Compression:
             # the first multiple at which more than ``keep`` tokens are stored
             request.first_compression = n + self.every * -(-(keep + 1 - n) // self.every)
         request.observed = min(self.observed, n) if n > keep else 0
+        if self.sums:
+            request.observed = n
 
     def settle(self, request: Request) -> None:
         """Leave a request uncompressed if it ends before its first compression removes a token."""
         n, keep = len(request.prompt), request.keep
         last = request.end - 1  # the last token is drawn and not computed
         if keep and (request.first_compression > last or (n <= keep and not self.every)):
-            request.keep = request.observed = 0
+            request.keep = 0
+            if not request.pressure:
+                request.observed = 0
 
     def hold(self, request: Request, end: int, block: int) -> int:
         """Return the most tokens that the KV cache holds for a row of a request that ends at ``end`` tokens.
@@ -133,6 +145,8 @@ class Compression:
         """Raise RequestError if the rows of a request cannot be compressed.  Memory pressure compresses no such row."""
         if request.beams is not None or guided:
             request.pressure = 0
+            if not request.keep:
+                request.observed = 0
         if not request.keep:
             return
         if request.beams is not None:
@@ -201,13 +215,16 @@ class Compression:
     def observe(
         self, s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
     ) -> dict[str, Any]:
-        """Return the column ``observe`` of a plan: the rows whose queries the next compression reads.
+        """Return the columns ``observe`` and ``sums`` of a plan: the rows whose queries the next compression reads, and
+        the rows whose attention is added up.
 
-        It reads the last queries of the prompt at first, and later the last query only.  ``computed`` i32 [R] are the
-        numbers of tokens that the rows had before the step, and ``q_len`` i32 [R] the numbers of tokens in the step.
+        A compression reads the last queries of the prompt at first, and later the last query only.  ``computed`` i32
+        [R] are the numbers of tokens that the rows had before the step, and ``q_len`` i32 [R] the numbers of tokens in
+        the step.
         """
+        found = self._summed(s, slots, computed) if self.sums else {}
         if not self.observed:
-            return {}
+            return found
         end = s.compress_at[slots]
         first = end - np.where(
             end == s.prompt[slots], np.minimum(self.observed, s.prompt[slots]), 1
@@ -215,10 +232,26 @@ class Compression:
         after = computed + q_len
         rows = np.flatnonzero((after > first) & (after <= end))
         if not len(rows):
-            return {}
+            return found
         before = computed[rows] > first[rows]
         count = np.where(before, q_len[rows], after[rows] - first[rows])
-        return {"observe": np.stack([rows, count, before], axis=1).astype(np.int32)}
+        return {**found, "observe": np.stack([rows, count, before], axis=1).astype(np.int32)}
+
+    def _summed(self, s: Slots, slots: np.ndarray, computed: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the column ``sums`` of a plan: the rows that compute their prompt and may be compressed."""
+        rows = np.flatnonzero(computed < s.prompt[slots]).tolist()
+        summed = [row for row in rows if s.at(int(slots[row])).request.observed]
+        return {"sums": np.array(summed, np.int32)} if summed else {}
+
+    def upto(self, s: Slots, rows: np.ndarray, upto: np.ndarray) -> np.ndarray:
+        """Return the numbers of tokens up to which running rows may compute, at most ``upto``.
+
+        No step goes beyond a compression.  If attention is added up, no step goes beyond the end of the prompt."""
+        upto = np.minimum(upto, s.compress_at[rows])
+        if not self.sums:
+            return upto
+        prompt = s.prompt[rows]
+        return np.where(s.computed[rows] < prompt, np.minimum(upto, prompt), upto)
 
     def _with_room(
         self, planner: CompressingPlanner, slot: int, keep: int

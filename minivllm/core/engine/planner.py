@@ -304,7 +304,7 @@ class Planner:
         may = s.ready[run] & (s.known[run] < s.end[run])
         upto = s.schedulable[run]
         if self.compression is not None:
-            upto = np.minimum(upto, s.compress_at[run])
+            upto = self.compression.upto(s, run, upto)
         return (upto - s.computed[run]) * may
 
     def _decode(self, need: np.ndarray) -> np.ndarray:
@@ -504,8 +504,10 @@ class Planner:
                 seq.request.scheduled = seq.request.scheduled or now
                 owner_number = seq.request.owner_number
                 for slot in [one.slot for one in seq.pair]:
-                    upto = min(int(s.schedulable[slot]), int(s.compress_at[slot]))
-                    whole = min(upto - int(s.computed[slot]), parts.most(owner_number))
+                    upto = s.schedulable[[slot]]
+                    if self.compression is not None:
+                        upto = self.compression.upto(s, np.array([slot]), upto)
+                    whole = min(int(upto[0] - s.computed[slot]), parts.most(owner_number))
                     want = self._encoded(slot, whole)
                     if want < whole:
                         parts.spend(owner_number, whole - want)  # features take time too

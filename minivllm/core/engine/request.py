@@ -188,7 +188,7 @@ class Request:
     pressure: float = 0
     first_compression: int = 0  # computed tokens at its first compression
     held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
-    # number of last prompt tokens whose queries the compressor reads
+    # number of last prompt tokens whose queries the compressor reads; all if it reads attention sums
     observed: int = 0
     facts: RequestFacts | None = None  # the request as a predictor received it
     predicted: int | None = None  # output tokens that a predictor expects, None = unknown

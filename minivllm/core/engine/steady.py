@@ -57,7 +57,7 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or p.speculation is not None or s.asking:
         return None
-    if len(plan.host) or len(plan.held) or plan.q_len[-1] > 1:
+    if len(plan.host) or len(plan.held) or len(plan.sums) or plan.q_len[-1] > 1:
         return None
     if s.tapping and (len(plan.given) or not reads_all(s, at, plan.taps)):
         return None

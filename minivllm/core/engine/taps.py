@@ -151,7 +151,7 @@ def most_cached(seq: Seq, most: int) -> int:
     if request.prompt_topk >= 0:
         return 1
     if (
-        request.keep
+        request.keep or request.observed
     ):  # the row is compressed where its prompt ends, and the queries before are computed for it
         most = min(most, max(1, len(request.prompt) - request.observed + 1))
     if (

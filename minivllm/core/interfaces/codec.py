@@ -201,6 +201,7 @@ _PLAN = Layout(
                 ("steered", 0),
                 ("pooled", 3),
                 ("observe", 3),
+                ("sums", 0),
                 ("given", 2),
                 ("routes", 0),
             ],

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-API = (1, 0)
+# 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries
+API = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class StoredTokens:
         int  # tokens of the sequence that were computed; the last stored token is the last of these
     )
     seed: int  # the seed of the request, for a compressor that draws
+    # f32 [kv_heads, n] attention probabilities of each token, added up over the queries of the prompt and over the
+    # query heads of the KV head; None unless ``Compressor.attention_sums``.  Generated tokens have 0.
+    attention_sums: Tensor | None = None
+    # f32 [kv_heads, n] number of queries in each sum: the prompt's tokens from the token itself on
+    sum_queries: Tensor | None = None
 
 
 class Compressor(ABC):
@@ -61,6 +67,9 @@ class Compressor(ABC):
     # Number of last tokens whose queries ``score`` reads, 0 for none.  Steps that compute the end of a prompt then run
     # as separate launches.  At a compression after the prompt only the query of the last token is there.
     window = 0
+    # True if ``score`` reads the sums of attention.  Prompts are then computed whole, without prefix hits, and their
+    # steps run as separate launches.  Queries of generated tokens are not added, so decode steps remain captured.
+    attention_sums = False
 
     def __init__(self, options: Any, ctx: CompressorContext) -> None:
         self.options, self.ctx = options, ctx

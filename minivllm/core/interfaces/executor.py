@@ -23,8 +23,9 @@ from .plan import LateInputs, StepPlan, StepResult
 # no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
 # AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
-# 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead
-API = (2, 13)
+# 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead;
+# 2.14: StepPlan.sums, Capacity.sums
+API = (2, 14)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -210,6 +211,8 @@ class Capacity:
     # number of last tokens whose queries the compressor reads; None if the executor does not compress rows
     # (``Delta.compact``), and then a compressor is refused
     compresses: int | None = None
+    # whether the compressor reads attention sums (``StepPlan.sums``)
+    sums: bool = False
     # number of KV heads of each layer of each KV group, for ``StepResult.kept``; () if the executor returns no kept
     # tokens, and then requests that read them are refused
     kept_heads: tuple[tuple[int, ...], ...] = ()

@@ -117,6 +117,9 @@ class StepTensors:
     hidden: Tensor | None = None
     # keeps the prepared queries of attention for a compressor by ``keep(layer, q)``; None if the step has none to keep
     queries: Any = None
+    # adds up the attention to each key for a compressor by ``norms(layer, q)`` and ``add(layer, q, meta, norms)``; None
+    # if the step has no such rows
+    sums: Any = None
     drafted: bool = False  # ``hidden`` are the head's own states at the draft before
 
 

@@ -178,6 +178,9 @@ class StepPlan:
     # i32 [n, 3] (row, count, more): keep the queries of the last ``count`` tokens of the row for the next
     # ``Delta.compact`` of its slot, in addition to those of earlier steps if ``more`` is 1, else in their place
     observe: np.ndarray = field(default_factory=nothing(0, 3))
+    # i32 [n] rows whose tokens are all of the prompt: add the attention of their queries to the attention sums of
+    # their slots (see ``interfaces.compressor``)
+    sums: np.ndarray = field(default_factory=nothing())
     # i32 [n, 2] (row, count): the experts of the first ``count`` tokens of the row are given.  ``routes`` i32 holds
     # their numbers [tokens, sum of the widths of ``Capacity.given``], concatenated; -1 leaves the choice to the router.
     given: np.ndarray = field(default_factory=nothing(0, 2))

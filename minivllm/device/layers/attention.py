@@ -49,5 +49,8 @@ class AttentionLayer(Module):
         if step.queries is not None:
             step.queries.keep(self.layer.index, q)
         out = q.new_empty(tokens, spec.heads, spec.dim_v)
-        self.backend.forward(self.layer, q, step.meta, out)
+        norms = None if step.sums is None else step.sums.norms(self.layer, q)
+        self.backend.forward(self.layer, q, step.meta, out, norms)
+        if step.sums is not None:
+            step.sums.add(self.layer, q, step.meta, norms)
         return out.view(tokens, spec.heads * spec.dim_v)

@@ -131,7 +131,7 @@ class NativeSteps:
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered) or len(plan.given):
             return False
-        if len(plan.observe):
+        if len(plan.observe) or len(plan.sums):
             return False
         if len(plan.pooled):
             used = len(plan.samples) + int(plan.pooled[:, 2].sum())

@@ -20,6 +20,8 @@ from minivllm.core.interfaces.plan import StepError
 from minivllm.errors import PluginError, describe_error
 from minivllm.registry import build_part
 
+from .attention_sums import AttentionSums
+from .build import has_kernels
 from .kept_sets import KeptSets
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class Compactor:
         self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
         self.seeds: dict[int, int] = {}  # slot -> seed of its row
         self.queries = QueryStore() if self.compressor.window else None
+        self.sums = self._attention_sums(wiring, worker) if self.compressor.attention_sums else None
         self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
         for layer in worker.parts.layers:
             for name, tensor in layer.cache.items():
@@ -66,6 +69,22 @@ class Compactor:
                         f"{self.name}: the tensor {name!r} of the KV cache has blocks of {tuple(tensor.shape[1:])}; "
                         f"expected {want} first, tokens and heads; use another attention back end or KV format"
                     )
+
+    def _attention_sums(self, wiring: Wiring, worker: Worker) -> AttentionSums:
+        """Return the store of attention sums.  A note says whether torch adds them up on a GPU, which is slow."""
+        reason = "triton is not installed"
+        kernel = False
+        if has_kernels(wiring):
+            from minivllm.device.kernels.attention_sums import fits
+
+            layers = worker.parts.layers
+            kernel = all(fits(layer.cache, layer.spec.kv_heads, layer.spec.dim_qk) for layer in layers)
+            reason = "the kernel cannot read the keys of this attention back end or KV format"
+            if kernel and "lse" not in wiring.parts["attention"].features:
+                kernel, reason = False, "the attention back end returns no log-sum-exp"
+        if not kernel and wiring.device != "cpu":
+            worker.notes.append(f"torch adds up attention for the compressor, which takes long: {reason}")
+        return AttentionSums(self.layers, self.format, self.state, self.dtype, kernel)
 
     @property
     def kept_heads(self) -> tuple[tuple[int, ...], ...]:
@@ -96,6 +115,8 @@ class Compactor:
                 self.sets.add(slot, group, computed, chosen)
                 if error is not None:
                     errors[slot] = error
+            if self.sums is not None:
+                self.sums.keep(slot, group, chosen)
             for layer, tokens in zip(self.layers[group], chosen, strict=True):
                 _move(layer, place[tokens.long()], to)
             if i in returned:
@@ -156,6 +177,7 @@ class Compactor:
         """Return the scores of the compressor, [stored] or [kv_heads, stored].  PluginError for another shape."""
         stored = row.stored
         keys, values = self.format.load(layer.cache, row.sources[None], self.dtype)
+        sums, queries = (None, None) if self.sums is None else self.sums.of(row.slot, layer, stored)
         tokens = StoredTokens(
             layer=layer.index,
             keys=keys[0, :stored],
@@ -165,6 +187,8 @@ class Compactor:
             keep=row.kept,
             computed=row.computed,
             seed=self.seeds.get(row.slot, 0),
+            attention_sums=sums,
+            sum_queries=queries,
         )
         scores = call_foreign(self.compressor.score, tokens)
         heads = layer.spec.kv_heads
@@ -182,7 +206,7 @@ class Compactor:
 
     def note(self, delta: Delta) -> None:
         """Store the seeds of new rows on the host, because reading them from the device would wait for it, and the
-        queries of rows that fork."""
+        queries and attention sums of rows that fork."""
         self.sets.note(delta)
         join = delta.join
         if join is not None:
@@ -191,6 +215,8 @@ class Compactor:
             self.seeds[slot] = self.seeds.get(source, 0)
         if self.queries is not None:
             self.queries.note(delta)
+        if self.sums is not None:
+            self.sums.note(delta)
 
 
 def _move(layer: AttnLayer, sources: Tensor, to: Tensor) -> None:

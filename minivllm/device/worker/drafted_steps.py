@@ -129,7 +129,17 @@ class DraftedSteps:
     def key(self, plan: StepPlan) -> DraftedKey | None:
         """Return the shape of the capture in which a step runs, or None if this class does not capture it."""
         rows = len(plan.slots)
-        apart = (plan.host, plan.held, plan.late, plan.guided, plan.prompt, plan.pooled, plan.observe, plan.taps)
+        apart = (
+            plan.host,
+            plan.held,
+            plan.late,
+            plan.guided,
+            plan.prompt,
+            plan.pooled,
+            plan.observe,
+            plan.sums,
+            plan.taps,
+        )
         if not len(plan.draft) or rows > self.sizes[-1] or any(map(len, apart)) or len(plan.samples) < rows:
             return None
         if (plan.q_len != 1).any() or len(plan.steered) or len(plan.given) or self.runner.adapts(plan)[0]:

@@ -173,8 +173,8 @@ class Graphs:
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
-        if len(plan.observe):
-            return None  # copies of queries use the host's numbers of tokens, which a replay does not have
+        if len(plan.observe) or len(plan.sums):
+            return None  # they use the host's numbers of tokens, which a replay does not have
         if len(plan.pooled) and not reads_last_tokens(plan):
             return None  # a capture returns the hidden state of one token for each row only
         if len(plan.draft) and self.runner.state.recurrent is not None:

@@ -235,6 +235,7 @@ class Runner:
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
             compresses=None if self.compactor is None else self.compactor.compressor.window,
+            sums=self.compactor is not None and self.compactor.sums is not None,
             kept_heads=() if self.compactor is None else self.compactor.kept_heads,
             image_bytes=self.image_bytes,
             no_images=w.no_images,
@@ -358,6 +359,9 @@ class Runner:
         if len(plan.observe):
             assert self.compactor is not None and self.compactor.queries is not None
             read.queries = self.compactor.queries.of_step(plan)
+        if len(plan.sums):
+            assert self.compactor is not None and self.compactor.sums is not None
+            read.sums = self.compactor.sums.of_step(plan)
         methods, points = self.adapts(plan)
         if self.adapters is not None:
             read.taps = self.adapters.taps(methods, points, read.taps)

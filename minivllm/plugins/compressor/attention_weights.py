@@ -1,4 +1,4 @@
-"""Compressors that read the attention of the last queries: snapkv, tova, rkv."""
+"""Compressors that read attention: of the last queries (snapkv, tova, rkv), and of the whole prompt (h2o)."""
 
 from __future__ import annotations
 
@@ -98,6 +98,26 @@ class RKV(Compressor):
         score = weight * importance - (1 - weight) * redundancy
         newest = min(self.window, len(stored.keys))
         return with_newest(score, newest)
+
+
+class H2O(Compressor):
+    """Keep the newest tokens, and of the others those that got most attention from the prompt (H2O, arXiv:2306.14048).
+
+    ``recent`` of the kept tokens are the newest.  Attention is added up over the queries of the prompt, or with
+    ``mean`` averaged over the queries that saw the token, as in the press ObservedAttention of kvpress."""
+
+    attention_sums = True
+
+    def score(self, stored: StoredTokens) -> Tensor:
+        assert stored.attention_sums is not None and stored.sum_queries is not None
+        attention = stored.attention_sums
+        if self.options.mean:
+            attention = attention / stored.sum_queries.clamp(min=1)
+        n = attention.shape[-1]
+        newest = int(self.options.recent * stored.keep)
+        order = torch.arange(n, device=attention.device)
+        above = attention.amax(dim=-1, keepdim=True) + 1 + order
+        return torch.where(order < n - newest, attention, above)
 
 
 def mean_similarity(keys: Tensor) -> Tensor:

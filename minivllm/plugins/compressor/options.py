@@ -33,6 +33,15 @@ class SnapKVOptions(BaseModel):
     kernel: Kernel = Field(5, ge=1, le=63, description="Neighbours over which attention is averaged.")
 
 
+class H2OOptions(BaseModel):
+    """The options of ``h2o``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    recent: float = Field(0.5, ge=0, le=1, description="Share of the kept tokens that are the newest ones.")
+    mean: bool = Field(False, description="Compare the mean attention of the queries that see a token, not the sum.")
+
+
 class RKVOptions(BaseModel):
     """The options of ``rkv``."""
 

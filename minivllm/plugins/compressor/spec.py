@@ -3,7 +3,7 @@
 from minivllm.registration.spec import ANY, Param, Spec
 
 HERE = "minivllm.plugins.compressor."
-API = (1, 0)
+API = (1, 1)
 DEVICES = {"device": ANY}
 KV_BUDGET = Param(
     "kv_budget",
@@ -37,5 +37,7 @@ RANDOM = _scorer("keys:Random", "random tokens stay: the control of an experimen
 _SNAPKV = "tokens to which the last tokens of the prompt attend stay"
 SNAPKV = _scorer("attention_weights:SnapKV", _SNAPKV, "options:SnapKVOptions")
 TOVA = _scorer("attention_weights:Tova", "tokens to which the newest token attends stay")
+_H2O = "tokens that got most attention from the whole prompt stay, and the newest ones"
+H2O = _scorer("attention_weights:H2O", _H2O, "options:H2OOptions")
 _RKV = "tokens that are attended to and not redundant stay, for long outputs"
 RKV = _scorer("attention_weights:RKV", _RKV, "options:RKVOptions")

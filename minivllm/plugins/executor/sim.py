@@ -78,6 +78,7 @@ class Sim(Executor):
 
     threaded = True  # whether threads call the stores of tiers
     observed = 0  # last tokens whose queries a compressor reads, none here
+    sums = False  # whether a compressor reads attention sums
     # window of each KV group; None if the block tables show windows by missing entries
     windows: tuple[int | None, ...] | None = None
 
@@ -139,6 +140,7 @@ class Sim(Executor):
             checkpoints=checkpoints,
             compresses=self.observed,
             drafts_ahead=True,
+            sums=self.sums,
         )
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:

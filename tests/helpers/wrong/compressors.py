@@ -22,8 +22,11 @@ FAULTS = {
     "DrawsFromTheGlobalGenerator": (ALONE, KEPT),
     "CountsItsCalls": (ALONE,),
     "NeedsTwoQueries": (ONE,),
+    "DividesByNoQueries": (SCORED,),
+    "NormalizesSumsInPlace": (KEPT,),
+    "AddsUpItsCalls": (ALONE,),
 }
-RIGHT = ("Norms", "Attended")
+RIGHT = ("Norms", "Attended", "Sums")
 
 
 def spec(name):
@@ -99,3 +102,40 @@ class NeedsTwoQueries(Attended):
     def score(self, stored):
         first, last = stored.queries[-2], stored.queries[-1]
         return last_attention(stored, torch.stack([first, last])).mean(dim=(1, 2))
+
+
+class Sums(Compressor):
+    spec = spec("Sums")
+    attention_sums = True
+
+    def score(self, stored):
+        return stored.attention_sums / stored.sum_queries.clamp(min=1)
+
+
+class DividesByNoQueries(Sums):
+    spec = spec("DividesByNoQueries")
+
+    def score(self, stored):
+        return stored.attention_sums / stored.sum_queries
+
+
+class NormalizesSumsInPlace(Sums):
+    spec = spec("NormalizesSumsInPlace")
+
+    def score(self, stored):
+        return stored.attention_sums.div_(stored.sum_queries.clamp(min=1))
+
+
+class AddsUpItsCalls(Sums):
+    """Own sums over all calls, which are not dropped when another row is scored."""
+
+    spec = spec("AddsUpItsCalls")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.totals = {}
+
+    def score(self, stored):
+        own = super().score(stored)
+        self.totals[own.shape] = self.totals.get(own.shape, 0) + own
+        return self.totals[own.shape]

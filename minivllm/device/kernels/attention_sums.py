@@ -1,0 +1,185 @@
+"""Sums of the attention of many queries to each key, from the log-sum-exp that the attention kernel has computed.
+
+    grid (key tiles, kv_heads, rows); a program adds up N keys of a row in one KV head
+
+    k [N, D]  for each query head of the KV head, and each tile of M queries that see the keys:
+              k · q [M, D] = s [N, M] ──► exp(s - lse) ──► sum over M        sums [N]
+
+The probabilities are never stored.  Each key has one program, so the sums do not depend on the order of programs.
+Flops: 2 * D * (query-key pairs) * heads, which is half of those of attention.  Only the tiles at the diagonal and at
+the end of a row have a mask.
+
+Reference: ``device.worker.attention_sums.add_sums``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
+
+from .launch import capability, kernel
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+class SumTiles(NamedTuple):
+    """The tile of a program."""
+
+    keys: int  # N
+    queries: int  # M
+    warps: int
+    stages: int  # tiles of queries in shared memory
+
+
+TILES = SumTiles(128, 64, 8, 3)
+NARROW = SumTiles(64, 32, 4, 2)  # for queries in float32, and for heads above 128 elements
+
+
+class SummedRows(NamedTuple):
+    """The rows of a step whose attention is added up."""
+
+    # i64 [6, R]: first token in the step, tokens in the step, stored tokens after the step, slot, address of the row's
+    # sums of the group's first layer, and their number of elements for each layer
+    table: Tensor
+    longest: int  # most stored tokens of a row
+    count: int  # R
+
+
+@triton.jit
+def _queries(q, q_tiles, begin, token, count, head, q_stride, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+             TMA: tl.constexpr):  # fmt: skip
+    """Load the queries [M, DP] of a head from a token of a row on."""
+    if TMA:
+        return q_tiles.load([begin + token, head * D])
+    else:
+        at, od = token + tl.arange(0, M), tl.arange(0, DP)
+        place = q + (begin + at).to(tl.int64)[:, None] * q_stride + head * D + od[None, :]
+        return tl.load(place, mask=(at < count)[:, None] & (od < D)[None, :], other=0.0)
+
+
+@kernel("rows", "lse_stride", "layer", "R")
+def _sums(
+    q, q_tiles, k_cache, k_scales, table, lse, rows, layer, scale, softcap, q_stride, lse_stride, table_stride, R,
+    KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(rows + R + row).to(tl.int32)
+    length = tl.load(rows + 2 * R + row).to(tl.int32)
+    if tile * N >= length:
+        return
+    begin = tl.load(rows + row).to(tl.int32)
+    blocks = table + tl.load(rows + 3 * R + row) * table_stride
+    sums = tl.load(rows + 4 * R + row).to(tl.pointer_type(tl.float32))
+    sums += layer * tl.load(rows + 5 * R + row) + head * length.to(tl.int64)
+
+    on, om, od = tl.arange(0, N), tl.arange(0, M), tl.arange(0, DP)
+    key = tile * N + on
+    inside = key < length
+    page = tl.load(blocks + key // BLOCK, mask=inside, other=0).to(tl.int64)
+    at = (page * BLOCK + key % BLOCK) * KH + head
+    k = tl.load(k_cache + at[:, None] * D + od[None, :], mask=inside[:, None] & (od < D)[None, :], other=0.0)
+    k = k.to(q.dtype.element_ty)
+    by_k = tl.load(k_scales + at, mask=inside, other=0.0) if SCALED else on
+
+    before = length - count  # position of the row's first query
+    start = tl.maximum(tile * N - before, 0) // M * M  # the first tile with a query that sees a key
+    whole = tile * N + N - 1 - before  # each query from this token on sees each key
+    total = tl.zeros([N], tl.float32)
+    for i in tl.range(0, (count - start + M - 1) // M * G, num_stages=STAGES):
+        token, own = start + i // G * M, head * G + i % G
+        x = _queries(q, q_tiles, begin, token, count, own, q_stride, D, DP, M, TMA)
+        real = token + om < count
+        norm = tl.load(lse + own * lse_stride + begin + token + om, mask=real, other=0.0)
+        if IEEE:
+            s = tl.dot(k.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
+        else:
+            s = tl.dot(k, tl.trans(x))
+        if SCALED:
+            s = s * by_k[:, None]
+        if SOFTCAP:  # tanh by exp, because the interpreter lacks libdevice
+            e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
+            t = (1.0 - e) / (1.0 + e)
+            s = softcap * tl.where(s < 0, -t, t) * LOG2E
+        else:
+            s = s * (scale * LOG2E)
+        p = tl.exp2(s - norm[None, :])
+        if (token < whole) | (token + M > count):
+            p = tl.where((key[:, None] <= (before + token + om)[None, :]) & real[None, :], p, 0.0)
+        total += tl.sum(p, 1)
+    tl.store(sums + key, tl.load(sums + key, mask=inside, other=0.0) + total, mask=inside)
+
+
+def fits(cache: Mapping[str, Tensor], kv_heads: int, dim: int) -> bool:
+    """Return whether the kernel can read the keys of a layer: k [blocks, block, kv_heads, dim], and k_scale if it is
+    stored."""
+    keys = cache.get("k")
+    return keys is not None and keys.shape[2:] == (kv_heads, dim) and (keys.dtype.itemsize > 1 or "k_scale" in cache)
+
+
+def _by_tma(q: Tensor, dim: int) -> bool:
+    """Return whether the copy engine loads queries.  Under the interpreter it does too, so that tests cover it."""
+    powers = dim >= 16 and dim & (dim - 1) == 0
+    return powers and (q.device.type == "cpu" or (capability(q.device) >= 9 and q.dtype.itemsize == 2))
+
+
+def add_sums(
+    layer: AttnLayer,
+    number: int,
+    q: Tensor,
+    meta: AttnMeta,
+    lse: Tensor,
+    rows: SummedRows,
+    tiles: SumTiles | None = None,
+) -> None:
+    """Add the attention of the queries q [T, heads, D] of ``rows`` to the sums f32 [kv_heads, stored tokens] of each
+    row.
+
+    ``lse`` f32 [T, heads] is the natural logarithm of the denominators.  ``number`` is the place of the layer in its
+    group.  ``tiles`` None means the measured choice."""
+    spec = layer.spec
+    # the interpreter cannot multiply bfloat16
+    dim, exact = spec.dim_qk, q.element_size() == 4 or q.device.type == "cpu"
+    if q.stride(2) != 1 or q.stride(1) != dim:
+        q = q.contiguous()
+    norms = (lse * LOG2E.value).t().contiguous()
+    scaled, tma = "k_scale" in layer.cache, _by_tma(q, dim)
+    chosen = tiles or (NARROW if exact or dim > 128 else TILES)
+    flat = q.view(len(q), -1)
+    _sums[(triton.cdiv(rows.longest, chosen.keys), spec.kv_heads, rows.count)](
+        q,
+        TensorDescriptor.from_tensor(flat, [chosen.queries, dim]) if tma else q,
+        layer.cache["k"],
+        layer.cache["k_scale"] if scaled else q,
+        meta.table[layer.group],
+        norms,
+        rows.table,
+        number,
+        spec.softmax_scale,
+        spec.softcap or 1.0,
+        q.stride(0),
+        norms.stride(0),
+        meta.table.stride(1),
+        rows.count,
+        KH=spec.kv_heads,
+        G=spec.heads // spec.kv_heads,
+        D=dim,
+        DP=triton.next_power_of_2(max(dim, 16)),
+        BLOCK=meta.block,
+        N=chosen.keys,
+        M=chosen.queries,
+        SOFTCAP=spec.softcap is not None,
+        SCALED=scaled,
+        IEEE=exact,
+        TMA=tma,
+        STAGES=chosen.stages,
+        num_warps=chosen.warps,
+    )

@@ -1,0 +1,199 @@
+"""The attention that each stored token of a row gets from the queries of the row's prompt, for a compressor.
+
+    prompt    chunk 1 (8 tokens)   chunk 2 (5 tokens)     compression          generated tokens
+    sums      [layers, heads, 8] ──► [.., 13] ─────────── [.., kept] ──────────── zeros behind
+               += 8 queries           += 5 queries         of the kept tokens
+
+The sums of a row are float32, one for each KV head of each layer: 4 bytes for each stored token.  Probabilities are
+never stored for all queries.  On a GPU a kernel adds them up (``kernels.attention_sums``).  Elsewhere torch does so for
+some queries at a time.  The tensors of a row are replaced and never changed after its step, so branches share them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
+    from minivllm.core.interfaces.kvformat import KVFormat
+    from minivllm.core.interfaces.plan import Delta, StepPlan
+    from minivllm.device.kernels.attention_sums import SummedRows
+
+    from .state import DeviceState
+
+PAIRS = 1 << 22  # query-key pairs of all heads whose probabilities are computed at once
+
+
+class RowSums(NamedTuple):
+    """The sums of a row in a KV group."""
+
+    sums: Tensor  # f32 [layers, kv_heads, n]
+    # f32 [layers, kv_heads, n] number of queries in each sum; None as long as the row is not compressed, because the
+    # token at position i was then read by the n - i queries from its own on
+    queries: Tensor | None = None
+
+    def of_layer(self, number: int, stored: int) -> tuple[Tensor, Tensor]:
+        """Return the sums and the numbers of queries f32 [kv_heads, stored] of a layer.  Tokens behind the prompt get
+        zeros."""
+        sums = self.sums[number]
+        more = stored - sums.shape[-1]
+        queries = self.all_queries()[number]
+        return pad(sums, (0, more)), pad(queries, (0, more))
+
+    def all_queries(self) -> Tensor:
+        """Return the number of queries in each sum, f32 [layers, kv_heads, n]."""
+        if self.queries is not None:
+            return self.queries
+        n = self.sums.shape[-1]
+        numbers = torch.arange(n, 0, -1, dtype=torch.float32, device=self.sums.device)
+        return numbers.expand(self.sums.shape)
+
+
+class AttentionSums:
+    """The sums of all rows, by slot and KV group.
+
+    ``layers`` are the attention layers of each KV group.  ``kernel`` means that the Triton kernel adds them up, from
+    the log-sum-exp of the attention back end."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[AttnLayer]], fmt: KVFormat, state: DeviceState, dtype: torch.dtype, kernel: bool
+    ) -> None:
+        self.layers, self.format, self.state, self.dtype, self.kernel = layers, fmt, state, dtype, kernel
+        self.number = {layer.index: i for group in layers for i, layer in enumerate(group)}  # place in its group
+        self._of_slot: dict[int, dict[int, RowSums]] = {}
+        self._rows: list[tuple[int, int, int, int]] = []  # (slot, first token, tokens, stored tokens) of the step
+        self._tables: dict[int, SummedRows] = {}  # by KV group
+
+    def of_step(self, plan: StepPlan) -> AttentionSums:
+        """Prepare the sums of the rows ``plan.sums``, which get room for the tokens of the step."""
+        ends = plan.q_len.cumsum()
+        self._rows = [
+            (
+                int(plan.slots[i]),
+                int(ends[i] - plan.q_len[i]),
+                int(plan.q_len[i]),
+                int(plan.computed[i] + plan.q_len[i]),
+            )
+            for i in plan.sums.tolist()
+        ]
+        for slot, _, _, stored in self._rows:
+            of_row = self._of_slot.setdefault(slot, {})
+            for group in self._groups():
+                of_row[group] = self._grown(of_row.get(group), group, stored)
+        self._tables = {group: self._table(group) for group in self._groups()} if self.kernel else {}
+        return self
+
+    def _groups(self) -> list[int]:
+        """Return the KV groups whose rows are compressed: those without a sliding window."""
+        return [g for g, layers in enumerate(self.layers) if layers[0].spec.window is None]
+
+    def _grown(self, row: RowSums | None, group: int, stored: int) -> RowSums:
+        """Return the sums of a row with zeros for new tokens, as new tensors."""
+        layers = self.layers[group]
+        if row is None:
+            shape = (len(layers), layers[0].spec.kv_heads, stored)
+            return RowSums(torch.zeros(shape, device=self.state.device))
+        return RowSums(pad(row.sums, (0, stored - row.sums.shape[-1])))
+
+    def _table(self, group: int) -> SummedRows:
+        """Return the rows of the step for the kernel."""
+        from minivllm.device.kernels.attention_sums import SummedRows
+
+        columns = []
+        for slot, first, tokens, stored in self._rows:
+            sums = self._of_slot[slot][group].sums
+            columns.append((first, tokens, stored, slot, sums.data_ptr(), sums.stride(0)))
+        table = self.state.to(np.array(columns, np.int64).T)
+        return SummedRows(table, max(stored for *_, stored in self._rows), len(self._rows))
+
+    def norms(self, layer: AttnLayer, q: Tensor) -> Tensor | None:
+        """Return the tensor f32 [T, heads] for the log-sum-exp of a layer; None if it is not needed."""
+        if not self.kernel or layer.spec.window is not None:
+            return None
+        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    def add(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, norms: Tensor | None) -> None:
+        """Add the attention of the step's prepared queries q [T, heads, dim_qk] to the sums of a layer."""
+        if layer.spec.window is not None:
+            return
+        number = self.number[layer.index]
+        if norms is not None:
+            from minivllm.device.kernels.attention_sums import add_sums
+
+            add_sums(layer, number, q, meta, norms, self._tables[layer.group])
+            return
+        for slot, first, tokens, stored in self._rows:
+            keys = self._keys(layer, slot, stored)
+            sums = self._of_slot[slot][layer.group].sums[number]
+            sees = None
+            if meta.host_sees is not None:
+                sees = self.state.to(meta.host_sees[first : first + tokens])
+            sum_attention(sums, q[first : first + tokens], keys, layer.spec, layer.sinks, sees)
+
+    def _keys(self, layer: AttnLayer, slot: int, stored: int) -> Tensor:
+        """Return the keys [stored, kv_heads, dim_qk] of a row in a layer."""
+        blocks = self.state.table[layer.group, slot, : -(-stored // self.state.block)].long()
+        keys, _ = self.format.load(layer.cache, blocks[None], self.dtype)
+        return keys[0, :stored]
+
+    def of(self, slot: int, layer: AttnLayer, stored: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sums and the numbers of queries f32 [kv_heads, stored] of a row in a layer; None without sums."""
+        row = self._of_slot.get(slot, {}).get(layer.group)
+        return (None, None) if row is None else row.of_layer(self.number[layer.index], stored)
+
+    def keep(self, slot: int, group: int, chosen: Sequence[Tensor]) -> None:
+        """Keep the sums of the tokens ``chosen`` i32 [kv_heads, kept] of each layer of a group."""
+        row = self._of_slot.get(slot, {}).get(group)
+        if row is None:
+            return
+        at = torch.stack(list(chosen)).long()
+        prompt = row.sums.shape[-1]
+        inside = at < prompt
+        at = at.clamp(max=prompt - 1)
+        sums, queries = row.sums.gather(-1, at), row.all_queries().gather(-1, at)
+        self._of_slot[slot][group] = RowSums(sums * inside, queries * inside)
+
+    def note(self, delta: Delta) -> None:
+        """Drop the sums of rows that left or join, and give rows that fork those of their parent.
+
+        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
+        forks = delta.fork.tolist()
+        copies = {slot: dict(self._of_slot.get(source, {})) for source, slot, _ in forks}
+        for slot in delta.leave.tolist():
+            self._of_slot.pop(slot, None)
+        if delta.join is not None:
+            for slot in delta.join.slot.tolist():
+                self._of_slot.pop(slot, None)
+        self._of_slot.update(copies)
+
+
+def sum_attention(
+    sums: Tensor, q: Tensor, keys: Tensor, spec: AttnSpec, sinks: Tensor | None, sees: Tensor | None = None
+) -> None:
+    """Add the attention of the queries q [t, heads, dim_qk], which are those of the last t of the n tokens with
+    ``keys`` [n, kv_heads, dim_qk], to ``sums`` f32 [kv_heads, n].
+
+    ``sinks`` f32 [heads] are the logits that only the denominator has, if the spec has them.  ``sees`` i64 [t] is the
+    last position that each query sees, None means its own."""
+    n, kv_heads, dim = keys.shape
+    tokens, heads = q.shape[:2]
+    own = torch.arange(n - tokens, n, device=q.device) if sees is None else sees
+    key = torch.arange(n, device=q.device)
+    columns = keys.float().permute(1, 2, 0)
+    for part, last in zip(q.split(max(1, PAIRS // (heads * n))), own.split(max(1, PAIRS // (heads * n))), strict=True):
+        lines = part.float().view(len(part), kv_heads, -1, dim).permute(1, 2, 0, 3)
+        scores = (lines.reshape(kv_heads, -1, dim) @ columns).view(*lines.shape[:3], n) * spec.softmax_scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores.masked_fill_(key > last[:, None], float("-inf"))
+        if spec.sinks and sinks is not None:
+            sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        sums += scores.softmax(dim=-1).sum(dim=(1, 2))[:, :n]
