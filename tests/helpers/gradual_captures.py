@@ -74,6 +74,27 @@ def test_the_start_has_a_capture_for_each_decode_step_and_idle_turns_make_those_
     assert any(isinstance(key, GraphKey) and key.kind == "mixed" for key in first)
 
 
+def test_captures_after_sleep_are_those_that_first_requests_need_and_measure_nothing(model, monkeypatch):
+    """The start makes all captures.  A runner that captures again uses its measurements; idle turns make the others."""
+    params = asked(*PLAIN, ignore_eos=True)
+    items = prompts(61, [1 + 13 * i for i in range(len(params))])
+    options = {**SIZES, "graph_captures": "start"}
+    with cpu_captures(), engine(model, **options) as llm:
+        runner = llm.engine.executor.runner
+        whole, want = made(runner), llm.generate(items, params, False)
+        known = runner.graphs.measured()
+        runner.forget_captures()
+        for name in ("_measure", "_launch_once", "_draw_once"):
+            monkeypatch.setattr(graphs.Graphs, name, lambda *args: pytest.fail("measured again"))
+        runner.graphs = runner.captured_steps(known)
+        first = made(runner)
+        assert runner.graphs.measured() == known and first < whole
+        same(want, llm.generate(items, params, False))
+        idle(llm)
+        assert made(runner) >= whole and runner.graphs.notes == []
+        same(want, llm.generate(items, params, False))
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_captures_between_any_two_steps_change_no_token(model, monkeypatch, depth, seed):

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,6 +131,13 @@ class Captured:
     keep: Any = None
 
 
+class Measured(NamedTuple):
+    """The results of measurements, with which a runner captures its steps again after sleep."""
+
+    costs: StepCosts
+    sizes: tuple[int, ...]  # rows of decode steps
+
+
 @dataclass
 class Graphs:
     """The captures of one runner.  They share one memory pool, because they never run at the same time."""
@@ -142,6 +149,9 @@ class Graphs:
     draws_apart = True  # ``_launch_once`` also draws a token
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
+    # Measurements of earlier captures.  Kernels are compiled then, so only the steps that first requests need are
+    # captured before the engine is ready again.
+    known: Measured | None = None
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
@@ -157,7 +167,8 @@ class Graphs:
     times: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        gradual = self.gradual and self.runner.wiring.steps.graph_captures == "gradual"
+        wanted = self.known is not None or self.runner.wiring.steps.graph_captures == "gradual"
+        gradual = self.gradual and wanted
         self.later = LaterCaptures(self, self.runner.worker.rehearsals, gradual)
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
@@ -165,6 +176,12 @@ class Graphs:
         self.recorder = GraphRecorder()
         # operations of a token are estimated as two for each weight of two bytes; all experts are counted
         self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
+        if self.known is not None:
+            self.costs, self.sizes = self.known.costs, list(self.known.sizes)
+
+    def measured(self) -> Measured:
+        """Return the results of measurements so far."""
+        return Measured(self.costs, tuple(self.sizes))
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
@@ -390,7 +407,7 @@ class Graphs:
                 self.capture_shape(shape)
             if self.mixed:
                 later += self._warm_mixed()
-            if self.runner.graph_safe[-1]:
+            if self.runner.graph_safe[-1] and self.known is None:
                 for variant in variants:
                     self._draw_once(variant)
         self.later.begin(later)
@@ -419,7 +436,8 @@ class Graphs:
         """Time a capture of a decode step, and remove the sizes that take longer than a larger size.
 
         The captured rows must be spare rows."""
-        if key != GraphKey("decode", key.rows, key.rows, SHORT) or key.rows < self.measured_from:
+        whole = key == GraphKey("decode", key.rows, key.rows, SHORT)
+        if not whole or key.rows < self.measured_from or self.known is not None:
             return
         self.times[key.rows] = replay_ms(self.forwards[key].graph)
         for size in set(self.times) - set(useful_sizes(self.times)):
@@ -442,7 +460,7 @@ class Graphs:
         self._compile([least, measured])
         if not self._try_forward(least):
             return []
-        if measured == least or self._try_forward(measured):
+        if self.known is None and (measured == least or self._try_forward(measured)):
             self.costs = self._measure(measured)
         sizes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
         now, later = self.later.divide_mixed(GraphKey("mixed", *size, SHORT) for size in sizes)
@@ -453,7 +471,7 @@ class Graphs:
             if key not in self.forwards:
                 self._try_forward(key)
         tokens = 1 + max(key.tokens for key in (*self.forwards, *later))
-        if tokens <= min(budget, self.runner.wiring.max_model_len):
+        if tokens <= min(budget, self.runner.wiring.max_model_len) and self.known is None:
             self._launch_once(tokens)
         return later
 

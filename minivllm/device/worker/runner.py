@@ -152,9 +152,10 @@ class Runner:
         if isinstance(own, HeadModel):
             own.native = None
 
-    def captured_steps(self) -> Any:
-        """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails."""
+    def captured_steps(self, known: Any = None) -> Any:
+        """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails.
 
+        ``known`` has the measurements of earlier captures (``graphs.Measured``)."""
         wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
@@ -166,7 +167,7 @@ class Runner:
             return None
         from .graphs import Graphs
 
-        graphs = (self.captures or Graphs)(self, graph == "mixed" and self.wiring.steps.graph != "decode")
+        graphs = (self.captures or Graphs)(self, graph == "mixed" and self.wiring.steps.graph != "decode", known)
         try:
             with torch.inference_mode():
                 graphs.warm()

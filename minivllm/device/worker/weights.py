@@ -39,6 +39,7 @@ class RunningWeights:
         self._weights: list[tuple[torch.UntypedStorage, int]] = []
         self._memory: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._measured: Any = None  # measurements of the captures that ``_sleep`` dropped
 
     @property
     def parts(self) -> ModelParts:
@@ -174,6 +175,8 @@ class RunningWeights:
         gpu = self.runner.device.type == "cuda"
         weights = weights_of(self.parts)
         if gpu:
+            if self.runner.graphs is not None:
+                self._measured = self.runner.graphs.measured()
             self.runner.forget_captures()
         free(self._caches(), self._memory)
         if gpu:
@@ -209,12 +212,15 @@ class RunningWeights:
         free(tensors, self._weights)
 
     def _wake(self, reload: bool) -> None:
-        """Allocate the memory again.  With ``reload`` dropped weights are read from the files of the model."""
+        """Allocate the memory again.  With ``reload`` dropped weights are read from the files of the model.
+
+        The steps that first requests need are captured.  Other sizes follow in idle turns, or once they are frequent.
+        """
         gpu = self.runner.device.type == "cuda"
         if gpu:
             allocate(self._weights)
             for storage, host in self._moved:
-                storage.copy_(host)
+                storage.copy_(host, non_blocking=True)  # steps are captured meanwhile
             self._moved.clear()
             allocate(self._memory)
             for tensor in self._caches():
@@ -230,7 +236,7 @@ class RunningWeights:
             self._renew_native()
         self.level = 0
         if gpu:
-            self.runner.graphs = self.runner.captured_steps()
+            self.runner.graphs = self.runner.captured_steps(self._measured)
             self.runner.drafted = self.runner.drafted_steps()
 
 
