@@ -1,16 +1,21 @@
 """The seam encoder: built-in families under the kit, a class of a user, and an encoder of a package."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 from packages import environment
 from wrong.encoders import Colours, Grid
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.encoder import EncoderContext
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ConfigError, PluginError, RequestError
+from minivllm.plugins.encoder.qwen_vl import QwenVL
 from minivllm.testing import EncoderConformance
 from minivllm.testing.encoder import TOKEN, image_checkpoint, text_checkpoint
 
@@ -42,6 +47,26 @@ def test_further_model_types_serve_an_engine_and_keep_their_features(family):
     suite.test_values_are_numbers_and_tokens_are_those_of_the_shape()
     suite.test_features_are_those_of_the_image_and_stay_so()
     suite.test_the_engine_serves_it()
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_patches_that_the_device_makes_of_pixels_are_those_of_the_processor(family, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    shutil.copytree(image_checkpoint(family), tmp_path / "made")
+    file = tmp_path / "made" / "preprocessor_config.json"
+    fields = json.loads(file.read_text())
+    for more in ({}, {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.5]}, {"do_normalize": False}):
+        file.write_text(json.dumps({**fields, **more}))
+        made = QwenVL(None, EncoderContext(str(tmp_path / "made"), open_checkpoint(tmp_path / "made").raw))
+        made.load("cpu", "float32")
+        for number, (width, height) in enumerate(((64, 64), (90, 31), (33, 170), (300, 200))):
+            pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+            right = made.processed(image.fromarray(pixels))
+            values, shape, tokens = made.prepare(image.fromarray(pixels))
+            patches = made._patches(torch.from_numpy(np.asarray(values).reshape(-1)), shape).numpy()
+            assert list(shape) == right["image_grid_thw"][0].tolist() and tokens == np.prod(shape) // 4
+            assert np.array_equal(patches, right["pixel_values"])
+            assert (np.size(values) < patches.size) == ("do_normalize" not in more)
 
 
 @pytest.mark.parametrize("cls", [Colours, Grid])

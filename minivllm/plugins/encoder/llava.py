@@ -35,5 +35,5 @@ class Llava(TowerEncoder):
 
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
         """Return the features of an image with these pixels."""
-        found = self.model.get_image_features(values.view(1, *shape))
+        found = self.model.get_image_features(values.view(1, *shape).to(self.dtype))
         return [found.pooler_output[0]]

@@ -6,7 +6,9 @@ behind the first layers of the text model (deepstack).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+PLAIN = "Qwen2VLImageProcessorPil"  # it resizes with Pillow, scales, normalizes and cuts into patches
+FRAMES = 2  # a patch of an image has its pixels twice, as two frames of a video
+LENGTHS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # towers that take the lengths of frames
 BLOCKS = ("qwen2_vl", "qwen2_5_vl")  # model types whose sections are blocks of frequencies; later ones alternate
 
 
@@ -47,19 +52,74 @@ class QwenVL(TowerEncoder):
         return list(getattr(self.whole.vision_config, "deepstack_visual_indexes", None) or ())
 
     def prepare(self, image: Image) -> ImageValues:
-        """Return the patches of an image, and their grid."""
+        """Return the resized pixels [height, width, 3] of an image or its patches, and their grid.
+
+        Pixels have half as many values as patches, which have each pixel twice, and ``features`` makes the patches on
+        the device.  A processor with other steps than those of ``_plain`` makes them here."""
+        size = self._plain_size(image)
+        if size is not None:
+            width, height = size
+            resized = image if image.size == size else image.resize(size, self._processor.resample)
+            grid = (1, height // self._patch, width // self._patch)
+            return ImageValues(np.asarray(resized).astype(np.float32), grid, grid[1] * grid[2] // self._merge**2)
         found = self.processed(image)
         frames, rows, columns = (int(n) for n in found["image_grid_thw"][0])
         tokens = frames * rows * columns // self._merge**2
         return ImageValues(np.asarray(found["pixel_values"], np.float32), (frames, rows, columns), tokens)
 
+    def _serve(self, model: Any, device: str) -> int:
+        """Use modules on a device, and load the processor, whose scale the first image needs."""
+        self._load_processor()
+        return super()._serve(model, device)
+
+    @property
+    def _patch(self) -> int:
+        """Return the pixels along each side of a patch."""
+        return int(self.whole.vision_config.patch_size)
+
+    def _plain_size(self, image: Image) -> tuple[int, int] | None:
+        """Return the width and height to which the processor resizes an image, None if it has other steps."""
+        self._load_processor()
+        found = self._processor
+        plain = type(found).__name__ == PLAIN and found.do_resize and found.do_rescale and found.do_normalize
+        same = (found.patch_size, found.merge_size, found.temporal_patch_size) == (self._patch, self._merge, FRAMES)
+        if not plain or not same:
+            return None
+        resize = sys.modules[type(found).__module__].smart_resize
+        limits = found.size["shortest_edge"], found.size["longest_edge"]
+        height, width = resize(image.height, image.width, self._patch * self._merge, *limits)
+        return width, height
+
+    def _patches(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """Return patches [patches, values] in the dtype of the tower, of pixels or patches f32 [n]."""
+        import torch
+
+        count, side, merge = shape[0] * shape[1] * shape[2], self._patch, self._merge
+        if values.numel() != count * side**2 * 3:
+            return values.view(count, -1).to(self.dtype)
+        self._load_processor()
+        scaled = (values.double() * self._processor.rescale_factor).float().view(-1, 3)
+        mean, std = (torch.tensor(list(one), device=values.device) for one in self._scale())
+        _, rows, columns = shape
+        squares = ((scaled - mean) / std).view(rows // merge, merge, side, columns // merge, merge, side, 3)
+        patches = squares.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
+        return patches.expand(*patches.shape[:5], FRAMES, side, side).reshape(count, -1).to(self.dtype)
+
+    def _scale(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Return the mean and the standard deviation of each colour."""
+        return self._processor.image_mean, self._processor.image_std
+
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
-        """Return the features of an image with these patches."""
+        """Return the features of an image with these pixels or patches."""
         import torch
 
         grid = torch.tensor([list(shape)]).to(values.device)
-        pixels = values.view(shape[0] * shape[1] * shape[2], -1)
-        found = self.model.get_image_features(pixels, image_grid_thw=grid)
+        more = {}
+        if self.family in LENGTHS and find_spec("transformers.vision_utils") is not None:
+            # on the host: attention of each layer reads them, and would wait for the device
+            frames = torch.arange(shape[0] + 1, dtype=torch.int32)
+            more["cu_seqlens"] = frames * (shape[1] * shape[2])
+        found = self.model.get_image_features(self._patches(values, shape), image_grid_thw=grid, **more)
         features = [found.pooler_output[0]]
         if self._deepstack:
             features += [_of_first(level) for level in found.deepstack_features]

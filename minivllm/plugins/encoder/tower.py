@@ -104,11 +104,11 @@ class TowerEncoder(ImageEncoder):
         import torch
 
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            return torch.stack(self.features(values.to(self.dtype), shape)).to(self.dtype)
+            return torch.stack(self.features(values, shape)).to(self.dtype)
 
     @abstractmethod
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
-        """Return the features [tokens, hidden] of an image for each level."""
+        """Return the features [tokens, hidden] of an image with values f32 [n] for each level."""
 
     def _load_processor(self) -> None:
         """Load the processor of the checkpoint, once.  No code from the model's directory is run."""
