@@ -28,7 +28,7 @@ def captures(most: int = 64) -> Graphs:
     wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
     taps = SimpleNamespace(of_step=of_step)
     made.runner = SimpleNamespace(
-        wiring=wiring, taps=taps, adapts=lambda plan: False, shared_rows=lambda plan: plan.shared
+        wiring=wiring, taps=taps, adapts=lambda plan: ((), ()), shared_rows=lambda plan: plan.shared
     )
     made.mixed, made.sizes, made.coarse, made.shared_sizes = True, row_sizes(most), coarse_sizes(most), [16, 32]
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
@@ -50,6 +50,7 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = (),
         draft=none,
         pooled=none,
         observe=none,
+        sums=none,
         steered=steered,
         given=none,
         read=read,
