@@ -181,7 +181,7 @@ class DevicePages:
 
     def _copy(self, group: int, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Copy host pages to device pages on the current stream."""
-        if self.by_kernel[group] and all(source.is_pinned() for source in sources):
+        if self.by_kernel[group] and all(s.data_ptr() % 8 == 0 and s.is_pinned() for s in sources):
             from minivllm.device.kernels.pages import copy_pages
 
             copy_pages(sources, parts)

@@ -98,8 +98,7 @@ def _pages(path: Path, places: dict[bytes, SegmentPlace]) -> Iterator[tuple[byte
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for key, place in places.items():
-            page = np.empty(place.size, np.uint8)
-            yield key, page if read_page(fd, key, place, page) else None
+            yield key, read_page(fd, key, place)
     finally:
         os.close(fd)
 

@@ -405,8 +405,7 @@ class DiskStore(KVStore):
         except FileNotFoundError:
             self._forget(place.file)
             return None
-        page = self.ctx.empty(place.size)
-        return page if read_page(fd, key, place, page) else None
+        return read_page(fd, key, place, self.ctx.empty)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -450,7 +449,9 @@ class DiskStore(KVStore):
 
 
 def _open_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no page is read ahead of its load
+    return fd
 
 
 def _lock(fd: int) -> bool:
