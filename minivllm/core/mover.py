@@ -27,6 +27,7 @@ from .interfaces.kvstore import KEY_BYTES, KVStore
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 BATCH = 4 << 20  # bytes of pages that are copied to the device together
+READ = 16 << 20  # bytes of pages that are read from the device together
 LINGER = 1e-3  # longest seconds that a loaded page waits for others of its batch, if their loads are fast
 LOOK = 1.0  # seconds without work after which a store looks for pages of other processes
 CLOSING = 2.0  # seconds to wait for the threads at the end
@@ -261,20 +262,30 @@ class Mover:
         for group in sorted(groups):
             of_group = rows[rows[:, 1] == group]
             tiers, tickets = of_group[:, 0].tolist(), of_group[:, 3].tolist()
-            threads = [self.tiers[tier] for tier in tiers]
-            blocks, index = np.unique(of_group[:, 2], return_inverse=True)
-            try:
-                batch = self.memory.read(group, blocks.tolist())
-            except Exception as e:  # such as no pinned memory: the pages are lost, and no step is
-                for thread in dict.fromkeys(threads):
-                    thread.fault("read", e)
-                for ticket in tickets:
-                    self._done(ticket, False, 0, 0.0)
-                continue
-            places = index.tolist()
-            orders = zip(threads, tickets, _keys_of(of_group), places, strict=True)
-            for thread, ticket, key, place in orders:
-                thread.add(partial(thread.put, ticket, key, batch, place))
+            most = max(1, READ // self.memory.page_bytes[group])
+            for at in range(0, len(tiers), most):
+                part = slice(at, at + most)
+                self._store_batch(group, tiers[part], tickets[part], of_group[part])
+
+    def _store_batch(
+        self, group: int, tiers: list[int], tickets: list[int], rows: np.ndarray
+    ) -> None:
+        """Read the blocks of rows of ``store`` together, and order their pages to be stored."""
+        threads = [self.tiers[tier] for tier in tiers]
+        blocks, index = np.unique(rows[:, 2], return_inverse=True)
+        try:
+            batch = self.memory.read(group, blocks.tolist())
+        except (
+            Exception
+        ) as e:  # such as no memory on the device: the pages are lost, and no step is
+            for thread in dict.fromkeys(threads):
+                thread.fault("read", e)
+            for ticket in tickets:
+                self._done(ticket, False, 0, 0.0)
+            return
+        orders = zip(threads, tickets, _keys_of(rows), index.tolist(), strict=True)
+        for thread, ticket, key, place in orders:
+            thread.add(partial(thread.put, ticket, key, batch, place))
 
     def fill(self, rows: np.ndarray) -> None:
         """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the

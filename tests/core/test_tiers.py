@@ -512,6 +512,8 @@ def test_the_faster_way_is_chosen_by_measured_speeds():
     choice.written(1000, 0.02)
     assert not choice.loads({0: 1000}, {0: 1000}, 16)  # writing the page takes 20 ms
     assert (choice.loaded, choice.computed) == (4, 3)
+    choice.written(1000, 0.02)  # nothing was written since
+    assert any(choice.loads({0: 1000}, {0: 1000}, 16) for _ in range(50))  # so that writes are measured again
 
 
 def test_a_token_costs_what_it_adds_to_a_step():

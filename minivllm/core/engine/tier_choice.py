@@ -71,6 +71,7 @@ class LoadChoice:
             always
         )  # seconds to load a byte from each tier
         self.write_seconds = 0.0  # seconds to write a byte to the device
+        self.writes = 0, 0.0  # bytes and seconds of all writes so far
         self.busy_seconds = 0.0  # time of all steps so far
         self.loaded = self.computed = 0  # requests
         # number of requests whose loads have ended, and the sums of the following times
@@ -94,11 +95,12 @@ class LoadChoice:
         self.byte_seconds[tier] = mean(self.byte_seconds[tier], seconds / max(size, 1))
 
     def written(self, size: int, seconds: float) -> None:
-        """Set the time to write a byte from host memory to device memory, from the bytes and
-        seconds of all writes so far.
-        """
-        if size:
-            self.write_seconds = seconds / size
+        """Note the bytes and seconds of all writes of host memory to device memory so far."""
+        bytes_before, seconds_before = self.writes
+        if size > bytes_before:
+            new = (seconds - seconds_before) / (size - bytes_before)
+            self.write_seconds = mean(self.write_seconds or None, new)
+            self.writes = size, seconds
 
     def seconds_to_load(self, sizes: Mapping[int, int]) -> float:
         """Return the expected seconds until pages are in host memory.
@@ -120,6 +122,7 @@ class LoadChoice:
             return True
         self.computed += 1
         self.wait_seconds *= HOPE
+        self.write_seconds *= HOPE
         for tier in own:
             seconds = self.byte_seconds[tier]
             if seconds is not None:

@@ -45,7 +45,7 @@ QUEUE = 256 << 20  # bytes of pages in transfer to a tier, beyond which no page 
 STAGED = (
     1 << 30
 )  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
-POLL = 1e-3  # seconds between two polls of loads and stores while steps run
+POLL = 3e-4  # seconds between two polls of loads and stores
 FLUSH = 10.0  # seconds that the end of the engine waits until pages are stored
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from minivllm.device.loading.fingerprint import code_of, model_files
 from minivllm.device.native import library
 
 from .capture import ALONE
-from .pinned import PinnedSlabs
+from .pinned import PinnedSlabs, allocate
 from .stores import make_mover
 
 if TYPE_CHECKING:
@@ -35,16 +36,42 @@ TRIAL = 8 << 20  # bytes that are copied to compare the methods
 
 
 class HostBatch:
-    """Pages u8 [n, bytes] in host memory; ``event`` is a CUDA event behind their copy, None on a CPU."""
+    """Pages u8 [n, bytes] in host memory."""
 
-    def __init__(self, pages: Tensor, event: Any = None) -> None:
-        self._pages, self._event = pages, event
+    def __init__(self, pages: np.ndarray) -> None:
+        self._pages = pages
 
     def pages(self) -> np.ndarray:
-        """Wait for the copy, and return the pages."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._pages.numpy()
+        return self._pages
+
+
+class GatheredBatch:
+    """Pages u8 [n, bytes] on the device, behind ``event``, which the thread of a tier copies to the host."""
+
+    def __init__(self, gathered: Tensor, event: Any, stream: Any, empty: Callable[[int], np.ndarray]) -> None:
+        self._gathered: Tensor | None = gathered
+        self._event, self._stream, self._empty = event, stream, empty
+        self._host: np.ndarray = np.empty((0, 0), np.uint8)
+        self._lock = threading.Lock()  # the threads of several tiers may store the pages
+
+    def pages(self) -> np.ndarray:
+        """Copy the pages to pinned memory in the first call, wait for the copy, and return the pages."""
+        with self._lock:
+            if self._gathered is not None:
+                self._copy(self._gathered)
+                self._gathered = None
+        return self._host
+
+    def _copy(self, gathered: Tensor) -> None:
+        rounded = 1 << (gathered.nbytes - 1).bit_length()  # few sizes, so that pieces of slabs are used again
+        self._host = self._empty(rounded)[: gathered.nbytes].reshape(gathered.shape)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._event)
+            torch.from_numpy(self._host).copy_(gathered, non_blocking=True)
+            gathered.record_stream(self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        done.synchronize()
 
 
 class Landing:
@@ -77,7 +104,8 @@ class LandedPage:
 class DevicePages:
     """The cache tensors of each KV group, and the recurrent states as one more group.
 
-    On a GPU, blocks are gathered to pages on the stream of the steps, and a second stream copies them to pinned memory.
+    On a GPU, blocks are gathered to pages on the stream of the steps.  The threads of tiers copy them to pinned memory
+    on a second stream.
     Loaded pages are copied to the device by a third stream as soon as they are in host memory, so that the step of
     their request only writes them to its blocks.  If ``STAGING`` bytes are in use, the step copies them itself.
     """
@@ -129,19 +157,14 @@ class DevicePages:
 
     # ---- to the host -------------------------------------------------------------------------------------------------
 
-    def read(self, group: int, blocks: Sequence[int]) -> HostBatch:
+    def read(self, group: int, blocks: Sequence[int]) -> HostBatch | GatheredBatch:
         with torch.inference_mode():
             pages = self._gather(group, blocks)
-            if self._stream is None:
-                return HostBatch(pages)
-            host = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                host.copy_(pages, non_blocking=True)
-                pages.record_stream(self._stream)
-                event = torch.cuda.Event()
-                event.record(self._stream)
-        return HostBatch(host, event)
+        if self._stream is None:
+            return HostBatch(pages.numpy())
+        event = torch.cuda.Event()
+        event.record()
+        return GatheredBatch(pages, event, self._stream, self.empty)
 
     def _gather(self, group: int, blocks: Sequence[int]) -> Tensor:
         """Return the pages u8 [n, bytes] of blocks, on the device."""
@@ -281,10 +304,10 @@ class DevicePages:
         """Return memory u8 [size] of any content, pinned for a GPU."""
         return np.empty(size, np.uint8) if self._stream is None else self._pinned.empty(size)
 
-    def _allocate(self, size: int) -> Tensor:
-        """Return pinned memory u8 [size]."""
+    def _allocate(self, size: int) -> Any:
+        """Return a slab of pinned memory."""
         with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return allocate(size)
 
 
 def staging_bytes(total: int) -> int:

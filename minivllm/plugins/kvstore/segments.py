@@ -153,7 +153,7 @@ def _read_direct(fd: int, memory: np.ndarray, begin: int, need: int) -> bool:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        return os.preadv(fd, [memory], begin) >= need
+        return os.preadv(fd, [memory.data], begin) >= need
     except OSError as e:
         if e.errno == errno.EINVAL:  # the file system has no O_DIRECT, or larger sectors
             return False
