@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.device.loading.hf_config import context_said, longest_context
+from minivllm.device.loading.hf_config import describe_context, longest_context
 from minivllm.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class DraftLimits:
             )
         most = longest_context(cfg)
         if most is not None and most < self.max_len:
-            raise ConfigError(f"{label} has {context_said(cfg)}; expected max_model_len={self.max_len}: lower that")
+            raise ConfigError(f"{label} has {describe_context(cfg)}; expected max_model_len={self.max_len}: lower that")
 
     def check_layers(self, label: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
         """Check the rotary embedding and the attention layers of the second model."""

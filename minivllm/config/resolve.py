@@ -18,7 +18,7 @@ from minivllm.core import declared_params
 from minivllm.core.interfaces.executor import CacheWiring, DraftWiring, ParallelWiring, Part, SpeculationWiring, Wiring
 from minivllm.device.hardware import Device, choose_dtype, find_device
 from minivllm.device.loading.generation import read_generation
-from minivllm.device.loading.hf_config import Checkpoint, context_said, longest_context
+from minivllm.device.loading.hf_config import Checkpoint, describe_context, longest_context
 from minivllm.device.loading.overrides import in_words, refuse_unread
 from minivllm.device.loading.plain_config import two_ropes
 from minivllm.device.loading.tensor_names import check_names, names_in
@@ -261,17 +261,17 @@ class _Fold:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.
 
         Raise ConfigError for a number if the model has no such states, or if the prefix cache is off."""
-        asked = self.config.num_state_checkpoints
+        requested = self.config.num_state_checkpoints
         cached = self.config.enable_prefix_caching
         reason = ""
-        if asked >= 0 and not self.states:
+        if requested >= 0 and not self.states:
             reason = "the model has no recurrent states; remove the option"
-        elif asked > 0 and not cached:
+        elif requested > 0 and not cached:
             reason = "enable_prefix_caching=false uses no checkpoints; remove the one or the other"
         if reason:
             label = begins(source_of(self.origins, "num_state_checkpoints"))
-            raise ConfigError(f"{label}num_state_checkpoints={asked}: {reason}")
-        return asked if cached else 0
+            raise ConfigError(f"{label}num_state_checkpoints={requested}: {reason}")
+        return requested if cached else 0
 
     def _wiring(
         self,
@@ -327,7 +327,7 @@ class _Fold:
         if device.sm:
             self.facts["sm"] = device.sm
         if device.kind == "cpu":
-            self.notes.append(("native", library.told()))
+            self.notes.append(("native", library.summary()))
         return device
 
     def _invariant(self, device: Device) -> frozenset[str]:
@@ -472,7 +472,7 @@ class _Fold:
         if option is not None:
             if most is not None and option > most:
                 raise ConfigError(
-                    f"max_model_len={option}: the model has {context_said(hf_config)}; expected at most that"
+                    f"max_model_len={option}: the model has {describe_context(hf_config)}; expected at most that"
                 )
             value = option
             reason = "asked for"

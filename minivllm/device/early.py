@@ -27,12 +27,12 @@ def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
     return thread
 
 
-def open_driver(asked: str, library: str = DRIVER) -> threading.Thread | None:
+def open_driver(device: str, library: str = DRIVER) -> threading.Thread | None:
     """Start to initialize the CUDA driver for the device "auto" or "cuda", before torch is imported.
 
     Return the thread, or None for another device.  The driver takes a few tenths of a second for each GPU of the host.
     torch initializes it when ``find_device`` lists the devices; it then waits until the thread has ended."""
-    return begin(_initialize, library) if asked in ("auto", "cuda") else None
+    return begin(_initialize, library) if device in ("auto", "cuda") else None
 
 
 def _initialize(library: str) -> None:

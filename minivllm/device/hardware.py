@@ -106,26 +106,26 @@ def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str 
     return environ[CAP]
 
 
-def find_device(asked: str) -> Device:
+def find_device(requested: str) -> Device:
     """Return the device for "auto", "cpu" or "cuda" (the current device), with the time that this took.  ResourceError
     if there is no such device."""
     begun = time.perf_counter()
-    found = _find_device(asked)
+    found = _find_device(requested)
     return replace(found, seconds=time.perf_counter() - begun)
 
 
-def _find_device(asked: str) -> Device:
+def _find_device(requested: str) -> Device:
     import torch
 
-    if asked != "cpu" and torch.cuda.is_available():
+    if requested != "cpu" and torch.cuda.is_available():
         props = torch.cuda.get_device_properties(torch.cuda.current_device())
-        why = "asked for" if asked == "cuda" else "a CUDA device is there"
+        why = "asked for" if requested == "cuda" else "a CUDA device is there"
         return Device(
             "cuda", props.name, 10 * props.major + props.minor, props.total_memory, why, torch.cuda.device_count()
         )
-    if asked == "cuda":
+    if requested == "cuda":
         raise ResourceError("device='cuda': torch sees no CUDA device; use device='cpu' or 'auto'")
-    why = "asked for" if asked == "cpu" else "torch sees no CUDA device"
+    why = "asked for" if requested == "cpu" else "torch sees no CUDA device"
     return Device("cpu", _cpu_name(), 0, _host_memory(), why)
 
 
@@ -337,19 +337,19 @@ def _cpu_flags() -> frozenset[str]:
 # ---------------------------------------------------------------- the dtype of a run
 
 
-def choose_dtype(asked: str, checkpoint: str, device: Device, native: bool = False) -> tuple[str, str]:
+def choose_dtype(requested: str, checkpoint: str, device: Device, native: bool = False) -> tuple[str, str]:
     """Return the dtype of a run, and the reason as text.
 
-    ``asked`` is "auto" or a dtype.  ``checkpoint`` is the dtype in config.json, "float32" if it has none.  ``native``
-    is whether the native CPU library can be used.  ConfigError for an unknown dtype, ResourceError for a dtype whose
-    products would end the process.
+    ``requested`` is "auto" or a dtype.  ``checkpoint`` is the dtype in config.json, "float32" if it has none.
+    ``native`` is whether the native CPU library can be used.  ConfigError for an unknown dtype, ResourceError for a
+    dtype whose products would end the process.
     """
-    if asked not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype={asked!r}: expected auto, {', '.join(DTYPES)}")
-    if asked != "auto":
-        if device.kind == "cpu" and asked != "float32":
-            require_safe(asked)
-        return asked, "asked for"
+    if requested not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype={requested!r}: expected auto, {', '.join(DTYPES)}")
+    if requested != "auto":
+        if device.kind == "cpu" and requested != "float32":
+            require_safe(requested)
+        return requested, "asked for"
     if device.kind != "cpu":
         if checkpoint in ("bfloat16", "float16"):
             return checkpoint, "the checkpoint's"

@@ -66,17 +66,17 @@ class LogLines:
     def __init__(self, log: Callable[..., None]) -> None:
         self._log = log
         self._begun: dict[str, float] = {}
-        self._said: dict[str, float] = {}  # when a stage was logged, or began
+        self._logged: dict[str, float] = {}  # when a stage was logged, or began
 
     def show(self, stage: str, done: int, total: int) -> None:
         """Log how much of a stage is done, if it is time."""
         now = time.monotonic()
         begun = self._begun.setdefault(stage, now)
-        if done < total and now - self._said.setdefault(stage, now) < EVERY:
+        if done < total and now - self._logged.setdefault(stage, now) < EVERY:
             return
-        self._said[stage] = now
+        self._logged[stage] = now
         if done >= total:
-            del self._begun[stage], self._said[stage]
+            del self._begun[stage], self._logged[stage]
             if now - begun < SHORT:
                 return
         seconds = round(now - begun, 1)

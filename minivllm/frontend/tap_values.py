@@ -22,11 +22,11 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
     ``tokens`` limits the result to the values of so many generated tokens.
     """
     taps = seq.request.tapped
-    asked = {tap.point for tap in seq.request.taps if tap.read}
+    points = {tap.point for tap in seq.request.taps if tap.read}
     parts = parts_of(seq, tokens)
-    if taps is None or parts is None or not asked:
+    if taps is None or parts is None or not points:
         return None
-    return {name: _joined(parts[name], width) for name, width in taps.read.values() if name in asked}
+    return {name: _joined(parts[name], width) for name, width in taps.read.values() if name in points}
 
 
 def routes_of(seq: Seq, tokens: int | None = None) -> np.ndarray | None:

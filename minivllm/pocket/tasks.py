@@ -92,10 +92,10 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
         text += hidden.get(i, [])
         text += sentences[i : i + 1]
     story = " ".join(text)
-    depth, asked = rng.choice(depths)
-    color, container, thing = facts[asked]
+    depth, chosen = rng.choice(depths)
+    color, container, thing = facts[chosen]
     messages = user(f"{story}\n\n{needle_question(color, container)}")
-    meta = {"key": story, "depth": depth, "needles": facts, "asked": asked}
+    meta = {"key": story, "depth": depth, "needles": facts, "asked": chosen}
     return TaskCase("needle", messages, needle_text(color, container, thing), meta)
 
 
@@ -221,8 +221,8 @@ def json_task(rng: Random) -> TaskCase:
     """Draw a case with a short text and keys to answer with.  The answer must fit the JSON schema `meta["schema"]`."""
     make = person if rng.random() < 0.6 else goods
     sentences, values = make(rng)
-    asked = rng.sample(list(values), rng.randint(2, min(5, len(values))))
-    values = {key: values[key] for key in asked}
+    chosen = rng.sample(list(values), rng.randint(2, min(5, len(values))))
+    values = {key: values[key] for key in chosen}
     keys = ", ".join(f"{key} ({JSON_TYPES[type(value)]})" for key, value in values.items())
     content = f"{' '.join(sentences)}\n\nAnswer in JSON with these keys: {keys}."
     meta = {"key": content, "schema": schema_for(values), "values": values}

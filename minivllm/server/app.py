@@ -25,7 +25,7 @@ from .http import cross_site, unknown_routes
 from .http.auth import ADMIN as ADMIN_KEY
 from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
-from .http.guard import Guard, asked_path, contained, error_body
+from .http.guard import Guard, contained, error_body, requested_path
 from .middleware import around
 from .ollama import embed as ollama_embed
 from .ollama import generate as ollama
@@ -345,7 +345,7 @@ async def _api_error(request: Request, exc: Exception) -> Response:
 async def _http_error(request: Request, exc: Exception) -> Response:
     """Return the answer to an error of the router: an unknown path (404) or method (405)."""
     assert isinstance(exc, HTTPException)
-    path = asked_path(request.scope)
+    path = requested_path(request.scope)
     error = ApiError(exc.status_code, str(exc), headers=exc.headers)
     if exc.status_code == 404:
         routes = [route.path for route in request.app.routes if hasattr(route, "methods")]

@@ -202,15 +202,15 @@ async def call(app: Any, url: str, body: bytes) -> tuple[int, str, bytes]:
     """Send a request to an ASGI application.  Return its status, the request's id and the body of the answer."""
     status, name = 0, ""
     parts: list[bytes] = []
-    asked = False
+    stopping = False
     never = asyncio.Event()
 
     async def receive() -> dict[str, Any]:
         """Return the body at the first call.  The client does not leave."""
-        nonlocal asked
-        if asked:
+        nonlocal stopping
+        if stopping:
             await never.wait()
-        asked = True
+        stopping = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:

@@ -129,14 +129,14 @@ def form(part: bytes, spelling: Any = None) -> Parts:
     """
     body = SimpleNamespace(**json.loads(part))
     read = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    asked = whole_form(body, read, None if spelling is None else Spelling.of(spelling))
-    params = StructuredOutputsParams.of(asked)
+    wanted = whole_form(body, read, None if spelling is None else Spelling.of(spelling))
+    params = StructuredOutputsParams.of(wanted)
     if params is not None and params.source.kind == "json":
         source = params.source
-        asked = {"json": source.text, "disable_any_whitespace": not source.any_whitespace}
+        wanted = {"json": source.text, "disable_any_whitespace": not source.any_whitespace}
         if source.whitespace is not None:
-            asked["whitespace_pattern"] = source.whitespace
-    return [b"{}", dump(asked)]
+            wanted["whitespace_pattern"] = source.whitespace
+    return [b"{}", dump(wanted)]
 
 
 def chat(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:

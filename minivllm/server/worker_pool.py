@@ -127,8 +127,8 @@ class WorkerPool:
         """
         declared = vars(body)
         values = {name: declared.get(name) for name in FORMS}
-        asked = values["structured_outputs"] or values["response_format"]
-        if not asked and values["tool_choice"] in (None, "none", "auto") and not _any_strict(values["tools"]):
+        wanted = values["structured_outputs"] or values["response_format"]
+        if not wanted and values["tool_choice"] in (None, "none", "auto") and not _any_strict(values["tools"]):
             return None
         part = to_json(values)
         if len(part) < FORM:

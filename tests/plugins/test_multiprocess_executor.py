@@ -363,20 +363,20 @@ def test_a_page_says_where_each_process_is_and_who_is_missing():
     file = shared_file(StatusPage.room(3))
     page, theirs = StatusPage(file, 3, OPERATIONS), StatusPage(file, 3, ())
     os.close(file)
-    assert page.told(0) == "starts" and page.standstill() >= 0
+    assert page.describe(0) == "starts" and page.standstill() >= 0
     for rank, words in enumerate([(3, 8, 7, 21, 1), (3, 8, 7, 21, 0), (3, 8, 8, 20, 2)]):
         for word, value in zip((PHASE, BEGUN, DONE, CALLS, OPERATION), words, strict=True):
             theirs.set(rank, word, value)
     assert page.standstill() < 0.01, "they have gone on"
-    assert page.told(0) == "in step 7, waits in all_reduce number 21"
-    assert page.told(1) == "in step 7, 21 calls to others done"
-    assert page.told(2) == "last step 7, waits in gather number 20"
+    assert page.describe(0) == "in step 7, waits in all_reduce number 21"
+    assert page.describe(1) == "in step 7, 21 calls to others done"
+    assert page.describe(2) == "last step 7, waits in gather number 20"
     assert page.missing() == [1, 2], "who waits in no call, or in an earlier one"
     for rank, words in enumerate([(90, 89), (89, 89), (90, 89)]):
         for word, value in zip((MET, LEFT), words, strict=True):
             theirs.set(rank, word, value)
-    assert page.told(0) == "in step 7, waits in all_reduce number 21, its device waits in meeting 90"
-    assert page.told(1) == "in step 7, 21 calls to others done, its device has met the others 89 times"
+    assert page.describe(0) == "in step 7, waits in all_reduce number 21, its device waits in meeting 90"
+    assert page.describe(1) == "in step 7, 21 calls to others done, its device has met the others 89 times"
     assert page.missing() == [1], "devices wait for the one that does not"
     page.close()
     theirs.close()

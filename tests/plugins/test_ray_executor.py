@@ -26,7 +26,7 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.plugins.executor import ray_launcher
 from minivllm.plugins.executor.options import RayOptions
 from minivllm.plugins.executor.ray_executor import Ray, RayCluster
-from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, refused, said_of_end, wants
+from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, reason_of_end, refused, wants
 from minivllm.plugins.executor.ray_rank import CHANNEL
 from minivllm.plugins.executor.ray_worker import interface_of
 from minivllm.runtime.processes.gate import Guest
@@ -98,14 +98,13 @@ def test_an_address_at_which_nobody_answers_is_refused_at_once():
 
 def test_of_what_ray_says_the_advice_is_left_out():
     node = "The actor died.\n\tclass_name: A\nThe actor is dead because its node has died. Node Id: 12 \n"
-    assert said_of_end(RuntimeError(node)) == "its node has died"
+    assert reason_of_end(RuntimeError(node)) == "its node has died"
     memory = (
         "x\nWorker exit detail: Task was killed due to the node running low on memory.\nMemory on the node was 3 GB"
     )
-    assert said_of_end(RuntimeError(memory)) == "Task was killed due to the node running low on memory"
-    assert (
-        said_of_end(RuntimeError("Worker exit detail: Worker unexpectedly exits with a connection error code 2.")) == ""
-    )
+    assert reason_of_end(RuntimeError(memory)) == "Task was killed due to the node running low on memory"
+    error = RuntimeError("Worker exit detail: Worker unexpectedly exits with a connection error code 2.")
+    assert reason_of_end(error) == ""
 
 
 def test_why_ray_does_not_start_is_told_in_one_line():
@@ -142,7 +141,7 @@ def test_ranks_of_a_machine_stand_together_with_their_gpus_in_order_and_the_engi
     order = sorted(guests, key=cluster._order(guests))
     assert [places[i] for i in order] == [("a", ["9"]), ("a", ["10"]), ("b", ["0"]), ("b", ["1"])]
     cluster._ranks = [SimpleNamespace(node=places[i][0], gpus=places[i][1], here=places[i][0] == "a") for i in order]
-    told = [cluster.told(rank) for rank in range(4)]
+    told = [cluster.settings_of(rank) for rank in range(4)]
     assert [(one["visible"], one["device"]) for one in told] == [("9,10", 0), ("9,10", 1), ("0,1", 0), ("0,1", 1)]
     assert all(one["apart"] for one in told), "they cannot meet by a file"
 

@@ -101,7 +101,7 @@ async def at_rest(client: ProcessClient, seconds: float) -> None:
         assert time.monotonic() < until, stats
         await asyncio.sleep(0.01)
     assert stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
-    tables = client._streams, client._ids, client._accepting, client._asked, client._read
+    tables = client._streams, client._ids, client._accepting, client._questions, client._read
     assert not any(map(len, tables)), tables
 
 
@@ -124,7 +124,7 @@ async def _run(fault: Fault, want: list[Any]) -> None:
     try:
         await fault.check(client, beside)
         await beside.all()
-        assert not fault.fault or "fault " in client._printed.said, "the fault did not happen"
+        assert not fault.fault or "fault " in client._printed.last_output, "the fault did not happen"
         if fault.dies:
             healthy, why = client.healthy()
             assert not healthy and fault.dies in why, why

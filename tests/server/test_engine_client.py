@@ -144,7 +144,7 @@ def served():
     async def job(task):
         result = await asyncio.wait_for(task(client), 120)
         await rest(client)
-        assert not client._streams and not client._ids and not client._accepting and not client._asked
+        assert not client._streams and not client._ids and not client._accepting and not client._questions
         return result
 
     yield lambda task: loop.run_until_complete(job(task))

@@ -72,7 +72,7 @@ def records(text, pieces=(10**9,)):
         reader.end()
     finally:
         logger.removeHandler(handler)
-    return found, reader.said
+    return found, reader.last_output
 
 
 def chain():

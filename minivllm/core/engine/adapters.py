@@ -75,32 +75,32 @@ class EngineAdapters:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def find(self, asked: LoRARequest) -> Adapter:
+    def find(self, request: LoRARequest) -> Adapter:
         """Return the adapter of a new request, which must ``release`` it.  RequestError if its folder is malformed, or
         its id or name is in use."""
-        adapter = self._find(asked)
+        adapter = self._find(request)
         adapter.users += 1
         return adapter
 
-    def _find(self, asked: LoRARequest) -> Adapter:
-        if asked.lora_int_id in self.unloaded:
-            what = f"adapter {shown(asked.lora_name)} was unloaded"
+    def _find(self, request: LoRARequest) -> Adapter:
+        if request.lora_int_id in self.unloaded:
+            what = f"adapter {shown(request.lora_name)} was unloaded"
             raise RequestError(f"{what}: load it again, under a new id", "lora_request")
-        adapter = self.known.get(asked.lora_int_id)
-        if adapter is not None and adapter.request == asked:
+        adapter = self.known.get(request.lora_int_id)
+        if adapter is not None and adapter.request == request:
             if adapter.state == FAILED and not adapter.users:
                 self.forget(adapter)
-            elif self.check(asked.lora_path) == adapter.files:
+            elif self.check(request.lora_path) == adapter.files:
                 return adapter
             else:
                 raise RequestError(
-                    f"the files of adapter {shown(asked.lora_name)} have changed since it was loaded: "
+                    f"the files of adapter {shown(request.lora_name)} have changed since it was loaded: "
                     "give the new adapter another name and id",
                     "lora_request",
                 )
         for what, value, other in (
-            ("id", asked.lora_int_id, self.known.get(asked.lora_int_id)),
-            ("name", asked.lora_name, self.names.get(asked.lora_name)),
+            ("id", request.lora_int_id, self.known.get(request.lora_int_id)),
+            ("name", request.lora_name, self.names.get(request.lora_name)),
         ):
             if other is not None and not self._forgettable(other):
                 raise RequestError(
@@ -110,10 +110,10 @@ class EngineAdapters:
                 )
             if other is not None:
                 self.forget(other)
-        files = self.check(asked.lora_path)
+        files = self.check(request.lora_path)
         self._number += 1
-        adapter = Adapter(self._number, asked, files)
-        self.known[asked.lora_int_id] = self.names[asked.lora_name] = adapter
+        adapter = Adapter(self._number, request, files)
+        self.known[request.lora_int_id] = self.names[request.lora_name] = adapter
         return adapter
 
     def _forgettable(self, adapter: Adapter) -> bool:
@@ -131,18 +131,18 @@ class EngineAdapters:
 
     def forget(self, adapter: Adapter) -> None:
         """Remove an adapter without requests from all memories."""
-        asked = adapter.request
-        if self.known.get(asked.lora_int_id) is adapter:
-            del self.known[asked.lora_int_id]
-        if self.names.get(asked.lora_name) is adapter:
-            del self.names[asked.lora_name]
+        request = adapter.request
+        if self.known.get(request.lora_int_id) is adapter:
+            del self.known[request.lora_int_id]
+        if self.names.get(request.lora_name) is adapter:
+            del self.names[request.lora_name]
         self.device.drop(adapter)
         self._leave_place(adapter)
         self._leave_host(adapter)
 
-    def preload(self, asked: LoRARequest, done: Callable[[str], None]) -> None:
+    def preload(self, request: LoRARequest, done: Callable[[str], None]) -> None:
         """Load an adapter, and call ``done`` with "" or the error.  RequestError as in ``find``."""
-        self.preloads.append((self.find(asked), done))
+        self.preloads.append((self.find(request), done))
 
     def unload(self, name: str) -> bool:
         """Forget an adapter by its name.  Requests that use it keep it until they end.  Return False if none has it."""

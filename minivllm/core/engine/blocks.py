@@ -119,7 +119,7 @@ class BlockPool:
         self.evicted: Callable[[int], None] | None = None
         self.forgotten: Callable[[int], None] | None = None
         # number of lookups by blocks looked for, and by blocks found
-        self.asked, self.found = Counter[int](), Counter[int]()
+        self.queried, self.found = Counter[int](), Counter[int]()
 
     @property
     def available(self) -> int:
@@ -147,10 +147,10 @@ class BlockPool:
             if what == "victims":
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
-            said = (
+            message = (
                 f"{type(self.evictor).__name__} failed in {what}: {describe_error(e, self.evictor)}"
             )
-            raise EngineDeadError(f"evictor {said}") from e
+            raise EngineDeadError(f"evictor {message}") from e
         return found
 
     def _drop(self, keys: np.ndarray) -> None:
@@ -306,10 +306,10 @@ class BlockPool:
         if len(blocks):
             self._tell("hit", self.key[blocks])
 
-    def count(self, asked: int, found: int) -> None:
+    def count(self, queried: int, found: int) -> None:
         """Count a prefix lookup by the number of blocks it looked for and the number it found.  A hit is always a
         prefix, so these two numbers give the hits at each depth."""
-        self.asked[asked] += 1
+        self.queried[queried] += 1
         self.found[found] += 1
 
     def publish(

@@ -677,7 +677,7 @@ class KVCache:
         def blocks(lookups: dict[int, int]) -> int:
             return sum(max(0, min(depth, end) - first) * n for depth, n in lookups.items())
 
-        while queries := blocks(self.pools[0].asked):
+        while queries := blocks(self.pools[0].queried):
             name = str(first) if end == first + 1 else f"{first}-{end - 1}"
             out[name] = {"queries": queries, "hits": blocks(self.pools[0].found)}
             first, end = end, 2 * end

@@ -94,9 +94,9 @@ class Compression:
     def bind(self, request: Request) -> None:
         """Set the number of tokens that a request keeps.  RequestError if its budget is not a number of tokens or a
         share of its prompt."""
-        asked = request.params.extra.get(BUDGET)
-        budget = self.budget if asked is None else asked
-        if self.pressure is not None and asked != 0 and request.pooling is None:
+        requested = request.params.extra.get(BUDGET)
+        budget = self.budget if requested is None else requested
+        if self.pressure is not None and requested != 0 and request.pooling is None:
             request.pressure = self.pressure.budget
             request.observed = len(request.prompt) if self.sums else 0
         if not budget or request.pooling is not None:

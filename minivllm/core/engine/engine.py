@@ -289,8 +289,8 @@ class Engine:
                     self.cache.tiers.leave(seq)
                 if self.adapters is not None:
                     self.adapters.leave(seq)
-            who, said = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
-            raise RequestError(f"scheduler {who} failed on this request: {said}") from e
+            who, why = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
+            raise RequestError(f"scheduler {who} failed on this request: {why}") from e
         self.requests[request.id] = request
         self.planner.limit.enter(request)
         self.events.request_added(request)
@@ -487,8 +487,8 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as e:
-            who, said = type(self.executor).__name__, describe_error(e, self.executor)
-            raise EngineDeadError(f"executor {who} failed: {said}") from e
+            who, message = type(self.executor).__name__, describe_error(e, self.executor)
+            raise EngineDeadError(f"executor {who} failed: {message}") from e
 
     def watch(self) -> None:
         """Check that the executor is alive while the engine has nothing to do, and let it make a capture.  An executor
@@ -620,14 +620,14 @@ class Engine:
         self.named_prefixes().drop(name, partial(self.ask, self.executor.call))
 
     @alone
-    def load_adapter(self, asked: LoRARequest, done: Callable[[str], None]) -> None:
+    def load_adapter(self, adapter: LoRARequest, done: Callable[[str], None]) -> None:
         """Load an adapter into host memory, during the next steps, and call ``done`` with "" or the error.
         RequestError if its folder is malformed."""
         if self.adapters is None:
             raise RequestError(
                 "this engine serves no adapters; set enable_lora=true, or adapters", "lora_name"
             )
-        self.adapters.preload(asked, done)
+        self.adapters.preload(adapter, done)
 
     @alone
     def unload_adapter(self, name: str) -> bool:

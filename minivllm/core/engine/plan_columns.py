@@ -47,7 +47,7 @@ def step_rows(
     return slots[order], q_len[order], draft
 
 
-def asked_columns(
+def requested_columns(
     s: Slots, at: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
 ) -> dict[str, Any]:
     """Return the optional columns of a StepPlan, an empty dict if no row uses any.  ``at`` i64 [R] are the slots of its

@@ -36,7 +36,7 @@ from .owners import (
     owner_count,
     who_is_stuck,
 )
-from .plan_columns import asked_columns, join_of, step_rows
+from .plan_columns import join_of, requested_columns, step_rows
 from .request import RUNNING, WAITING
 from .sessions import report_turn
 from .steady import Steady, next_steady, steady_of
@@ -639,7 +639,7 @@ class Planner:
             draft=draft,
             slack=slack if slack.any() else NO_DRAFTS,
             delta=delta,
-            **asked_columns(s, at, computed, q_len, draws),
+            **requested_columns(s, at, computed, q_len, draws),
             **(
                 {} if self.compression is None else self.compression.observe(s, at, computed, q_len)
             ),

@@ -65,7 +65,7 @@ class Predictions:
             request.truth,
         )
         self.number += 1
-        found = self._asked("output_tokens", request.facts)
+        found = self._predict("output_tokens", request.facts)
         if found is not None:
             request.predicted = int(min(max(round(found), 1), request.most_out))
             self.made += 1
@@ -101,9 +101,9 @@ class Predictions:
 
     def step_ms(self, work: StepWork) -> float | None:
         """Return the expected milliseconds of a step, None if they are unknown."""
-        return self._asked("step_ms", work)
+        return self._predict("step_ms", work)
 
-    def _asked(self, method: str, argument: Any) -> float | None:
+    def _predict(self, method: str, argument: Any) -> float | None:
         """Return a positive finite number of the predictor, None if it has none or fails."""
         found = self._guarded(getattr(self.predictor, method), argument)
         if found is None:

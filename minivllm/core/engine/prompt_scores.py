@@ -39,8 +39,8 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
         -1 if k is None or len(request.prompt) == 1 else vocab if k < 0 else min(k, vocab)
     )
     request.logprobs = vocab if (p.logprobs or 0) < 0 else p.logprobs or 0
-    asked = request.topk + len(request.stops.ids) if request.beams is not None else request.topk
-    request.topk = min(max(-1 if p.logprobs is None else request.logprobs, asked), vocab)
+    requested = request.topk + len(request.stops.ids) if request.beams is not None else request.topk
+    request.topk = min(max(-1 if p.logprobs is None else request.logprobs, requested), vocab)
     raw = [name for name in p.asked() if name != "temperature" or not p.greedy]
     if request.beams is not None and raw and wiring.logprobs_mode == "raw_logprobs":
         raise RequestError(

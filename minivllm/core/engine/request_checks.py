@@ -125,11 +125,13 @@ def check_read(
     engine."""
     if p.extra:
         p.check_extra()
-    asked = p.asked()
-    known = own_names(strategies).union(*(made.reads for _, made in processors)) if asked else set()
+    requested = p.asked()
+    known = (
+        own_names(strategies).union(*(made.reads for _, made in processors)) if requested else set()
+    )
     if compression is not None or p.extra.get(BUDGET) == 0:
         known.add(BUDGET)
-    for name in asked:
+    for name in requested:
         if name not in known:
             what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
             if name == BUDGET:

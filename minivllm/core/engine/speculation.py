@@ -215,19 +215,19 @@ class Speculation:
     @classmethod
     def of(cls, wiring: Wiring, capacity: Capacity) -> Speculation | None:
         """Return the speculation of an engine; None if its wiring has no drafter that drafts."""
-        asked = wiring.speculation
-        if not asked.num_speculative_tokens:
+        options = wiring.speculation
+        if not options.num_speculative_tokens:
             return None
         able = tuple(
             "multi_position" in p.features for p in (*wiring.processors, wiring.parts["sampler"])
         )
-        always = asked.speculate == "always"
+        always = options.speculate == "always"
         return cls(
-            asked.num_speculative_tokens,
+            options.num_speculative_tokens,
             wiring.parts["drafter"].name,
             always,
             able,
-            ahead=capacity.drafts_ahead and asked.drafts_ahead == "auto",
+            ahead=capacity.drafts_ahead and options.drafts_ahead == "auto",
         )
 
     def serves(self, request: Request) -> bool:

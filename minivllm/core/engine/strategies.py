@@ -30,9 +30,9 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
     if request.pooling is not None:
         return [Branch(0)]
     made, p = None, request.params
-    asked = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
+    requested = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
     try:
-        able = [made for _, made in strategies if asked <= made.reads]
+        able = [made for _, made in strategies if requested <= made.reads]
         made = next((made for made in able if call_foreign(made.takes, p)), None)
         for _, one in strategies if made is None else ():
             if one.reads & set(p.extra):
@@ -52,7 +52,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
     except Exception as e:
         what = "a strategy" if made is None else type(made).__name__
         raise RequestError(f"{what} failed on this request: {describe_error(e, made)}") from e
-    there, field = ", ".join(name for name, _ in strategies), min(asked, default="n")
+    there, field = ", ".join(name for name, _ in strategies), min(requested, default="n")
     what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
     raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
 

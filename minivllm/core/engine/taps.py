@@ -210,8 +210,8 @@ def tap_rows(
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
     """Return True if each row of a step reads all points that its request taps.  ``at`` are the slots, with one token
     each.  A step of the same rows, one token further, then has the same ``taps``."""
-    asked = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
-    return len(taps) == sum(len(tapped.read) for tapped in asked if tapped is not None)
+    tapped_rows = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
+    return len(taps) == sum(len(tapped.read) for tapped in tapped_rows if tapped is not None)
 
 
 class TapKeeper:

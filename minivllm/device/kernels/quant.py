@@ -228,7 +228,7 @@ def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
     return dict(BM=bm, BN=bn, BK=max(bk, group if four else 0), SK=sk, STAGES=stages, num_warps=warps)
 
 
-def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
+def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
     """Return for ``minivllm explain`` which kernel serves which numbers of rows of a weight of this dtype.
 
     ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.

@@ -45,7 +45,7 @@ class Surrounded:
         constants.
         """
         y, unused = x.new_empty(len(x), self.n), self.of.scale
-        told = self.told(len(x), parts, x.device)
+        partials = self.partials(len(x), parts, x.device)
         before = 0 if squares is None else squares.shape[1]
         around = (
             unused if by_row is None else by_row,
@@ -54,7 +54,7 @@ class Surrounded:
             y if residual is None else residual,
             y if norm is None else norm,
             unused if squares is None else squares,
-            y if told is None else told,
+            y if partials is None else partials,
             eps,
         )
         constants = {
@@ -66,9 +66,9 @@ class Surrounded:
             "BIAS": self.bias is not None,
             "ACT": NUMBER[self.activation],
         }
-        return y, told, around, constants
+        return y, partials, around, constants
 
-    def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
+    def partials(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
         """Allocate f32 [rows, parts] for the sums of squares of each row, which the next norm reads; None without a
         norm.
         """

@@ -178,20 +178,20 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.const
         acc += tl.load(bias + on, mask=ok, other=0.0).to(tl.float32)
         if MODE == 1:
             up += tl.load(bias + N + on, mask=ok, other=0.0).to(tl.float32)
-    told = on * 0
+    partials = on * 0
     if MODE == 1:
         gate = acc.to(y.dtype.element_ty).to(tl.float32)
         acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
-        told = tl.where(ok, size_of(acc.to(y.dtype.element_ty).to(tl.float32)), 0)
+        partials = tl.where(ok, size_of(acc.to(y.dtype.element_ty).to(tl.float32)), 0)
     if MODE == 2:
         # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
         stream = (acc.to(y.dtype.element_ty) + beside[0]).to(y.dtype.element_ty)
         tl.store(residual + on, stream, mask=ok)
         acc = stream.to(tl.float32)
-        told = tl.where(ok, acc * acc, 0.0)
+        partials = tl.where(ok, acc * acc, 0.0)
         acc = acc * beside[1]
     tl.store(y + on, acc.to(y.dtype.element_ty), mask=ok)
-    return told
+    return partials
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def _short(
     word = tl.arange(0, width)
     v = _inputs(x, wide_x, _place(word, UNIT, FORM), word < wide, step, inverse, y, FORM, FLOAT8, UNIT, TOP,
                 ASM)  # fmt: skip
-    told = tl.zeros([BN], tl.float32 if MODE == 2 else tl.int32)
+    partials = tl.zeros([BN], tl.float32 if MODE == 2 else tl.int32)
     for tile in tl.range(program, (N + BN - 1) // BN, P, num_stages=STAGES if STAGES > 0 else 1):
         on = tile * BN + oi
         ahead = on
@@ -288,11 +288,11 @@ def _short(
             acc = tl.sum(each, 1)
             gated = acc
         of = _stored(acc, gated, now_s, now_us, beside, on, factor, y, bias, residual, N, MODE, BIAS, ACT, FORM)
-        told = told + of if MODE == 2 else tl.maximum(told, of)
+        partials = partials + of if MODE == 2 else tl.maximum(partials, of)
     if MODE == 1:
-        tl.store(out + program, tl.max(told, 0))
+        tl.store(out + program, tl.max(partials, 0))
     if MODE == 2:
-        tl.store(out + program, tl.sum(told, 0))
+        tl.store(out + program, tl.sum(partials, 0))
 
 
 @kernel()
@@ -355,12 +355,12 @@ def _long(
         acc += _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
         if MODE == 1:
             gated += _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
-    told = _stored(tl.sum(acc, 1), tl.sum(gated, 1), by, up_by, beside, on, factor, y, bias, residual, N, MODE, BIAS,
-                   ACT, FORM)  # fmt: skip
+    partials = _stored(tl.sum(acc, 1), tl.sum(gated, 1), by, up_by, beside, on, factor, y, bias, residual, N, MODE,
+                       BIAS, ACT, FORM)  # fmt: skip
     if MODE == 1:
-        tl.store(out + tile, tl.max(told, 0))
+        tl.store(out + tile, tl.max(partials, 0))
     if MODE == 2:
-        tl.store(out + tile, tl.sum(told, 0))
+        tl.store(out + tile, tl.sum(partials, 0))
 
 
 def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
@@ -437,7 +437,7 @@ class VectorProduct(Surrounded):
             programs = min(programs, tile.pop("EACH") * multiprocessors(x.device))
             tile["P"] = programs
             tile["KP"] = max(triton.next_power_of_2(self.k), 256, of.group if of.form == 4 else 0)
-        y, told, around, constants = self.given(x, by_row, squares, eps, residual, norm, programs)
+        y, partials, around, constants = self.given(x, by_row, squares, eps, residual, norm, programs)
         run = _short if short else _long
         run[(programs,)](
             x,
@@ -457,7 +457,7 @@ class VectorProduct(Surrounded):
             **tile,
             **pdl(x),
         )
-        return y, told
+        return y, partials
 
     def elements(self, x: Tensor) -> tuple[int, Tensor]:
         """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
@@ -467,7 +467,7 @@ class VectorProduct(Surrounded):
         lies = self.k % 8 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 8 == 0
         return (8, weight.view(torch.int64)) if self.rounded is not None and lies else (1, weight)
 
-    def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
+    def partials(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
         """Allocate the second result [rows, parts], for sums of squares or with a gate for bits of largest elements."""
         if self.mode == PLAIN:
             return None

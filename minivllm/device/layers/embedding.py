@@ -141,14 +141,14 @@ class TiedLMHead(Module):
         self.info, self.tied, self.part, self.scheme_of = info, tied, info.parts[0][0], scheme_of
         self.fuse, self.invariant = fuse, invariant
         self.shared = tied.scheme
-        asked = scheme_of(info if self.shared is None else replace(info, device="meta"))
-        if self.shared is not None and asked is not None and type(asked) is not type(self.shared):
-            kinds = f"{type(self.shared).__name__} and {type(asked).__name__}"
+        own_scheme = scheme_of(info if self.shared is None else replace(info, device="meta"))
+        if self.shared is not None and own_scheme is not None and type(own_scheme) is not type(self.shared):
+            kinds = f"{type(self.shared).__name__} and {type(own_scheme).__name__}"
             raise OptionError(
                 f"{info.name} shares the weight of {tied.name}, and they are to be quantized in two ways ({kinds}): "
                 "expected the same for both, or the embedding unquantized"
             )
-        self.scheme = None if self.shared is not None else asked
+        self.scheme = None if self.shared is not None else own_scheme
         self.tensors = dict(self.scheme.tensors) if self.scheme else {}
         bare = self.shared is None and self.scheme is None
         self.plain = Dense(info, fuse, tied.weight, invariant) if bare else None

@@ -221,10 +221,10 @@ class Mixture(NormFusing):
         ValueError if the result is no pair of tensors of the shape and device of ``like``.  An id that is no expert's
         gets a weight of NaN, so that only the request of that token fails."""
         pair: tuple[Any, ...] = given if isinstance(given, tuple) and len(given) == 2 else ()
-        told = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
-        if told != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
+        sizes = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
+        if sizes != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
             raise ValueError(
-                f"the router hook gave {told or type(given).__name__} for {self.name}: expected (weights, ids), "
+                f"the router hook gave {sizes or type(given).__name__} for {self.name}: expected (weights, ids), "
                 f"each {list(like.shape)} on {like.device}"
             )
         weights, ids = pair

@@ -85,8 +85,8 @@ def read_generation(option: str, folder: Path) -> GenerationDefaults:
                 raise RequestError(f"{name}={value}: expected a finite number", name)
             SamplingParams.make(**{name: value})
         except RequestError as exc:
-            said = f"{key}{str(exc).removeprefix(name)}"
-            raise ModelError(f"{path}: {said}; set another value, or generation_config=none") from exc
+            message = f"{key}{str(exc).removeprefix(name)}"
+            raise ModelError(f"{path}: {message}; set another value, or generation_config=none") from exc
         values[name] = value
     known = {*APPLIED, *ELSEWHERE}
     left = tuple(

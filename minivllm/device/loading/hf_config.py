@@ -120,23 +120,23 @@ def open_checkpoint(
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object, got a {type(raw).__name__}")
     try:
-        raw = lay_over(with_floats({**raw, **_said_beside(folder, raw)}), overrides)
+        raw = lay_over(with_floats({**raw, **_quantization_beside(folder, raw)}), overrides)
     except ModelError as exc:
         raise ModelError(f"{path}: {exc}") from None
     check_numbers(f"{path} with hf_overrides" if overrides else str(path), raw)
     return Checkpoint(folder, raw)
 
 
-def _said_beside(folder: Path, raw: Fields) -> dict[str, Any]:
+def _quantization_beside(folder: Path, raw: Fields) -> dict[str, Any]:
     """Return the quantization of older checkpoints, which store it in another file or under another name."""
     if not raw.get("quantization_config") and isinstance(raw.get("compression_config"), dict):
         return {"quantization_config": {"quant_method": "compressed-tensors", **raw["compression_config"]}}
     for name, method in BESIDE.items():
         if not raw.get("quantization_config") and files.is_there(folder / name):
-            said = files.read_json(folder / name, files.PART, ModelError)
-            if not isinstance(said, dict):
-                raise ModelError(f"{folder / name}: expected a JSON object, got a {type(said).__name__}")
-            return {"quantization_config": {"quant_method": method, **said}}
+            config = files.read_json(folder / name, files.PART, ModelError)
+            if not isinstance(config, dict):
+                raise ModelError(f"{folder / name}: expected a JSON object, got a {type(config).__name__}")
+            return {"quantization_config": {"quant_method": method, **config}}
     return {}
 
 
@@ -155,7 +155,7 @@ def longest_context(cfg: Any) -> int | None:
     return max(most, int((trained or most) * factor))
 
 
-def context_said(cfg: Any) -> str:
+def describe_context(cfg: Any) -> str:
     """Return ``longest_context`` in words, for a message."""
     most, (key, named) = longest_context(cfg), _context_named(cfg)
     stretched = "" if most == named else f", which its rotary embedding stretches to {most}"

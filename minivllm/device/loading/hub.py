@@ -149,7 +149,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _asked(wanted: HubFiles, hub: HubOptions) -> NewFields:
+def _download_arguments(wanted: HubFiles, hub: HubOptions) -> NewFields:
     """Return the arguments of ``snapshot_download``."""
     place = None if hub.download_dir is None else os.path.expanduser(hub.download_dir)
     return {
@@ -166,7 +166,7 @@ def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, **_asked(wanted, hub)))
+        return Path(snapshot_download(name, local_files_only=True, **_download_arguments(wanted, hub)))
     except HFValidationError:
         raise ModelError(f"{name}: no such directory, and no Hugging Face model id") from None
     except LocalEntryNotFoundError:
@@ -181,7 +181,7 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     at, url = _at(name, hub), constants.ENDPOINT
     token = "set HF_TOKEN, or run `hf auth login`"
     try:
-        return Path(snapshot_download(name, **_asked(wanted, hub), **_bars()))
+        return Path(snapshot_download(name, **_download_arguments(wanted, hub), **_bars()))
     except errors.GatedRepoError as exc:
         raise ModelError(f"{at}: is gated; request access at {url}/{name}, then {token}") from exc
     except errors.RevisionNotFoundError as exc:

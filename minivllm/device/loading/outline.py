@@ -131,8 +131,8 @@ def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
     for name, one in found.items():
         for form, served in one.served.items():
             if served:
-                said = f"{name} of {form}" if len(one.served) > 1 else name
-                by_rows.setdefault(tuple(served.items()), []).append(said)
+                label = f"{name} of {form}" if len(one.served) > 1 else name
+                by_rows.setdefault(tuple(served.items()), []).append(label)
     for pairs, names in by_rows.items():
         for rows, sentence in pairs:
             yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(by_rows) > 1 else sentence

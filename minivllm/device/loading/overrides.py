@@ -120,16 +120,16 @@ def _own_texts(cls: type) -> Iterator[str]:
 
 def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at: str) -> None:
     """Refuse one key of a table of config.json."""
-    said = f"hf_overrides: {shown(at + key)}"
+    option = f"hf_overrides: {shown(at + key)}"
     if key in UNREAD:
-        raise ConfigError(f"{said} changes nothing: {UNREAD[key]}; leave it out")
+        raise ConfigError(f"{option} changes nothing: {UNREAD[key]}; leave it out")
     known = known_keys(cfg)
     if key not in known | CHECKED:
         near = suggest(key, sorted(known - UNREAD.keys()))
-        raise ConfigError(f"{said}: {who} reads no such key.{near or ' Leave it out.'}")
+        raise ConfigError(f"{option}: {who} reads no such key.{near or ' Leave it out.'}")
     derived = set() if isinstance(cfg, PlainConfig) else set(_own_texts(type(cfg)))
     if key in ignores and key not in derived | OLDER | FIELDS.get(getattr(cfg, "model_type", ""), {}).keys():
-        raise ConfigError(f"{said} changes nothing: {who} does not read it; leave it out")
+        raise ConfigError(f"{option} changes nothing: {who} does not read it; leave it out")
     if key in ("rope_scaling", "rope_parameters", "rope_theta"):
         tables = list(_tables(getattr(cfg, "rope_parameters", None) or {}))
         given = {key: value} if key == "rope_theta" else dict(_flat(value or {}))
@@ -138,26 +138,26 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
             want = f"{wrong[0]}={shown(given[wrong[0]])}"
             have = f"{wrong[0]}={shown(tables[0].get(wrong[0]) if tables else None)}"
             raise ConfigError(
-                f"{said} has no effect: config.json has another spelling of the rotary embedding, which comes first: "
+                f"{option} has no effect: config.json has another spelling of the rotary embedding, which comes first: "
                 f"{want} was set, and the model gets {have}; make the change in that of rope_scaling and "
                 "rope_parameters which the file has, or the other one set to null"
             )
-        _refuse_idle(said, given, {str(t.get("rope_type") or "default") for t in tables})
+        _refuse_idle(option, given, {str(t.get("rope_type") or "default") for t in tables})
     elif isinstance(value, (bool, int, float, str)) and hasattr(cfg, key) and getattr(cfg, key) != value:
         raise ConfigError(
-            f"{said}={shown(value)} has no effect: with the other keys of config.json it becomes "
+            f"{option}={shown(value)} has no effect: with the other keys of config.json it becomes "
             f"{shown(getattr(cfg, key))}; change those too, or leave it out"
         )
 
 
-def _refuse_idle(said: str, given: Fields, kinds: set[str]) -> None:
+def _refuse_idle(option: str, given: Fields, kinds: set[str]) -> None:
     """Refuse numbers of a rotary embedding that none of its types reads."""
     read = {name for kind in kinds - {"default"} for names in ROPES.get(kind, ()) for name in names}
     every = {name for needs, takes in ROPES.values() for name in (*needs, *takes)}
     idle = [name for name, value in given.items() if value is not None and name in every - read]
     if idle:
         raise ConfigError(
-            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type too, "
+            f"{option}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type too, "
             "or leave it out"
         )
 

@@ -74,20 +74,20 @@ def _loaded(path: Path) -> Any:
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
-        raise ModelError(f"{path}: {_asked_for(str(exc))}") from None
+        raise ModelError(f"{path}: {_refusal(str(exc))}") from None
     except Exception as exc:  # a broken file raises errors of many types
-        said = brief(" ".join(str(exc).split()) or type(exc).__name__, 200)
-        raise ModelError(f"{path}: not a whole file of torch.save ({said}); download it again") from None
+        message = brief(" ".join(str(exc).split()) or type(exc).__name__, 200)
+        raise ModelError(f"{path}: not a whole file of torch.save ({message}); download it again") from None
 
 
-def _asked_for(said: str) -> str:
+def _refusal(message: str) -> str:
     """Return why torch refused a file."""
-    if "Unsupported operand" in said:  # an operation that the files of torch.save do not have
+    if "Unsupported operand" in message:  # an operation that the files of torch.save do not have
         return (
             "is damaged, or not written by torch.save with its usual pickle_protocol; use such a file, or a "
             "checkpoint in safetensors"
         )
-    found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", said)
+    found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", message)
     name = found[1].rstrip(".") if found else ""
     if name:
         return (
@@ -96,7 +96,7 @@ def _asked_for(said: str) -> str:
         )
     return (
         "cannot be read without running what it names, which load_format='pt' never does "
-        f"({brief(' '.join(said.split()), 160)}); expected tensors alone, or a checkpoint in safetensors"
+        f"({brief(' '.join(message.split()), 160)}); expected tensors alone, or a checkpoint in safetensors"
     )
 
 

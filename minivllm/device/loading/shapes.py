@@ -186,14 +186,14 @@ def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers:
 
 def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], has: tuple[int, ...]) -> str:
     wrong = [want for want, have in zip(wanted, has, strict=False) if want != have]
-    said = " or ".join(dict.fromkeys(text for size in wrong for text in _said(cfg, size)))
+    fields = " or ".join(dict.fromkeys(text for size in wrong for text in _fields_of(cfg, size)))
     return (
-        f"{folder}/config.json: {said + ': ' if said else ''}tensor {shown(name)} has shape {list(has)}, "
+        f"{folder}/config.json: {fields + ': ' if fields else ''}tensor {shown(name)} has shape {list(has)}, "
         f"expected {list(wanted)}; config.json and the weights do not belong together"
     )
 
 
-def _said(cfg: Any, size: int) -> list[str]:
+def _fields_of(cfg: Any, size: int) -> list[str]:
     """Return the keys of config.json, with their values, for which the value or a product of values equals a size."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
@@ -205,7 +205,7 @@ def _said(cfg: Any, size: int) -> list[str]:
 
 def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """Raise ModelError if config.json has another number of layers than the checkpoint."""
-    asked = getattr(cfg, "num_hidden_layers", None)
+    configured = getattr(cfg, "num_hidden_layers", None)
     # if layers differ, each has rules of its own
     sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
     patterns = [re.compile(rule_pattern(s).pattern + r"\..+") for s in sorted(sources) if "{i}" in s]
@@ -215,17 +215,17 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
         match = next(filter(None, (p.fullmatch(name) for p in patterns)), None)
         if match and len(match["i"]) < 10 and not any(p.fullmatch(name) for p in spare):
             layers.setdefault(int(match["i"]), name)
-    if not layers or type(asked) is not int:
+    if not layers or type(configured) is not int:
         return
     there = max(layers) + 1
-    if asked > there:
+    if configured > there:
         what = f"the checkpoint lacks layer {there} and what follows"
-    elif asked < there:
+    elif configured < there:
         what = f"tensor {shown(layers[max(layers)])} has no place in this architecture"
     else:
         return
     raise ModelError(
-        f"{folder}/config.json: num_hidden_layers={asked}: {what}; expected {there}, as the checkpoint has"
+        f"{folder}/config.json: num_hidden_layers={configured}: {what}; expected {there}, as the checkpoint has"
     )
 
 
@@ -235,15 +235,15 @@ def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mappin
     if not sources:  # reading a missing attribute of a config turns it into transformers' object
         return
     key = expert_key(cfg)
-    asked = getattr(cfg, key, None)
+    configured = getattr(cfg, key, None)
     patterns = [re.compile(rule_pattern(source).pattern + r"\..+") for source in sorted(sources)]
     met = (pattern.fullmatch(name) for name in headers for pattern in patterns)
     experts = {int(match["e"]): match[0] for match in met if match and len(match["e"]) < 10}
     there = 1 + max(experts, default=-1)
-    if there and type(asked) is int and asked != there:
+    if there and type(configured) is int and configured != there:
         raise ModelError(
-            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; expected {there} (the "
-            f"last is of {shown(experts[there - 1])})"
+            f"{folder}/config.json: {key}={configured}: the checkpoint has experts 0 to {there - 1}; expected {there} "
+            f"(the last is of {shown(experts[there - 1])})"
         )
 
 

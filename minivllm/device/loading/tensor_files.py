@@ -54,8 +54,8 @@ def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]
     for path, expected in checkpoint_files(folder, pickled):
         with opened(path, expected) as file:
             for name in file.keys():  # noqa: SIM118
-                said = file.get_slice(name)
-                found.setdefault(name, Header(path, tuple(said.get_shape()), name, said.get_dtype()))
+                tensor = file.get_slice(name)
+                found.setdefault(name, Header(path, tuple(tensor.get_shape()), name, tensor.get_dtype()))
     return found
 
 
@@ -69,8 +69,8 @@ def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, in
     found = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            said = path.stat()
-            found[path] = said.st_size, said.st_mtime_ns, said.st_ino
+            stat = path.stat()
+            found[path] = stat.st_size, stat.st_mtime_ns, stat.st_ino
     return found
 
 
@@ -78,8 +78,8 @@ def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
     """Raise ModelError if a file has changed since ``file_stamps`` returned ``before``."""
     for path, stamp in before.items():
         try:
-            said = path.stat()
-            now = said.st_size, said.st_mtime_ns, said.st_ino
+            stat = path.stat()
+            now = stat.st_size, stat.st_mtime_ns, stat.st_ino
         except OSError:
             now = (-1, -1, -1)
         if now != stamp:

@@ -120,9 +120,9 @@ def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
         if kind is None and not nested_parts(part):
             raise ModelError(f"{prefix}model_type is missing: expected the name of the text model's type")
     kinds = [str(part.get("model_type")) for _, part in parts]
-    said = f"nor {prefix_of(parts)}model_type={shown(kinds[-1])} " if kinds else ""
+    wrapper = f"nor {prefix_of(parts)}model_type={shown(kinds[-1])} " if kinds else ""
     raise ModelError(
-        f"model_type={shown(raw.get('model_type'))}: neither this {said}is known to transformers: expected a text "
+        f"model_type={shown(raw.get('model_type'))}: neither this {wrapper}is known to transformers: expected a text "
         "model that is"
     )
 

@@ -269,37 +269,37 @@ class WeightUpdate:
 
     def _write(self, module: Module, targets: Mapping[str, Target]) -> None:
         """Write the tensors of a module."""
-        twin = twin_of(module, self.parts) if quantized(module) else None
-        if twin is None:
+        replacement = replacement_of(module, self.parts) if quantized(module) else None
+        if replacement is None:
             self._keep(module)
         for name, target in targets.items():
-            filled = target if twin is None else replace(target, module=twin)
+            filled = target if replacement is None else replace(target, module=replacement)
             filled.fill(self.given[name])
-        if twin is not None:
-            twin.finish()
-            self._take(module, twin)
+        if replacement is not None:
+            replacement.finish()
+            self._take(module, replacement)
 
     def _write_copy(self, head: TiedLMHead) -> None:
         """Quantize the new weight of the embedding for the head that shares it."""
-        twin = copy.copy(head)
-        twin.scheme = head.scheme_of(head.info)
-        twin.finish()
-        self._take(head, twin)
+        replacement = copy.copy(head)
+        replacement.scheme = head.scheme_of(head.info)
+        replacement.finish()
+        self._take(head, replacement)
 
     def _keep(self, module: Module) -> None:
         """Keep the values of a module's tensors for ``restore``."""
         if self._spare is not None:
             self._old += [pair for tensor in module.tensors.values() for pair in self._spare.keep(tensor)]
 
-    def _take(self, module: Module, twin: Any) -> None:
-        """Copy the tensors of a newly quantized ``twin`` to its module, and compare the products of both."""
-        if shapes(module.tensors) != shapes(twin.tensors):
+    def _take(self, module: Module, replacement: Any) -> None:
+        """Copy the tensors of a newly quantized ``replacement`` to its module, and compare the products of both."""
+        if shapes(module.tensors) != shapes(replacement.tensors):
             raise ModelError(f"{WHERE}: {module.name} has other tensors after it was quantized again")
         self._keep(module)
         for name, tensor in module.tensors.items():
-            tensor.copy_(twin.tensors[name])
+            tensor.copy_(replacement.tensors[name])
         layer: Any = layer_of(module)
-        if not multiplies_equally(layer.scheme, twin.scheme, layer):
+        if not multiplies_equally(layer.scheme, replacement.scheme, layer):
             kind = type(layer.scheme).__name__
             what = f"the scheme {kind} of {module.name} keeps a copy of its weight outside of its tensors"
             raise ModelError(f"{WHERE}: {what}; its weights cannot change in place")
@@ -359,7 +359,7 @@ def check_writable(parts: ModelParts) -> None:
     refuse_packed(parts.loaded, parts)
     for module in parts.modules.values():
         if quantized(module):
-            twin_of(module, parts)
+            replacement_of(module, parts)
 
 
 def layer_of(module: Module) -> Module:
@@ -389,7 +389,7 @@ def quantized(module: Module) -> bool:
     return scheme is not None and type(scheme) not in (Dense, DenseExperts)
 
 
-def twin_of(module: Module, parts: ModelParts) -> Any:
+def replacement_of(module: Module, parts: ModelParts) -> Any:
     """Return a copy of a quantized layer with an empty weight.  ModelError if the quantizer makes none."""
     layer: Any = layer_of(module)
     scheme = parts._scheme(layer.info)
@@ -398,15 +398,15 @@ def twin_of(module: Module, parts: ModelParts) -> Any:
         kind = type(parts.quantizer).__name__
         raise ModelError(f"{WHERE}: the quantizer {kind} now treats {module.name} differently")
     assert scheme is not None
-    twin = copy.copy(layer)
+    replacement = copy.copy(layer)
     others = {name: t.clone() for name, t in layer.tensors.items() if name not in layer.scheme.tensors}
     for attribute, value in vars(layer).items():
         for name, tensor in others.items():
             if value is layer.tensors[name]:
-                setattr(twin, attribute, tensor)
-    twin.scheme = scheme
-    twin.tensors = {**scheme.tensors, **others}
-    return twin
+                setattr(replacement, attribute, tensor)
+    replacement.scheme = scheme
+    replacement.tensors = {**scheme.tensors, **others}
+    return replacement
 
 
 def multiplies_equally(left: WeightScheme, right: WeightScheme, layer: Any) -> bool:

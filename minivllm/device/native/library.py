@@ -54,7 +54,7 @@ def isa() -> str:
     return _found().isa
 
 
-def told() -> str:
+def summary() -> str:
     """Return a line of text about captured steps on a CPU: available, or the reason why not."""
     reason = why_not()
     return f"{isa()}: captured CPU steps are available" if reason is None else f"none: no captured CPU steps ({reason})"

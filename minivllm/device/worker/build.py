@@ -177,11 +177,11 @@ def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> Non
         own = open_checkpoint(chosen.model_dir).hf_config()
         layers = build_part("model", chosen.parts["model"]).attention(own)
         made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),))
-        said = "the draft model" if name == "drafter" else f"the model of {name}"
+        label = "the draft model" if name == "drafter" else f"the model of {name}"
         slots = wiring.max_num_seqs + 1
-        states = _allocate_states(worker, its, slots, slots, 0, said) if its.states else None
+        states = _allocate_states(worker, its, slots, slots, 0, label) if its.states else None
         worker.own_models[name] = SecondModel(made, its.backend, its, states)
-        worker.notes += [f"{said}: {note}" for note in notes]
+        worker.notes += [f"{label}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     if wiring.adapters.max_loras:
         worker.adapters = _take_adapters(wiring, cfg, worker)

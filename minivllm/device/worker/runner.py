@@ -173,8 +173,8 @@ class Runner:
                 graphs.warm()
         except BaseException as e:
             # the model or back end cannot be captured, or memory is exhausted
-            said = describe_error(as_exception(e))
-            self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
+            message = describe_error(as_exception(e))
+            self.worker.notes.append(f"steps are not captured, they run as separate launches: {message}")
             return None
         return graphs
 

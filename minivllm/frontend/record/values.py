@@ -3,7 +3,7 @@
 ``SCALE = float(open(path).read())`` is one text that can give many values.  So a record has the values of the globals,
 class attributes and defaults that the functions of a part read, as they were when the engine had been built.  For each
 it has a digest, a few characters, and how the file gives it its value (``assigned``): by a literal or an empty
-container (``said``), by the time of day (``clock``), or in another way (``computed``).
+container (``unchanged``), by the time of day (``clock``), or in another way (``computed``).
 
 A counter or a cache changes during a run, and a later engine of the process finds the content that an earlier one left.
 So a value is ``moving`` if functions of its module change it, or if it has another digest at the end of the run.
@@ -220,8 +220,8 @@ class _Reads:
         begins, literals = self._text_of(module, (_named(module, value) if in_closure else "") or key)
         known["begins"] = begins
         is_code = isinstance(value, (*NAMED, functools.partial)) or hasattr(value, "__wrapped__")
-        said = key in literals and type(literals[key]) is type(value) and literals[key] == value
-        if not is_code and not (said and module.startswith(PLUGINS)):
+        unchanged = key in literals and type(literals[key]) is type(value) and literals[key] == value
+        if not is_code and not (unchanged and module.startswith(PLUGINS)):
             self.found[name] = known
             self._where[name] = module, key
         for thing in text.code:

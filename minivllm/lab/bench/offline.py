@@ -103,10 +103,10 @@ def _counts(before: Row, after: Row) -> Result:
     return found
 
 
-def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> Result:
+def latency(llm: Any, batch: int, requests: Generated, temperature: float, seed: int) -> Result:
     """Measure a batch from its call to its last token, and return its results."""
     llm.reset_prefix_cache()
-    answers, seconds = generate(llm, asked.asks(seed)[:batch], temperature, seed)
+    answers, seconds = generate(llm, requests.asks(seed)[:batch], temperature, seed)
     found = figures(answers, seconds)
     names = ("total_input_tokens", "total_output_tokens", "output_throughput", "median_ttft_ms", "median_tpot_ms")
     return {"latency": seconds, **{name: found[name] for name in names}}

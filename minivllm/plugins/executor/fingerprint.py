@@ -39,7 +39,7 @@ def fingerprint(wiring: Wiring) -> dict[str, str]:
     weights = {"dummy": (), "pt": PICKLED}.get(wiring.load_format, WEIGHTS)
     models = [("model", wiring.model_dir), *((f"model of {who}", folder) for who, folder in _own_models(wiring))]
     for of, folder in models:
-        found |= {f"{of} file {name}": said for name, said in _model(Path(folder), weights)}
+        found |= {f"{of} file {name}": digest for name, digest in _model(Path(folder), weights)}
     return found
 
 

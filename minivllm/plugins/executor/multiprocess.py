@@ -131,24 +131,24 @@ class Multiprocess(Process):
 
         The fingerprint is the first message of each rank.
         """
-        said: dict[int, dict[str, str]] = {}
+        fingerprints: dict[int, dict[str, str]] = {}
         end = time.monotonic() + self.options.start_timeout
-        while len(said) < size:
-            for rank in [rank for rank in range(size) if rank not in said]:
+        while len(fingerprints) < size:
+            for rank in [rank for rank in range(size) if rank not in fingerprints]:
                 with self._named(rank):
                     message = self._rank(rank).receive(wait=False)
                 if message is None:
                     self._still_starts(rank)
                 elif message.kind == FINGERPRINT:
-                    said[rank] = json.loads(message.data)
+                    fingerprints[rank] = json.loads(message.data)
                 else:
                     raise EngineDeadError(f"{self._name(rank)} sent an unexpected message of kind {message.kind}")
             if time.monotonic() > end:
-                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in said)
+                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in fingerprints)
                 raise ResourceError(f"not started within {self.options.start_timeout:.0f} s: {missing}")
             time.sleep(STARTING)
         for rank in range(1, size):
-            if words := differences(said[0], said[rank]):
+            if words := differences(fingerprints[0], fingerprints[rank]):
                 raise ResourceError(
                     f"{self._name(rank)} has other files or versions than {self._name(0)}: {words}; all ranks need the "
                     "same"
@@ -184,22 +184,22 @@ class Multiprocess(Process):
                     raise EngineDeadError(f"{self._name(rank)}: {ended}")
                 if message is None:
                     continue
-                said = json.loads(message.data)
+                content = json.loads(message.data)
                 if message.kind == MEETING:  # rank 0 sends the place where the ranks meet
                     self._tell(MEETING, bytes(message.data))
                     continue
                 if message.kind == PROGRESS:
-                    progress.report(*said)
+                    progress.report(*content)
                     continue
                 if message.kind == READY:
-                    answers[rank] = said["answer"]
+                    answers[rank] = content["answer"]
                     continue
                 done.add(rank)
                 end = min(end, time.monotonic() + DYING)
                 if message.kind != FAILED:
-                    lost = lost or ResourceError(said["error"]["message"])
+                    lost = lost or ResourceError(content["error"]["message"])
                     continue
-                error = error_from(**said["error"])
+                error = error_from(**content["error"])
                 if rank == 0:
                     raise error
                 failed = failed or type(error)(f"{self._name(rank)}: {error}")
@@ -221,7 +221,7 @@ class Multiprocess(Process):
         return f"rank {rank} of {1 + len(self._others)} ({device}, process {self._rank(rank).pid})"
 
     def _where(self, rank: int) -> str:
-        return f"{self._name(rank)}: {self._page.told(rank) if self._page is not None else ''}"
+        return f"{self._name(rank)}: {self._page.describe(rank) if self._page is not None else ''}"
 
     def alive(self) -> bool:
         return self._fault is None and self._child is not None and all(child.alive() for child in self._ranks())
@@ -283,8 +283,8 @@ class Multiprocess(Process):
     def _sum(self, verb: str, found: Any, args: Mapping[str, Any] | None) -> Any:
         self._tell(CALL, json.dumps([self._calls, verb, None if args is None else dict(args)]).encode())
         for rank, child in enumerate(self._others, 1):
-            said = json.loads(self._hear(rank, child).data)
-            found = None if found is None or said.get("answer") is None else found + said["answer"]
+            report = json.loads(self._hear(rank, child).data)
+            found = None if found is None or report.get("answer") is None else found + report["answer"]
         return found
 
     def _hear(self, rank: int, child: Child) -> Message:
@@ -330,8 +330,8 @@ class Multiprocess(Process):
         for rank, child in enumerate(self._ranks()):
             if (ended := child.ended()) is not None:
                 raise self._lost(rank, ended)
-        for step, said in self._parted.items():
-            if self._looked - min(one["at"] for one in said.values()) > AGREE or self._passed(step, said):
+        for step, reports in self._parted.items():
+            if self._looked - min(one["at"] for one in reports.values()) > AGREE or self._passed(step, reports):
                 raise self._dead(self._differ(step))
         waits = self._due and self._due[0] not in self._masked
         if not waits and not self._calling:
@@ -343,12 +343,12 @@ class Multiprocess(Process):
             who = " and ".join(f"rank {rank}" for rank in missing) or "nobody, the device does not answer"
             raise self._dead(f"no rank has made progress for {still:.0f} s.  Missing: {who}.  {where}")
 
-    def _passed(self, step: int, said: Mapping[int, Mapping[str, Any]]) -> bool:
+    def _passed(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> bool:
         """Return whether a rank has passed the place in a step at which other ranks have failed."""
-        page, least = self._page, min(one["calls"] for one in said.values())
+        page, least = self._page, min(one["calls"] for one in reports.values())
         if page is None:
             return False
-        ranks = [rank for rank in range(page.size) if rank not in said]
+        ranks = [rank for rank in range(page.size) if rank not in reports]
         # read before the check whether the ranks are in this step
         calls = {rank: page.get(rank, CALLS) for rank in ranks}
         return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
@@ -365,17 +365,17 @@ class Multiprocess(Process):
                     self._note(rank, message)
 
     def _note(self, rank: int, message: Message) -> None:
-        said = json.loads(message.data) | {"at": time.monotonic()}
-        self._parted.setdefault(said["step"], {})[rank] = said
-        if said["lost"]:  # another rank has ended or hangs, which the next checks show
+        report = json.loads(message.data) | {"at": time.monotonic()}
+        self._parted.setdefault(report["step"], {})[rank] = report
+        if report["lost"]:  # another rank has ended or hangs, which the next checks show
             end = time.monotonic() + DYING
             while time.monotonic() < end:
                 for other, child in enumerate(self._ranks()):
                     if not child.alive() and (ended := child.ended()) is not None:
                         raise self._lost(other, ended)
                 time.sleep(STARTING)
-        if said["where"] == "sample":  # the other ranks do not draw, so they do not report it
-            raise self._dead(self._differ(said["step"]))
+        if report["where"] == "sample":  # the other ranks do not draw, so they do not report it
+            raise self._dead(self._differ(report["step"]))
 
     def _result(self, message: Message) -> StepResult:
         result = super()._result(message)
@@ -389,28 +389,28 @@ class Multiprocess(Process):
 
         Raise EngineDeadError otherwise.
         """
-        said, size = self._parted.get(result.id, {}), 1 + len(self._others)
-        if not said:
+        reports, size = self._parted.get(result.id, {}), 1 + len(self._others)
+        if not reports:
             return  # the draw failed, which concerns only rank 0, or the report is about another step
         end = time.monotonic() + AGREE
-        while len(said) < size and result.failure is not None and time.monotonic() < end:
+        while len(reports) < size and result.failure is not None and time.monotonic() < end:
             time.sleep(STARTING)
             self._gather()
-        if len(said) < size or len({one["calls"] for one in said.values()}) > 1:
+        if len(reports) < size or len({one["calls"] for one in reports.values()}) > 1:
             raise self._dead(self._differ(result.id))
         del self._parted[result.id]
 
     def _differ(self, step: int) -> str:
-        said, size = self._parted[step], 1 + len(self._others)
+        reports, size = self._parted[step], 1 + len(self._others)
         words = [
-            f"{self._name(rank)} failed after {one['calls']} calls: {one['message']}" for rank, one in said.items()
+            f"{self._name(rank)} failed after {one['calls']} calls: {one['message']}" for rank, one in reports.items()
         ]
-        words += [f"{self._where(rank)}, and has not failed" for rank in range(size) if rank not in said]
+        words += [f"{self._where(rank)}, and has not failed" for rank in range(size) if rank not in reports]
         return f"the ranks have parted in step {step}: {'; '.join(words)}"
 
     def _lost(self, rank: int, how: Exception) -> EngineDeadError:
         """Return the error for a rank that has ended, with its last place."""
-        where = "" if self._page is None else f", {self._page.told(rank)}"
+        where = "" if self._page is None else f", {self._page.describe(rank)}"
         return self._dead(f"{self._name(rank)}{where}: {how}")
 
     def _dead(self, words: str) -> EngineDeadError:

@@ -56,9 +56,9 @@ class Rank:
     def __init__(self, channel: Channel) -> None:
         first = channel.receive(wait=True)
         assert first is not None
-        self.told = json.loads(first.data)
+        self.settings = json.loads(first.data)
         self.channel, self.executor = channel, Local()
-        self.rank, self.size = self.told["rank"], self.told["size"]
+        self.rank, self.size = self.settings["rank"], self.settings["size"]
         self.ranks: ProcessGroup | None = None
         page, self.store = self._files()  # the second file stays open, because torch uses its path
         self.page = StatusPage(page, self.size, ())
@@ -84,7 +84,7 @@ class Rank:
             self.channel.send(FINGERPRINT, [json.dumps(self._fingerprint()).encode()])
             try:
                 with contextlib.nullcontext() if self.rank else progress.listening(progress_to(self.channel)):
-                    capacity = self.executor.adopt(build(self.told["wiring"], self._make))
+                    capacity = self.executor.adopt(build(self.settings["wiring"], self._make))
             except MinivllmError as e:
                 self.channel.send(FAILED, [_failure(0, e)])
                 return
@@ -108,7 +108,7 @@ class Rank:
 
     def _fingerprint(self) -> dict[str, str]:
         try:
-            return fingerprint(wiring_from_json(self.told["wiring"]))
+            return fingerprint(wiring_from_json(self.settings["wiring"]))
         except MinivllmError as e:
             return {"minivllm": f"{minivllm.__version__} ({e})"}
 
@@ -121,7 +121,7 @@ class Rank:
         from .ranks import RankRunner
 
         if wiring.device == "cuda":
-            torch.cuda.set_device(self.told.get("device", self.rank))
+            torch.cuda.set_device(self.settings.get("device", self.rank))
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
         self.note(PHASE, MEETS)
@@ -130,16 +130,16 @@ class Rank:
             if interface := self._interface():
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             try:
-                ranks.join(self._meeting(), self.told["timeout"])
+                ranks.join(self._meeting(), self.settings["timeout"])
             except LostRank as e:
                 raise ResourceError(str(e)) from e
-            if self.told["sums"] == "auto" and has_kernels(wiring) and not self.told.get("apart"):
+            if self.settings["sums"] == "auto" and has_kernels(wiring) and not self.settings.get("apart"):
                 ranks.share_memory()
             if ranks.peers is not None:
                 threading.Thread(target=self._say_met, args=(ranks.peers,), daemon=True).start()
         self.note(PHASE, LOADS)
         try:
-            return RankRunner(wiring, ranks, self._failed, self.told["checked"])
+            return RankRunner(wiring, ranks, self._failed, self.settings["checked"])
         except ResourceError as e:
             raise with_others(e, wiring.device) from e
 
@@ -159,8 +159,8 @@ class Rank:
     def _failed(self, step: int, where: str, message: str) -> None:
         """Report a failed step.  The engine finds out whether it failed on all ranks."""
         assert self.ranks is not None
-        told = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
-        self.channel.send(PARTED, [json.dumps(told | {"lost": self.ranks.lost is not None}).encode()])
+        report = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
+        self.channel.send(PARTED, [json.dumps(report | {"lost": self.ranks.lost is not None}).encode()])
 
 
 class RankLoop(WorkerLoop):

@@ -93,7 +93,7 @@ class SimOptions(BaseModel):
     @model_validator(mode="after")
     def _one_pace(self) -> SimOptions:
         fields = type(self).model_fields
-        said = [n for n in ("step_ms", "row_ms", "token_ms") if getattr(self, n) != fields[n].default]
-        if self.costs and said:
-            raise ValueError(f"costs and {said[0]} both define the time of a step; leave one of them out")
+        given = [n for n in ("step_ms", "row_ms", "token_ms") if getattr(self, n) != fields[n].default]
+        if self.costs and given:
+            raise ValueError(f"costs and {given[0]} both define the time of a step; leave one of them out")
         return self

@@ -16,7 +16,7 @@ from minivllm.errors import describe_error
 
 def of_runner(runner: Any) -> list[dict[str, Any]]:
     """Return the figures of each plug-in of a runner; a failure of one is an entry of its own."""
-    return [asked(name, plugin) for name, plugin in plugins(runner) if has_figures(plugin)]
+    return [read_figures(name, plugin) for name, plugin in plugins(runner) if has_figures(plugin)]
 
 
 def plugins(runner: Any) -> Iterator[tuple[str, Any]]:
@@ -41,7 +41,7 @@ def has_figures(plugin: Any) -> bool:
     return callable(getattr(plugin, "figures", None))
 
 
-def asked(name: str, plugin: Any) -> dict[str, Any]:
+def read_figures(name: str, plugin: Any) -> dict[str, Any]:
     """Return the figures of a plug-in, checked: at most 64 names with finite numbers."""
     try:
         return {"name": name, "figures": checks.figures(call_foreign(plugin.figures))}

@@ -41,7 +41,7 @@ from minivllm.device.worker.running import Running
 if TYPE_CHECKING:
     from minivllm.device.layers.communicator import ProcessGroup
 
-Told = Callable[[int, str, str], None]  # step, "forward" or "sample", message
+FailureReport = Callable[[int, str, str], None]  # step, "forward" or "sample", message
 
 
 class RankDrafter(Drafter):
@@ -63,10 +63,13 @@ def follower(wiring: Wiring) -> Wiring:
 
 
 class RankRunner(Runner):
-    """The runner of a rank.  ``told`` is called for a step that failed here, and may have succeeded on other ranks."""
+    """The runner of a rank.
 
-    def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
-        self.ranks, self._told, self._checked = ranks, told, checked
+    ``report`` is called for a step that failed here, and may have succeeded on other ranks.
+    """
+
+    def __init__(self, wiring: Wiring, ranks: ProcessGroup, report: FailureReport, checked: bool = False) -> None:
+        self.ranks, self._report_failure, self._checked = ranks, report, checked
         self.leads, self._seen = ranks.rank == 0, [0, 0]
         self._drawn: np.ndarray | None = None
         if ranks.size > 1 and find_spec("triton") is not None:
@@ -93,9 +96,9 @@ class RankRunner(Runner):
             running = super().forward(plan)
             if not self.leads and self._poison:
                 slot, error = next(iter(self._poison.items()))
-                self._told(plan.id, "sample", f"row of slot {slot}: {error.message}")
+                self._report_failure(plan.id, "sample", f"row of slot {slot}: {error.message}")
         if running.errors:
-            self._told(plan.id, "forward", running.errors[0].message)
+            self._report_failure(plan.id, "forward", running.errors[0].message)
         elif self._checked and running.hidden is not None:
             self._seen[1] = zlib.crc32(_bytes(running.hidden))
         return running
@@ -141,7 +144,7 @@ class RankRunner(Runner):
         parted = self.ranks.lost is not None or self.ranks.calls != calls + drew
         if parted or (running.errors and drew and not self.leads):
             words = self.ranks.lost or (running.errors[0].message if running.errors else "calls were left out")
-            self._told(running.plan.id, "sample", str(words))
+            self._report_failure(running.plan.id, "sample", str(words))
 
     def _whole(self, running: Running) -> Tensor | None:
         """Return the hidden states of which all ranks compute logits."""

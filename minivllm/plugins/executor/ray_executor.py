@@ -50,13 +50,13 @@ class Ray(Multiprocess):
         assert self._page is not None
         yield from cluster.ranks(wiring.device, size, self._page)
 
-    def _begin(self, child: Any, rank: int, told: dict[str, Any], files: Sequence[int]) -> None:
+    def _begin(self, child: Any, rank: int, settings: dict[str, Any], files: Sequence[int]) -> None:
         assert self._cluster is not None
-        told |= self._cluster.told(rank)
+        settings |= self._cluster.settings_of(rank)
         if child.here:
-            super()._begin(child, rank, told, files)
+            super()._begin(child, rank, settings, files)
         else:
-            child.send(START, [json.dumps(told).encode()])
+            child.send(START, [json.dumps(settings).encode()])
 
     def _name(self, rank: int) -> str:
         child: Any = self._rank(rank)
@@ -105,7 +105,7 @@ class RayCluster:
         self._folder = ""  # folder of a cluster that the launcher has started
         self._node = ""  # node of this process
         self._ranks: list[PlacedRank] = []
-        self._said: dict[int, str] = {}  # place -> Ray's description of the end of its actor
+        self._reasons: dict[int, str] = {}  # place -> Ray's description of the end of its actor
         self._placed = False
         self._gate: ProcessGate | None = None
 
@@ -121,9 +121,9 @@ class RayCluster:
             "folder": os.getcwd(),
         }
         given["environment"] = {name: os.environ.get(name) for name in KEPT}
-        asked = {"address": options.address, "placement_timeout": options.placement_timeout}
-        asked |= {"size": size, "device": device, "given": given}
-        self._launcher.send(ASK, [json.dumps(asked).encode()])
+        request = {"address": options.address, "placement_timeout": options.placement_timeout}
+        request |= {"size": size, "device": device, "given": given}
+        self._launcher.send(ASK, [json.dumps(request).encode()])
         end = time.monotonic() + options.start_timeout
         try:
             found = self._hear(FOUND, end)
@@ -156,11 +156,11 @@ class RayCluster:
             else:
                 self._note(message.kind, json.loads(message.data))
 
-    def _note(self, kind: int, said: dict[str, Any]) -> None:
+    def _note(self, kind: int, report: dict[str, Any]) -> None:
         if kind == FAILED:
-            raise error_from(**said)
+            raise error_from(**report)
         if kind == ENDED:
-            self._said[said["place"]] = said["how"]
+            self._reasons[report["place"]] = report["how"]
         if kind == PLACED:
             self._placed = True
 
@@ -170,11 +170,11 @@ class RayCluster:
         while missing := [place for place in range(size) if not _complete(guests[place])]:
             with contextlib.suppress(queue.Empty):
                 guest = gate.guests.get(timeout=0.02)
-                guests[guest.said["place"]][guest.said["role"]] = guest
+                guests[guest.hello["place"]][guest.hello["role"]] = guest
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
-            if ended := [place for place in missing if place in self._said]:
-                how = self._said[ended[0]] or "its actor has ended before it came"
+            if ended := [place for place in missing if place in self._reasons]:
+                how = self._reasons[ended[0]] or "its actor has ended before it came"
                 raise ResourceError(f"rank in place {ended[0]} of {size}: {how}")
             if time.monotonic() > end:
                 raise ResourceError(
@@ -187,13 +187,13 @@ class RayCluster:
         """Return the sort key of places: those of this machine first, then by machine and GPU."""
 
         def key(place: int) -> tuple[Any, ...]:
-            said = guests[place][CHANNEL].said
-            gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in said["gpus"]]
-            return said["node"] != self._node, said["node"], *map(str, gpus[1:]), *gpus[:1], place
+            hello = guests[place][CHANNEL].hello
+            gpus = [int(gpu) if gpu.isdigit() else gpu for gpu in hello["gpus"]]
+            return hello["node"] != self._node, hello["node"], *map(str, gpus[1:]), *gpus[:1], place
 
         return key
 
-    def told(self, rank: int) -> dict[str, Any]:
+    def settings_of(self, rank: int) -> dict[str, Any]:
         """Return a rank's configuration that depends on the other ranks."""
         mine = self._ranks[rank]
         gpus = [gpu for one in self._ranks if one.node == mine.node for gpu in one.gpus]
@@ -212,13 +212,13 @@ class RayCluster:
             ended = e
         return None if ended is None else f"the process that keeps the ranks with Ray: {ended}"
 
-    def said(self, place: int, seconds: float) -> str:
+    def end_of(self, place: int, seconds: float) -> str:
         """Return Ray's description of the end of an actor, "" if Ray does not report it in time."""
         end = time.monotonic() + seconds
-        while place not in self._said and self.ended() is None and time.monotonic() < end:
+        while place not in self._reasons and self.ended() is None and time.monotonic() < end:
             self._launcher.rest(0.05)
-        said = self._said.get(place, "")
-        return f"Ray says: {said}" if said else self.ended() or ""
+        reason = self._reasons.get(place, "")
+        return f"Ray says: {reason}" if reason else self.ended() or ""
 
     def kill(self, place: int) -> None:
         """Kill an unreachable actor through Ray."""

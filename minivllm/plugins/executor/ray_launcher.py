@@ -113,16 +113,16 @@ class NodeProbe(threading.Thread):
                     answered[address] = time.monotonic()
                 except OSError as e:
                     if time.monotonic() - since > GONE:
-                        said = f"its node at {address[0]} has not answered for {GONE} s: {e}"
-                        self.lost |= {place: said for place, node in self.nodes.items() if node == address}
+                        reason = f"its node at {address[0]} has not answered for {GONE} s: {e}"
+                        self.lost |= {place: reason for place, node in self.nodes.items() if node == address}
             time.sleep(PROBE / 2)
 
 
 class Launcher:
-    """The launcher.  ``asked`` has size, device, address, placement_timeout, and the settings of actors."""
+    """The launcher.  ``settings`` has size, device, address, placement_timeout, and the settings of actors."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.folder = ""  # folder of a cluster that was started here
         self.ray: Any = None
         self.group: Any = None
@@ -132,7 +132,7 @@ class Launcher:
     def run(self, channel: Channel) -> None:
         first = channel.receive(wait=True)
         assert first is not None
-        self.asked = json.loads(first.data)
+        self.settings = json.loads(first.data)
         try:
             self._connect()
             node = self.ray.get_runtime_context().get_node_id()
@@ -151,14 +151,14 @@ class Launcher:
     # ---- the cluster ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        address = self.asked["address"]
+        address = self.settings["address"]
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         more: dict[str, Any] = {"address": address}
         if not address:
             self.folder = tempfile.mkdtemp(prefix=TEMPORARY)
-            more = {"address": "local", "num_cpus": self.asked["size"], "include_dashboard": False}
+            more = {"address": "local", "num_cpus": self.settings["size"], "include_dashboard": False}
             more |= {"object_store_memory": OBJECTS, "_temp_dir": self.folder}
-            more |= {"num_gpus": 0} if self.asked["device"] == "cpu" else {}
+            more |= {"num_gpus": 0} if self.settings["device"] == "cpu" else {}
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns of a future change
             # the head of the cluster is never restarted
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
@@ -179,20 +179,20 @@ class Launcher:
 
     def _check_room(self) -> None:
         nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in self.ray.nodes() if node["Alive"]]
-        if said := lacks(nodes, self.asked["size"], wants(self.asked["device"])):
-            raise ResourceError(said)
+        if reason := lacks(nodes, self.settings["size"], wants(self.settings["device"])):
+            raise ResourceError(reason)
 
     def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
         """Start a rank in each place, and return the place of each reference to a rank's end."""
-        ray, size, want = self.ray, self.asked["size"], wants(self.asked["device"])
+        ray, size, want = self.ray, self.settings["size"], wants(self.settings["device"])
         util = ray.util
         self.group = util.placement_group([want] * size, strategy="PACK")
-        end = time.monotonic() + self.asked["placement_timeout"]
+        end = time.monotonic() + self.settings["placement_timeout"]
         while not self.group.wait(LOOK):
             if time.monotonic() > end:
                 free = shown_resources(ray.available_resources())
                 raise ResourceError(
-                    f"no free places within {self.asked['placement_timeout']:.0f} s: {size} are needed, each with "
+                    f"no free places within {self.settings['placement_timeout']:.0f} s: {size} are needed, each with "
                     f"{shown_resources(want)}, and of the Ray cluster {free} are free; stop what runs there, or raise "
                     "placement_timeout"
                 )
@@ -203,12 +203,12 @@ class Launcher:
         self.probe = NodeProbe({place: at[name] for place, name in where.items() if name != node})
         self.probe.start()
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        kind, given = ray.remote(RankPlace), {**self.asked["given"], **opened, "engine_node": node}
+        kind, given = ray.remote(RankPlace), {**self.settings["given"], **opened, "engine_node": node}
         running = {}
         for place in range(size):
             strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, place)
-            asked = {"num_cpus": want["CPU"], "num_gpus": want.get("GPU", 0), "max_restarts": 0}
-            actor = kind.options(scheduling_strategy=strategy, max_task_retries=0, **asked).remote()
+            resources = {"num_cpus": want["CPU"], "num_gpus": want.get("GPU", 0), "max_restarts": 0}
+            actor = kind.options(scheduling_strategy=strategy, max_task_retries=0, **resources).remote()
             self.actors.append(actor)
             running[actor.serve.remote({**given, "place": place})] = place
         return running
@@ -220,7 +220,7 @@ class Launcher:
                 try:
                     how = self.ray.get(one)
                 except Exception as e:  # the library raises errors of many types
-                    how = said_of_end(e)
+                    how = reason_of_end(e)
                 _tell(channel, ENDED, place=running.pop(one), how=how)
             for place in [place for place in self.probe.lost if place in running.values()]:
                 running = {one: its for one, its in running.items() if its != place}
@@ -330,13 +330,13 @@ def refused(address: str, e: Exception) -> str:
     return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}{few}"
 
 
-def said_of_end(e: Exception) -> str:
+def reason_of_end(e: Exception) -> str:
     """Return Ray's description of an actor's end, without Ray's advice."""
     text = " ".join(str(e).split())
     for mark in ("Worker exit detail: ", "worker exit detail: ", "The actor is dead because ", "has died"):
         if mark in text:
             text = text[text.index(mark) + len(mark) * (mark != "has died") :]
             break
-    said = text.split(". ")[0].strip(" .")[:300]
+    reason = text.split(". ")[0].strip(" .")[:300]
     # for example an end by a signal, of which Ray has no description
-    return "" if said.startswith("Worker unexpectedly exits") else said
+    return "" if reason.startswith("Worker unexpectedly exits") else reason

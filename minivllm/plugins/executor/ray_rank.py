@@ -27,7 +27,7 @@ CREDENTIALS = struct.Struct("3i")  # process, user, group
 class ActorKeeper(Protocol):
     """The interface of the cluster for a rank.  ``place`` is the number of the rank's actor."""
 
-    def said(self, place: int, seconds: float) -> str:
+    def end_of(self, place: int, seconds: float) -> str:
         """Return Ray's description of the end of an actor, "" if there is none within ``seconds``."""
         ...
 
@@ -40,9 +40,9 @@ class PlacedRank:
     """The rank of one actor.  A message to it waits for room in its channel for up to ``patience`` seconds."""
 
     def __init__(self, cluster: ActorKeeper, came: Mapping[str, Guest], patience: float) -> None:
-        said, sock = came[CHANNEL]
-        self.cluster, self.place, self.pid = cluster, said["place"], said["pid"]
-        self.node, self.host, self.gpus = said["node"], said["host"], said["gpus"]
+        hello, sock = came[CHANNEL]
+        self.cluster, self.place, self.pid = cluster, hello["place"], hello["pid"]
+        self.node, self.host, self.gpus = hello["node"], hello["host"], hello["gpus"]
         self.here = sock.family == socket.AF_UNIX
         self._handle = _handle(sock) if self.here else -1  # handle of the process, to end it
         self._state, self._cut = None if self.here else came[STATE].sock, ""
@@ -134,10 +134,10 @@ class PlacedRank:
         self.leave()
         if self._cut:
             return ChildEnded(f"the worker process {self.pid} on {self.host} is out of reach: {self._cut}")
-        said = self.cluster.said(self.place, RAY_SAYS)
+        reason = self.cluster.end_of(self.place, RAY_SAYS)
         self._words.join(0.2)
-        how = f"; {said}" if said else ""
-        return ChildEnded(f"the worker process {self.pid} on {self.host} has ended{how}{self._words.told()}")
+        how = f"; {reason}" if reason else ""
+        return ChildEnded(f"the worker process {self.pid} on {self.host} has ended{how}{self._words.summary()}")
 
     def leave(self) -> None:
         if self._channel is not None:

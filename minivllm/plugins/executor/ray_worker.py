@@ -84,12 +84,12 @@ def _reach(given: dict[str, Any], role: str, address: Any) -> socket.socket:
     else:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address)
-    said = {name: given[name] for name in ("place", "node", "ip", "gpus")}
+    hello = {name: given[name] for name in ("place", "node", "ip", "gpus")}
     try:
         greet(
             sock,
             bytes.fromhex(given["secret"]),
-            {**said, "role": role, "pid": os.getpid(), "host": socket.gethostname()},
+            {**hello, "role": role, "pid": os.getpid(), "host": socket.gethostname()},
         )
     except BaseException:
         sock.close()
@@ -100,8 +100,8 @@ def _reach(given: dict[str, Any], role: str, address: Any) -> socket.socket:
 class RayRank(Rank):
     """A rank in an actor.
 
-    ``told`` also has ``visible``, the GPUs of this machine that ranks use, and ``apart``, whether a rank is on another
-    machine.
+    ``settings`` also has ``visible``, the GPUs of this machine that ranks use, and ``apart``, whether a rank is on
+    another machine.
     """
 
     def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
@@ -110,8 +110,8 @@ class RayRank(Rank):
         super().__init__(channel)
         if state is not None:
             threading.Thread(target=self._say_where, args=(state,), daemon=True).start()
-        if self.told["visible"]:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.told["visible"]
+        if self.settings["visible"]:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.settings["visible"]
 
     def _files(self) -> tuple[int, int]:
         if self._state is None:
@@ -129,20 +129,20 @@ class RayRank(Rank):
                 time.sleep(SAYS)
 
     def _interface(self) -> str:
-        return interface_of(self._ip) if self.told["apart"] else super()._interface()
+        return interface_of(self._ip) if self.settings["apart"] else super()._interface()
 
     def _meeting(self) -> Any:
         """Return the store through which ranks of several machines meet.
 
         Rank 0 listens, and only ranks receive its address and the random prefix of keys.
         """
-        if not self.told["apart"]:
+        if not self.settings["apart"]:
             return super()._meeting()
         from datetime import timedelta
 
         import torch.distributed as dist
 
-        limit = timedelta(seconds=self.told["timeout"])
+        limit = timedelta(seconds=self.settings["timeout"])
         if self.rank == 0:
             family = socket.AF_INET6 if ":" in self._ip else socket.AF_INET
             listens = socket.socket(family)
@@ -171,8 +171,8 @@ def interface_of(ip: str) -> str:
     """Return the name of the network interface with an IPv4 address, "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # the interface has no such address
-                if socket.inet_ntoa(fcntl.ioctl(sock.fileno(), SIOCGIFADDR, asked)[20:24]) == ip:
+                if socket.inet_ntoa(fcntl.ioctl(sock.fileno(), SIOCGIFADDR, request)[20:24]) == ip:
                     return name
     return ""

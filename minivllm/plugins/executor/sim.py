@@ -305,9 +305,9 @@ class Sim(Executor):
                 self._read_and_write(*(int(x[row]) for x in (plan.slots, plan.q_len, plan.computed)))
             if self.states is not None:
                 self.states.step(plan, ~self.stopped[plan.slots], self.text.prefix)
-        n, slots, asked = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
+        n, slots, scored = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
         before = np.empty(0, np.uint64)  # hashes of the histories of drawn tokens, if their scores or logits are needed
-        if asked or len(plan.host) or len(plan.late):
+        if scored or len(plan.host) or len(plan.late):
             before = self.text.prefix[slots, (plan.computed + plan.q_len)[plan.samples]]
         tokens, count = np.zeros(n, np.int32), np.zeros(n, np.int32)
         over = self.stopped[slots]
@@ -328,7 +328,7 @@ class Sim(Executor):
         count[rows], flags[rows] = 1, self._commit(slots[rows], tokens[rows])
         if drafts is not None:
             self._accept(plan, drafts, tokens, count, flags)
-        scores = self.model.scores(before, tokens, plan.topk) if asked else None
+        scores = self.model.scores(before, tokens, plan.topk) if scored else None
         if scores is not None and guided is not None:
             scores = scores_of(scores, plan.guided[:, 0], guided, tokens)
         return StepResult(
@@ -407,8 +407,8 @@ class Sim(Executor):
                 by.setdefault(name, []).append(i)
         bad = [i for some in by.values() for i in some]
         flags[bad], self.stopped[slots[bad]] = FAILED, True
-        said = "made-up tokens pass no processor; leave out what asks for it, or use another executor"
-        errors = tuple(StepError("rows", f"executor sim: {name}", said, tuple(some)) for name, some in by.items())
+        message = "made-up tokens pass no processor; leave out what asks for it, or use another executor"
+        errors = tuple(StepError("rows", f"executor sim: {name}", message, tuple(some)) for name, some in by.items())
         return rows[~np.isin(rows, bad)], errors
 
     def _prompt_scores(self, plan: StepPlan) -> LogProbs:

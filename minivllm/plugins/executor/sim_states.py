@@ -18,8 +18,8 @@ def checkpoints_of(wiring: Wiring) -> int | None:
     """Return the number of checkpoints of recurrent states, None for a model without such states."""
     if not wiring.cache.recurrent:
         return None
-    asked = wiring.cache.num_state_checkpoints
-    return CHECKPOINTS_EACH * wiring.max_num_seqs if asked < 0 else asked
+    requested = wiring.cache.num_state_checkpoints
+    return CHECKPOINTS_EACH * wiring.max_num_seqs if requested < 0 else requested
 
 
 class SimStates:

@@ -205,9 +205,9 @@ def _string(kind: str, text: str) -> str:
     return " & ".join(f"/(?:{write(whole(expression))})/" for expression in FORMATS[text])
 
 
-def _whitespace(asked: str) -> str:
-    """Return an expression for the JSON whitespace that the expression ``asked`` matches.  ValueError if none."""
-    kept = within(whole(asked), JSON_SPACE)
+def _whitespace(pattern: str) -> str:
+    """Return an expression for the JSON whitespace that the expression ``pattern`` matches.  ValueError if none."""
+    kept = within(whole(pattern), JSON_SPACE)
     if kept is None:
         raise ValueError("whitespace_pattern: expected an expression for spaces, tabs and line ends, which JSON allows")
     return write(kept)

@@ -55,15 +55,15 @@ class Falcon(ModelArch):
         """Return the groups of rows in the tensor of q, k and v, and the attention of a layer."""
         heads = cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "num_attention_heads", heads, rotary=not cfg.alibi)
-        said = cfg.num_kv_heads
+        configured = cfg.num_kv_heads
         if cfg.new_decoder_architecture:
-            groups = kv_heads = said
+            groups = kv_heads = configured
         elif cfg.multi_query:
             groups, kv_heads = 1, 1
         else:
             groups, kv_heads = heads, heads
-            if said not in (None, heads):
-                raise ModelError(f"num_kv_heads={shown(said)} with multi_query=False: expected {heads}")
+            if configured not in (None, heads):
+                raise ModelError(f"num_kv_heads={shown(configured)} with multi_query=False: expected {heads}")
         if type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
             raise ModelError(f"num_kv_heads={shown(kv_heads)}: expected a divisor of num_attention_heads={heads}")
         # the slopes are rounded to bfloat16, and scaled with the scores

@@ -133,7 +133,7 @@ STARCODER2 = family(
 )
 
 
-def _asked_for_any(query: PluginQuery) -> list[Reason]:
+def _requested_for_any(query: PluginQuery) -> list[Reason]:
     """Return why the fallback is not chosen.
 
     Plug-ins for this architecture precede it, also those of other packages.
@@ -150,5 +150,5 @@ TRANSFORMERS = Spec(
     limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
     features=frozenset({"any_architecture"}),
     needs=(Needs("transformers", "5.17", "pip install -U transformers"),),
-    check=_asked_for_any,
+    check=_requested_for_any,
 )

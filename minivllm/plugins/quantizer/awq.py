@@ -74,9 +74,9 @@ class Awq(CheckpointQuantizer):
         super().__init__(options, checkpoint)
         given = self.settings.given
         for key in ("version", "backend"):
-            said = given.get(key) or ""
-            if str(said).lower() not in ("", "gemm", "autoawq", "auto"):
-                raise ModelError(f"the checkpoint is AWQ of {key}={shown(said)}: {GEMM}")
+            value = given.get(key) or ""
+            if str(value).lower() not in ("", "gemm", "autoawq", "auto"):
+                raise ModelError(f"the checkpoint is AWQ of {key}={shown(value)}: {GEMM}")
         self.settings.one_of("w_bit" if "w_bit" in given else "bits", (4,), None)
         self.group_size = self.settings.group("q_group_size" if "q_group_size" in given else "group_size", -1)
         self.left_out = self.settings.names("modules_to_not_convert")

@@ -34,9 +34,9 @@ BLOCK, NESTED = 64, 256
 
 
 class FourBits(PartLayout):
-    def __init__(self, share: Share, kind: str, nested: bool, has: Mapping[str, Any] | None, told: Any) -> None:
+    def __init__(self, share: Share, kind: str, nested: bool, has: Mapping[str, Any] | None, note: Any) -> None:
         super().__init__(share)
-        self.kind, self.nested, self.told = kind, nested, told
+        self.kind, self.nested, self.note = kind, nested, note
         count = share.outputs * share.inputs
         if count % 2:
             raise ModelError(f"{share.outputs} outputs and {share.inputs} inputs of 4 bits do not fill whole bytes")
@@ -60,7 +60,7 @@ class FourBits(PartLayout):
         table = given["weight.quant_map"].to(share.device)
         raw = given["weight"].contiguous().view(torch.uint8)
         if share.inputs % block:
-            self.told(f"blocks of {block} numbers do not end with the rows: unpacked to {share.dtype}")
+            self.note(f"blocks of {block} numbers do not end with the rows: unpacked to {share.dtype}")
             codes = _codes(raw.flatten().to(share.device))
             scale = sizes.repeat_interleave(block)[: len(codes)]
             weight = (table[codes.long()] * scale).view(share.outputs, share.inputs)
@@ -132,11 +132,11 @@ class BitsAndBytes(CheckpointQuantizer):
         self.nested = self.settings.flag("bnb_4bit_use_double_quant")
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        def told(what: str) -> None:
+        def note(what: str) -> None:
             self.tell(what, m.name)
 
         if source is None:
-            return EightBits(share, None) if self.eight else FourBits(share, self.kind, self.nested, None, told)
+            return EightBits(share, None) if self.eight else FourBits(share, self.kind, self.nested, None, note)
         has = source.tensors
         if "SCB" in has or "weight.SCB" in has:
             return EightBits(share, has)
@@ -145,4 +145,4 @@ class BitsAndBytes(CheckpointQuantizer):
             return None
         if "weight" not in has:
             raise ModelError(f"the checkpoint lacks {source.name}.weight; download it again or check config.json")
-        return FourBits(share, kind, "weight.nested_absmax" in has, has, told)
+        return FourBits(share, kind, "weight.nested_absmax" in has, has, note)

@@ -150,8 +150,8 @@ class CompressedTensors(CheckpointQuantizer):
         settings = self.settings
         outer = settings.one_of("format", (None, *FORMATS), None) or "mixed-precision"
         for key in ("sparsity_config", "transform_config"):
-            said = settings.part(key).given
-            if said and said.get("format") != "dense":
+            given = settings.part(key).given
+            if given and given.get("format") != "dense":
                 raise settings.refuse(key, "none, because sparse or transformed weights are not supported")
         groups, self.cache_alone = settings.part("config_groups"), False
         if not groups.given:

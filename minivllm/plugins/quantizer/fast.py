@@ -93,9 +93,9 @@ def served_by(
         if device == "cpu" and rounded is None and not table and dtype != FP8:
             return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}
         return any_rows
-    from minivllm.device.kernels.quant import told
+    from minivllm.device.kernels.quant import described
 
-    return told(dtype, sm, table, rounded)
+    return described(dtype, sm, table, rounded)
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:

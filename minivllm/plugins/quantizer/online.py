@@ -85,8 +85,8 @@ class OnlineQuantizer(Quantizer):
         found = self._bits.naming(*names)
         if left_out:
             return UNQUANTIZED
-        asked: int | str = self.options.bits[found[0]] if found else self.name
-        return NAMED[asked] if isinstance(asked, int) else asked
+        options: int | str = self.options.bits[found[0]] if found else self.name
+        return NAMED[options] if isinstance(options, int) else options
 
     def _takes(self, m: ModuleInfo) -> bool:
         of_choice = {"lm_head": self.options.lm_head, "embedding": self.options.embedding}
@@ -114,9 +114,9 @@ class OnlineQuantizer(Quantizer):
 
     def finish(self) -> None:
         self._skip.refuse_unused(self.name)
-        asked = [f"{name}=true" for name in ("lm_head", "embedding") if not getattr(self.options, name)]
+        options = [f"{name}=true" for name in ("lm_head", "embedding") if not getattr(self.options, name)]
         self._bits.refuse_unused(
-            self.name, "module that is quantized" + (f" (more are with {' and '.join(asked)})" if asked else "")
+            self.name, "module that is quantized" + (f" (more are with {' and '.join(options)})" if options else "")
         )
         if self.options.embedding and not self._met_embedding:
             raise OptionError(

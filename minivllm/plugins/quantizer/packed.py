@@ -163,7 +163,7 @@ class PackedWeight(WeightScheme):
 
     info: ModuleInfo
     layouts: Mapping[str, PartLayout]
-    told: Callable[[str, str], None]
+    note: Callable[[str, str], None]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class PackedWeight(WeightScheme):
             self._pieces[part] = piece = forms.piece_of(found, layout.share.dtype)
             if piece.form == "plain":
                 what = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"
-                self.told(what, self.info.name)
+                self.note(what, self.info.name)
         self._given[part] = {}
         if len(self._pieces) == len(self.layouts):
             self._hold()
@@ -343,7 +343,7 @@ class CheckpointQuantizer(Quantizer):
             raise ModelError(f"the checkpoint is quantized with {method}: expected {self.method} for this quantizer")
         self.settings = Settings(checkpoint or {})
         self._met: dict[str, list[str]] = {}
-        self._asked = self._found = 0
+        self._modules_seen = self._found = 0
 
     @abstractmethod
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
@@ -356,7 +356,7 @@ class CheckpointQuantizer(Quantizer):
         if m.kind == "embedding":
             return None
         layouts = {part: self._layout(m, part) for part, _ in m.parts}
-        self._asked += m.sources is not None
+        self._modules_seen += m.sources is not None
         if not any(layouts.values()):
             return None
         self._found += 1
@@ -393,10 +393,10 @@ class CheckpointQuantizer(Quantizer):
     def tell(self, what: str, module: str) -> None:
         """Add a note for the user, once for all modules that it concerns."""
         self._met.setdefault(what, []).append(module)
-        self.notes[:] = [f"{said}: {_listed(modules)}" for said, modules in self._met.items()]
+        self.notes[:] = [f"{message}: {_listed(modules)}" for message, modules in self._met.items()]
 
     def finish(self) -> None:
-        if self._asked and not self._found:
+        if self._modules_seen and not self._found:
             raise ModelError(
                 f"{WHERE}: quant_method={shown(self.method)}, but no module of the checkpoint has this format: "
                 f"expected tensors named {' or '.join(self.packed_by)}, or config.json without it"

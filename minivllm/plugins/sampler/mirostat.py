@@ -54,8 +54,8 @@ class MirostatSampler(DefaultSampler):
             if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")
             return row
-        asked = params.asked()
-        clash: list[str] = [name for name in RESTRICTIONS if name in asked]
+        names = params.asked()
+        clash: list[str] = [name for name in RESTRICTIONS if name in names]
         clash += [name for name in CHOOSERS if getattr(params, name) is not None]
         if clash or params.temperature < MIN_TEMPERATURE:
             what = f"no {clash[0]}" if clash else "temperature above 0"

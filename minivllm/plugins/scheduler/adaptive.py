@@ -60,7 +60,7 @@ class Adaptive(SchedulerPolicy):
         self.was = 0  # running rows at the last plan
         self.gone = 0  # sequences that have ended since
         self.prefilled = False  # whether the last plan computed prompts of rows that were already running
-        self.asked: list[float] = []  # prompt tokens of the requests that the last plan could admit, in order
+        self.uncomputed: list[float] = []  # prompt tokens of the requests that the last plan could admit, in order
         self.wanted = 1.0  # new requests to admit at a time
 
     # ---- learning ----------------------------------------------------------------------------------------------
@@ -79,27 +79,27 @@ class Adaptive(SchedulerPolicy):
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         index = np.lexsort((head.id, head.arrival))
         uncached = np.maximum(head.known - head.cached, 1)
-        self.asked = uncached[index].tolist()
+        self.uncomputed = uncached[index].tolist()
         return index
 
     def _look(self, load: Load, now: float) -> None:
         """Count the step that was planned last, and fit the times at the end of each window."""
         entered = 0
-        if self.asked:
+        if self.uncomputed:
             entered = max(0, load.running - self.was + self.gone)
         if not self.was and not entered:
             self._begin_window(now)
         else:
             self.counted[0] += 1.0
             self.counted[1] += self.prefilled or entered > 0
-            self.counted[2] += sum(self.asked[:entered]) / TOKENS
+            self.counted[2] += sum(self.uncomputed[:entered]) / TOKENS
             if self.counted[0] >= WINDOW:
                 self._fit(now - self.begun)
                 self._begin_window(now)
         self.was = load.running
         self.gone = 0
         self.prefilled = load.prefilling > 0
-        self.asked = []
+        self.uncomputed = []
 
     def _begin_window(self, now: float) -> None:
         self.begun = now

@@ -135,14 +135,14 @@ class Polled:
         self._thread.join()
 
 
-def open_counter(asked: str, devices: Callable[[], list[str]]) -> Meter:
+def open_counter(source: str, devices: Callable[[], list[str]]) -> Meter:
     """Return the counter for a value of the option ``energy``: "rapl", "rapl:FOLDER" or "on".
 
     "on" means the counters of the ``devices`` that compute ("cpu", or the UUID of a GPU).  OSError if there is no
     counter."""
     try:
-        if asked.startswith("rapl"):
-            folder = asked.partition(":")[2]
+        if source.startswith("rapl"):
+            folder = source.partition(":")[2]
             return Rapl(Path(folder) if folder else None)
         names = list(dict.fromkeys(devices()))
         meters: list[Meter] = [Rapl() if name == "cpu" else Nvml(name) for name in names]

@@ -122,8 +122,8 @@ def _of_file(module: Any, data: bytes) -> Image:
     except (module.DecompressionBombError, module.DecompressionBombWarning):
         raise refuse(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from None
     except Exception as exc:  # decoders raise errors of many types on broken files
-        said = "" if isinstance(exc, module.UnidentifiedImageError) else _first_line(exc)
-        raise refuse(f"its bytes are no picture that can be read{said}; expected PNG, JPEG, WebP, GIF or BMP") from None
+        why = "" if isinstance(exc, module.UnidentifiedImageError) else _first_line(exc)
+        raise refuse(f"its bytes are no picture that can be read{why}; expected PNG, JPEG, WebP, GIF or BMP") from None
 
 
 def _of_image(module: Any, image: Image) -> Image:

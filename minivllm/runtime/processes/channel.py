@@ -103,7 +103,7 @@ class Outgoing:
         self.size = size
         # assignments to this view are single loads and stores; ``struct`` copies byte by byte
         self._words = self._bytes.cast("Q")
-        self._read, self._asleep, self._told = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
+        self._read, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._written = 0  # pieces so far
         self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of each unread piece, in order
@@ -128,7 +128,7 @@ class Outgoing:
         note = self._notes + self._written % NOTES * NOTE.size
         NOTE.pack_into(self._bytes, note, at, len(piece), kind, more)
         self._written += 1
-        self._words[self._told] = self._written
+        self._words[self._announced] = self._written
         return at
 
     def unheard(self) -> bool:
@@ -149,14 +149,14 @@ class Incoming:
         self._bytes = memoryview(memory)
         self._start = start + HEAD
         self._words = self._bytes.cast("Q")
-        self._count, self._asleep, self._told = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
+        self._count, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._read = 0
         self.heard: int | None = None if ORDERED else 0  # received bells, where bells order the notes
 
     def ready(self) -> bool:
         """Return whether there is an unread piece."""
-        return (self._words[self._told] if self.heard is None else self.heard) > self._read
+        return (self._words[self._announced] if self.heard is None else self.heard) > self._read
 
     def take(self) -> tuple[int, bool, bytearray]:
         """Return the kind of the next piece's message, whether more pieces follow, and its bytes, and free its room."""

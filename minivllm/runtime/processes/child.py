@@ -52,7 +52,7 @@ class Words(threading.Thread):
                 sys.stderr.flush()
         os.close(self._pipe)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the last three lines as the end of an error message.  After a crash, they are faulthandler's first."""
         lines = [line for line in self.last.decode(errors="replace").splitlines() if line.strip()]
         crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
@@ -165,7 +165,7 @@ class Child:
             return ChildEnded(f"the worker process {pid} has closed its channel, and runs on")
         self._words.join(1.0)
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal_name(-code)})"
-        return ChildEnded(f"the worker process {pid} has ended, {how}{self._words.told()}")
+        return ChildEnded(f"the worker process {pid} has ended, {how}{self._words.summary()}")
 
     def _close(self) -> None:
         """Close the channel."""

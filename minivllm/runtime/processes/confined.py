@@ -78,14 +78,14 @@ class Confined:
 
         The caller must not use the worker for two jobs at once.  Exceeded if the job exceeds a limit, ResourceError if
         no process can run it, RuntimeError if the work fails."""
-        asked = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()
+        request = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()
         reason = ""
         for _ in range(2):  # a second try if the worker ends for another reason, such as a lack of memory
             starting = self.start()
             self._numbers += 1
             try:
                 workers = await asyncio.shield(starting)
-                answer, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [asked, *parts]), PATIENCE)
+                answer, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [request, *parts]), PATIENCE)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as e:
                 reason = describe_error(e)
                 self._drop(starting)

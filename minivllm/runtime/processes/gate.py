@@ -39,7 +39,7 @@ class Refused(ConnectionError):
 class Guest(NamedTuple):
     """A client that has proved its knowledge of the secret: the JSON that it sent, and its connection."""
 
-    said: dict[str, Any]
+    hello: dict[str, Any]
     sock: socket.socket
 
 
@@ -61,11 +61,11 @@ def _exactly(sock: socket.socket, size: int, end: float) -> bytes:
     return found
 
 
-def greet(sock: socket.socket, secret: bytes, said: dict[str, Any]) -> None:
-    """Prove the secret to a ``ProcessGate`` and send it the JSON ``said``.
+def greet(sock: socket.socket, secret: bytes, hello: dict[str, Any]) -> None:
+    """Prove the secret to a ``ProcessGate`` and send it the JSON ``hello``.
 
     Refused if the server does not know the secret."""
-    words = json.dumps(said).encode()
+    words = json.dumps(hello).encode()
     ours = secrets.token_bytes(NONCE)
     end = time.monotonic() + PATIENCE
     try:

@@ -63,7 +63,7 @@ class StatusPage:
         self._moved = time.monotonic()
         self._last = bytes(self._bytes)
 
-    def told(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         """Return a description of the state of a process."""
         phase = self.get(rank, PHASE)
         if phase < len(PHASES) - 1:

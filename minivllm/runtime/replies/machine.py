@@ -280,7 +280,7 @@ class DescribedReply:
         quoted = not mark and self._is_quoted()
         if role is not None and not quoted:
             end = self._head_at(role.calls, start, begin, at) if self._may_call() else NO
-            blank = not self._out.said and not self._buffer[start:begin].strip()
+            blank = not self._out.has_content and not self._buffer[start:begin].strip()
             if end == NO and role.thought is not None and not self._thinking and (mark or blank):
                 end = self._thought_at(role.thought, start, begin, at)
             if end != NO:
@@ -339,7 +339,7 @@ class DescribedReply:
         self._thinking = False
         self._unquote()
         self._out.end_thought()
-        self._fresh = bool(self._plan.first) and self._context.calls and not self._out.said
+        self._fresh = bool(self._plan.first) and self._context.calls and not self._out.has_content
 
     def _allows(self, name: str) -> bool:
         """Return whether the model may call a function.  The name "" is not known yet."""

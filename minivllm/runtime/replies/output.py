@@ -20,7 +20,7 @@ class Output:
         self.lead = True  # the reasoning has no text yet
         self.spaces: list[str] = []  # held whitespace
         self.touched = False  # there was reasoning or a call
-        self.said = False
+        self.has_content = False
 
     def take(self) -> list[Part]:
         """Return the parts since the last call."""
@@ -43,7 +43,7 @@ class Output:
                 text = "".join(self.spaces) + text
                 self.spaces = []
             self.edge = KEEP
-        self.said = True
+        self.has_content = True
         self.parts.append(Said(text))
 
     def think(self, text: str) -> None:
@@ -94,6 +94,6 @@ class Output:
 
     def finish(self) -> None:
         """Add whitespace that is the whole answer."""
-        if self.spaces and not self.touched and not self.said:
+        if self.spaces and not self.touched and not self.has_content:
             self.parts.append(Said("".join(self.spaces)))
         self.spaces = []

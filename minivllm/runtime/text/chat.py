@@ -41,7 +41,7 @@ class ChatTemplates:
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.sources = dict(sources)
         self._compiled: dict[str, ChatTemplate] = {}
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     def select(self, name: str | None, tools: Any, documents: Any = None) -> ChatTemplate:
         """Return the template with a name or text.
@@ -110,7 +110,7 @@ class ChatTemplates:
         mark = ""
         # after the checks that name places, because this may add a message
         if tools and "tools" not in facts.variables:
-            self._note_told(template)
+            self._note_template(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None
         if continue_final_message:
             if add_generation_prompt:
@@ -120,10 +120,10 @@ class ChatTemplates:
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         return Filling(template, (chat, tools, documents, extra), begins, mark)
 
-    def _note_told(self, template: ChatTemplate) -> None:
+    def _note_template(self, template: ChatTemplate) -> None:
         """Log once that a template does not support tools."""
-        if template.source not in self._told:
-            self._told.add(template.source)
+        if template.source not in self._noted:
+            self._noted.add(template.source)
             log.warning("the chat template has no place for tools; they are described in the system message")
 
 

@@ -91,8 +91,8 @@ class Messages(Chat):
         del self.warnings[MOST:]
         self.shows_thoughts = translation.shows_thoughts
         # as in Anthropic's API, the end of the context may end an answer before max_tokens: a default may be cut
-        self.most = self.default = self.asked
-        self.asked = None
+        self.most = self.default = self.requested
+        self.requested = None
         if self.most is not None and self.params.min_tokens > self.most:
             text = f"min_tokens={self.params.min_tokens}: expected at most max_tokens={self.most}"
             raise ApiError(400, text, "min_tokens")

@@ -227,6 +227,6 @@ def _set_format(found: ChatValues, wanted: Any, place: str) -> None:
     schema = wanted.get("schema")
     if not isinstance(schema, dict):
         raise wrong(f"{place}.schema", f"={shown(schema)}: expected a JSON schema")
-    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    found.set("response_format", asked, place)
+    format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found.set("response_format", format, place)
     found.sent[FORM] = place

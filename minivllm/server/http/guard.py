@@ -79,10 +79,10 @@ class Guard:
             return send(message)  # the caller awaits it
 
         # HEAD is served as GET; uvicorn leaves out the body
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             self._check(scope, headers, state)
-            await self.app(asked, receive, answer)
+            await self.app(inner, receive, answer)
         except asyncio.CancelledError:  # the server ends; uvicorn would answer 500
             if not status:
                 await send_error(answer, ApiError(503, "the server is shutting down", headers=CLOSE), scope)
@@ -94,8 +94,8 @@ class Guard:
                 await send_error(answer, error, scope)
         finally:
             if self.metrics is not None:
-                self.metrics.http(asked.get("route"), status)
-            polled = status in (200, 503) and asked_path(scope) in POLLED
+                self.metrics.http(inner.get("route"), status)
+            polled = status in (200, 503) and requested_path(scope) in POLLED
             more: Any = {"client_id": echoed} if echoed != request_id else {}
             logs.event(
                 "request",
@@ -157,7 +157,7 @@ class Guard:
         """Raise ApiError for a request that must not reach a route.  Store the tenant and the owner in ``state``."""
         changes = scope["method"] not in cross_site.SAFE
         self._check_sizes(scope)
-        if state.get("spare") and asked_path(scope) not in POLLED:
+        if state.get("spare") and requested_path(scope) not in POLLED:
             raise ApiError(503, CROWDED, headers={"Retry-After": "1", "Connection": "close"})
         self._check_site(scope, changes)
         if odd := unknown_coding(cross_site.values(scope["headers"], b"transfer-encoding")):
@@ -171,7 +171,7 @@ class Guard:
             raise ApiError(400, what, headers=CLOSE)
         if scope["method"] == "OPTIONS":
             cross_site.check_preflight(scope["headers"], self.origins)
-        path = asked_path(scope)
+        path = requested_path(scope)
         is_page = self.page is not None and self.page.serves(scope, path)
         if path not in OPEN and not is_page:
             tenant = self.keys.tenant(headers)
@@ -181,12 +181,12 @@ class Guard:
             state["tenant"], state["owner"] = tenant, owner_of(tenant, scope.get("client"))
             state["identity"] = self.keys.identity(tenant)
         # Ollama's own clients and its documentation send JSON under other content types; no page can send this request
-        lenient = errors.OLLAMA.fullmatch(asked_path(scope)) and not cross_site.from_page(scope["headers"])
+        lenient = errors.OLLAMA.fullmatch(requested_path(scope)) and not cross_site.from_page(scope["headers"])
         if changes and not lenient:
             cross_site.check_json(scope["headers"])
 
 
-def asked_path(scope: Any) -> str:
+def requested_path(scope: Any) -> str:
     """Return the path of a request without ``root_path``, which uvicorn puts before it."""
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
@@ -231,14 +231,14 @@ def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
 
 def is_anthropic(scope: Any) -> bool:
     """Return whether a request uses Anthropic's protocol, which its path or its header ``anthropic-version`` shows."""
-    if errors.ANTHROPIC.fullmatch(asked_path(scope)):
+    if errors.ANTHROPIC.fullmatch(requested_path(scope)):
         return True
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_body(error: ApiError, scope: Any) -> dict[str, Any]:
     """Return the body of an error in the protocol of the request's client."""
-    path = errors.MESSAGES if is_anthropic(scope) else asked_path(scope)
+    path = errors.MESSAGES if is_anthropic(scope) else requested_path(scope)
     state = scope.get("state") or {}
     return error.body(path, state.get("echoed", ""))
 

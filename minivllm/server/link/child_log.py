@@ -27,12 +27,12 @@ class LineFormatter(logging.Formatter):
 
 
 class PrintedLog:
-    """Logs the output of a process.  ``said`` has its last ``tail`` characters, for an error message."""
+    """Logs the output of a process.  ``last_output`` has its last ``tail`` characters, for an error message."""
 
     def __init__(self, tail: int) -> None:
         self._tail = tail
         self._rest = ""  # an incomplete line
-        self.said = ""
+        self.last_output = ""
         self._trace: list[str] = []  # lines of an incomplete traceback
 
     def feed(self, text: str) -> None:
@@ -86,5 +86,5 @@ class PrintedLog:
             self._log(logging.WARNING, lines[-1].strip(), "\n".join(lines)[-MOST:])
 
     def _log(self, level: int, message: str, trace: str = "") -> None:
-        self.said = (self.said + message + "\n")[-self._tail :]
+        self.last_output = (self.last_output + message + "\n")[-self._tail :]
         log.log(level, "%s", message, extra={"event": {"traceback": trace} if trace else {}})

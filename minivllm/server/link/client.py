@@ -108,7 +108,7 @@ class EngineClient:
         self._ids: dict[str, int] = {}  # request id -> number of the stream
         self._read: set[Stream] = set()  # streams whose next piece a task waits for
         self._accepting: dict[int, asyncio.Future[None]] = {}  # requests that the engine has not accepted yet
-        self._asked: dict[int, asyncio.Future[Any]] = {}  # questions without an answer
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # questions without an answer
         self._last_written: tuple[SamplingParams, dict[str, Any]] | None = None
         self._numbers = itertools.count(1)
         self._last_frame = -math.inf  # time.monotonic of the last frame
@@ -295,7 +295,7 @@ class EngineClient:
             "streams": len(self._streams),
             "ids": len(self._ids),
             "accepting": len(self._accepting),
-            "asked": len(self._asked),
+            "asked": len(self._questions),
             "read": len(self._read),
         }
 
@@ -347,12 +347,12 @@ class EngineClient:
     async def _question(self, what: str, args: dict[str, Any]) -> Any:
         """Send a question to the engine's loop, also to an engine that does not serve yet."""
         number = next(self._numbers)
-        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
             self._send("ask", {"ask": number, "what": what, "args": args})
             return await answer
         finally:
-            self._asked.pop(number, None)
+            self._questions.pop(number, None)
 
     def health(self) -> dict[str, Any]:
         """Return the fields of /health besides the status."""
@@ -377,7 +377,7 @@ class EngineClient:
         for number, *error in header.get("refused", ()):
             self._refuse(number, error_from(*error))
         for number, value, error in header.get("answers", ()):
-            settle(self._asked.get(number), value, error and error_from(*error))
+            settle(self._questions.get(number), value, error and error_from(*error))
         if "first" in columns:
             firsts = (columns[name].tolist() for name in ("first", "first_at", "cached", "entered"))
             for number, at, cached, entered in zip(*firsts, strict=True):
@@ -480,7 +480,7 @@ class EngineClient:
         for stream in list(self._streams.values()):
             stream.fail(error)
             self._forget(stream)
-        for waiting in (*self._accepting.values(), *self._asked.values()):
+        for waiting in (*self._accepting.values(), *self._questions.values()):
             settle(waiting, None, EngineDeadError(self._why))
 
     async def _drain(self, seconds: float) -> bool:

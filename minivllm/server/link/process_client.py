@@ -227,7 +227,7 @@ class ProcessClient(EngineClient):
             if number not in self._untouched:
                 stream.fail(EngineDeadError(why))
                 self._forget(stream)
-        for waiting in self._asked.values():
+        for waiting in self._questions.values():
             settle(waiting, None, EngineDeadError(why))
         self._restart = asyncio.create_task(self._start_again(why))
 
@@ -315,7 +315,7 @@ class ProcessClient(EngineClient):
         cause = f"the engine's process {how}"
         if why:
             cause += f" ({why})"
-        last = "; ".join(line.strip() for line in self._printed.said.splitlines()[-3:] if line.strip())
+        last = "; ".join(line.strip() for line in self._printed.last_output.splitlines()[-3:] if line.strip())
         if last:
             cause += f"; it said: {last}"
         return cause

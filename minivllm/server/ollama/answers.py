@@ -206,7 +206,7 @@ class LineWork(Work):
 
     def _final(self, answer: Answer, members: JsonObject, reason: str | None) -> JsonObject:
         """Return the last object of a stream, or the object of a whole answer."""
-        if self.asked is None:
+        if self.requested is None:
             note_default(answer, self.default)
         final = {"model": self.shown, "created_at": now(), **members, "done": True}
         final["done_reason"] = REASONS.get(reason, reason)

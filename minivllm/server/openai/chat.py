@@ -101,7 +101,7 @@ class Chat(Work):
         self.variables = self._variables()
         self.passed |= reasoning.budget_of(body, self.passed)
         self._set_length(service.defaults.get("max_tokens"))
-        self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
+        self.kept = truncation(body, self.requested or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.in_pieces = bool(body.stream)  # the streams give text while it is generated
         self.mode = ""  # the mode of a grammar of calls, "" without one
@@ -156,9 +156,9 @@ class Chat(Work):
         held.enter_context(service.door.enter(1, owner))
         with named(sent_names(body)):
             ids = await self.prompt()
-            most = fit(params, self.asked, len(ids), service.client.info, self.default)
+            most = fit(params, self.requested, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
-            check_cost(service, asks, self.asked is None and self.default is None)
+            check_cost(service, asks, self.requested is None and self.default is None)
             begins = params.structured_outputs is not None and TAGS not in self.passed and self.mode != AUTO
             if not begins:  # otherwise the form begins with the answer
                 self.opened = opens_reasoning(self.parser, tokenizer, ids)
@@ -287,7 +287,7 @@ class Chat(Work):
         """Return the choices of the answer once it is complete."""
         while await answer.take():
             pass
-        if self.asked is None:
+        if self.requested is None:
             note_default(answer, self.default)
         stream = answer.streams[0]
         order = stream.order or range(self.n)

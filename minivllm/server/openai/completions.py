@@ -62,8 +62,8 @@ class Completion(Work):
             raise ApiError(400, "suffix is not supported: the model cannot fill gaps", "suffix")
         scores_prompt = body.echo or self.passed.get("prompt_logprobs") is not None
         self._set_length(default_tokens(body, service.defaults), 0 if scores_prompt else 1)
-        self.only_scores = self.asked == 0
-        self.kept = truncation(body, self.default if self.asked is None else self.asked, info.max_model_len)
+        self.only_scores = self.requested == 0
+        self.kept = truncation(body, self.default if self.requested is None else self.requested, info.max_model_len)
         self.top = body.logprobs or 0
         self.echoed: list[str] = []  # with ``echo``: the text of each prompt
         self.sent: list[str | None] = []  # with ``echo``: the same text if the client sent it, else None
@@ -83,11 +83,11 @@ class Completion(Work):
             asks: list[tuple[Ids, Any]] = []
             by_length: dict[int, Any] = {}  # prompts with the same limit share their parameters
             # a request for no tokens generates one, which is not shown, because the prompt's scores come with a token
-            asked = 1 if self.only_scores else self.asked
+            requested = 1 if self.only_scores else self.requested
             for prompt, whole in zip(self.prompts, await self._encoded(), strict=True):
                 ids = await self._cut(prompt, whole)
                 self.ids.append(ids)
-                most = fit(self.params, asked, len(ids), service.client.info, self.default)
+                most = fit(self.params, requested, len(ids), service.client.info, self.default)
                 if most not in by_length:
                     by_length[most] = self.params.ending_after(most)
                 asks.append((ids, by_length[most]))
@@ -234,7 +234,7 @@ class Completion(Work):
         """Return the choices of the answer once it is complete."""
         while await answer.take():
             pass
-        if self.asked is None:
+        if self.requested is None:
             note_default(answer, self.default)
         choices = []
         for at, stream in enumerate(answer.streams):

@@ -34,11 +34,11 @@ def check_routes(params: SamplingParams, state: Mapping[str, Any]) -> RouteParam
     return routes
 
 
-def members(asked: RouteParams, read: ReadRoutes | None) -> dict[str, Any]:
+def members(routes: RouteParams, read: ReadRoutes | None) -> dict[str, Any]:
     """Return the members ``routes`` and ``route_counts`` of a choice; a choice that has failed has neither."""
     found: dict[str, Any] = {}
-    if read is not None and asked.read:
+    if read is not None and routes.read:
         found[NAME] = encode_routes(read.routes)
-    if read is not None and asked.counts:
+    if read is not None and routes.counts:
         found["route_counts"] = count_routes(read.routes, read.experts).tolist()
     return found

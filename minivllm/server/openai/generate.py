@@ -515,8 +515,8 @@ async def open_streams(
     try:
         for number, (ids, params) in enumerate(prompts):
             name = f"{state['request_id']}-{number}"
-            asked = client.stream(ids, params, name, **shared)
-            opening.append(asyncio.create_task(asked))
+            stream = client.stream(ids, params, name, **shared)
+            opening.append(asyncio.create_task(stream))
             await asyncio.sleep(0)  # sending a prompt's parameters takes time, so other requests run in between
         opened = await asyncio.gather(*opening, return_exceptions=True)
     except asyncio.CancelledError:  # the client has left

@@ -119,11 +119,11 @@ def check_size(service: Service, prompts: int, params: SamplingParams, taps: Poo
         raise ApiError(400, f"{text}; expected at most {most} together: send fewer prompts at once", "prompt")
 
 
-def seconds_of(service: Service, asked: float | None) -> float:
+def seconds_of(service: Service, requested: float | None) -> float:
     """Return the time limit of a request, in seconds: ``timeout_s`` of the request, at most the server's own."""
     most = service.server.request_timeout
-    if asked is None:
+    if requested is None:
         return most
-    if not asked > 0:
-        raise ApiError(400, f"timeout_s={asked}: expected a positive number of seconds", "timeout_s")
-    return min(asked, most)
+    if not requested > 0:
+        raise ApiError(400, f"timeout_s={requested}: expected a positive number of seconds", "timeout_s")
+    return min(requested, most)

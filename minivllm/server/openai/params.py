@@ -104,51 +104,53 @@ def _check_prompt_logprobs(count: Any, stream: bool | None, most: int) -> None:
     _expect(not stream, "prompt_logprobs", "stream=false with it")
 
 
-def fit(params: SamplingParams, asked: int | None, prompt: int, info: EngineInfo, default: int | None = None) -> int:
+def fit(
+    params: SamplingParams, requested: int | None, prompt: int, info: EngineInfo, default: int | None = None
+) -> int:
     """Return the most tokens that the answer to a prompt of ``prompt`` tokens may have.
 
-    The limit is ``asked``, the number that the client requested, else ``default``, else the rest of the context.
+    The limit is ``requested``, the number that the client requested, else ``default``, else the rest of the context.
     ApiError (400) if the prompt and the requested tokens exceed the context of the model."""
     limit = info.max_model_len
-    if prompt + 1 > limit or (asked is not None and prompt + asked > limit):
-        requested = "at least one token" if asked is None else f"{asked} tokens"
+    if prompt + 1 > limit or (requested is not None and prompt + requested > limit):
+        needed = "at least one token" if requested is None else f"{requested} tokens"
         raise ApiError(
             400,
             f"This model's maximum context length is {limit} tokens (max_model_len), but the prompt has {prompt} "
-            f"tokens and the answer needs {requested} ({prompt + (asked or 1)} together). Shorten one of them.",
+            f"tokens and the answer needs {needed} ({prompt + (requested or 1)} together). Shorten one of them.",
             "max_tokens" if prompt + 1 <= limit else "prompt",
         )
-    if asked is not None and params.min_tokens > asked:
-        raise ApiError(400, f"min_tokens={params.min_tokens}: expected at most max_tokens={asked}", "min_tokens")
-    most = min(limit - prompt, default or limit) if asked is None else asked
+    if requested is not None and params.min_tokens > requested:
+        raise ApiError(400, f"min_tokens={params.min_tokens}: expected at most max_tokens={requested}", "min_tokens")
+    most = min(limit - prompt, default or limit) if requested is None else requested
     return max(most, min(params.min_tokens, limit - prompt))
 
 
-def asked_tokens(body: Any, least: int = 1) -> int | None:
+def requested_tokens(body: Any, least: int = 1) -> int | None:
     """Return the requested length of an answer, from ``max_completion_tokens`` or ``max_tokens``, else None.
 
     ApiError (400) if it is below ``least``, or if both fields are present and differ."""
     declared = type(body).model_fields
-    asked = {}
+    requested = {}
     for name in ("max_completion_tokens", "max_tokens"):
         # a further field that the model does not declare has an unchecked type and no effect
         value = getattr(body, name) if name in declared else None
         if value is not None:
             zero = "; 0 only with echo or prompt_logprobs" if "prompt" in declared else ""
             _expect(value >= least, name, f"a whole number >= 1, not {str(value)[:24]}{zero}")
-            asked[name] = value
-    if len(set(asked.values())) > 1:
-        both = " and ".join(f"{name}={value}" for name, value in asked.items())
-        raise ApiError(400, f"{both} contradict each other: send only one of them", next(iter(asked)))
-    return next(iter(asked.values()), None)
+            requested[name] = value
+    if len(set(requested.values())) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in requested.items())
+        raise ApiError(400, f"{both} contradict each other: send only one of them", next(iter(requested)))
+    return next(iter(requested.values()), None)
 
 
-def limited(asked: int | None, most: int | None, warnings: Warnings, sent: Mapping[str, str]) -> int | None:
+def limited(requested: int | None, most: int | None, warnings: Warnings, sent: Mapping[str, str]) -> int | None:
     """Return the requested length of an answer, at most ``most``, the limit of the ``[sampling]`` table.
 
     A request for more adds a warning under the field name that the client used (``sent``)."""
-    if asked is None or most is None or asked <= most:
-        return asked
+    if requested is None or most is None or requested <= most:
+        return requested
     name = sent.get("max_tokens", "max_tokens")
     warnings.append({"field": name, "message": f"this server generates at most {most} tokens"})
     return int(most)
@@ -211,25 +213,25 @@ def form_of(body: Any) -> JsonObject | None:
     return None if form is None else structured(form)
 
 
-def _form_of_format(asked: JsonObject) -> JsonObject | None:
+def _form_of_format(form: JsonObject) -> JsonObject | None:
     """Return the form of a ``response_format``.  None means any text.  ApiError (400) for a malformed one.
 
     OpenAI's place of a schema is ``json_schema.schema``.  Other servers accept it next to ``type``, and also with
     ``json_object``."""
-    kind = asked.get("type")
-    _check_keys(asked, FORMAT, ("type", "json_schema", *(SCHEMA_KEYS if kind != "text" else ())))
+    kind = form.get("type")
+    _check_keys(form, FORMAT, ("type", "json_schema", *(SCHEMA_KEYS if kind != "text" else ())))
     if kind not in FORMAT_KINDS:
         raise ApiError(400, f"{FORMAT}.type={str(kind)[:40]!r}: expected text, json_object or json_schema", FORMAT)
     if kind == "text":
         return None
-    inner: Any = asked.get("json_schema")
-    if inner is None and "schema" in asked:
-        inner = asked
+    inner: Any = form.get("json_schema")
+    if inner is None and "schema" in form:
+        inner = form
     no_schema = inner is None or (isinstance(inner, dict) and inner.get("schema") is None)
     if kind == "json_object" and no_schema:
         return {"json_object": True, **COMPACT}
     _expect(isinstance(inner, dict), FORMAT_SCHEMA, "an object with name and schema")
-    if inner is not asked:
+    if inner is not form:
         _check_keys(inner, FORMAT_SCHEMA, SCHEMA_KEYS)
     schema = inner.get("schema", inner.get("json_schema"))
     _expect(isinstance(schema, dict), f"{FORMAT_SCHEMA}.schema", "a JSON schema")

@@ -139,14 +139,14 @@ def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: 
     return frozenset(tag for tag, mark in marks.by_tag.items() if mark in special)
 
 
-def context_of(asked: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[str] = frozenset()) -> ReplyContext:
+def context_of(offered: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[str] = frozenset()) -> ReplyContext:
     """Return the request of an answer for a parser."""
     functions = {}
-    for tool in asked.listed:
+    for tool in offered.listed:
         function = tool["function"]
         functions[function["name"]] = function.get("parameters") or {}
-    only = frozenset({asked.function}) if asked.choice == "named" else asked.only
-    return ReplyContext(functions, only, marks.by_tag, hidden, calls=asked.choice == "auto")
+    only = frozenset({offered.function}) if offered.choice == "named" else offered.only
+    return ReplyContext(functions, only, marks.by_tag, hidden, calls=offered.choice == "auto")
 
 
 def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> bool:

@@ -13,18 +13,18 @@ from . import JsonObject
 SIDES = (None, "left", "right")
 
 
-def truncation(body: Any, asked: int | None, limit: int) -> int | None:
+def truncation(body: Any, answer: int | None, limit: int) -> int | None:
     """Return the number of tokens of a prompt to keep.  None means all.
 
-    ``asked`` is the length of the answer, if it is limited; ``limit`` is the length of the context.  ApiError (400) for
-    values out of range."""
+    ``answer`` is the length of the answer, if it is limited; ``limit`` is the length of the context.  ApiError (400)
+    for values out of range."""
     most, side = body.truncate_prompt_tokens, body.truncation_side
     if side not in SIDES:
         raise ApiError(400, f"truncation_side={str(side)[:40]!r}: expected left or right", "truncation_side")
     if most is None:
         return None
     if most == -1:
-        return max(limit - (asked or 1), 1)
+        return max(limit - (answer or 1), 1)
     if not 1 <= most <= limit:
         expected = f"-1 (as many as leave room for the answer) or 1 to {limit}, not {str(most)[:24]}"
         raise ApiError(400, f"truncate_prompt_tokens: expected {expected}", "truncate_prompt_tokens")

@@ -23,35 +23,35 @@ FORCED = ("required", "named")  # choices of tools with which the model must cal
 PIECE = 1 << 10  # characters that are parsed at once: at most 10 milliseconds, for text of nothing but tags
 
 
-def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyContext | None) -> Any:
+def _parser_of(offered: tools.Tools, parser: Any, marks: Marks, context: ReplyContext | None) -> Any:
     """Return a new parser for the text of one choice.  None means that all text is content.
 
     ``parser`` is a ``ReplyParser``, which receives the context, or a class that ``tools.register`` has added.  Such a
     class with tags receives the marks that stand for them in the text.  Forced calls of a constrained answer
     (``context.strict``) have the format of the parser.  Other forced calls are a list in JSON, which follows reasoning
     if the tags of the reasoning have marks."""
-    if context is not None and context.strict and asked.choice in FORCED:
+    if context is not None and context.strict and offered.choice in FORCED:
         own = parser.start(context)
-        return Distinct(own) if asked.choice == "required" else own
-    if asked.choice in FORCED:
-        calls = Distinct() if asked.choice == "required" else NamedCall(asked.function)
+        return Distinct(own) if offered.choice == "required" else own
+    if offered.choice in FORCED:
+        calls = Distinct() if offered.choice == "required" else NamedCall(offered.function)
         if not marks.by_tag:
             return calls
         start, end = marks.by_tag.values()
         return AfterThought(calls, start, end, context is not None and context.opened)
     if isinstance(parser, ReplyParser):
-        reads = asked.choice != "none" or parser.thinks()
-        return parser.start(context or context_of(asked, marks)) if reads else None
-    if asked.choice == "none":
+        reads = offered.choice != "none" or parser.thinks()
+        return parser.start(context or context_of(offered, marks)) if reads else None
+    if offered.choice == "none":
         return None
     return parser(marks.by_tag) if hasattr(parser, "tags") else parser()
 
 
-def marks_of(asked: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
+def marks_of(offered: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
     """Return the marks for the text of an answer: those of the parser's tags, if the parser reads the text."""
     tags = getattr(parser, "tags", None)
-    thinks = asked.choice == "none" and isinstance(parser, ReplyParser) and parser.thinks()
-    reads = asked.choice == "auto" or thinks
+    thinks = offered.choice == "none" and isinstance(parser, ReplyParser) and parser.thinks()
+    reads = offered.choice == "auto" or thinks
     return Marks.of(tags(), tokenizer) if tags is not None and reads else NO_MARKS
 
 
@@ -63,23 +63,23 @@ class Reader:
 
     ``marks`` are the marks of the text.  No part has a mark, because a mark that the parser leaves is replaced by its
     tag.  ``shows_reasoning=False`` omits the reasoning.  ``context`` is the request for a ``ReplyParser``; None means
-    that it is made of ``asked`` and ``marks``.
+    that it is made of ``offered`` and ``marks``.
     """
 
     def __init__(
         self,
-        asked: tools.Tools,
+        offered: tools.Tools,
         parser: Any,
         marks: Marks = NO_MARKS,
         shows_reasoning: bool = True,
         context: ReplyContext | None = None,
     ) -> None:
-        self._asked = asked
+        self._offered = offered
         self._shows_reasoning = shows_reasoning
         self._strict = context is not None and context.strict
         self._marks = marks
         self._format = parser if isinstance(parser, ReplyParser) else None
-        self._parser = _parser_of(asked, parser, marks, context)
+        self._parser = _parser_of(offered, parser, marks, context)
         self._size = 0  # characters of the text, and of the reasoning in it
         self._thought_size = 0
         self._content: list[str] = []
@@ -98,7 +98,7 @@ class Reader:
         """Return whether the answer may have reasoning."""
         if self._parser is None or self._format is None:
             return False
-        if self._asked.choice in FORCED and not self._strict:
+        if self._offered.choice in FORCED and not self._strict:
             return isinstance(self._parser, AfterThought)
         return self._format.thinks()
 
@@ -150,9 +150,9 @@ class Reader:
                 self._thought_size += len(part.text)
                 if not self._shows_reasoning:
                     continue
-            if self._whole and not self._asked.parallel:  # only one call is allowed
+            if self._whole and not self._offered.parallel:  # only one call is allowed
                 return
-            if isinstance(part, ToolCall) and self._asked.allows(part.name):
+            if isinstance(part, ToolCall) and self._offered.allows(part.name):
                 for step in (Begun(part.name, part.id), Written(part.arguments), Ended()):
                     self._record(step)
                     yield step
@@ -185,8 +185,8 @@ class Reader:
         if cut is not None:
             rest = cut()
             # a beginning of an opening tag is no content of an answer that is nothing but calls
-            found += [part for part in rest if self._asked.choice not in FORCED or not isinstance(part, Said)]
-        formatted = self._format is not None and (self._strict or self._asked.choice not in FORCED)
+            found += [part for part in rest if self._offered.choice not in FORCED or not isinstance(part, Said)]
+        formatted = self._format is not None and (self._strict or self._offered.choice not in FORCED)
         if formatted or not self._marks.by_tag:
             return found
         return [self._spelled(part) for part in found]
@@ -221,7 +221,7 @@ class Reader:
         A named function ends with "stop", as in OpenAI's API."""
         if reason != "stop" or not self._whole:
             return reason
-        named = self._asked.choice == "named"
+        named = self._offered.choice == "named"
         return reason if named else "tool_calls"
 
 
@@ -236,25 +236,25 @@ def pieces_of(text: str, reason: str | None) -> Iterator[tuple[str, str | None]]
 
 
 def end_of_calls(
-    asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS, context: ReplyContext | None = None
+    offered: tools.Tools, parser: Any, marks: Marks = NO_MARKS, context: ReplyContext | None = None
 ) -> Callable[[int, str], bool] | None:
     """Return a function that detects the end of the calls of an answer, or None if generation must not end early.
 
     The function takes the number of a branch and its new text.  It returns True at a repeated call if calls are
     required, or after the first call if ``parallel_tool_calls`` is false.  ``marks`` are those of the text."""
-    if asked.choice != "required" and (asked.choice != "auto" or asked.parallel):
+    if offered.choice != "required" and (offered.choice != "auto" or offered.parallel):
         return None
     parsers: dict[int, Any] = {}
 
     def ended(sample: int, text: str) -> bool:
         if sample not in parsers:
-            parsers[sample] = _parser_of(asked, parser, marks, context)
+            parsers[sample] = _parser_of(offered, parser, marks, context)
         found = parsers[sample].feed(text, False)
-        if asked.choice == "required":
+        if offered.choice == "required":
             return bool(parsers[sample].repeated)
         calls = [part for part in found if isinstance(part, ToolCall)]
         complete = any(isinstance(part, Ended) for part in found)
-        return complete or any(asked.allows(call.name) for call in calls)
+        return complete or any(offered.allows(call.name) for call in calls)
 
     return ended
 

@@ -46,12 +46,12 @@ def template_variables(body: Any, read: Collection[str], warnings: Warnings) -> 
     own = body.chat_template_kwargs
     if not switches:
         return own
-    asked = next(iter(efforts.values()), None)
+    wanted = next(iter(efforts.values()), None)
     on = next(iter(switches.values()))
     made: JsonObject = {name: on for name in SWITCHES if name in read}
     if EFFORT in read:
-        if asked is not None or not on:
-            made[EFFORT] = asked or "none"
+        if wanted is not None or not on:
+            made[EFFORT] = wanted or "none"
         elif not made:
             _warn(body, warnings, switches, "the chat template reads an effort alone; send reasoning_effort")
     elif not made:

@@ -156,18 +156,18 @@ class Tokens:
             "chat_template": template,
             "variables": variables,
         }
-        asked = to_json(conversation)
+        data = to_json(conversation)
         # the template copies its input, so the size of the input bounds the work
-        if len(asked) > 2 * self.most:
-            self.check_length(" " * (len(asked) // 2), "messages")
+        if len(data) > 2 * self.most:
+            self.check_length(" " * (len(data) // 2), "messages")
         varies = any(map(VARYING.search, tokenizer.chat_templates.values()))
-        if varies or len(asked) >= CACHED // 16:
-            return await self.pool.chat(asked, split, self.most, owner)
-        key = (hashlib.sha256(asked).digest(), split)
+        if varies or len(data) >= CACHED // 16:
+            return await self.pool.chat(data, split, self.most, owner)
+        key = (hashlib.sha256(data).digest(), split)
         cached = self._kept.get(salt, key)
         if cached is not None:
             return cached.tolist()
-        ids = await self.pool.chat(asked, split, self.most, owner)
+        ids = await self.pool.chat(data, split, self.most, owner)
         self._keep(salt, key, ids)
         return ids
 

@@ -53,7 +53,7 @@ ENDED_IDS = 1024  # ended ids that are remembered; a cancel of an older id is an
 
 
 @dataclass
-class _Asked:
+class SocketRequest:
     """A request whose final message is not in the outgoing queue yet.
 
     The work and the final message are two tasks, so the second task reports the end of the first, even if the work is
@@ -78,7 +78,7 @@ class Connection(Socket):
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
-        self.running: dict[str, _Asked] = {}
+        self.running: dict[str, SocketRequest] = {}
         self.ended: dict[str, None] = {}  # ids of ended responses, the oldest first
 
     def refusal(self, error: ApiError) -> JsonObject:
@@ -97,10 +97,10 @@ class Connection(Socket):
         The work of requests ends before their final messages, because its log line is complete only after it has
         released its resources."""
         running = list(self.running.values())
-        for asked in running:
-            asked.cancel()
-        await asyncio.gather(*(asked.work for asked in running), return_exceptions=True)
-        answers = [asked.answer for asked in running if asked.answer is not None]
+        for request in running:
+            request.cancel()
+        await asyncio.gather(*(request.work for request in running), return_exceptions=True)
+        answers = [request.answer for request in running if request.answer is not None]
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
@@ -152,26 +152,26 @@ class Connection(Socket):
         if not isinstance(body, dict):
             raise ApiError(400, "body: expected an object, as over HTTP", "body")
         state = self.new_state()
-        asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
-        asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))
+        request = self.running[ident] = SocketRequest(asyncio.create_task(self._work(kind, ident, body, state)))
+        request.answer = asyncio.create_task(self._answer(kind, ident, request, state))
 
     def _cancel(self, ident: str) -> None:
         """Cancel a request.  ApiError (404) for an id that was never used."""
-        asked = self.running.get(ident)
-        if asked is not None:
-            asked.cancel()
+        request = self.running.get(ident)
+        if request is not None:
+            request.cancel()
         elif ident not in self.ended:
             raise ApiError(404, f"id={ident!r}: expected the id of a request that was sent on this connection", "id")
 
-    async def _answer(self, kind: str, ident: str, asked: _Asked, state: dict[str, Any]) -> None:
+    async def _answer(self, kind: str, ident: str, request: SocketRequest, state: dict[str, Any]) -> None:
         """Wait for the end of a request's work, write the log line, queue the final message and free the id."""
         last: JsonObject = {"type": "done", "id": ident}
         log = state["log"]
         start = time.monotonic()
         try:
-            await asyncio.wait({asked.work})
+            await asyncio.wait({request.work})
             if not self.ending:
-                last = self._final_message(ident, asked, state)
+                last = self._final_message(ident, request, state)
         finally:
             if self.ending:
                 log["gone"] = True
@@ -182,13 +182,13 @@ class Connection(Socket):
         await self._say_last(last)
         del self.running[ident]
 
-    def _final_message(self, ident: str, asked: _Asked, state: dict[str, Any]) -> JsonObject:
+    def _final_message(self, ident: str, request: SocketRequest, state: dict[str, Any]) -> JsonObject:
         """Return the final message of a request whose work has ended."""
-        if asked.cancelled and asked.work.cancelled():
+        if request.cancelled and request.work.cancelled():
             state["log"]["cancelled"] = True
             return {"type": "done", "id": ident, "cancelled": True}
         try:
-            return {"type": "done", "id": ident, **asked.work.result()}
+            return {"type": "done", "id": ident, **request.work.result()}
         except (Exception, asyncio.CancelledError) as exc:  # the client has not cancelled: an internal failure
             error = errors.of(exc)
             if error.status == 500:
@@ -209,9 +209,9 @@ class Connection(Socket):
 
     async def _work(self, kind: str, ident: str, body: JsonObject, state: dict[str, Any]) -> JsonObject:
         """Run a request and return the further members of its final message."""
-        model, asked = KINDS[kind]
+        model, make_work = KINDS[kind]
         read = await checked(self.service, model, {"stream": True, **body}, self.owner)
-        work = asked(self.service, read, state)
+        work = make_work(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:
             sending = self._send(work, held, bool(read.stream), ident)

@@ -14,7 +14,7 @@ from .expert_routes import check_routes
 from .generate import Answer, Service
 from .limits import asks_energy, check_branches, check_counts, stream_options, width_name
 from .logprobs import Speller
-from .params import asked_tokens, limited, make_params
+from .params import limited, make_params, requested_tokens
 from .taps import check_reads, read_taps
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Work:
 
     def _set_length(self, default: int | None, least: int = 1) -> None:
         """Set the requested length of the answer and the ``default`` length, each None for no limit."""
-        asked = asked_tokens(self.body, least)
-        self.asked = limited(asked, self.service.most_tokens, self.warnings, sent_names(self.body))
+        requested = requested_tokens(self.body, least)
+        self.requested = limited(requested, self.service.most_tokens, self.warnings, sent_names(self.body))
         self.default = default
 
     def _set_params(self, prompts: int, logprobs: int | None, form: Mapping[str, Any] | None) -> None:

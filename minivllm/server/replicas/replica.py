@@ -203,7 +203,7 @@ class Replica(ProcessClient):
 
     def _fail_questions(self, why: str) -> None:
         """End the questions to an engine that has ended."""
-        for waiting in self._asked.values():
+        for waiting in self._questions.values():
             settle(waiting, None, EngineDeadError(why))
 
     def kill(self) -> None:

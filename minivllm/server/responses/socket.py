@@ -49,10 +49,10 @@ class ResponsesSocket(Socket):
         self.running: dict[asyncio.Task[None], str] = {}  # task of a response -> its lane, in the order of requests
         self._local: LocalStore | None = None
 
-    def refusal(self, error: ApiError, lane: str = "") -> JsonObject:
+    def refusal(self, error: ApiError, stream_id: str = "") -> JsonObject:
         """Return the event about an error that belongs to no response."""
         event = {"type": "error", "status": error.status, **error.body()}
-        return {**event, "stream_id": lane} if lane else event
+        return {**event, "stream_id": stream_id} if stream_id else event
 
     def text(self, message: bytes) -> str:
         """Return an event as text."""
@@ -79,11 +79,11 @@ class ResponsesSocket(Socket):
 
     async def receive(self, raw: str) -> None:
         """Start the response of a message."""
-        lane = ""
+        stream_id = ""
         try:
             message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner)
             check_text(raw, message)
-            lane = _lane(message)
+            stream_id = _stream_of(message)
             kind = message.pop("type", None)
             if kind != CREATE:
                 raise ApiError(400, f"type={shown(kind)}: expected {CREATE}", "type")
@@ -91,14 +91,14 @@ class ResponsesSocket(Socket):
             if len(self.running) >= most:
                 raise ApiError(429, f"{most} responses run on this connection; expected at most {most}")
         except Exception as exc:
-            await self.out.put(dump(self.refusal(self.error_of(exc), lane)))
+            await self.out.put(dump(self.refusal(self.error_of(exc), stream_id)))
             return
-        before = [task for task, other in self.running.items() if other == lane]
-        task = asyncio.create_task(self._serve(message, lane, before[-1:]))
-        self.running[task] = lane
+        before = [task for task, other in self.running.items() if other == stream_id]
+        task = asyncio.create_task(self._serve(message, stream_id, before[-1:]))
+        self.running[task] = stream_id
         task.add_done_callback(self.running.pop)
 
-    async def _serve(self, body: JsonObject, lane: str, before: list[asyncio.Task[None]]) -> None:
+    async def _serve(self, body: JsonObject, stream_id: str, before: list[asyncio.Task[None]]) -> None:
         """Send the events of a response after the one before it in its lane, and write the log line."""
         state = self.new_state()
         state["identity"] = self.keys.identity(self.tenant or "")
@@ -107,13 +107,13 @@ class ResponsesSocket(Socket):
         try:
             if before:
                 await asyncio.wait(before)
-            status = await self._send(body, lane, state)
+            status = await self._send(body, stream_id, state)
         finally:
             ms = round(1e3 * (time.monotonic() - start), 1)
             ids = {"request_id": state["request_id"]}
             logs.event("request", **ids, path=PATH, kind=CREATE, status=status, ms=ms, **state["log"])
 
-    async def _send(self, body: JsonObject, lane: str, state: dict[str, Any]) -> int:
+    async def _send(self, body: JsonObject, stream_id: str, state: dict[str, Any]) -> int:
         """Queue the events of a response and return its status for the log."""
         work: ResponseWork | None = None
         generate = body.pop("generate", None)
@@ -126,21 +126,21 @@ class ResponsesSocket(Socket):
             history = History(self.service, state["identity"], self.owner, self.local(state["identity"]))
             work = await make_work(self.service, checked_body, state, history)
             seconds = seconds_of(self.service, work.body.timeout_s)
-            sending = self._generate(work, lane, generate is not False)
+            sending = self._generate(work, stream_id, generate is not False)
             await supervise(sending, never, self.service.door, seconds)
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500 and not isinstance(exc, ApiError):
                 logs.log.error("request %s failed", state["request_id"], exc_info=exc)
             if work is None or not work.output.sequence:
-                await self.out.put(dump(self.refusal(error, lane)))
+                await self.out.put(dump(self.refusal(error, stream_id)))
                 return error.status
             state["log"]["error"] = error.status
             for event in work.failure(error):
-                await self.out.put(_with_lane(dump(event), lane))
+                await self.out.put(_with_stream_id(dump(event), stream_id))
         return 200
 
-    async def _generate(self, work: ResponseWork, lane: str, generate: bool) -> None:
+    async def _generate(self, work: ResponseWork, stream_id: str, generate: bool) -> None:
         """Queue the events of a response while it is generated, or of a response without an answer."""
         async with AsyncExitStack() as held:
             if generate:
@@ -148,19 +148,19 @@ class ResponsesSocket(Socket):
             else:
                 events = work.idle_events()
             async for _, data in events:
-                await self.out.put(_with_lane(data, lane))
+                await self.out.put(_with_stream_id(data, stream_id))
 
 
-def _lane(message: JsonObject) -> str:
+def _stream_of(message: JsonObject) -> str:
     """Remove the lane from a message and return it, or "".  ApiError (400) for a malformed one."""
-    lane = message.pop("stream_id", None)
-    if lane is None:
+    stream_id = message.pop("stream_id", None)
+    if stream_id is None:
         return ""
-    if not isinstance(lane, str) or not 0 < len(lane) <= LONGEST_LANE:
+    if not isinstance(stream_id, str) or not 0 < len(stream_id) <= LONGEST_LANE:
         raise ApiError(400, f"stream_id: expected a text of 1 to {LONGEST_LANE} characters", "stream_id")
-    return lane
+    return stream_id
 
 
-def _with_lane(event: bytes, lane: str) -> bytes:
+def _with_stream_id(event: bytes, stream_id: str) -> bytes:
     """Return the JSON of an event with its lane, if it has one."""
-    return event[:-1] + b',"stream_id":' + dump(lane) + b"}" if lane else event
+    return event[:-1] + b',"stream_id":' + dump(stream_id) + b"}" if stream_id else event

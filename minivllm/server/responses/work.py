@@ -127,7 +127,7 @@ class ResponseWork(Chat):
         members: JsonObject = {"output": output.items, "usage": self._usage(answer)}
         if output.status == INCOMPLETE:
             members["incomplete_details"] = {"reason": "max_output_tokens"}
-            if self.asked is None:
+            if self.requested is None:
                 note_default(answer, self.default)
         elif output.status == FAILED:
             raise ApiError(503, "the server has ended the answer")

@@ -22,7 +22,7 @@ import json, sys
 from pathlib import Path
 from minivllm.device.native import library
 library.FOLDER = Path(sys.argv[1])
-print(json.dumps([library.load() is not None, library.isa(), library.why_not(), library.told()]))
+print(json.dumps([library.load() is not None, library.isa(), library.why_not(), library.summary()]))
 """
 BEST_ON = {"avx2": {"avx2", "fma", "f16c", "bmi2"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
 

@@ -161,7 +161,7 @@ def test_who_knows_the_secret_comes_in_on_both_ways_and_says_who_it_is(gate):
             sock.connect(address)
             greet(sock, SECRET, {"place": 3})
             guest = gate.guests.get(timeout=5)
-            assert guest.said == {"place": 3} and guest.sock.family == family
+            assert guest.hello == {"place": 3} and guest.sock.family == family
             sock.sendall(b"x")
             assert guest.sock.recv(1) == b"x"
             guest.sock.close()
@@ -182,7 +182,7 @@ def test_who_does_not_know_it_is_sent_away_and_keeps_nobody_out(gate, says, monk
     with socket.create_connection(gate.address) as stranger, socket.create_connection(gate.address) as rank:
         stranger.sendall(says(stranger.recv(NONCE)))
         greet(rank, SECRET, {})
-        assert gate.guests.get(timeout=5).said == {}
+        assert gate.guests.get(timeout=5).hello == {}
         stranger.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

@@ -58,20 +58,20 @@ def class_of(cfg: Any) -> type:
 def _unknown(name: Any, kind: str, classes: list[str], has_code: bool) -> str:
     import transformers
 
-    said = f"no plug-in serves the architecture {shown(name)}, and transformers {transformers.__version__} has no "
-    said += "causal language model of that name"
+    reason = f"no plug-in serves the architecture {shown(name)}, and transformers {transformers.__version__} has no "
+    reason += "causal language model of that name"
     if has_code:
-        said += ": its code is in its own directory (auto_map), which is never run"
+        reason += ": its code is in its own directory (auto_map), which is never run"
     elif classes:
-        said += f": expected {' or '.join(classes)} for model_type={shown(kind)}"
+        reason += f": expected {' or '.join(classes)} for model_type={shown(kind)}"
     named = sorted(one for found in vars(spec).values() if isinstance(found, Spec) for one in found.listed(FACT))
-    return f"{said}. Available: {', '.join(named)}, and transformers' own"
+    return f"{reason}. Available: {', '.join(named)}, and transformers' own"
 
 
 def _check_class(cls: Any) -> None:
-    said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
+    reason = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
     if getattr(cls, "_is_stateful", False):
-        raise ModelError(f"{said}it has a state besides keys and values (a state space, linear attention); {INSTEAD}")
+        raise ModelError(f"{reason}it has a state besides keys and values (a state space, linear attention); {INSTEAD}")
 
 
 def own_attention(cls: Any) -> str:
@@ -82,8 +82,8 @@ def own_attention(cls: Any) -> str:
     compatible = getattr(cls, "is_backend_compatible", None)
     if compatible is not None and compatible():
         return ""
-    said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
-    return f"{said}its attention is its own, not one that can be exchanged; {INSTEAD}"
+    reason = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
+    return f"{reason}its attention is its own, not one that can be exchanged; {INSTEAD}"
 
 
 def check_config(cfg: Any) -> None:

@@ -94,8 +94,8 @@ def make_plan(cfg: Any) -> Plan:
         model = blank_model(cls, cfg, MARK)
         found = trace_model(model, cfg)
     except ModelError as exc:
-        if said := own_attention(cls):
-            raise ModelError(said) from exc
+        if reason := own_attention(cls):
+            raise ModelError(reason) from exc
         raise
     plan = Plan(found.calls, layers=len(found.calls))
     _choose_head(plan, model, found.hidden)

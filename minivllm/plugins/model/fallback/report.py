@@ -14,7 +14,7 @@ def report(plan: Plan) -> Mapping[str, str]:
     alone = [name for name in plan.matrices if name not in together]
     turned = [call.module for call in plan.calls if call.rotation is not None]
     in_attention = {name for names in plan.head_norms.values() for name in names}
-    said = {
+    notes = {
         "linear": names_of(alone),
         "merged": names_of(plan.merged),
         "mlp": names_of(plan.gated),
@@ -28,7 +28,7 @@ def report(plan: Plan) -> Mapping[str, str]:
         "kept": names_of(f"{name}.{param}" for name, params in plan.rest.items() for param in params)
         or "no weights: all are the engine's",
     }
-    return {word: text for word, text in said.items() if text}
+    return {word: text for word, text in notes.items() if text}
 
 
 def names_of(names: Iterable[str]) -> str:

@@ -66,20 +66,20 @@ class _Listener:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, None]:
         name = self.names[module]
-        said = f"{name} ({type(module).__name__})"
+        label = f"{name} ({type(module).__name__})"
         if name in self.seen:
-            raise ModelError(f"{said} calls attention twice in a step: expected one call per layer; {INSTEAD}")
+            raise ModelError(f"{label} calls attention twice in a step: expected one call per layer; {INSTEAD}")
         self.seen.add(name)
         if mask is not None:
-            raise ModelError(f"{said} has a mask of its own: only causal attention is served; {INSTEAD}")
+            raise ModelError(f"{label} has a mask of its own: only causal attention is served; {INSTEAD}")
         strange = sorted(k for k, v in kwargs.items() if v is not None and k not in NEEDLESS | READ)
         if strange:
-            raise ModelError(f"{said} passes {strange[0]} to attention, which is not implemented; {INSTEAD}")
+            raise ModelError(f"{label} passes {strange[0]} to attention, which is not implemented; {INSTEAD}")
         if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-            raise ModelError(f"{said} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
+            raise ModelError(f"{label} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
         if query.shape[2] != TOKENS or key.shape[2] != TOKENS or value.shape[1] != key.shape[1]:
-            raise ModelError(f"{said} attends to keys that are not its tokens' own; {INSTEAD}")
-        sinks, spec = self._sinks(module, kwargs.get("s_aux"), said), self._spec(query, key, value, kwargs, said)
+            raise ModelError(f"{label} attends to keys that are not its tokens' own; {INSTEAD}")
+        sinks, spec = self._sinks(module, kwargs.get("s_aux"), label), self._spec(query, key, value, kwargs, label)
         rotation = self.ropes.of(module, query, key)
         q, k = (query, key) if rotation is None else self.ropes.given(module)
         before = self._maker(name, q), self._maker(name, k)
@@ -108,15 +108,15 @@ class _Listener:
                     return leaf
         return None
 
-    def _spec(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any], said: str) -> AttnSpec:
+    def _spec(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any], label: str) -> AttnSpec:
         heads, kv_heads = query.shape[1], key.shape[1]
         if heads % kv_heads or query.shape[3] != key.shape[3]:
-            raise ModelError(f"{said}: {heads} heads of {query.shape[3]} read {kv_heads} of {key.shape[3]}; {INSTEAD}")
+            raise ModelError(f"{label}: {heads} heads of {query.shape[3]} read {kv_heads} of {key.shape[3]}; {INSTEAD}")
         numbers = {}
         for name in ("scaling", "softcap", "sliding_window"):
             numbers[name] = number = kwargs.get(name)
             if number is not None and (not isinstance(number, (int, float)) or number <= 0):
-                raise ModelError(f"{said}: {name}={shown(number)}: expected a positive number; {INSTEAD}")
+                raise ModelError(f"{label}: {name}={shown(number)}: expected a positive number; {INSTEAD}")
         return AttnSpec(
             heads,
             kv_heads,
@@ -128,12 +128,12 @@ class _Listener:
             scale=numbers["scaling"],
         )
 
-    def _sinks(self, module: nn.Module, given: Any, said: str) -> str | None:
+    def _sinks(self, module: nn.Module, given: Any, label: str) -> str | None:
         if given is None:
             return None
         names = [name for name, param in module.named_parameters(recurse=False) if param is given]
         if names != ["sinks"]:
-            raise ModelError(f"{said}: its sinks are not its parameter 'sinks'; {INSTEAD}")
+            raise ModelError(f"{label}: its sinks are not its parameter 'sinks'; {INSTEAD}")
         return names[0]
 
 
@@ -159,10 +159,10 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
     """
     found, ropes = ModelTrace(), Ropes(model)
     listener, counting = _Listener(model, found, ropes), _Counting()
-    said = f"transformers' {type(model).__name__}"
+    label = f"transformers' {type(model).__name__}"
     base, ids = model.base_model, torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     if base is model:
-        raise ModelError(f"{said}: its forward does not call a separate body and head; {INSTEAD}")
+        raise ModelError(f"{label}: its forward does not call a separate body and head; {INSTEAD}")
     with ExitStack() as stack:
         for hook in _hooks(model, found):
             stack.callback(hook.remove)
@@ -177,16 +177,16 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
             raise
         except Exception as exc:
             what = "cannot run without values of tensors on the host" if _wants_values(exc) else "cannot run"
-            raise ModelError(f"{said} {what}: {one_line(exc)}; {INSTEAD}") from exc
+            raise ModelError(f"{label} {what}: {one_line(exc)}; {INSTEAD}") from exc
     if counting.counted:
-        raise ModelError(f"{said} counts the tokens of a step instead of reading their positions; {INSTEAD}")
+        raise ModelError(f"{label} counts the tokens of a step instead of reading their positions; {INSTEAD}")
     if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{said} gives hidden states of shape {list(hidden.shape)}, expected [1, T, H]; {INSTEAD}")
+        raise ModelError(f"{label} gives hidden states of shape {list(hidden.shape)}, expected [1, T, H]; {INSTEAD}")
     if logits.dim() != 3 or tuple(logits.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{said} gives logits of shape {list(logits.shape)}, expected [1, N, V]; {INSTEAD}")
+        raise ModelError(f"{label} gives logits of shape {list(logits.shape)}, expected [1, N, V]; {INSTEAD}")
     found.hidden = hidden.shape[2]
     listener.leave_shared()
-    _check_layers(found, cfg, said)
+    _check_layers(found, cfg, label)
     return found
 
 
@@ -231,14 +231,14 @@ def _field(cfg: Any, name: str) -> Any:
         raise ModelError(f"per_layer_config: {name} differs from layer to layer, which is not implemented") from exc
 
 
-def _check_layers(found: ModelTrace, cfg: Any, said: str) -> None:
+def _check_layers(found: ModelTrace, cfg: Any, label: str) -> None:
     layers, calls = getattr(cfg, "num_hidden_layers", None), found.calls
     if not calls:
-        raise ModelError(f"{said}: no layer calls the exchangeable attention function; {INSTEAD}")
+        raise ModelError(f"{label}: no layer calls the exchangeable attention function; {INSTEAD}")
     if layers is not None and len(calls) != layers:
         what = f"{len(calls)} of its num_hidden_layers={layers} layers attend"
         raise ModelError(
-            f"{said}: {what}; expected a call of each layer, because only keys and values are stored; {INSTEAD}"
+            f"{label}: {what}; expected a call of each layer, because only keys and values are stored; {INSTEAD}"
         )
     types, window = _field(cfg, "layer_types"), _field(cfg, "sliding_window")
     if types is None:
