@@ -162,9 +162,8 @@ class NativeSteps:
         assert hidden is not None
         row = np.repeat(np.arange(len(plan.slots)), plan.q_len)
         first = plan.q_len.cumsum() - plan.q_len
-        position = torch.from_numpy((plan.computed - first)[row] + every)
-        slots = torch.from_numpy(plan.slots.astype(np.int64)[row])
-        self.watched.store(self.state, slots, position, hidden)
+        position = (plan.computed - first)[row] + every
+        self.watched.store(self.state, plan.slots[row], position, hidden)
         sums = pool(plan, hidden, every, self.state) if len(plan.pooled) else None
         if not len(at):
             return None, sums
