@@ -17,6 +17,7 @@ SETUPS = {
     "no prefix cache": dict(prefix=False, depth=2),
     "small steps": dict(budget=6, depth=1),
     "whole blocks": dict(block=1, blocks=200),
+    "speculation is off": dict(drafts=2, depth=1),
 }
 
 
@@ -70,6 +71,8 @@ def drive(engine, seed: int, anew: bool) -> list:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_made_from_the_last_one_is_the_one_that_would_be_planned(setup, seed):
     one, other = sim_engine(**setup), sim_engine(**setup)
+    for engine in (one, other) if setup.get("drafts") else ():
+        engine.speculation.failed = "the drafter failed"
     plans, wanted = noted(one), noted(other)
     assert drive(one, seed, False) == drive(other, seed, True)
     assert all(b"".join(encode_plan(a)) == b"".join(encode_plan(b)) for a, b in zip(plans, wanted, strict=True))

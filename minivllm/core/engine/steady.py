@@ -51,11 +51,11 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
     """Return ``plan`` as the base of the next steps; None if the next step must be planned in full.  ``at`` i64 are its
     slots.
 
-    A step must be planned in full if a policy or a drafter is called in each step, or if a row waits for the host,
-    computes its prompt, reads only some of its taps, or has given routes."""
+    A step must be planned in full if a policy is called in each step, if rows have drafts or may have some in the next
+    step, or if a row waits for the host, computes its prompt, reads only some of its taps, or has given routes."""
     p, s = planner, planner.slots
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
-    if not same or p.asks_shape or p.speculation is not None or s.asking:
+    if not same or p.asks_shape or s.asking or len(plan.slack) or drafts_next(p, len(at)):
         return None
     if len(plan.host) or len(plan.held) or len(plan.sums) or plan.q_len[-1] > 1:
         return None
@@ -70,12 +70,23 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
     return Steady(plan, at, s.changes, max(0, int(steps)), 0)
 
 
+def drafts_next(planner: SteadyPlanner, rows: int) -> bool:
+    """Return whether the next step of ``rows`` decoding rows has drafts."""
+    spec = planner.speculation
+    return spec is not None and spec.most_drafts(rows) > 0
+
+
 def next_steady(planner: SteadyPlanner) -> StepPlan | None:
     """Return the next step if it repeats the last one with each row one token further, else None.
 
     None leaves everything unchanged, except for blocks that a sliding window has released."""
     p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
-    if last is None or last.changes != s.changes or not last.steps:
+    if (
+        last is None
+        or last.changes != s.changes
+        or not last.steps
+        or drafts_next(p, len(last.slots))
+    ):
         return None
     if p.n_waiting and (s.free or s.cooling or p.shared or p.policy.preemptive):
         return None  # a waiting sequence may enter
