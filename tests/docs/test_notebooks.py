@@ -76,3 +76,17 @@ def test_the_notebook_swaps_an_evictor_and_plots(capsys):
     labels = [line.get_label() for line in space["axes"].get_lines()]
     assert labels == ["lru", "fifo", "Deepest"]
     assert "ms to the first token" in capsys.readouterr().out
+
+
+def test_the_notebook_draws_quality_over_budget(capsys):
+    """Scorers differ as in papers: ``streaming`` finds what lies in its part, and an oracle bounds the others."""
+    space = run("compression.ipynb")
+    budgets, shares = space["BUDGETS"], space["shares"]
+    assert set(shares) == {"snapkv", "keydiff", "streaming", "random", "own", "oracle"}
+    assert capsys.readouterr().out.count("all tokens: 100 %") == 5
+    quarter, half = budgets.index(0.25), budgets.index(0.5)
+    assert shares["snapkv"][half] > 0.9 and shares["keydiff"][half] > 0.9 and shares["snapkv"][quarter] > 0.6
+    assert all(abs(share - budget) < 0.3 for share, budget in zip(shares["streaming"], budgets, strict=True))
+    assert shares["streaming"][quarter] < shares["snapkv"][quarter] and shares["random"][quarter] < 0.3
+    assert min(shares["oracle"]) > 0.8 and shares["snapkv"][0] < 0.3
+    assert [line.get_label() for line in space["axes"].get_lines()] == list(shares)
