@@ -22,7 +22,7 @@ REFUSED = {
     "KVzapPress": _MODEL,
     "LeverageScorePress": _HIDDEN,
     "NonCausalAttnPress": _HIDDEN,
-    "ObservedAttentionPress": "reads the attention of all queries, and the seam `compressor` gives those of a window",
+    "ObservedAttentionPress": "reads the attention of all queries; use the built-in h2o with mean=true and recent=0",
     "PyramidKVPress": _BUDGETS + "; SnapKVPress has the same scores",
     "QFilterPress": _MODEL,
     "AdaKVPress": _BUDGETS,
