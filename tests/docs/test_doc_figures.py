@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -214,3 +215,32 @@ def test_scripts_and_tests_that_pages_name_are_there():
 
 class NoPoints:
     groups = ()
+
+
+PAPERS = [row for row in rows("experiments.md", "| paper | method |") if re.match(r"\w+=", row[2])]
+
+
+@pytest.mark.parametrize("row", PAPERS, ids=lambda row: row[0].partition(" (")[0])
+def test_the_settings_of_a_paper_run(capsys, row):
+    settings = row[2].partition(", and")[0].split()
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    assert main(["generate", "Once upon a time", *flags, "--max-tokens", "4"]) == 0, capsys.readouterr().err
+
+
+def test_most_papers_are_settings():
+    assert len(PAPERS) == 5
+
+
+@pytest.mark.slow
+def test_the_table_of_quality_is_what_its_command_prints():
+    """Sums of another machine may change an answer and the last digit of a KL."""
+    shown = rows("compression.md", "| compressor | needles, % |")
+    quality = run_path(str(DOCS.parent / "benchmarks" / "compression_quality.py"))
+    printed = quality["table"](quality["SCORERS"], 0.5, 40)
+    assert printed[0] == "| compressor | needles, % | interval | KL, nats | perplexity |"
+    for row, line in zip(shown, printed[2:], strict=True):
+        name, share, _, divergence, perplexity = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        kl, half = (float(part) for part in divergence.split(" ± "))
+        assert row[0] == name and abs(int(row[1]) - int(share)) <= 5
+        assert abs(float(row[3].split(" ± ")[0]) - kl) <= max(0.002, half / 4)
+        assert float(row[4]) == pytest.approx(float(perplexity), rel=0.02)

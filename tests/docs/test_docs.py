@@ -75,7 +75,7 @@ PAGES = {
     "images": 0,
     "caching": 1,
     "tiers": 2,
-    "compression": 2,
+    "compression": 4,
     "sessions": 1,
     "reproducibility": 2,
     "speculative": 1,
