@@ -363,12 +363,12 @@ def test_numbers_that_a_gpu_checks_once_it_has_them_leave_the_old_weights_in_pla
         want = llm.generate([{"prompt_token_ids": PROMPTS[1]}], long, use_tqdm=False)[0].tokens
         stream = llm.stream({"prompt_token_ids": PROMPTS[1]}, long)
         got = list(next(stream).token_ids)
-        for name in ("model.norm.weight", "model.layers.1.self_attn.k_proj.weight"):
-            for number in (torch.nan, -torch.inf):
-                bad = tensors[name].clone()
-                bad.view(-1)[3] = number
-                with pytest.raises(RequestError, match=f"in place again.*{name}.*infinite numbers or NaN in float32"):
-                    llm.update_weights(changed(tensors, **{name: bad}))
+        numbers = {"model.norm.weight": torch.nan, "model.layers.1.self_attn.k_proj.weight": -torch.inf}
+        for name, number in numbers.items():
+            bad = tensors[name].clone()
+            bad.view(-1)[3] = number
+            with pytest.raises(RequestError, match=f"in place again.*{name}.*infinite numbers or NaN in float32"):
+                llm.update_weights(changed(tensors, **{name: bad}))
         got += [token for part in stream for token in part.token_ids]
         assert got == want
         assert tokens_of(answers(llm)) == tokens_of(before)
