@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
 from .adapters import wire_adapters
-from .compression import COMPRESSION_OPTIONS, check_compression
+from .compression import CompressedModel, wire_compression
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .images import wire_images
@@ -192,7 +192,7 @@ class _Fold:
         groups = group_layers(specs)
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
         cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), self._stores())
-        cache = self._compression(cache, specs, speculation, bool(models))
+        cache = self._compression(cache, specs, speculation, bool(models), hf_config)
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation, models)
         self._tell_states(len(specs), second_models, wiring)
         return Resolved(
@@ -248,14 +248,14 @@ class _Fold:
         return tuple(self._several("kvstore", self.config.kvstore, ()))
 
     def _compression(
-        self, cache: CacheWiring, specs: Sequence[AttnSpec], speculation: SpeculationWiring, own_models: bool
+        self, cache: CacheWiring, specs: Sequence[AttnSpec], speculation: SpeculationWiring, own: bool, hf: Any
     ) -> CacheWiring:
         """Choose the compressor, and return the options of the KV cache with those of compression."""
-        config = self.config
-        self._pick("compressor", config.compressor, ("device",))
-        facts = bool(self.states), speculation.num_speculative_tokens, own_models
-        self.notes += check_compression(config, self.origins, self.parts, specs, *facts)
-        return replace(cache, **{name: getattr(config, name) for name in COMPRESSION_OPTIONS})
+        self._pick("compressor", self.config.compressor, ("device",))
+        model = CompressedModel(specs, hf, bool(self.states), speculation.num_speculative_tokens, own, self.facts)
+        cache, notes = wire_compression(cache, self.config, self.origins, self.parts, model)
+        self.notes += notes
+        return cache
 
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.

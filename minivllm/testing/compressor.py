@@ -91,6 +91,22 @@ class CompressorConformance(Lasting, SpecConformance):
             assert shape in ((n,), (kv_heads, n)), f"scores are {shape}: expected ({kv_heads}, {n}) or ({n},)"
             assert not scores.isnan().any(), f"a score of {n} tokens is NaN"
 
+    @since(1, 1)
+    def test_declared_inputs_are_fixed(self) -> None:
+        """Check that `window`, `attention_sums` and `rerotates` depend on the options alone, before and after calls."""
+
+        def declared(instance: Compressor) -> tuple[Any, ...]:
+            return instance.window, instance.attention_sums, instance.rerotates
+
+        made = self.build(*self.context())
+        before = declared(made)
+        window, *flags = before
+        assert type(window) is int and window >= 0, f"window is {window!r}: expected a number from 0"
+        assert all(type(flag) is bool for flag in flags), "attention_sums and rerotates are True or False"
+        made.score(self.cases(made)[-1])
+        assert declared(made) == before, "score changed what the compressor declares; the engine reads it at the start"
+        assert declared(self.build(*self.context())) == before, "another instance declares other inputs"
+
     @since(1, 0)
     def test_one_query_is_enough(self) -> None:
         """Check that a compressor that reads queries scores with one query too, as after the prompt."""

@@ -74,6 +74,8 @@ ADAPTERS: list[dict[str, Any]] = [
 COMPRESSORS: list[Any] = [
     "streaming", {"name": "streaming", "options": {"sinks": 0}}, "random", {"name": "h2o", "options": {"recent": 1}},
 ]  # fmt: skip
+REROTATED = {"name": "streaming", "options": {"sinks": 2, "rerotate": True}}
+ROTARY = {"qwen3", "llama", "qwen2", "pocket", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"}  # without windows
 UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
@@ -200,7 +202,9 @@ def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, A
     """Draw a compressor for some engines without drafts."""
     if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
         return {**options, "compressor": "none", "compress_every": 0}
-    return {**options, "compressor": rng.choice(COMPRESSORS), "compress_every": rng.choice([0, 0, 1, 3, 8])}
+    able = options["model"] in ROTARY and options["kv_format"] == "auto"
+    choices = [*COMPRESSORS, REROTATED] if able else COMPRESSORS
+    return {**options, "compressor": rng.choice(choices), "compress_every": rng.choice([0, 0, 1, 3, 8])}
 
 
 PASSED = ("adapters", "compressor", "compress_every", "encoder", "weights")  # options of a plain engine, if there

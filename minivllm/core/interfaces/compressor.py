@@ -8,8 +8,9 @@ frees the other blocks::
     stored    t0 t1 t2 t3 t4 t5 t6 t7        scores of a head    9 1 7 2 3 8 4 6        k = 4
     kept      t0 t2 t5 t7                    later tokens follow: t0 t2 t5 t7 t8 t9 ...
 
-Keys stay as they were rotated, and later tokens keep their positions.  Every layer and head keeps the same number of
-tokens, so a row has one length, and memory is freed.  A head sees only its own kept tokens.
+Keys stay as they were rotated, and later tokens keep their positions, unless ``Compressor.rerotates``.  Every layer and
+head keeps the same number of tokens, so a row has one length, and memory is freed.  A head sees only its own kept
+tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries
+# 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries,
+# Compressor.rerotates
 API = (1, 1)
 
 
@@ -70,6 +72,11 @@ class Compressor(ABC):
     # True if ``score`` reads the sums of attention.  Prompts are then computed whole, without prefix hits, and their
     # steps run as separate launches.  Queries of generated tokens are not added, so decode steps remain captured.
     attention_sums = False
+
+    # True if the kept keys are rotated to the positions 0, 1 ... k - 1 of their layer and head, in which later tokens
+    # follow as k, k + 1 ... (StreamingLLM, arXiv:2309.17453).  Queries have these positions too.  A subclass may set it
+    # in its constructor.  Config refuses models and KV formats that cannot do this.
+    rerotates = False
 
     def __init__(self, options: Any, ctx: CompressorContext) -> None:
         self.options, self.ctx = options, ctx

@@ -24,7 +24,7 @@ from .plan import LateInputs, StepPlan, StepResult
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
 # AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
 # 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead;
-# 2.14: StepPlan.sums, Capacity.sums
+# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates
 API = (2, 14)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
@@ -60,6 +60,9 @@ class CacheWiring:
     )
     # tokens of a row (below 1 a share of its computed tokens) that stay when blocks are short; 0 preempts rows instead
     pressure_budget: float = 0
+    rerotates: bool = (
+        False  # a compression rotates the kept keys to new positions (``Compressor.rerotates``)
+    )
 
 
 @dataclass(frozen=True)

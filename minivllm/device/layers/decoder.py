@@ -225,7 +225,9 @@ class DecoderBlock:
             ]
         elif layer.qk_norm == HEAD:
             norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
-        cos, sin = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
+        cos = sin = None
+        if layer.rope is not None:
+            cos, sin = parts.rotations[self.attn.layer.index] = parts.rotary(layer.rope, twice)
         self.pre = QKPre(cos, sin, norms[0], norms[1], spec.norm.eps)
         if layer.rope is not None and layer.rope.interleaved:
             back = order_of_halves(a.dim_qk, layer.rope.dim)

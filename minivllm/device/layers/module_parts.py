@@ -84,6 +84,8 @@ class ModuleParts:
         self._geometries: list[tuple] = []
         self.free_rows = 0  # rows of the rotary tables behind the rows of positions; parts of images use them
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
+        # number of an attention layer -> its cos and sin tables; layers that rotate no keys are left out
+        self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:
         """Store a module for the loader, and return it.  ValueError if another one has its name."""

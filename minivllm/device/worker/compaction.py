@@ -17,6 +17,7 @@ from torch import Tensor
 from minivllm.core.external_calls import as_exception, call_foreign
 from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
 from minivllm.core.interfaces.plan import StepError
+from minivllm.device.layers.rotary import rotate
 from minivllm.errors import PluginError, describe_error
 from minivllm.registry import build_part
 
@@ -60,6 +61,13 @@ class Compactor:
         self.seeds: dict[int, int] = {}  # slot -> seed of its row
         self.queries = QueryStore() if self.compressor.window else None
         self.sums = self._attention_sums(wiring, worker) if self.compressor.attention_sums else None
+        # number of a layer -> its rotary tables, if keys are rotated to new positions
+        self.rotations = worker.parts.rotations if wiring.cache.rerotates else {}
+        if wiring.cache.rerotates and not self.rotations:
+            raise PluginError(
+                f"{self.name} rotates keys to new positions: no attention layer of the model records its rotary tables "
+                "in `ModelParts.rotations`; use a compressor that leaves keys as they are"
+            )
         self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
         for layer in worker.parts.layers:
             for name, tensor in layer.cache.items():
@@ -99,6 +107,7 @@ class Compactor:
         Such a row keeps its newest tokens, so that the lengths on the host are right until it ends.  A row that was
         preempted keeps the tokens of its first computation."""
         errors: dict[int, StepError] = {}
+        shifts: dict[int, int] = {}  # slot -> places by which the positions of its next tokens move
         first = 0
         returned = set(delta.kept.tolist())
         for i, (group, slot, stored, kept, computed) in enumerate(delta.compact.tolist()):
@@ -118,16 +127,39 @@ class Compactor:
             if self.sums is not None:
                 self.sums.keep(slot, group, chosen)
             for layer, tokens in zip(self.layers[group], chosen, strict=True):
-                _move(layer, place[tokens.long()], to)
+                _move(layer, place[tokens.long()], to, self._rotation(layer, row, tokens.long()))
+            shifts[slot] = stored - kept
             if i in returned:
                 self.sets.send(chosen)
             self.state.dropped_host[group, slot] += stored - kept
             assert self.state.dropped is not None
             self.state.dropped[group, slot : slot + 1].add_(stored - kept)
+        for slot, shift in shifts.items() if self.rotations else ():
+            assert self.state.rope_first is not None
+            self.state.rope_first[slot : slot + 1].sub_(shift)
         if self.queries is not None:
             for slot in delta.compact[:, 1].tolist():
                 self.queries.forget(slot)
         return errors
+
+    def _rotation(self, layer: AttnLayer, row: CompactedRow, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin f32 [kv_heads, kept, dim] of the rotation of the kept ``tokens`` i64 [kv_heads, kept] to
+        their new positions, as ``rotate`` reads them; None if the keys of the layer stay as they are.
+
+        The position of each stored token is its number in the row, because earlier compressions have rotated keys too.
+        The tables may have a scale, which is divided out."""
+        if layer.index not in self.rotations:
+            return None
+        cos, sin = self.rotations[layer.index]
+        assert self.state.rope_first is not None and self.state.dropped is not None
+        first = self.state.rope_first[row.slot] + self.state.dropped[layer.group, row.slot]
+        old, new = first + tokens, first + torch.arange(tokens.shape[1], device=tokens.device)
+        old_cos, old_sin, new_cos, new_sin = cos[old], sin[old], cos[new], sin[new]
+        scale = old_cos.square() + old_sin.square()
+        cos = (new_cos * old_cos + new_sin * old_sin) / scale
+        sin = (new_sin * old_cos - new_cos * old_sin) / scale
+        sin[..., : sin.shape[-1] // 2].neg_()
+        return cos, sin
 
     def _choose(self, group: int, row: CompactedRow) -> tuple[list[Tensor], StepError | None]:
         """Return the tokens of a row that stay in each layer of a group, i32 [kv_heads, kept], ascending, and the last
@@ -219,14 +251,17 @@ class Compactor:
             self.sums.note(delta)
 
 
-def _move(layer: AttnLayer, sources: Tensor, to: Tensor) -> None:
+def _move(layer: AttnLayer, sources: Tensor, to: Tensor, rotation: tuple[Tensor, Tensor] | None) -> None:
     """Copy the tokens at the flat places ``sources`` i64 [kv_heads, k] of a layer's cache to ``to`` i64 [k], head by
-    head."""
+    head.  Keys are rotated by ``rotation``, which is cos and sin [kv_heads, k, dim], unless it is None."""
     heads = torch.arange(len(sources), device=to.device)[:, None]
-    for tensor in layer.cache.values():
+    for name, tensor in layer.cache.items():
         raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
         flat = raw.view(-1, *raw.shape[2:])
-        flat[to, heads] = flat[sources, heads]
+        moved = flat[sources, heads]
+        if name == "k" and rotation is not None:
+            moved = rotate(moved, *rotation)
+        flat[to, heads] = moved
 
 
 class QueryStore:

@@ -75,6 +75,7 @@ class Runner:
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
         offsets = w.encoder is not None and bool(wiring.images.facts.sections)
+        offsets = offsets or wiring.cache.rerotates
         self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None, offsets)
         self.state.recurrent = w.states
         self.compactor = None if part is None else Compactor(part, wiring, w, self.state)

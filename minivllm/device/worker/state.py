@@ -126,7 +126,8 @@ class DeviceState:
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
         # A model may have two tables of rotary embeddings, stored one after the other.  ``rope_first`` is the row at
         # which the table of a slot begins: a sequence that may become longer than ``rope_switch`` uses the second.
-        # With ``offsets`` it is instead the offset of the positions behind the images of a slot.
+        # With ``offsets`` it is instead the offset of the positions behind the images of a slot, or of the positions
+        # behind a compression that rotates keys to new positions.
         self.rope_switch, self.rope_rows = rope_switch, max_len + 1
         self.rope_first = make(slots) if offsets or rope_switch is not None else None
         # one table, so that a join needs one copy; each column begins at a multiple of 128 bytes, as kernels prefer

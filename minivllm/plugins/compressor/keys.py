@@ -6,13 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
-from minivllm.core.interfaces.compressor import Compressor, StoredTokens
+from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
 
 
 class Streaming(Compressor):
     """Keep the first ``sinks`` tokens and the newest ones (StreamingLLM, arXiv:2309.17453).
 
-    Unlike there, keys keep the rotation of their positions."""
+    The option ``rerotate`` rotates the kept keys to new, dense positions as there.  Otherwise keys keep the rotation of
+    their positions."""
+
+    def __init__(self, options: object, ctx: CompressorContext) -> None:
+        super().__init__(options, ctx)
+        self.rerotates = self.options.rerotate
 
     def score(self, stored: StoredTokens) -> Tensor:
         n = len(stored.keys)

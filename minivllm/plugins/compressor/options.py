@@ -22,6 +22,7 @@ class StreamingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sinks: int = Field(4, ge=0, description="First tokens that always stay.")
+    rerotate: bool = Field(False, description="Rotate the kept keys to new, dense positions, as in the paper.")
 
 
 class SnapKVOptions(BaseModel):

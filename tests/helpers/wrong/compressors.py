@@ -13,6 +13,7 @@ SCORED = "test_each_stored_token_gets_a_score"
 ALONE = "test_scores_depend_on_the_arguments_alone"
 KEPT = "test_arguments_and_the_random_state_do_not_change"
 ONE = "test_one_query_is_enough"
+FIXED = "test_declared_inputs_are_fixed"
 SERVED = "test_the_engine_serves_it"
 FAULTS = {
     "ScoresHeadsLast": (SCORED, SERVED),
@@ -25,6 +26,8 @@ FAULTS = {
     "DividesByNoQueries": (SCORED,),
     "NormalizesSumsInPlace": (KEPT,),
     "AddsUpItsCalls": (ALONE,),
+    "RotatesLater": (FIXED,),
+    "TurnsKeysItself": (KEPT,),
 }
 RIGHT = ("Norms", "Attended", "Sums")
 
@@ -139,3 +142,24 @@ class AddsUpItsCalls(Sums):
         own = super().score(stored)
         self.totals[own.shape] = self.totals.get(own.shape, 0) + own
         return self.totals[own.shape]
+
+
+class RotatesLater(Norms):
+    """Declares new positions when the first request is compressed, after the engine has started without them."""
+
+    spec = spec("RotatesLater")
+
+    def score(self, stored):
+        self.rerotates = True
+        return super().score(stored)
+
+
+class TurnsKeysItself(Norms):
+    """Turns the keys that the engine rotates too."""
+
+    spec = spec("TurnsKeysItself")
+    rerotates = True
+
+    def score(self, stored):
+        stored.keys.copy_(stored.keys.roll(stored.keys.shape[-1] // 2, -1))
+        return super().score(stored)
