@@ -33,7 +33,7 @@ RIGHT = ("Norms", "Attended", "Sums")
 
 
 def spec(name):
-    return Spec(f"{__name__}:{name}", (1, 0), "for a test of the kit", limits={"device": ANY})
+    return Spec(f"{__name__}:{name}", (1, 1), "for a test of the kit", limits={"device": ANY})
 
 
 class Norms(Compressor):
