@@ -56,19 +56,19 @@ def talking(monkeypatch, text, source, terminal=False, system=None):
 def test_a_message_may_have_several_lines(monkeypatch):
     source = FakeSource()
     talking(monkeypatch, '"""\none\n\n  two\n"""\nthree\\\nfour\nfive\n', source)
-    asked = [messages[-1]["content"] for messages in source.seen]
-    assert asked == ["one\n\n  two", "three\nfour", "five"]
+    questions = [messages[-1]["content"] for messages in source.seen]
+    assert questions == ["one\n\n  two", "three\nfour", "five"]
 
 
 def test_sampling_parameters_are_set_shown_and_checked(monkeypatch, capsys):
     source = FakeSource({"temperature": 0.5})
     lines = "/set top_k 5\n/set temperature default\n/set\n/set heat 3\n/set seed x\n/set temperature -1\n"
     talking(monkeypatch, lines, source)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert source.sampling == {"top_k": 5}, "a refused value changes nothing"
-    assert "top_k               5" in said and "temperature         default" in said
-    assert "/set 'heat': expected one of max_tokens, temperature" in said
-    assert "/set seed 'x': expected a whole number, or default" in said and said.count("error") == 3
+    assert "top_k               5" in output and "temperature         default" in output
+    assert "/set 'heat': expected one of max_tokens, temperature" in output
+    assert "/set seed 'x': expected a whole number, or default" in output and output.count("error") == 3
 
 
 def test_a_conversation_is_saved_and_loaded(monkeypatch, capsys, tmp_path):
@@ -76,11 +76,11 @@ def test_a_conversation_is_saved_and_loaded(monkeypatch, capsys, tmp_path):
     talking(
         monkeypatch, f"one\n/save {path}\n/save {path}\n/clear\ntwo\n/load {path}\nthree\n", source, system="Be brief."
     )
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert [len(messages) for messages in source.seen] == [2, 2, 4]
     assert source.seen[2][0] == {"role": "system", "content": "Be brief."}
     assert source.seen[2][2] == {"role": "assistant", "content": "answer to one"}
-    assert "2 messages are in" in said and "choose another name" in said
+    assert "2 messages are in" in output and "choose another name" in output
     assert json.loads(path.read_text())["messages"][0] == {"role": "user", "content": "one"}
 
 
@@ -89,16 +89,17 @@ def test_a_file_that_is_no_conversation_is_refused(text, monkeypatch, capsys, tm
     path, source = tmp_path / "talk.json", FakeSource()
     path.write_text(text)
     talking(monkeypatch, f"/load {path}\n/load\n/load {tmp_path}/none\nhello\n", source)
-    said = capsys.readouterr().err
-    assert said.count("minivllm: error") == 3 and "expected" in said and source.seen[0][0]["content"] == "hello"
+    output = capsys.readouterr().err
+    assert output.count("minivllm: error") == 3 and "expected" in output and source.seen[0][0]["content"] == "hello"
 
 
 def test_why_explains_the_last_answer(monkeypatch, capsys):
     talking(monkeypatch, "/why\none\n/why\n/stats\n", FakeSource())
-    said = capsys.readouterr().err
-    assert "There is no answer yet." in said and "20 tokens, of which 16 were a prefix hit" in said
-    assert "waited     2.0 ms" in said and "11 tokens in 1.10 s, 10.0 tok/s" in said and "the model ended it" in said
-    assert "running  0" in said and "seam_ms" not in said
+    output = capsys.readouterr().err
+    assert "There is no answer yet." in output and "20 tokens, of which 16 were a prefix hit" in output
+    assert "waited     2.0 ms" in output and "11 tokens in 1.10 s, 10.0 tok/s" in output
+    assert "the model ended it" in output
+    assert "running  0" in output and "seam_ms" not in output
 
 
 def test_an_interrupt_stops_the_answer_only_on_a_terminal(monkeypatch, capsys):
@@ -164,8 +165,8 @@ def openai_server():
 def test_a_server_answers(openai_server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n/set temperature 0\ntwo\n/why\n"))
     code = main(["chat", "--url", openai_server.url, "--api-key", "sk-1", "--max-tokens", "5", "--system", "Brief."])
-    said = capsys.readouterr()
-    assert code == 0 and said.out == "Hello\nHello\n" and "9 tokens, of which 8 were a prefix hit" in said.err
+    output = capsys.readouterr()
+    assert code == 0 and output.out == "Hello\nHello\n" and "9 tokens, of which 8 were a prefix hit" in output.err
     path, key, body = openai_server.seen[1]
     assert path == "/v1/chat/completions" and key == "Bearer sk-1"
     assert body["model"] == "some-model" and body["max_tokens"] == 5 and body["temperature"] == 0
@@ -175,9 +176,11 @@ def test_a_server_answers(openai_server, monkeypatch, capsys):
 def test_the_reasoning_of_a_server_is_apart_from_the_answer(openai_server, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("/thought\nthink\n/thought\none\n/thought\n"))
     assert main(["chat", "--url", openai_server.url]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        said.out == "Hello\nHello\n" and said.err.count("Hm. Hm.") == 1 and said.err.count("There is no reasoning") == 2
+        output.out == "Hello\nHello\n"
+        and output.err.count("Hm. Hm.") == 1
+        and output.err.count("There is no reasoning") == 2
     )
     assert openai_server.seen[1][2]["messages"][1] == {"role": "assistant", "content": "Hello"}
 
@@ -196,7 +199,11 @@ def test_the_error_of_a_server_is_shown(openai_server, monkeypatch, capsys):
 )  # fmt: skip
 def test_flags_that_do_not_fit_are_refused(flags, capsys):
     assert main(["chat", *flags]) == ConfigError.exit_code
-    assert "expected" in (said := capsys.readouterr().err) or "leave one of them out" in said or "needs no key" in said
+    assert (
+        "expected" in (output := capsys.readouterr().err)
+        or "leave one of them out" in output
+        or "needs no key" in output
+    )
 
 
 def test_a_server_that_is_not_there_is_named(capsys):

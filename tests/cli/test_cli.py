@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 from plugin_helpers import install
 
 import minivllm
@@ -115,7 +115,7 @@ def test_every_name_of_the_package_can_be_imported():
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_and_a_code(capsys, args, code, message):
-    assert said(capsys, *args) == (code, "", f"minivllm: error: {message}\n")
+    assert run_cli(capsys, *args) == (code, "", f"minivllm: error: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_an_error_is_one_line_and_a_code(capsys, args, code, message):
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_code_2(capsys, args, message):
-    assert said(capsys, *args) == (2, "", f"minivllm: error: {message}\n")
+    assert run_cli(capsys, *args) == (2, "", f"minivllm: error: {message}\n")
 
 
 def test_a_plugin_error_of_several_lines_is_folded_into_one(capsys):
     if not POCKET.is_dir():
         pytest.skip("the model is not in this tree")
-    assert said(capsys, "explain", "--set", "scheduler=fcf") == (
+    assert run_cli(capsys, "explain", "--set", "scheduler=fcf") == (
         4,
         "",
         "minivllm: error: --set: No scheduler is called 'fcf'. Did you mean 'fcfs'? Installed: adaptive, deadline, "
@@ -147,7 +147,7 @@ def test_a_plugin_error_of_several_lines_is_folded_into_one(capsys):
 
 
 def test_debug_shows_where_it_came_from(capsys):
-    code, out, err = said(capsys, "generate", "--debug", "--model", "/no/model", "x")
+    code, out, err = run_cli(capsys, "generate", "--debug", "--model", "/no/model", "x")
     assert (
         (code, out) == (3, "")
         and "Traceback" in err
@@ -159,14 +159,14 @@ def test_debug_shows_where_it_came_from(capsys):
 
 
 def test_plugins_lists_what_is_installed(capsys):
-    code, out, err = said(capsys, "plugins")
+    code, out, err = run_cli(capsys, "plugins")
     lines = out.splitlines()
     assert (code, err) == (0, "") and re.split(r" {2,}", lines[0]) == ["seam", "name", "dist", "version", "summary"]
     found = [line.split()[:4] for line in lines[1:] if line.split()[2] == "minivllm"]
     from minivllm.plugins.specs import BUILTINS
 
     assert found == [[kind, name, "minivllm", minivllm.__version__] for kind, name, _ in BUILTINS]
-    code, out, err = said(capsys, "plugins", "kv_format")
+    code, out, err = run_cli(capsys, "plugins", "kv_format")
     assert [line.split()[1] for line in out.splitlines()[1:]] == ["bf16", "fp16", "fp32", "fp8", "int8"]
 
 
@@ -174,7 +174,7 @@ def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.trimmer": {"disk": "no_such_module:E"}}
     install(tmp_path, "acme", points, version="2.0")
-    code, out, err = said(capsys, "plugins", "--specs")
+    code, out, err = run_cli(capsys, "plugins", "--specs")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
     assert (code, err) == (0, "")
     assert [
@@ -190,16 +190,16 @@ def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
 
 @pocket
 def test_explain_says_what_would_be_wired(capsys):
-    code, out, err = said(capsys, "explain", "--set", "dtype=float32", "--set", "device=cpu")
+    code, out, err = run_cli(capsys, "explain", "--set", "dtype=float32", "--set", "device=cpu")
     assert (code, err) == (0, "")
     assert "attention -> minivllm/sdpa   (asked: auto)" in out and "dtype          float32 (asked for)" in out
-    code, out, err = said(capsys, "explain", "model", "--all", "--set", "device=cpu")
+    code, out, err = run_cli(capsys, "explain", "model", "--all", "--set", "device=cpu")
     assert code == 0 and out.startswith("model -> minivllm/qwen3   (asked: auto)\n") and "executor" not in out
 
 
 @pocket
 def test_explain_of_a_choice_that_cannot_be_wired_shows_the_reasons_and_ends_with_2(capsys):
-    code, out, err = said(
+    code, out, err = run_cli(
         capsys,
         "explain",
         "quantizer",
@@ -222,7 +222,7 @@ def test_explain_of_a_choice_that_cannot_be_wired_shows_the_reasons_and_ends_wit
 @pocket
 def test_generate_streams_text_to_stdout_and_figures_to_stderr(capsys):
     args = ["generate", "--chat", "What is 2 + 3?", "--temperature", "0", "--max-tokens", "20", *SMALL]
-    code, out, err = said(capsys, *args)
+    code, out, err = run_cli(capsys, *args)
     assert (code, out) == (0, "2 + 3 = 5\n")
     assert re.fullmatch(r"\d+ tokens, first after \d+ ms, then [\d.]+ tok/s\n", err)
 
@@ -230,7 +230,7 @@ def test_generate_streams_text_to_stdout_and_figures_to_stderr(capsys):
 @pocket
 def test_generate_reads_the_prompt_from_stdin(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n"))
-    code, out, _ = said(capsys, "generate", "--temperature", "0", "--max-tokens", "4", *SMALL)
+    code, out, _ = run_cli(capsys, "generate", "--temperature", "0", "--max-tokens", "4", *SMALL)
     assert code == 0 and out.strip() and out.endswith("\n")
 
 
@@ -240,7 +240,7 @@ def test_chat_answers_each_line_of_a_pipe_and_remembers(capsys, monkeypatch):
     seen = []
     real = minivllm.LLM.chat_stream
     monkeypatch.setattr(minivllm.LLM, "chat_stream", lambda self, m, p: seen.append(list(m)) or real(self, m, p))
-    code, out, _ = said(capsys, "chat", "--temperature", "0", "--max-tokens", "20", *SMALL)
+    code, out, _ = run_cli(capsys, "chat", "--temperature", "0", "--max-tokens", "20", *SMALL)
     first, *rest = out.splitlines()
     assert code == 0 and first == "2 + 3 = 5" and len(rest) == 1
     assert seen[1] == [
@@ -257,7 +257,7 @@ def test_chat_takes_the_model_by_position_and_knows_its_commands(capsys, monkeyp
     seen = []
     real = minivllm.LLM.chat_stream
     monkeypatch.setattr(minivllm.LLM, "chat_stream", lambda self, m, p: seen.append((list(m), p)) or real(self, m, p))
-    code, out, err = said(capsys, "chat", "pocket", "--temperature", "0", *SMALL)
+    code, out, err = run_cli(capsys, "chat", "pocket", "--temperature", "0", *SMALL)
     assert code == 0 and out.splitlines()[0] == "2 + 3 = 5"
     assert "/reset         forget the conversation" in err and "The system message is set." in err
     (first, params), (second, _) = seen
@@ -268,21 +268,21 @@ def test_chat_takes_the_model_by_position_and_knows_its_commands(capsys, monkeyp
 
 @pocket
 @pytest.mark.parametrize(
-    ("options", "said_of_it"),
+    ("options", "report_of"),
     [
         (["--max-tokens", "3"], "the answer was cut off after 3 tokens; --max-tokens N allows more"),
         (["--set", "max_model_len=24"], "prompt and answer fill the context (max_model_len=24,"),
     ],
 )
-def test_a_truncated_answer_says_so(options, said_of_it, capsys, monkeypatch):
+def test_a_truncated_answer_says_so(options, report_of, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story about a fox and a lantern.\n"))
-    code, out, err = said(capsys, "chat", "--temperature", "0", *SMALL, *options)
-    assert code == 0 and out and said_of_it in err
+    code, out, err = run_cli(capsys, "chat", "--temperature", "0", *SMALL, *options)
+    assert code == 0 and out and report_of in err
 
 
 @pocket
 def test_bitsandbytes_quantizes_an_unquantized_checkpoint_while_it_is_loaded(capsys):
-    code, out, _ = said(capsys, "explain", "quantizer", "--set", "quantization=bitsandbytes", *SMALL)
+    code, out, _ = run_cli(capsys, "explain", "quantizer", "--set", "quantization=bitsandbytes", *SMALL)
     assert code == 0 and "quantizer -> minivllm/nf4" in out
 
 
@@ -295,7 +295,7 @@ def test_run_writes_a_line_of_json_for_each_prompt(capsys, tmp_path):
         "[run]\nchat = true\nprompts = ['What is 2 + 3?']\nprompts_file = 'more.jsonl'\noutput = 'out.jsonl'\n"
     )
     (tmp_path / "exp.toml").write_text(text)
-    code, out, err = said(capsys, "run", str(tmp_path / "exp.toml"))
+    code, out, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"))
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert (code, out) == (0, "") and re.match(r"3 results to .*out.jsonl: \d+ tokens in [\d.]+ s\n", err)
     assert [line["prompt"] for line in lines] == ["What is 2 + 3?", "What is 4 + 5?", "What is 1 + 1?"]
@@ -304,13 +304,13 @@ def test_run_writes_a_line_of_json_for_each_prompt(capsys, tmp_path):
 
 @pocket
 def test_eval_prints_a_row_for_each_task(capsys):
-    code, out, _ = said(capsys, "eval", "pocket", "-n", "1", "--task", "sums", *SMALL)
+    code, out, _ = run_cli(capsys, "eval", "pocket", "-n", "1", "--task", "sums", *SMALL)
     assert code == 0 and re.fullmatch(r"task +cases +right\nsums +1 +\d+\.\d%\nperplexity +1 +\d\.\d+ .*\n", out)
 
 
 def test_run_without_prompts_is_refused(capsys, tmp_path):
     (tmp_path / "exp.toml").write_text("seed = 1\n")
-    code, out, err = said(capsys, "run", str(tmp_path / "exp.toml"))
+    code, out, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"))
     path = tmp_path / "exp.toml"
     wanted = f"minivllm: error: {path}: nothing to run: expected prompts or prompts_file in the [run] table\n"
     assert (code, out, err) == (2, "", wanted)
@@ -388,7 +388,7 @@ def test_results_that_are_there_stay_until_new_ones_are_and_a_failed_request_is_
     kept.write_text("precious\n")
     run = f'[run]\noutput = "{kept}"\nprompts = ["Once", "There"]\n'
     (tmp_path / "exp.toml").write_text(f'model = "/nonexistent"\n{run}')
-    code, _, err = said(capsys, "run", str(tmp_path / "exp.toml"))
+    code, _, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"))
     assert code == 3 and kept.read_text() == "precious\n"
     (tmp_path / "exp.toml").write_text(run)
     (tmp_path / "stumbles.py").write_text(
@@ -399,9 +399,9 @@ def test_results_that_are_there_stay_until_new_ones_are_and_a_failed_request_is_
     sys.path.insert(0, str(tmp_path))
     try:
         args = ("--set", "scheduler=stumbles:Stumbles", "--allow-target", "stumbles", *SMALL)
-        code, _, err = said(capsys, "run", str(tmp_path / "exp.toml"), *args)
+        code, _, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"), *args)
         for more in ((), ("--set", "sampling.n=2")):
-            assert said(capsys, "generate", "Once", *args, *more)[0] == 7
+            assert run_cli(capsys, "generate", "Once", *args, *more)[0] == 7
     finally:
         sys.path.remove(str(tmp_path))
     assert code == 7 and "2 of 2 requests failed" in err and "boom" in err and "Traceback" not in err
@@ -411,5 +411,5 @@ def test_results_that_are_there_stay_until_new_ones_are_and_a_failed_request_is_
 @pocket
 def test_several_samples_are_printed_one_after_another(capsys):
     args = ("generate", "Once upon a time", "--set", "sampling.n=2", "--max-tokens", "4", *SMALL)
-    code, out, _ = said(capsys, *args)
+    code, out, _ = run_cli(capsys, *args)
     assert code == 0 and re.match(r"\[1\] .*\n\[2\] .*", out, re.S)

@@ -133,10 +133,10 @@ for tokens in range(1, 9):
         assert cut.choices[0].finish_reason == "length" and not cut.choices[0].message.content, (tokens, cut)
 ok("forced calls that end, and that are cut")
 
-told = client.chat.completions.create(
+seen = client.chat.completions.create(
     model=MODEL, messages=ASK, max_tokens=4, extra_body={"top_a": 0.5, "max_new_tokens": 4, "repeat_penalty": 1.1}
 )
-assert [warning["field"] for warning in told.warnings] == ["top_a"]
+assert [warning["field"] for warning in seen.warnings] == ["top_a"]
 allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
 one = client.chat.completions.create(
     model=MODEL,

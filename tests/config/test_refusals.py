@@ -6,7 +6,7 @@ import importlib
 import sys
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm.cli.common import find_modules
 from minivllm.errors import ConfigError, from_file
@@ -40,13 +40,13 @@ def test_commands_that_read_several_configurations_find_modules_too(capsys, tmp_
     (tmp_path / "a.toml").write_text('evictor = "own_replayed:Own"\n')
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     args = ["synthetic:requests=8", "--blocks", "50%", "--config", str(tmp_path / "a.toml")]
-    code, out, err = said(capsys, "replay", *args, "--allow-target", "own_replayed")
+    code, out, err = run_cli(capsys, "replay", *args, "--allow-target", "own_replayed")
     assert code == 0 and "own_replayed:Own" in out, err
 
 
 @pytest.mark.parametrize("path", ["./mine.py:Own", "mine.py:Own", "parts/mine.py:Own"])
 def test_a_path_in_the_place_of_a_module_is_refused_with_the_module_to_name(capsys, path):
-    code, _, err = said(capsys, "explain", "evictor", "--set", f"evictor={path}")
+    code, _, err = run_cli(capsys, "explain", "evictor", "--set", f"evictor={path}")
     assert code == 4 and "is a path" in err and "expected 'mine:Own' and --allow-target mine" in err
 
 
@@ -63,7 +63,7 @@ def test_a_path_in_the_place_of_a_module_is_refused_with_the_module_to_name(caps
     ],
 )
 def test_what_is_misspelt_is_refused_with_the_nearest_that_there_is(capsys, args, hint):
-    code, _, err = said(capsys, *args)
+    code, _, err = run_cli(capsys, *args)
     assert code == 2 and hint in err
 
 
@@ -81,7 +81,7 @@ def test_what_is_misspelt_is_refused_with_the_nearest_that_there_is(capsys, args
 def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys, tmp_path, args, want):
     for text in ("[run]\n", "[]"):
         (tmp_path / "other").write_text(text)
-        code, _, err = said(capsys, *(word.format(tmp_path / "other") for word in args))
+        code, _, err = run_cli(capsys, *(word.format(tmp_path / "other") for word in args))
         assert code == 2 and want in err
 
 
@@ -106,7 +106,7 @@ def test_a_trace_in_the_place_of_prompts_or_the_reverse_is_refused_with_the_opti
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / name).write_text(text)
-    code, _, err = said(capsys, *args, name)
+    code, _, err = run_cli(capsys, *args, name)
     assert code == 2 and TRACE_GOES in err and PROMPTS_GO in err
     assert text is None or (tmp_path / name).read_text() == text
 

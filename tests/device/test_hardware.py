@@ -159,14 +159,14 @@ def test_float16_is_tried_when_somebody_asks_for_it(monkeypatch):
 @forks
 def test_a_child_that_hangs_is_replaced_by_a_fresh_process(monkeypatch):
     monkeypatch.setattr(platform, "_FORK_SECONDS", 0.2)
-    asked = []
-    monkeypatch.setattr(platform, "_in_process", lambda names: asked.append(list(names)) or "float32 1 1\nint8 1 1\n")
+    probed = []
+    monkeypatch.setattr(platform, "_in_process", lambda names: probed.append(list(names)) or "float32 1 1\nint8 1 1\n")
 
     def measure(name):
         time.sleep(60)
 
     assert set(probe(measure, fork=True).times) == {"float32", "int8"}
-    assert asked[0] == list(platform.PROBED)
+    assert probed[0] == list(platform.PROBED)
 
 
 def test_a_fresh_process_measures_what_it_is_asked():

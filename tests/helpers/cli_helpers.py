@@ -7,7 +7,7 @@ from typing import Any
 from minivllm.cli import main
 
 
-def said(capsys: Any, *args: str) -> tuple[Any, str, str]:
+def run_cli(capsys: Any, *args: str) -> tuple[Any, str, str]:
     """Return exit code, standard output and standard error of a command."""
     try:
         code = main(list(args))

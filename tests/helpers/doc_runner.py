@@ -157,7 +157,7 @@ class Page:
             if not kit and words[0] != "minivllm":
                 continue
             with both() as out:
-                code = run_kit(words[3:]) if kit else run_command(words[1:])
+                code = run_kit(words[3:]) if kit else run_cli(words[1:])
             want, printed = masked(shown), masked(out.getvalue())
             if block.mark:  # measured blocks have the same lines with figures of another day
                 want, printed = ([re.sub(r"\d[\d.,]*", "#", line) for line in lines] for lines in (want, printed))
@@ -183,7 +183,7 @@ def run_kit(words: list[str]) -> int:
     return conformance(words)
 
 
-def run_command(words: list[str]) -> int:
+def run_cli(words: list[str]) -> int:
     try:
         return main(words)
     except SystemExit as end:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm import LLM
 from minivllm.errors import ResourceError
@@ -40,7 +40,7 @@ def test_an_ablation_says_what_each_part_is_worth_and_repeats_the_baseline(capsy
     path = tmp_path / "a.json"
     parts = "prefix-cache,continuous-batching"
     flags = ["--part", parts, "--in-turns", "--output-json", str(path)]
-    code, out, _ = said(capsys, "ablate", *SMALL, *LITTLE, *flags)
+    code, out, _ = run_cli(capsys, "ablate", *SMALL, *LITTLE, *flags)
     assert code == 0 and "prefix-cache: enable_prefix_caching=false" in out
     found = json.loads(path.read_text())
     rows = {row["part"]: row for row in found["rows"]}
@@ -72,7 +72,7 @@ def test_an_ablation_removes_the_compression_of_all_requests(capsys, tmp_path):
     path = tmp_path / "a.json"
     compressed = ["--set", "compressor=random", "--set", "kv_budget=3", "--set", "compress_every=1"]
     flags = ["--part", "compression", "--in-turns", "--output-json", str(path)]
-    code, _, err = said(capsys, "ablate", *SMALL, *compressed, *LITTLE, *flags)
+    code, _, err = run_cli(capsys, "ablate", *SMALL, *compressed, *LITTLE, *flags)
     assert code == 0, err
     rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["compression"]["same_tokens"] < 1 == rows["nothing (again)"]["same_tokens"]
@@ -91,7 +91,7 @@ def test_an_ablation_removes_the_compression_of_all_requests(capsys, tmp_path):
     ],
 )
 def test_a_part_that_cannot_be_taken_away_is_refused_by_name(capsys, args, message):
-    code, _, err = said(capsys, "ablate", *SMALL, "--set", "device=cpu", *LITTLE, *args)
+    code, _, err = run_cli(capsys, "ablate", *SMALL, "--set", "device=cpu", *LITTLE, *args)
     assert code == 2 and message in err
 
 
@@ -163,7 +163,7 @@ def test_parts_of_the_user_are_settings_of_a_file_and_of_flags(tmp_path):
     ],
 )
 def test_a_part_of_the_user_that_is_none_is_refused(capsys, args, message):
-    code, _, err = said(capsys, "ablate", "--model", "pocket", "--set", "max_num_seqs=4", *args)
+    code, _, err = run_cli(capsys, "ablate", "--model", "pocket", "--set", "max_num_seqs=4", *args)
     assert code == 2 and message in err
 
 
@@ -172,7 +172,7 @@ def test_a_part_of_the_user_is_measured_and_seeds_that_change_nothing_are_warned
     asks.write_text('"a b"\n"a c"\n')
     args = ["--set", "max_num_seqs=4", "--set", "num_kvcache_blocks=64", "--set", "dtype=float32"]
     args += ["--define", "few:max_num_seqs=1", "--repeats", "2", "--warmups", "0", "--output-len", "2"]
-    code, out, err = said(capsys, "ablate", "--model", "pocket", *args, "--dataset", str(asks))
+    code, out, err = run_cli(capsys, "ablate", "--model", "pocket", *args, "--dataset", str(asks))
     assert code == 0, err
     assert "few: max_num_seqs=1: defined by the user" in out and "kv-cache" not in out
     assert "warning: seeds change nothing" in out and "at temperature 0: all seeds have the same requests" in out

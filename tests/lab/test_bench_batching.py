@@ -27,14 +27,14 @@ def test_all_policies_serve_the_same_requests_each_by_one_engine_and_are_compare
     out = tmp_path / "b.json"
     more = ["--repeats", "2", "--warmups", "0", "--policy", "fair", *turns]
     assert main(["bench", "batching", *SETS, *FLAGS, *more, "--output-json", str(out)]) == 0
-    told, found = capsys.readouterr().out, json.loads(out.read_text())
+    printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert [row["policy"] for row in found["rows"]] == ["static", "size-or-timeout", "continuous", "adaptive", "fair"]
-    assert len(made) == 5 and "2 runs each by one engine a policy, paired by seed" in told
+    assert len(made) == 5 and "2 runs each by one engine a policy, paired by seed" in printed
     tokens = {tuple(run["total_input_tokens"] for run in row["repeats"]) for row in found["rows"]}
     assert len(tokens) == 1, "runs of one seed have the same prompts"
     for row in found["rows"]:
         assert row["failed"] == 0 and ("against" in row) == (row["policy"] != "continuous")
-        assert told.count(row["policy"]) >= 1
+        assert printed.count(row["policy"]) >= 1
     assert len({bill["fingerprint"] for bill in found["bills_of_materials"].values()}) == 5
 
 

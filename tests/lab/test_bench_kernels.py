@@ -117,11 +117,11 @@ def test_the_command_says_the_same_in_its_table_and_its_json(tmp_path, capsys):
     out = tmp_path / "k.json"
     flags = ["--batch-size", "2", "--context-len", "32", "--input-len", "16", "--repeats", "2", "--warmups", "0"]
     assert main(["bench", "kernels", *sets, *flags, "--output-json", str(out)]) == 0
-    told, found = capsys.readouterr().out, json.loads(out.read_text())
+    printed, found = capsys.readouterr().out, json.loads(out.read_text())
     assert found["kind"] == "kernels" and found["memory_bytes_per_s"] > 0 and len(found["machine_states"]) == 4
     for row in found["rows"]:
         assert row["us"] > 0 and row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
-        assert row["operation"] in told
+        assert row["operation"] in printed
     assert {row["tokens"] for row in found["rows"]} == {2, 16}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm.errors import ConfigError
 from minivllm.lab.bench import workload
@@ -42,7 +42,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("longest", [24, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_defaults_of_each_bench_fit_a_model_of_few_tokens_and_short_requests(capsys, model, what, more, longest):
     sets = [*SETS, "--set", f"max_model_len={longest}", "--set", "max_num_seqs=3"]
-    code, out, err = said(capsys, "bench", what, "--model", model, *sets, *more)
+    code, out, err = run_cli(capsys, "bench", what, "--model", model, *sets, *more)
     assert code == 0, err
     assert out
     if what != "memory" or longest < 24:
@@ -63,14 +63,14 @@ def test_the_defaults_of_each_bench_fit_a_model_of_few_tokens_and_short_requests
 )
 def test_sizes_that_were_given_are_refused_where_they_do_not_fit(capsys, model, args, message):
     sets = [*SETS, "--set", "max_model_len=24", "--set", "max_num_seqs=3"]
-    code, _, err = said(capsys, "bench", *args, "--model", model, *sets)
+    code, _, err = run_cli(capsys, "bench", *args, "--model", model, *sets)
     assert code == 2 and message in err
 
 
 def test_a_profile_runs_where_the_cache_holds_less_than_the_longest_request(capsys):
     """The configuration of the page of benches: 128 blocks, and max_model_len is the model's."""
     args = ["--model", "pocket", "--set", "num_kvcache_blocks=20", "--set", "max_num_seqs=2", "--steps", "2"]
-    code, out, _ = said(capsys, "bench", "profile", *args, "--set", "dtype=float32", "--input-len", "16", "--json")
+    code, out, _ = run_cli(capsys, "bench", "profile", *args, "--set", "dtype=float32", "--input-len", "16", "--json")
     assert code == 0 and json.loads(out)["decode"]["steps"] == 2
 
 
@@ -120,10 +120,12 @@ def test_a_trace_of_requests_that_are_all_too_long_is_refused():
 def test_compare_runs_a_trace_and_says_what_it_left_out(capsys, model):
     sets = [*SETS, "--set", "max_model_len=64", "--quality-tokens", "0", "--warmups", "0", "--seeds", "1"]
     trace = "synthetic:requests=9,question=20,answer=8,node=10,longest=200"
-    code, out, err = said(capsys, "compare", "--model", model, "--sweep", "evictor=lru,fifo", *sets, "--dataset", trace)
+    code, out, err = run_cli(
+        capsys, "compare", "--model", model, "--sweep", "evictor=lru,fifo", *sets, "--dataset", trace
+    )
     assert code == 0 and "(all at once: arrival times are not used)" in out.splitlines()[0], err
     assert "need more than 64 tokens" in err
-    code, _, err = said(
+    code, _, err = run_cli(
         capsys,
         "compare",
         "--model",

@@ -51,11 +51,11 @@ def test_a_closed_loop_never_has_more_requests_than_its_streams_and_an_open_one_
 
 
 def test_no_two_runs_of_a_call_send_the_same_prompts_whatever_their_load():
-    asked = []
+    prompts = []
 
     class Heard:
         async def ask(self, ask, seed):
-            asked.append(ask.prompt)
+            prompts.append(ask.prompt)
             return TimedAnswer(0.0, 0.001, 0.001, [], 1, 1)
 
     async def measure():
@@ -66,7 +66,7 @@ def test_no_two_runs_of_a_call_send_the_same_prompts_whatever_their_load():
         await bench.knee(1e5, None, 0.9, 2)
 
     asyncio.run(measure())
-    assert len(set(asked)) == len(asked) >= 3 * 7
+    assert len(set(prompts)) == len(prompts) >= 3 * 7
 
 
 def test_the_knee_of_a_target_that_answers_so_many_a_second_is_found():

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm.cli.bench_runs import watch_of
 from minivllm.config import EngineConfig
@@ -83,9 +83,9 @@ def test_holm_s_correction_is_that_of_the_definition():
 
 
 def test_generated_requests_are_a_function_of_the_seed_share_their_prefix_and_keep_to_their_lengths():
-    asked = Generated(num_prompts=50, input_len=20, output_len=10, range_ratio=0.5, prefix_len=7, vocab=30)
-    asks = asked.asks(3)
-    assert asks == asked.asks(3) != asked.asks(4)
+    requests = Generated(num_prompts=50, input_len=20, output_len=10, range_ratio=0.5, prefix_len=7, vocab=30)
+    asks = requests.asks(3)
+    assert asks == requests.asks(3) != requests.asks(4)
     assert len({ask.prompt[:7] for ask in asks}) == 1
     assert {len(ask.prompt) for ask in asks} <= set(range(17, 38)) and len({len(ask.prompt) for ask in asks}) > 5
     assert {ask.max_tokens for ask in asks} <= set(range(5, 16))
@@ -205,7 +205,7 @@ def test_the_energy_of_several_gpus_is_not_taken_for_that_of_one():
 
 def test_throughput_counts_every_token_and_writes_vllm_s_names_with_the_bill_of_materials(capsys, tmp_path):
     path = tmp_path / "t.json"
-    code, out, _ = said(
+    code, out, _ = run_cli(
         capsys,
         "bench",
         "throughput",
@@ -230,15 +230,15 @@ def test_throughput_counts_every_token_and_writes_vllm_s_names_with_the_bill_of_
 
 def test_answers_of_one_token_have_no_time_per_token(capsys):
     one = [*LITTLE[:-1], "1", "--repeats", "2", "--warmups", "0"]
-    code, out, _ = said(capsys, "bench", "throughput", *SMALL, *one)
+    code, out, _ = run_cli(capsys, "bench", "throughput", *SMALL, *one)
     assert code == 0 and "per token unknown" in out
-    code, out, _ = said(capsys, "bench", "serve", "--direct", *SMALL, *one)
+    code, out, _ = run_cli(capsys, "bench", "serve", "--direct", *SMALL, *one)
     assert code == 0 and re.search(r" inf +any .* - +- +\d", out)
 
 
 def test_latency_has_a_row_for_each_length_and_batch(capsys):
     options = ["--input-len", "4,20", "--batch-size", "1,3", "--output-len", "3", "--repeats", "2", "--warmups", "0"]
-    code, out, _ = said(capsys, "bench", "latency", *SMALL, *options, "--json")
+    code, out, _ = run_cli(capsys, "bench", "latency", *SMALL, *options, "--json")
     rows = json.loads(out)["rows"]
     assert code == 0 and [(row["input_len"], row["batch_size"]) for row in rows] == [(4, 1), (4, 3), (20, 1), (20, 3)]
     for row in rows:
@@ -250,7 +250,7 @@ def test_latency_has_a_row_for_each_length_and_batch(capsys):
 def test_serve_of_an_engine_in_this_process_measures_each_load_and_each_request(capsys, tmp_path):
     path = tmp_path / "s.json"
     loads = ["--max-concurrency", "1,4", "--repeats", "1", "--goodput", "ttft:60000", "--output-json", str(path)]
-    code, out, _ = said(capsys, "bench", "serve", "--direct", *SMALL, *LITTLE, *loads)
+    code, out, _ = run_cli(capsys, "bench", "serve", "--direct", *SMALL, *LITTLE, *loads)
     assert code == 0 and "goodput/s" in out
     one, four = json.loads(path.read_text())["rows"]
     assert (one["max_concurrency"], four["max_concurrency"]) == (1, 4)
@@ -266,16 +266,16 @@ def test_a_file_with_times_is_replayed_and_no_rate_may_contradict_it(capsys, tmp
     path = tmp_path / "asks.jsonl"
     path.write_text('{"prompt": "One day", "at": 0.05, "max_tokens": 2}\n{"prompt": [5, 6, 7], "at": 0}\n')
     args = ["bench", "serve", "--direct", *SMALL, "--dataset", str(path), "--output-len", "3"]
-    code, out, _ = said(capsys, *args, "--repeats", "1", "--warmups", "0", "--json")
+    code, out, _ = run_cli(capsys, *args, "--repeats", "1", "--warmups", "0", "--json")
     found = json.loads(out)
     assert code == 0 and found["output_lens"] == [3, 2] and found["input_lens"][0] == 3
     assert found["start_times"][1] >= 0.049 and found["start_times"][0] < found["start_times"][1]
-    code, _, err = said(capsys, *args, "--request-rate", "3")
+    code, _, err = run_cli(capsys, *args, "--request-rate", "3")
     assert code == 2 and "its requests have arrival times (at)" in err
 
 
 def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
-    code, out, _ = said(capsys, "bench", "memory", *SMALL, *LITTLE, "--json")
+    code, out, _ = run_cli(capsys, "bench", "memory", *SMALL, *LITTLE, "--json")
     found = json.loads(out)
     values = found["bill_of_materials"]["resolved"]
     assert code == 0 and found["kv_pool_bytes"] == 65 * 131072 and values["device"] == "cpu"
@@ -311,13 +311,13 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
 )
 def test_what_cannot_be_measured_is_refused(capsys, args, message):
     own = [] if "--url" in args else SMALL
-    code, _, err = said(capsys, "bench", args[0], *own, *args[1:])
+    code, _, err = run_cli(capsys, "bench", args[0], *own, *args[1:])
     assert code == 2 and message in err
 
 
 @pytest.mark.slow
 def test_a_start_in_a_process_of_its_own_is_timed_part_by_part(capsys):
-    code, out, _ = said(capsys, "bench", "startup", "--repeats", "1", "--warmups", "0", "--json")
+    code, out, _ = run_cli(capsys, "bench", "startup", "--repeats", "1", "--warmups", "0", "--json")
     found = json.loads(out)
     assert code == 0 and found["startup_s"] == pytest.approx(
         found["import_s"] + found["build_s"] + found["first_token_s"]
@@ -331,7 +331,7 @@ def test_a_start_in_a_process_of_its_own_is_timed_part_by_part(capsys):
 
 @pytest.mark.slow
 def test_a_server_is_started_measured_over_http_and_ended(capsys):
-    code, out, _ = said(capsys, "bench", "serve", *SMALL, *LITTLE, "--repeats", "1", "--json")
+    code, out, _ = run_cli(capsys, "bench", "serve", *SMALL, *LITTLE, "--repeats", "1", "--json")
     found = json.loads(out)
     assert code == 0 and (found["completed"], found["total_output_tokens"], found["total_input_tokens"]) == (4, 16, 32)
 
@@ -341,7 +341,7 @@ def test_prompts_begin_with_one_of_so_many_prefixes_the_first_of_them_most_often
     counts = sorted((drawn.count(one) for one in set(drawn)), reverse=True)
     assert len(counts) == 5 and counts[0] > 2 * counts[-1] > 0
     assert Generated(9, 4, 1, prefix_len=6).asks(3) == Generated(9, 4, 1, prefix_len=6, num_prefixes=1).asks(3)
-    code, _, err = said(capsys, "bench", "throughput", *SMALL, *LITTLE, "--num-prefixes", "3")
+    code, _, err = run_cli(capsys, "bench", "throughput", *SMALL, *LITTLE, "--num-prefixes", "3")
     assert code == 2 and "--num-prefixes 3: prefixes need a length; add --prefix-len N" in err
 
 
@@ -355,5 +355,5 @@ def test_a_process_that_is_started_finds_a_part_beside_the_configuration(command
     monkeypatch.setattr(sys, "path", [*sys.path])
     little = LITTLE if command == "serve" else ["--warmups", "0"]
     args = ["--config", str(config), "--allow-target", f"own_{command}", *SMALL, *little, "--repeats", "1"]
-    code, _, err = said(capsys, "bench", command, *args)
+    code, _, err = run_cli(capsys, "bench", command, *args)
     assert code == 0 and str(tmp_path) in sys.path, err

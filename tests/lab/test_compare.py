@@ -12,7 +12,7 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import compare as cli_compare
@@ -80,7 +80,7 @@ def test_a_sweep_of_budgets_reports_rows_memory_and_the_quality_of_compressed_re
     ]
     args += ["--sweep", "compressor=knorm", "kv_budget=0,0.25", "--seeds", "1,2", "--warmups", "0"]
     args += ["--num-prompts", "8", "--input-len", "100", "--output-len", "24", "--quality-tokens", "64"]
-    code, out, _ = said(capsys, *args, "--output-json", str(path))
+    code, out, _ = run_cli(capsys, *args, "--output-json", str(path))
     assert code == 0
     found = json.loads(path.read_text())
     whole, quarter = found["rows"]
@@ -116,7 +116,7 @@ def test_a_sweep_runs_each_combination_over_the_seeds_and_what_is_there_is_not_r
     config.write_text('dtype = "float32"\nscheduler = "fcfs"\n')
     args = ["compare", str(config), *SMALL, *LITTLE, "--results", str(tmp_path / "kept"), "--output-json", str(path)]
     sweep = ["--sweep", "quantizer=none,int8"]
-    code, out, _ = said(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
+    code, out, _ = run_cli(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
     assert code == 0 and "quantizer=int8 over quantizer=none:" in out
     found = json.loads(path.read_text())
     none, int8 = found["rows"]
@@ -132,12 +132,12 @@ def test_a_sweep_runs_each_combination_over_the_seeds_and_what_is_there_is_not_r
     monkeypatch.setattr(
         trials, "run", lambda llm, *given: ran.append((llm.config.quantizer.name, given[2])) or real(llm, *given)
     )
-    code, again, err = said(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
+    code, again, err = run_cli(capsys, *args, *sweep, "--seeds", "1,2", "--task", "echo", "--cases", "2")
     assert code == 0 and not ran and again == out and "4 of 4 runs are in" in err
-    code, _, _ = said(capsys, *args, *sweep, "--seeds", "1,2,7", "--task", "echo", "--cases", "2")
+    code, _, _ = run_cli(capsys, *args, *sweep, "--seeds", "1,2,7", "--task", "echo", "--cases", "2")
     assert code == 0 and ran == [("none", 7), ("int8", 7)]
     ran.clear()  # the same runs against another reference: only quality is measured again
-    code, _, _ = said(
+    code, _, _ = run_cli(
         capsys, *args, "--sweep", "quantizer=int8,none", "--seeds", "1,2", "--task", "echo", "--cases", "2"
     )
     first, second = json.loads(path.read_text())["rows"]
@@ -151,7 +151,7 @@ def test_a_table_says_what_was_asked_what_differs_and_how_many_prefixes_were_fou
     args = ["compare", str(config), *SMALL, "--output-len", "3", "--warmups", "0", "--quality-tokens", "0"]
     args += ["--sweep", "enable_prefix_caching=true,false", "--seeds", "1,2", "--in-turns"]
     drawn = ["--num-prompts", "8", "--input-len", "6", "--prefix-len", "32", "--output-json", str(path)]
-    code, out, err = said(capsys, *args, *drawn)
+    code, out, err = run_cli(capsys, *args, *drawn)
     assert code == 0 and out.startswith("8 requests of 6 random tokens, 32 more in common, 3 out, temperature 0\n")
     assert "over enable_prefix_caching=true: only enable_prefix_caching differs\n" in out
     assert err.count(f"[run] and [sampling] of {config}: not used here") == 1
@@ -159,7 +159,7 @@ def test_a_table_says_what_was_asked_what_differs_and_how_many_prefixes_were_fou
     assert on["prefix_hit_rate"] > 0.3 and off["prefix_hit_rate"] == 0
     assert f"counted of {off['name']}: prefix hits 0.000" in out and on["verdict"] == ""
     requests.write_text('"a b"\n"a c"\n')
-    code, out, err = said(capsys, *args, "--dataset", str(requests))
+    code, out, err = run_cli(capsys, *args, "--dataset", str(requests))
     assert code == 0 and f"2 requests of {requests}, temperature 0\n" in out and "counted" not in out
     assert "at temperature 0: all seeds have the same requests" in err
 
@@ -176,7 +176,7 @@ def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(caps
     monkeypatch.delitem(sys.modules, "own_failing", raising=False)
     args = ["compare", str(config), *SMALL, *LITTLE, "--seeds", "1,2", *turns, "--allow-target", "own_failing"]
     args += ["--output-json", str(path), "--sweep"]
-    code, out, err = said(capsys, *args, "evictor=lru,own_failing:Own,fifo")
+    code, out, err = run_cli(capsys, *args, "evictor=lru,own_failing:Own,fifo")
     assert code == 1 and "evictor=fifo over evictor=lru: only evictor differs\n" in out, err
     place = f"(at {tmp_path / 'own_failing.py'}:6)"
     assert err.count(f"no luck {place}; it is left out, and the others go on") == 1, err
@@ -184,11 +184,11 @@ def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(caps
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["rows"]] == ["evictor=lru", "evictor=fifo"]
     assert list(found["failed"]) == ["evictor=own_failing:Own"]
-    code, out, _ = said(capsys, *args, "evictor=lru,own_failing:Own")
+    code, out, _ = run_cli(capsys, *args, "evictor=lru,own_failing:Own")
     assert code == 1 and [row["name"] for row in json.loads(path.read_text())["rows"]] == ["evictor=lru"]
     assert out.splitlines()[-1].startswith("failed: evictor=own_failing:Own: ")
     path.unlink()
-    code, out, err = said(capsys, *args, "evictor=own_failing:Own,lru,fifo")
+    code, out, err = run_cli(capsys, *args, "evictor=own_failing:Own,lru,fifo")
     assert code not in (0, 1) and not out and "own_failing:Own: " in err and not path.exists(), "the first is the base"
 
 
@@ -227,9 +227,9 @@ def test_runs_that_are_kept_have_an_engine_each_so_that_those_of_another_call_ar
     args = ["compare", *SMALL, *LITTLE, "--set", "dtype=float32", "--sweep", "evictor=lru,fifo"]
     for more, count in (([], 2), (["--results", str(tmp_path)], 4), (["--results", str(tmp_path)], 0)):
         made.clear()
-        code, _, err = said(capsys, *args, "--seeds", "1,2", *more)
+        code, _, err = run_cli(capsys, *args, "--seeds", "1,2", *more)
         assert code == 0 and len(made) == count, err
-    assert said(capsys, *args, "--seeds", "1,2,3", *more)[0] == 0 and len(made) == 2
+    assert run_cli(capsys, *args, "--seeds", "1,2,3", *more)[0] == 0 and len(made) == 2
 
 
 def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
@@ -340,8 +340,8 @@ def test_speeds_at_other_clocks_are_not_compared():
         runs = {}
         for seed, rate in enumerate(rates, 1):
             figures = {"output_throughput": rate, "median_ttft_ms": 1.0, "median_tpot_ms": 1.0, "weight_bytes": 1}
-            asked = {"figures": {**figures, "total_output_tokens": 1}, "tokens": [[1]]}
-            runs[str(seed)] = {**asked, "state": {"mhz": mhz, "seconds": 1.0}}
+            run = {"figures": {**figures, "total_output_tokens": 1}, "tokens": [[1]]}
+            runs[str(seed)] = {**run, "state": {"mhz": mhz, "seconds": 1.0}}
         return {"runs": runs, "quality": None}
 
     measured = [stored([1, 1], 1900), stored([2, 2.001], 1200), stored([2, 2.001], 1910)]
@@ -404,5 +404,5 @@ def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args,
     monkeypatch.chdir(tmp_path)
     for name in ("c", "d"):
         (tmp_path / f"{name}.toml").write_text("seed = 1\n")
-    code, _, err = said(capsys, "compare", *SMALL, *LITTLE, *args)
+    code, _, err = run_cli(capsys, "compare", *SMALL, *LITTLE, *args)
     assert code == 2 and message in err

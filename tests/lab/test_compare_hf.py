@@ -103,8 +103,8 @@ def test_a_request_with_the_other_rotary_embedding_is_compared_with_it(tmp_path)
 def test_the_kernels_of_a_gpu_compute_what_transformers_does(dtype, tmp_path):
     """Eager, by parts, and as captured steps with fused kernels."""
     with LLM(model="pocket", dtype=dtype, device="cuda", max_num_seqs=4, num_kvcache_blocks=64) as llm:
-        told = compare(llm, [], 8)
-    assert told.found.within and not told.found.missing, told.text()
+        report = compare(llm, [], 8)
+    assert report.found.within and not report.found.missing, report.text()
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -233,16 +233,16 @@ def test_the_place_that_is_named_is_where_the_fault_is(name, tmp_path):
     """And what comes after it is judged by itself: another layer is not called wrong for it."""
     architecture, family, values, methods, point, words = FAULTS[name]
     path = directory(tmp_path, f"{architecture}ForCausalLM", **{"num_hidden_layers": 3, **values})
-    told = compared(path, model_arch=planted(name, family, **methods))
-    first = told.found.beyond[0]
-    assert first.point == point and not told.found.within
-    text = told.text()
+    report = compared(path, model_arch=planted(name, family, **methods))
+    first = report.found.beyond[0]
+    assert first.point == point and not report.found.within
+    text = report.text()
     assert (
         f"first difference at {point}: " in text
         and words in text.partition("first difference at ")[2].partition("\n")[0]
     )
     if name not in ("EpsOfAll", "KAndV"):  # planted in one place
-        assert {error.point.rpartition(".")[0] for error in told.found.beyond} == {point.rpartition(".")[0]}
+        assert {error.point.rpartition(".")[0] for error in report.found.beyond} == {point.rpartition(".")[0]}
     if name == "Window":
         assert first.position == values["sliding_window"]  # the first token whose window leaves one out
     if name in ("Theta", "NoRope"):
@@ -263,19 +263,21 @@ class LargeWhenAlone(Sdpa):
 
 
 def test_a_wrong_kernel_of_decode_steps_is_named_from_the_first_of_them_on(tmp_path):
-    told = compared(directory(tmp_path, "LlamaForCausalLM"), attention=f"{HERE}:LargeWhenAlone")
-    first = told.found.beyond[0]
+    report = compared(directory(tmp_path, "LlamaForCausalLM"), attention=f"{HERE}:LargeWhenAlone")
+    first = report.found.beyond[0]
     assert (first.point, first.position) == ("layers.0.attention", len(IDS))
-    assert {error.point for error in told.found.beyond} == {"layers.0.attention", "layers.1.attention"}
-    assert told.parts["attention"] == f"local/{HERE}:LargeWhenAlone"
+    assert {error.point for error in report.found.beyond} == {"layers.0.attention", "layers.1.attention"}
+    assert report.parts["attention"] == f"local/{HERE}:LargeWhenAlone"
 
 
 def test_what_another_process_computes_is_compared_as_far_as_taps_go(tmp_path):
     """Between the projections and attention nothing is known of it, which is said."""
     path = directory(tmp_path, "Qwen3ForCausalLM")
-    told = compared(path, executor="process")
-    assert told.found.within and "layers.0.attention" in told.found.errors
-    assert set(told.found.missing) == set(DERIVED) and "not compared: q_norm, k_norm, q_rope, k_rope (" in told.text()
+    report = compared(path, executor="process")
+    assert report.found.within and "layers.0.attention" in report.found.errors
+    assert (
+        set(report.found.missing) == set(DERIVED) and "not compared: q_norm, k_norm, q_rope, k_rope (" in report.text()
+    )
 
 
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
@@ -370,9 +372,9 @@ def test_the_command_ends_with_5_where_models_part_and_with_0_where_not(tmp_path
     assert command(path, "--allow-target", HERE, "--set", f"model_arch={wrong}") == 5
     assert "first difference at layers.1.q_rope: the rotary embedding of q" in capsys.readouterr().out
     assert command(path, "--bound", "1e-9", "--json") == 5
-    told = json.loads(capsys.readouterr().out)
-    (one,) = told["comparisons"]
-    assert not told["within"] and one["bound"] == 1e-9 and one["first"]["point"] == "layers.0.q"
+    report = json.loads(capsys.readouterr().out)
+    (one,) = report["comparisons"]
+    assert not report["within"] and one["bound"] == 1e-9 and one["first"]["point"] == "layers.0.q"
     assert {error["point"] for error in one["errors"]} >= {"layers.0.q", "logits"} and one["not_compared"] == {}
 
 

@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 from simulated_costs import COSTS
 
 from minivllm import LLM, SamplingParams
@@ -207,25 +207,25 @@ def test_an_executor_that_does_not_know_the_verb_and_ranks_after_the_first():
 def test_compare_replay_simulate_and_the_report_show_figures(tmp_path, capsys):
     allow = ["--allow-target", "own_figures"]
     trace = ["synthetic:requests=8,question=20,answer=8,node=10,longest=200", "--blocks", "50%"]
-    code, out, err = said(
+    code, out, err = run_cli(
         capsys, "replay", *trace, *allow, "--evictor", "lru,own_figures:Evict", "--output-json", "r.json"
     )
     assert code == 0, err
     assert "figures of defaults fcfs local/own_figures:Evict: evictor.calls" in out and out.count("figures of") == 1
     (tmp_path / "costs.json").write_text(json.dumps(COSTS.as_json()))
     given = ["--trace", "synthetic:like=pocket,requests=8", "--costs", "costs.json", "--set", "max_num_seqs=8"]
-    code, out, err = said(
+    code, out, err = run_cli(
         capsys, "simulate", *given, *allow, "--evictor", "own_figures:Evict", "--output-json", "s.json"
     )
     assert code == 0 and "fcfs local/own_figures:Evict: evictor.calls" in out, err
     few = ["--num-prompts", "3", "--input-len", "9", "--output-len", "6", "--seeds", "1", "--warmups", "0"]
     few += ["--quality-tokens", "0", "--output-json", "c.json", "--set", "num_kvcache_blocks=64"]
     sweep = ["--sweep", "drafter=ngram,own_figures:Draft", "--set", "dtype=float32"]
-    code, out, err = said(capsys, "compare", *sweep, *few, *allow)
+    code, out, err = run_cli(capsys, "compare", *sweep, *few, *allow)
     assert code == 0, err
     assert "counted of drafter=own_figures:Draft: drafter.calls" in out or "drafter.share 0.500" in out
     found = json.loads((tmp_path / "c.json").read_text())
     assert "draft_acceptance" in found["rows"][0] and found["rows"][1]["figure drafter.share"] == 0.5
-    code, _, _ = said(capsys, "report", "r.json", "s.json", "c.json", "-o", "all.html")
+    code, _, _ = run_cli(capsys, "report", "r.json", "s.json", "c.json", "-o", "all.html")
     page = (tmp_path / "all.html").read_text()
     assert code == 0 and page.count("figure of a plug-in") == 3

@@ -56,15 +56,15 @@ def options(method="gptq", **more):
 
 
 def made(plain, out, text, **more):
-    asked = options(**more)
-    return quantize(str(plain[0]), out, asked, text if asked.calibrated else None, "cpu"), asked
+    chosen = options(**more)
+    return quantize(str(plain[0]), out, chosen, text if chosen.calibrated else None, "cpu"), chosen
 
 
-def unpacked(out, asked):
+def unpacked(out, chosen):
     """Weights of float32 by their names, of what was written."""
     tensors = {name: t for path in out.glob("*.safetensors") for name, t in load_file(path).items()}
-    layout = PackedFormat.of(asked, torch.float32)
-    mark = ".qweight" if asked.format != "compressed-tensors" else ".weight_packed"
+    layout = PackedFormat.of(chosen, torch.float32)
+    mark = ".qweight" if chosen.format != "compressed-tensors" else ".weight_packed"
     for stem in [name.removesuffix(mark) for name in tensors if name.endswith(mark)]:
         own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{stem}.")}
         tensors[f"{stem}.weight"] = layout.coded({n.removeprefix(f"{stem}."): t for n, t in own.items()}).weight()
@@ -85,10 +85,10 @@ def unpacked(out, asked):
 )  # fmt: skip
 def test_logits_of_what_is_written_are_those_of_its_numbers_in_transformers(more, plain, text, tmp_path):
     _, cfg, hf = plain
-    _, asked = made(plain, tmp_path / "out", text, **more)
+    _, chosen = made(plain, tmp_path / "out", text, **more)
     raw = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     harness = Harness(tmp_path / "out", ARCHS["llama"](), cfg, quantizer=READERS[raw["quant_method"]](None, raw))
-    known, weights = hf.state_dict(), unpacked(tmp_path / "out", asked)
+    known, weights = hf.state_dict(), unpacked(tmp_path / "out", chosen)
     assert weights.keys() == known.keys()
     kept = {name: t.clone() for name, t in known.items()}
     try:
@@ -99,7 +99,7 @@ def test_logits_of_what_is_written_are_those_of_its_numbers_in_transformers(more
     finally:
         hf.load_state_dict(kept)
     packed = [n for n in known if n.endswith("_proj.weight") and not torch.equal(weights[n], known[n])]
-    left = [n for n in known if n.endswith("_proj.weight") and asked.left_out(n.removesuffix(".weight"))]
+    left = [n for n in known if n.endswith("_proj.weight") and chosen.left_out(n.removesuffix(".weight"))]
     assert len(packed) == 14 - len(left)  # of two layers of seven
 
 
@@ -194,8 +194,8 @@ def test_less_of_the_outputs_is_lost_than_by_rounding(text, tmp_path):
     with torch.inference_mode():
         true, lost = model(ids).logits, {}
     for method in ("rtn", "gptq", "awq"):
-        report, asked = made((tmp_path / "model",), tmp_path / method, text, method=method)
-        model.load_state_dict(unpacked(tmp_path / method, asked))
+        report, chosen = made((tmp_path / "model",), tmp_path / method, text, method=method)
+        model.load_state_dict(unpacked(tmp_path / method, chosen))
         with torch.inference_mode():
             lost[method] = float((model(ids).logits - true).square().mean())
         assert not report.unscaled and len(report.errors) == (0 if method == "rtn" else 2)
@@ -290,15 +290,15 @@ def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writ
             raise KeyboardInterrupt
 
     for method in ("gptq", "awq"):
-        asked, out = options(method), tmp_path / method
+        chosen, out = options(method), tmp_path / method
         with pytest.raises(KeyboardInterrupt):
-            quantize(str(plain[0]), out, asked, text, "cpu", stop)
+            quantize(str(plain[0]), out, chosen, text, "cpu", stop)
         left = sorted(path.name for path in tmp_path.glob(f"{method}.partial/*"))
         assert not out.exists() and left == ["model-00001-of-00003.safetensors", "plan.json"]
         with pytest.raises(ConfigError, match=r"was started with bits=4, and this run has 8; remove it to start again"):
             quantize(str(plain[0]), out, options(method, bits=8), text, "cpu")
-        assert quantize(str(plain[0]), out, asked, text, "cpu").resumed == 1
-        quantize(str(plain[0]), tmp_path / "whole", asked, text, "cpu")
+        assert quantize(str(plain[0]), out, chosen, text, "cpu").resumed == 1
+        quantize(str(plain[0]), tmp_path / "whole", chosen, text, "cpu")
         for path in (tmp_path / "whole").glob("*.safetensors"):
             assert path.read_bytes() == (out / path.name).read_bytes()
             path.unlink()
@@ -341,19 +341,21 @@ def test_a_full_device_leaves_what_the_same_command_goes_on_with(plain, text, tm
     command = ["quantize", str(plain[0]), str(tmp_path / "out"), "--method", "gptq", "--group", "32", "--calibration"]
     command += [text, "--samples", "4", "--length", "48", "--device", "cpu"]
     assert main(command) == 5
-    said = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
-    assert "Tried to allocate 2 GiB; finished layers are in" in said and f"{tmp_path}/out.partial, from which" in said
-    assert "--device cpu or a smaller --length takes less" in said
+    output = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    assert (
+        "Tried to allocate 2 GiB; finished layers are in" in output and f"{tmp_path}/out.partial, from which" in output
+    )
+    assert "--device cpu or a smaller --length takes less" in output
     full[0] = False
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "1 finished by a run before, outputs of linear modules of this run's layers lose" in said
+    output = capsys.readouterr().out
+    assert "1 finished by a run before, outputs of linear modules of this run's layers lose" in output
 
 
 @pytest.mark.parametrize("group, order", [(-1, None), (32, "weight")])
 def test_a_scale_for_a_whole_channel_has_no_order_in_compressed_tensors(group, order):
-    asked = options(group=group, act_order="static", format="compressed-tensors")
-    weights = PackedFormat.of(asked, torch.float32).settings([])["config_groups"]["group_0"]["weights"]
+    chosen = options(group=group, act_order="static", format="compressed-tensors")
+    weights = PackedFormat.of(chosen, torch.float32).settings([])["config_groups"]["group_0"]["weights"]
     assert (weights["strategy"], weights["actorder"]) == ("channel" if group == -1 else "group", order)
 
 
@@ -421,8 +423,8 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(
         assert main([*words, "--device", "cpu"]) == code
     except SystemExit as e:
         assert e.code == code
-    said = capsys.readouterr().err
-    assert message in said and said.count("minivllm: error:") == 1 and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output and output.count("minivllm: error:") == 1 and output.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
 
 

@@ -66,9 +66,9 @@ def bytes_of(folder):
 def test_interrupted_anywhere_the_same_command_writes_the_same_bytes(tmp_path, method):
     """At every other turn of the progress bar."""
     path, _, _ = tiny_dir(tmp_path / "plain", "qwen3", **SIZES, tie_word_embeddings=True)
-    asked, text = QuantizeOptions(method, group=32, samples=4, length=32), calibration(tmp_path)
+    chosen, text = QuantizeOptions(method, group=32, samples=4, length=32), calibration(tmp_path)
     turns: list[str] = []
-    quantize(str(path), tmp_path / "whole", asked, text, "cpu", lambda done, what: turns.append(what))
+    quantize(str(path), tmp_path / "whole", chosen, text, "cpu", lambda done, what: turns.append(what))
     want, begun = bytes_of(tmp_path / "whole"), 0
     for last in range(0, len(turns), 2):
         left = [last]
@@ -79,10 +79,10 @@ def test_interrupted_anywhere_the_same_command_writes_the_same_bytes(tmp_path, m
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            quantize(str(path), tmp_path / "out", asked, text, "cpu", stop)
+            quantize(str(path), tmp_path / "out", chosen, text, "cpu", stop)
         assert not (tmp_path / "out").exists()
         assert not list((tmp_path / "out.partial").glob("*.tmp")), "half of a file"
-        begun += quantize(str(path), tmp_path / "out", asked, text, "cpu").resumed > 0
+        begun += quantize(str(path), tmp_path / "out", chosen, text, "cpu").resumed > 0
         assert bytes_of(tmp_path / "out") == want, f"interrupted at turn {last} of {turns}"
         shutil.rmtree(tmp_path / "out")
     assert len(turns) > 8 and begun > 0
@@ -92,8 +92,8 @@ def test_interrupted_anywhere_the_same_command_writes_the_same_bytes(tmp_path, m
 def test_a_disk_that_is_full_at_the_end_leaves_layers_that_the_same_command_finishes(tmp_path, monkeypatch, at):
     path, _, _ = tiny_dir(tmp_path / "plain", "llama", **SIZES)
     (path / "tokenizer_config.json").write_text("{}")
-    asked = QuantizeOptions("rtn", group=32)
-    quantize(str(path), tmp_path / "whole", asked, None, "cpu")
+    chosen = QuantizeOptions("rtn", group=32)
+    quantize(str(path), tmp_path / "whole", chosen, None, "cpu")
 
     def full(plain, fails):
         def call(*args, **more):
@@ -113,9 +113,9 @@ def test_a_disk_that_is_full_at_the_end_leaves_layers_that_the_same_command_fini
         else:
             m.setattr(Path, "write_text", full(Path.write_text, lambda name: at in name))
         with pytest.raises(ResourceError, match="No space left on device"):
-            quantize(str(path), tmp_path / "out", asked, None, "cpu")
+            quantize(str(path), tmp_path / "out", chosen, None, "cpu")
     assert not (tmp_path / "out").exists()
-    report = quantize(str(path), tmp_path / "out", asked, None, "cpu")
+    report = quantize(str(path), tmp_path / "out", chosen, None, "cpu")
     assert report.resumed == (0 if at == "plan.json" else 2)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole") and not list(tmp_path.glob("*.partial"))
 
@@ -126,10 +126,10 @@ def test_what_is_written_of_each_kind_answers_as_transformers_does_with_its_numb
     path, _, hf = tiny_dir(tmp_path / "plain", kind, **SIZES, **KINDS[kind])
     text = calibration(tmp_path)
     read = {} if method == "rtn" else {"samples": 4, "length": 32}
-    asked = QuantizeOptions(method, group=32, format="gptq_v2", symmetric=False, **read)
-    quantize(str(path), tmp_path / "out", asked, None if method == "rtn" else text, "cpu")
+    chosen = QuantizeOptions(method, group=32, format="gptq_v2", symmetric=False, **read)
+    quantize(str(path), tmp_path / "out", chosen, None if method == "rtn" else text, "cpu")
     tensors = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
-    layout, packed = PackedFormat.of(asked, torch.float32), 0
+    layout, packed = PackedFormat.of(chosen, torch.float32), 0
     for stem in [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]:
         own = {
             name: tensors.pop(name) for name in list(tensors) if name.startswith(f"{stem}.") and name != f"{stem}.bias"

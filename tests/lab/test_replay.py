@@ -78,7 +78,7 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.csv", "TIME,ContextTokens\n", "no column TIMESTAMP"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "the trace has no request"),
@@ -101,25 +101,25 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
         ),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path, name, text, said):
+def test_what_is_no_trace_is_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_trace(str(tmp_path / name))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("synthetic:turn=3", "Did you mean 'turns'?"), ("synthetic:seed=x", "seed='x': expected a whole number"),
         ("synthetic:rate=0", "rate=0.0: expected at least"),
         ("synthetic:longest=1", "no conversation fits into longest=1"),
     ],
 )  # fmt: skip
-def test_a_generator_with_wrong_parameters_is_refused(text, said):
+def test_a_generator_with_wrong_parameters_is_refused(text, message):
     with pytest.raises(ConfigError) as caught:
         read_trace(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_same_seed_makes_the_same_trace_and_another_seed_another():
@@ -173,10 +173,10 @@ class _ParentsFirst(Lru):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [(_Losing, "it loses keys"), (_ParentsFirst, "the parent of a cached block")]
+    ("wrong", "message"), [(_Losing, "it loses keys"), (_ParentsFirst, "the parent of a cached block")]
 )
-def test_an_evictor_that_breaks_its_contract_is_found(wrong, said):
-    with pytest.raises(PluginError, match=said):
+def test_an_evictor_that_breaks_its_contract_is_found(wrong, message):
+    with pytest.raises(PluginError, match=message):
         run_cache([[1, 2, 3], [4, 5], [6]], 4, 16, lambda ctx: wrong(None, ctx))
 
 
@@ -369,7 +369,7 @@ def test_the_command_counts_the_cache_alone(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--set", "evictor=lru"], "num_kvcache_blocks is not set"),
         (["--blocks", "0"], "--blocks 0: expected a positive number, or a percentage"),
@@ -381,9 +381,9 @@ def test_the_command_counts_the_cache_alone(capsys):
         (["--blocks", "9", "--evictor", "lruu"], "Did you mean 'lru'?"),
     ],
 )
-def test_the_command_says_what_it_cannot_do(args, said, capsys):
+def test_the_command_says_what_it_cannot_do(args, message, capsys):
     assert main(["replay", SMALL, *args]) in (2, 4)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 OPTION, WHOSE = ["--set", "evictor.options.small=0.3"], ["--set", "evictor.name=s3fifo"]
@@ -409,8 +409,8 @@ def test_options_beside_a_name_are_its_own_or_refused(args, says, capsys):
         *(["--cache-only"] if "--evictor" in args else []),
     ]
     code = main([*trace, *args])
-    said = capsys.readouterr()
-    assert (code, says in said.err) == (2 if says else 0, True), said.err
+    message = capsys.readouterr()
+    assert (code, says in message.err) == (2 if says else 0, True), message.err
 
 
 def test_a_comma_within_brackets_parts_no_names_and_a_table_has_options_of_its_own(tmp_path, capsys):

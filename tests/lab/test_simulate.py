@@ -271,8 +271,8 @@ def test_parts_that_flags_name_are_run_each_with_each_of_every_configuration(tmp
     horizon = '{name="cost-aware",options={horizon=2.0,ghosts=3}}'
     assert main([*given, "--evictor", f"lru,{horizon}", "--oracle"]) == 0
     met = [row["evictor"] for row in json.loads(capsys.readouterr().out)["runs"]]
-    told = "cost-aware (horizon=2.0, ghosts=3)"
-    assert met == ["lru", "optimum", "lru", told, told], "bounds are run once"
+    name = "cost-aware (horizon=2.0, ghosts=3)"
+    assert met == ["lru", "optimum", "lru", name, name], "bounds are run once"
     assert main([*given, "--evictor", "nobody"]) == 4 and "nobody" in capsys.readouterr().err
 
 
@@ -297,7 +297,7 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--rate", "x0"], "--rate x0: expected xK"),
         (["--goodput", "ttft"], "--goodput 'ttft': expected NAME:MILLISECONDS"),
@@ -307,14 +307,14 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
         (["--evictor", "8"], "--evictor: evictor: 8 is not a plug-in"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
+def test_what_cannot_be_simulated_is_refused(table, capsys, flags, message):
     given = ["--set", "max_num_batched_tokens=64", "--set", "max_num_seqs=8"]
     assert main(["simulate", "--trace", SMALL, "--costs", table, *given, *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"format": "x"}, "not a table of costs"),
         ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
@@ -329,10 +329,10 @@ def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
         ({"engine": {**SIZES, "windows": "x"}}, "windows='x': expected a list"),
     ],
 )
-def test_a_wrong_table_is_refused(tmp_path, change, said):
+def test_a_wrong_table_is_refused(tmp_path, change, message):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({**COSTS.as_json(), **change}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_costs(str(file))
 
 
@@ -421,8 +421,8 @@ def test_no_turn_of_the_engine_is_lost_where_steps_are_in_flight(depth, monkeypa
 
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
     monkeypatch.setattr(Calibrator, "traffic", lambda *_: None)
-    said = pytest.raises(ConfigError, match=r"no step of traffic; raise --seconds")
-    with LLM("pocket", executor="sim", device="cpu", max_num_seqs=2, max_model_len=128) as llm, said:
+    message = pytest.raises(ConfigError, match=r"no step of traffic; raise --seconds")
+    with LLM("pocket", executor="sim", device="cpu", max_num_seqs=2, max_model_len=128) as llm, message:
         calibrate(llm.engine, {}, 0.01)
 
 

@@ -54,8 +54,8 @@ def test_every_figure_has_a_band_that_holds_it_and_grows_with_the_error_of_the_c
         costs.write_text(json.dumps(replace(COSTS, fit={"check": {**CHECK, "median_error": error}}).as_json()))
         given = ["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES]
         assert main([*given, "--json"]) == 0
-        said = capsys.readouterr()
-        found = json.loads(said.out)
+        output = capsys.readouterr()
+        found = json.loads(output.out)
         run = found["runs"][0]
         figures = {key for key, value in run.items() if type(value) in (int, float)}
         assert set(run["band"]) == figures - {"rate", "run_seconds", "run_cpu_seconds"}
@@ -63,7 +63,7 @@ def test_every_figure_has_a_band_that_holds_it_and_grows_with_the_error_of_the_c
         low, high = run["band"]["mean_e2el_ms"]
         wide[error] = high / low
         rough = error > 0.2
-        assert ("54 % off in the median" in said.err) == rough == bool(found["uncertainty"]["warning"])
+        assert ("54 % off in the median" in output.err) == rough == bool(found["uncertainty"]["warning"])
         assert main(given) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines[3:5]] == ["from", "to"] and lines[5].startswith("bands (from, to)")
@@ -79,8 +79,8 @@ def test_costs_without_a_check_have_no_band_and_say_so(tmp_path, capsys):
     for fit in ({}, {"check": {"steps": "many"}}, {"check": {"steps": 0, "median_error": 0, "sum_error": 0}}):
         costs.write_text(json.dumps(replace(COSTS, fit=fit).as_json()))
         assert main(["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES]) == 0
-        said = capsys.readouterr()
-        assert "its error is unknown" in said.err and "bands: unknown" in said.out
+        output = capsys.readouterr()
+        assert "its error is unknown" in output.err and "bands: unknown" in output.out
 
 
 def test_no_band_runs_once_and_still_says_the_error(simulated, tmp_path, capsys):
@@ -149,12 +149,12 @@ def test_repeats_are_of_the_real_engine(tmp_path, capsys, flags, message):
 
 
 def test_rows_that_differ_in_options_alone_say_them(simulated):
-    def told(*flags):
+    def run_simulate(*flags):
         return [(run["scheduler"], run["evictor"]) for run in simulated(*flags)[0]["runs"]]
 
-    met = told("--evictor", ",".join(["cost-aware", *OPTIONS]), "--scheduler", "fcfs,static")
+    met = run_simulate("--evictor", ",".join(["cost-aware", *OPTIONS]), "--scheduler", "fcfs,static")
     assert met == [(one, evictor) for one in ("fcfs", "static") for evictor in ("cost-aware", *SHOWN)]
-    met = told("--scheduler", 'static,{name="static",options={max_hold=7.0}}', "--oracle")
+    met = run_simulate("--scheduler", 'static,{name="static",options={max_hold=7.0}}', "--oracle")
     hold, shortest = "static (max_hold=7.0)", "shortest-job (lengths known)"
     assert met == [("static", "lru"), ("static", "optimum"), (shortest, "lru"), (hold, "lru"), (hold, "optimum")]
 
@@ -196,9 +196,9 @@ def test_throughput_and_goodput_are_lines_over_the_rates_whatever_their_order(si
             own = {run["rate"]: run[key] for run in found["runs"] if run["evictor"] == line.name}
             assert list(line.points) == [(rate, own[rate]) for rate in (1.0, 7.5, 40.0)]
         assert [line.name for line in chart.lines] == ["lru", "fifo"]
-    said = [one for one in report.blocks(found) if isinstance(one, str)]
-    assert any("(xinf) have no finite rate" in one for one in said)
-    assert "Good are requests with ttft of at most 100000 ms." in said
+    output = [one for one in report.blocks(found) if isinstance(one, str)]
+    assert any("(xinf) have no finite rate" in one for one in output)
+    assert "Good are requests with ttft of at most 100000 ms." in output
 
 
 def test_more_lines_than_colours_are_drawn_in_several_charts():
@@ -227,8 +227,8 @@ def test_what_a_table_does_not_know_is_not_drawn_and_what_the_real_engine_did_is
     shown = drawn(found)
     assert not [title for title in shown if "Joules" in title or "Goodput" in title or title == "Preemptions"]
     first = next(iter(shown.values())).rows
-    said = [(bar.name, bar.value) for bar in first if bar.name.startswith("p50")]
-    assert said == [("p50 fcfs", run["p50_ttft_ms"]), ("p50 fcfs, really", 1.5)]
+    output = [(bar.name, bar.value) for bar in first if bar.name.startswith("p50")]
+    assert output == [("p50 fcfs", run["p50_ttft_ms"]), ("p50 fcfs, really", 1.5)]
 
 
 def test_how_far_a_simulation_is_off_is_a_table_of_its_own(simulated):

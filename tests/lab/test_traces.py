@@ -60,7 +60,7 @@ def test_times_of_2024_with_an_offset_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("b.csv", "Timestamp,Request tokens\n", "no column Response tokens"),
         ("b.csv", "Timestamp,Request tokens,Response tokens\nx,1,1\n", "b.csv:2: "),
@@ -77,11 +77,11 @@ def test_times_of_2024_with_an_offset_are_read(tmp_path):
         ("m.jsonl", "[" * 100_000 + "\n", "m.jsonl:1: lists or objects are nested too deeply"),
     ],
 )
-def test_what_is_no_trace_of_these_is_refused(tmp_path, name, text, said):
+def test_what_is_no_trace_of_these_is_refused(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_trace(str(tmp_path / name))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_samples_are_what_their_script_writes_and_read_by_their_names(tmp_path):

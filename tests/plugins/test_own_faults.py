@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cli_helpers import said
+from cli_helpers import run_cli
 
 from minivllm.errors import PluginError, describe_error, external_part, part_fault, raised_at
 
@@ -48,7 +48,7 @@ def own(tmp_path, monkeypatch):
 
 def run(capsys, seam, *more):
     flags = ["--set", "device=cpu", "--set", f"{seam}=own_fault:Own", "--allow-target", "own_fault"]
-    return said(capsys, "generate", "Once", "--max-tokens", "2", *flags, *more)
+    return run_cli(capsys, "generate", "Once", "--max-tokens", "2", *flags, *more)
 
 
 RAISES = [

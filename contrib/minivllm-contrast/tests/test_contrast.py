@@ -83,7 +83,7 @@ def prompts(n=7):
     return [[(7 * j) % 60 for j in range(17)] + [(i * i + 5 * j) % 60 for j in range(3 * i + 2)] for i in range(n)]
 
 
-def asked(**more):
+def parameters(**more):
     return [SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **p, **more}) for p in ASKED]
 
 
@@ -139,8 +139,8 @@ def test_greedy_tokens_are_those_of_both_models_over_the_whole_sequence(pair, wa
     """Beside rows that do not ask, in chunks, preempted, after prefix hits, with two branches of one prompt, and beside
     rows that speculate."""
     with llm(pair, **more) as engine:
-        first = tokens_of(engine.generate(prompts(), asked(), use_tqdm=False))
-        again = tokens_of(engine.generate(prompts()[::-1], asked()[::-1], use_tqdm=False))[::-1]
+        first = tokens_of(engine.generate(prompts(), parameters(), use_tqdm=False))
+        again = tokens_of(engine.generate(prompts()[::-1], parameters()[::-1], use_tqdm=False))[::-1]
         stats = engine.stats()
     for found in (first, again):
         for got, tokens in zip(found, want, strict=True):
@@ -153,13 +153,13 @@ def test_greedy_tokens_are_those_of_both_models_over_the_whole_sequence(pair, wa
 def test_a_second_model_as_drafter_stands_beside_it(pair, want):
     drafter = {"name": "model", "options": {"model": str(pair[1][0])}}
     with llm(pair, drafter=drafter, speculate="always") as engine:
-        outs = engine.generate(prompts(), asked(), use_tqdm=False)
+        outs = engine.generate(prompts(), parameters(), use_tqdm=False)
     assert [branches[0] for branches in tokens_of(outs)] == want
     assert outs[0].metrics.drafted_tokens == 0 < outs[1].metrics.drafted_tokens, "such a row goes token by token"
 
 
 def test_draws_are_the_same_alone_and_preempted(pair):
-    params = asked(temperature=1.0, seed=3, n=2)
+    params = parameters(temperature=1.0, seed=3, n=2)
     with llm(pair, batch_invariant=True) as engine:
         alone = [
             tokens_of(engine.generate([p], [q], use_tqdm=False))[0] for p, q in zip(prompts(), params, strict=True)

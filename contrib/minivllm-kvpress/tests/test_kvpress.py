@@ -166,7 +166,7 @@ def test_attention_of_the_window_is_causal_and_sums_to_one():
 
 
 @pytest.mark.parametrize(
-    ("press", "options", "window", "said"),
+    ("press", "options", "window", "message"),
     [
         ("NoSuchPress", {}, None, "no such class; expected module:Class, or one of .*KnormPress"),
         ("KnormPress", {"sinks": 3}, None, "KnormPress has no such argument; it has none"),
@@ -181,8 +181,8 @@ def test_attention_of_the_window_is_causal_and_sums_to_one():
         (f"{__name__}:PressOptions", {}, None, "it is no ScorerPress"),
     ],
 )
-def test_a_press_or_option_that_cannot_be_used_is_refused_by_name(press, options, window, said):
-    with pytest.raises(PluginError, match=said):
+def test_a_press_or_option_that_cannot_be_used_is_refused_by_name(press, options, window, message):
+    with pytest.raises(PluginError, match=message):
         built(press, options, window)
 
 

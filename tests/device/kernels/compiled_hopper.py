@@ -37,8 +37,8 @@ def spilled(ptx: str) -> tuple[int, int]:
         file = Path(folder, "a.ptx")
         file.write_text(ptx)
         command = [str(ptxas), "-v", "--gpu-name=sm_90a", str(file), "-o", str(Path(folder, "a.cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, stores = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     return int(registers[1]), int(stores[1]) if stores else 0
 
 

@@ -42,8 +42,8 @@ def spilled(ptx: str, name: str) -> tuple[int, int]:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
         command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(file), "-o", str(file) + ".o"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    words = said.replace(",", " ").split()
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    words = log.replace(",", " ").split()
     registers = int(words[words.index("registers") - 1])
     return registers, int(words[words.index("spill") - 2])
 

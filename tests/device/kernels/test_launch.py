@@ -22,11 +22,11 @@ def test_a_kernel_names_no_argument_that_it_does_not_have():
 
 
 def test_a_driver_is_told_once_of_each_variant_how_much_shared_memory_its_programs_need(monkeypatch):
-    told = []
+    attributes = []
 
     class Driver:
         def cuFuncSetAttribute(self, function, attribute, value):
-            told.append((function.value, attribute, value))
+            attributes.append((function.value, attribute, value))
             return 0
 
     monkeypatch.setattr(launch, "capability", lambda device: 9)
@@ -37,10 +37,10 @@ def test_a_driver_is_told_once_of_each_variant_how_much_shared_memory_its_progra
     device = torch.device("cuda", 0)
     for launched, programs in ((made(70, 36 * 1024), 2), (made(70, 36 * 1024), 2), (made(71, 100 * 1024), 4)):
         launch.keep_room(launched, programs, device)
-    assert told == [(70, 9, 33), (71, 9, 100)]  # 2 * 37 of 228 KiB, and no more than all
+    assert attributes == [(70, 9, 33), (71, 9, 100)]  # 2 * 37 of 228 KiB, and no more than all
     launch.keep_room(None, 2, device)
     launch.keep_room(made(72, 1024), 0, device)
-    assert len(told) == 2
+    assert len(attributes) == 2
     monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     launch.keep_room(made(73, 1024), 1, device)  # no driver of that name: nothing is preferred
     launch._prefer.cache_clear()
@@ -119,11 +119,11 @@ def test_kernels_start_early_from_the_second_layer_of_the_same_work_on(monkeypat
 @pytest.mark.parametrize("invariant", [True, False])
 def test_where_bits_count_scores_are_no_fused_multiply_adds(monkeypatch, invariant):
     """The compiler makes them of a tile of keys that is not masked, and cannot of one that is."""
-    asked = []
+    fusions = []
 
     class Launch:
         def __getitem__(self, grid):
-            return lambda *args, **kwargs: asked.append(kwargs["enable_fp_fusion"])
+            return lambda *args, **kwargs: fusions.append(kwargs["enable_fp_fusion"])
 
     monkeypatch.setattr(triton_prefill, "_prefill", Launch())
     backend = triton_backend.Triton.__new__(triton_backend.Triton)
@@ -134,4 +134,4 @@ def test_where_bits_count_scores_are_no_fused_multiply_adds(monkeypatch, invaria
     backend.plan(meta, GraphKey())
     q = torch.zeros(40, 4, 64)
     backend.forward(layer, q, meta, torch.zeros_like(q))
-    assert asked == [not invariant]
+    assert fusions == [not invariant]

@@ -36,11 +36,11 @@ def test_ranks_get_the_sums_norms_logits_and_tokens_of_all(size, tmp_path):
         for rank in range(size)
     ]
     try:
-        said = [one.communicate(timeout=1200)[1] for one in running]
+        errors = [one.communicate(timeout=1200)[1] for one in running]
     finally:
         for one in running:
             one.kill()
-    assert [one.returncode for one in running] == [0] * size, "\n".join(said)[-4000:]
+    assert [one.returncode for one in running] == [0] * size, "\n".join(errors)[-4000:]
 
 
 def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():

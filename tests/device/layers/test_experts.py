@@ -227,10 +227,10 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
 
     def routes(logits, chosen, score, normalize, scale, choice_bias, rounded, floor, given):
         assert given is None
-        asked.append((chosen, score, normalize, scale, choice_bias, rounded, floor))
+        calls.append((chosen, score, normalize, scale, choice_bias, rounded, floor))
         return route(logits, chosen, Router(score, normalize, scale))
 
-    asked: list = []
+    calls: list = []
     stand_in = types.SimpleNamespace(
         ExpertProducts=Kernel, ResidualNorm=namedtuple("ResidualNorm", "residual norm eps whole")
     )
@@ -241,7 +241,7 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
     block.experts.fast, x = True, torch.ones(5, 32)
     assert torch.equal(block.experts(Normed(x)), 2 * x) and torch.equal(block.experts(Normed(x)), 2 * x)
     assert made == [((4, 40, 32), (4, 32, 20), (4, 40), (4, 32), CLAMPED, 2.0, 1.702, False)]
-    assert asked == [(2, CHOSEN_SOFTMAX, False, 1.0, None, True, 0.0)] * 2
+    assert calls == [(2, CHOSEN_SOFTMAX, False, 1.0, None, True, 0.0)] * 2
     normed = block.down(Normed(x), torch.full((5, 32), 3.0))
     assert torch.equal(normed[1], 5 * x) and normed[0].squares is None  # the layer's norm has no kernel here
     block.down.norm.fused = True

@@ -186,11 +186,11 @@ def test_parts_numbers_kv_groups_by_geometry_unless_told():
     for i, spec in enumerate([full, near, full]):
         made.attention(i, spec)
     assert [layer.group for layer in made.layers] == [0, 1, 0]
-    told = parts(groups=[[1], [0, 2]])
+    grouped = parts(groups=[[1], [0, 2]])
     for i, spec in enumerate([full, near, full]):
-        told.attention(i, spec)
-    assert [layer.group for layer in told.layers] == [1, 0, 1]
-    assert all(layer.index == i for i, layer in enumerate(told.layers))
+        grouped.attention(i, spec)
+    assert [layer.group for layer in grouped.layers] == [1, 0, 1]
+    assert all(layer.index == i for i, layer in enumerate(grouped.layers))
 
 
 def test_two_modules_of_one_name_are_a_bug():

@@ -101,10 +101,12 @@ def packed(tmp_path_factory):
     """A folder with a GPTQ checkpoint of 6 heads on 1 and a head of 64 outputs, which 3 ranks cannot share."""
     torch.manual_seed(5)
     path = tmp_path_factory.mktemp("packed")
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "lm_head": True}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "lm_head": True}
     sizes = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 1}
-    packed_dir(path, said, lambda name, n, k: coded(n, k, 4, 32, symmetric=False), lambda c, name: gptq(c, 4), **sizes)
-    return partial(Harness, path, *architecture(path), quantizer=Gptq(None, said))
+    packed_dir(
+        path, settings, lambda name, n, k: coded(n, k, 4, 32, symmetric=False), lambda c, name: gptq(c, 4), **sizes
+    )
+    return partial(Harness, path, *architecture(path), quantizer=Gptq(None, settings))
 
 
 def test_ranks_cut_a_packed_checkpoint_and_copy_what_their_heads_share(packed):
@@ -172,16 +174,16 @@ FORMATS = {
 def test_ranks_cut_checkpoints_of_every_packed_format(tmp_path, name, size):
     """Inputs and outputs, and two KV heads for four ranks: what transformers computes with the numbers themselves."""
     torch.manual_seed(6)
-    said, code, write = FORMATS[name]
+    settings, code, write = FORMATS[name]
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    kept = said.get("ignore", ["lm_head"])
+    kept = settings.get("ignore", ["lm_head"])
     plain = lambda name, n, k: None if name in kept else code(name, n, k)  # noqa: E731
-    cfg, hf = packed_dir(tmp_path, said, plain, write, **shape, head_dim=32)
+    cfg, hf = packed_dir(tmp_path, settings, plain, write, **shape, head_dim=32)
     arch, cfg = architecture(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True)
     part = resolve(config, Catalog.discover()).wiring.parts["quantizer"]
     group = seats(size)
-    make = partial(build_part, "quantizer", part, said)
+    make = partial(build_part, "quantizer", part, settings)
     shares = [Harness(tmp_path, arch, cfg, quantizer=make(), group=seat) for seat in group]
     with torch.inference_mode():
         want = hf(torch.tensor([PROMPT])).logits[0]

@@ -38,7 +38,7 @@ def transformers_config(raw):
             return None
 
 
-def said(arch, cfg):
+def described(arch, cfg):
     """Return the layers that an architecture makes of a configuration, or its refusal."""
     try:
         return arch.describe(cfg), arch.switch(cfg)
@@ -56,7 +56,7 @@ def test_a_file_read_without_transformers_has_the_fields_and_layers_of_transform
             continue
         seen += 1
         assert {n: getattr(mine, n) for n in FIELDS[family]} == {n: getattr(whole, n) for n in FIELDS[family]}, seed
-        assert said(arch, mine) == said(arch, whole), seed
+        assert described(arch, mine) == described(arch, whole), seed
     assert seen >= 50, f"the test has no power: {seen} files were read here"
 
 

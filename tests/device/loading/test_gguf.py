@@ -256,9 +256,9 @@ def test_what_a_file_does_not_say_is_what_llama_cpp_does_and_what_is_not_read_is
 
 def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
     pocket = load_tokenizer(open_checkpoint("pocket").folder)
-    said = json.loads(pocket.backend.to_str())
+    output = json.loads(pocket.backend.to_str())
     vocabulary = pocket.backend.get_vocab(with_added_tokens=True)
-    added = {t["content"] for t in said["added_tokens"]}
+    added = {t["content"] for t in output["added_tokens"]}
 
     def vocab(writer):
         words = sorted(vocabulary, key=vocabulary.get)
@@ -266,7 +266,7 @@ def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
         writer.add_tokenizer_pre("qwen2")
         writer.add_token_list(words)
         writer.add_token_types([3 if word in added else 1 for word in words])
-        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in said["model"]["merges"]])
+        writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in output["model"]["merges"]])
         writer.add_eos_token_id(2)
         writer.add_chat_template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
 
@@ -326,8 +326,8 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, mon
     for name, (content, message) in files.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)
         code = main(["generate", "--model", str(tmp_path / f"{name}.gguf"), "--set", "skip_tokenizer_init=true", "x"])
-        said = capsys.readouterr().err
-        assert (code, said.count("\n")) == (3, 1) and message in said, (name, said)
+        output = capsys.readouterr().err
+        assert (code, output.count("\n")) == (3, 1) and message in output, (name, output)
     _read.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ResourceError, match=r"install it with pip install 'minivllm\[gguf\]'"):

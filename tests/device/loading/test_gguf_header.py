@@ -132,9 +132,9 @@ def test_a_header_that_claims_more_than_its_file_has_is_refused_at_once(tmp_path
     for name, (content, message) in HOSTILE.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
-        kind, said = limited(lambda path=path: read_gguf(path), seconds=1, megabytes=64)
-        assert kind == "ModelError" and str(path) in said and message in said, (name, kind, said)
-        assert said.endswith("download it again"), said
+        kind, reason = limited(lambda path=path: read_gguf(path), seconds=1, megabytes=64)
+        assert kind == "ModelError" and str(path) in reason and message in reason, (name, kind, reason)
+        assert reason.endswith("download it again"), reason
 
 
 def test_a_sparse_file_of_strings_takes_no_more_than_the_limits_allow(tmp_path):

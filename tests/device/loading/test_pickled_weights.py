@@ -114,8 +114,8 @@ def test_a_file_that_names_code_is_refused_and_nothing_runs(made, kind):
         torch.save(content, target, _use_new_zipfile_serialization=kind == "zip")
     ran.unlink(missing_ok=True)
     named = f"asks to run '{open.__module__}.open'"
-    said = "not written by torch.save with its usual pickle_protocol" if kind == "plain pickle" else named
-    refuses(path, cfg, str(target), said, "or a checkpoint in safetensors")
+    reason = "not written by torch.save with its usual pickle_protocol" if kind == "plain pickle" else named
+    refuses(path, cfg, str(target), reason, "or a checkpoint in safetensors")
     assert not ran.exists()
 
 
@@ -212,8 +212,8 @@ def test_scales_of_a_quantized_cache_are_left_out_and_told(tmp_path, load_format
         save_file(tensors, path / "model.safetensors")
     assert torch.equal(Harness(path, Llama(), cfg, load_format=load_format).step({0: PROMPT})[0], want)
     config = EngineConfig(model=str(path), device="cpu", load_format=load_format, skip_tokenizer_init=True)
-    said = dict(resolve(config, Catalog.discover()).notes)["model.skipped"]
-    assert said.startswith("28 scales of keys and values are not used (model.layers.0.")
+    reason = dict(resolve(config, Catalog.discover()).notes)["model.skipped"]
+    assert reason.startswith("28 scales of keys and values are not used (model.layers.0.")
 
 
 # ---- a directory that changes while it is loaded --------------------------------------------------------------------

@@ -19,7 +19,7 @@ from minivllm.testing.tiny import ARCHS, CONFIGS, SMALL, VARIANTS, small_config
 SINGLES = {"the plain config": {}, **{k: v for axis in VARIANTS.values() for k, v in axis.items()}}
 
 
-def said(arch, cfg):
+def described(arch, cfg):
     """What an architecture makes of a configuration, or says against it."""
     try:
         return arch.describe(cfg), arch.switch(cfg)
@@ -52,7 +52,7 @@ def test_a_file_that_is_read_here_says_the_same_as_to_transformers(family, tmp_p
             if not isinstance(cfg, PlainConfig):
                 continue
             plain += 1
-            assert said(ARCHS[family](), cfg) == said(ARCHS[family](), whole), (values, form)
+            assert described(ARCHS[family](), cfg) == described(ARCHS[family](), whole), (values, form)
             for name in (*FIELDS[family], "hidden_size"):
                 assert getattr(cfg, name) == getattr(whole, name), (values, form, name)
     assert plain >= 30, f"the test has no power: {plain} files were read here"
@@ -63,7 +63,7 @@ def test_defaults_are_transformers_own(family):
     cfg = plain_config.plain_config({"model_type": family}, dict)
     whole = CONFIGS[family]()
     assert {n: getattr(cfg, n) for n in FIELDS[family]} == {n: getattr(whole, n) for n in FIELDS[family]}
-    assert said(ARCHS[family](), cfg) == said(ARCHS[family](), whole)
+    assert described(ARCHS[family](), cfg) == described(ARCHS[family](), whole)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def greedy(hf, ids, n, long):
     return ids[-n:]
 
 
-def ask(llm, asked):
-    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for _, n in asked]
-    outs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asked], params, use_tqdm=False)
+def ask(llm, requests):
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for _, n in requests]
+    outs = llm.generate([{"prompt_token_ids": ids} for ids, _ in requests], params, use_tqdm=False)
     return [out.outputs[0].token_ids for out in outs]
 
 
@@ -67,13 +67,20 @@ MORE = {
 def test_each_request_keeps_the_frequencies_of_the_length_that_it_can_have(checkpoint, more):
     """Of N tokens the last one's keys are never computed: a request of SWITCH + 1 tokens is a short one yet."""
     path, hf = checkpoint
-    asked = [(prompt(30), 4), (prompt(30), 30), (prompt(30), 11), (prompt(30), 12), (prompt(60), 8), (prompt(9, 4), 60)]
-    want = [greedy(hf, ids, n, len(ids) + n - 1 > SWITCH) for ids, n in asked]
+    requests = [
+        (prompt(30), 4),
+        (prompt(30), 30),
+        (prompt(30), 11),
+        (prompt(30), 12),
+        (prompt(60), 8),
+        (prompt(9, 4), 60),
+    ]
+    want = [greedy(hf, ids, n, len(ids) + n - 1 > SWITCH) for ids, n in requests]
     assert want[0] != want[1][:4], "the test has no power: both sets of frequencies give the same tokens"
     with LLM(model=path, device="cpu", dtype="float32", **{**SIZES, **more}) as llm:
         assert llm.engine.wiring.rope_switch == SWITCH
-        assert ask(llm, asked) == want
-        assert ask(llm, asked[::-1]) == want[::-1]  # from the prefix cache, now
+        assert ask(llm, requests) == want
+        assert ask(llm, requests[::-1]) == want[::-1]  # from the prefix cache, now
         if "num_kvcache_blocks" in more:
             assert llm.engine.planner.preemptions, "the test has no power"
 

@@ -23,12 +23,12 @@ QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe", "llava")
 
 def answer(path, **more):
     """(16 greedy tokens, log-probabilities of the prompt's tokens, notes) of the engine, after ``explain`` agreed."""
-    told = minivllm.explain(str(path), **SIZES, **more)
-    assert told.error is None
+    explained = minivllm.explain(str(path), **SIZES, **more)
+    assert explained.error is None
     with LLM(model=str(path), **SIZES, **more) as llm:
         out = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)[0]
         notes = llm.engine.executor.runner.worker.notes
-    skipped = [text for what, text in told.notes if what == "model.skipped"]
+    skipped = [text for what, text in explained.notes if what == "model.skipped"]
     assert [note for note in notes if "not loaded" in note] == skipped, "explain and the loader disagree"
     return list(out.outputs[0].token_ids), [next(iter(d.values())).logprob for d in out.prompt_logprobs[1:]], skipped
 

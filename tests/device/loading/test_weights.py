@@ -145,12 +145,12 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path, 
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "num_kvcache_blocks": 16}
     with LLM(model=str(path), device="cpu", skip_tokenizer_init=True, **sizes) as llm:
         out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
-        told = llm.explain()
+        explained = llm.explain()
     tokens = [5, 6, 7]
     for _ in range(4):
         tokens.append(int(reference(path, tokens)[-1].argmax()))
     assert out[0].outputs[0].token_ids == tokens[3:]
-    for text in (told, caplog.text):
+    for text in (explained, caplog.text):
         assert "lm_head.weight is used and differs from model.embed_tokens.weight" in text
 
 

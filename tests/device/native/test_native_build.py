@@ -88,15 +88,15 @@ def test_the_reason_has_the_compilers_first_error(tree, tmp_path):
     (tree / "minivllm" / "device" / "native" / "kernels.cpp").write_text(
         "int f() { return 1; }\nint g() { return nothing; }\n"
     )
-    said = build_hook(tree).build(tmp_path, {"CXX": compiler()}).read_text()
-    assert "failed with status 1: kernels.cpp:2:" in said and "nothing" in said
+    reason = build_hook(tree).build(tmp_path, {"CXX": compiler()}).read_text()
+    assert "failed with status 1: kernels.cpp:2:" in reason and "nothing" in reason
 
 
 def test_another_machine_gets_a_reason_and_no_library(tree, tmp_path, monkeypatch):
     hook = build_hook(tree)
     monkeypatch.setattr(hook, "platform_tag", lambda: "linux_aarch64")
-    said = hook.build(tmp_path, clean()).read_text()
-    assert said == "it is made for linux_x86_64 only, and this Python is one of linux_aarch64\n"
+    reason = hook.build(tmp_path, clean()).read_text()
+    assert reason == "it is made for linux_x86_64 only, and this Python is one of linux_aarch64\n"
 
 
 def test_an_unknown_value_of_the_switch_is_refused(tree, tmp_path):
@@ -160,8 +160,8 @@ def tags_and_native(wheel):
 @on_x86_linux
 def test_a_wheel_with_the_library_is_one_for_all_pythons_of_a_platform(tree):
     compiler()
-    tag, said, native = tags_and_native(hatchling(tree, "build_wheel"))
-    assert tag == "py3-none-linux_x86_64.whl" and said
+    tag, reason, native = tags_and_native(hatchling(tree, "build_wheel"))
+    assert tag == "py3-none-linux_x86_64.whl" and reason
     sources = {"kernels.cpp", "parts.cpp", "program.cpp", "recurrent.cpp", "rings.cpp", "sizes.h"}
     assert native == {"__init__.py", "library.py", *sources, LIBRARY}
     assert not left_in(tree / "minivllm" / "device" / "native")  # the sources are as they were
@@ -169,14 +169,14 @@ def test_a_wheel_with_the_library_is_one_for_all_pythons_of_a_platform(tree):
 
 def test_a_wheel_without_a_compiler_is_one_for_all_machines_and_says_why(tree):
     (tree / "minivllm" / "device" / "native" / LIBRARY).write_bytes(b"of an editable install")
-    tag, said, native = tags_and_native(hatchling(tree, "build_wheel", CXX="/bin/false"))
-    assert tag == "py3-none-any.whl" and said
+    tag, reason, native = tags_and_native(hatchling(tree, "build_wheel", CXX="/bin/false"))
+    assert tag == "py3-none-any.whl" and reason
     assert REASON in native and LIBRARY not in native
 
 
 def test_a_build_that_wants_the_library_fails_without_a_compiler(tree):
-    said = hatchling(tree, "build_wheel", CXX="/bin/false", MINIVLLM_NATIVE="1")
-    assert isinstance(said, str) and said.count("status 1") == 1 and "Traceback" not in said
+    reason = hatchling(tree, "build_wheel", CXX="/bin/false", MINIVLLM_NATIVE="1")
+    assert isinstance(reason, str) and reason.count("status 1") == 1 and "Traceback" not in reason
     assert not list((tree / "made").iterdir())
 
 

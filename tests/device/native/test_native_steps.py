@@ -431,12 +431,12 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("options", "said"), REASONS.values(), ids=REASONS)
-def test_what_was_chosen_runs_and_why_nothing_is_captured_is_said(options, said, tmp_path):
+@pytest.mark.parametrize(("options", "reason"), REASONS.values(), ids=REASONS)
+def test_what_was_chosen_runs_and_why_nothing_is_captured_is_said(options, reason, tmp_path):
     path = checkpoint(tmp_path, "LlamaForCausalLM")
     with watched() as seen, engine(path, **options) as llm:
         notes = [note for note in llm.engine.capacity.notes if "steps are not captured" in note]
-        assert len(notes) == 1 and said in notes[0]
+        assert len(notes) == 1 and reason in notes[0]
         got = ask(llm, PROMPTS)
     assert not seen.tokens and seen.others
     with engine(path, **options, graph="off") as llm:

@@ -55,8 +55,8 @@ class Condition:
         )
 
     def run(self, llm: LLM, which, n: int = 1) -> dict[int, list]:
-        asked = [{"prompt_token_ids": self.prompts[i]} for i in which]
-        got = llm.generate(asked, [self.params(i, n) for i in which], use_tqdm=False)
+        items = [{"prompt_token_ids": self.prompts[i]} for i in which]
+        got = llm.generate(items, [self.params(i, n) for i in which], use_tqdm=False)
         return {i: [bits(o) for o in sorted(r.outputs, key=lambda o: o.index)] for i, r in zip(which, got, strict=True)}
 
     def alone(self) -> dict[int, list]:
@@ -73,9 +73,9 @@ class Condition:
         n = len(self.prompts)
         with LLM(**self.options, max_num_seqs=64) as llm:
             fill = [{"prompt_token_ids": [3 + i] * (1 + i % 7)} for i in range(64 - n % 64)]
-            asked = [{"prompt_token_ids": p} for p in self.prompts] + fill
+            items = [{"prompt_token_ids": p} for p in self.prompts] + fill
             params = [self.params(i) for i in range(n)] + [self.params(i) for i in range(len(fill))]
-            got = llm.generate(asked, params, use_tqdm=False)
+            got = llm.generate(items, params, use_tqdm=False)
             return {i: [bits(got[i].outputs[0])] for i in range(n)}
 
     def prefix_hit(self) -> dict[int, list]:

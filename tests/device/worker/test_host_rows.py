@@ -41,10 +41,10 @@ ASKED = [
 @pytest.mark.parametrize("sampler", ["default", "mirostat"])
 def test_functions_that_change_nothing_change_no_token(folder, sampler):
     """The draw on the host is the device's, state, seeds, branches, penalties and preemption included."""
-    asked = ASKED if sampler == "default" else [dict(mirostat_tau=4.0, mirostat_eta=0.4, seed=3, n=2)]
+    parameters = ASKED if sampler == "default" else [dict(mirostat_tau=4.0, mirostat_eta=0.4, seed=3, n=2)]
     items = [[i + 1] * (3 + 5 * i) for i in range(4)]
     with LLM(folder, sampler=sampler, **{**SMALL, "num_kvcache_blocks": 12}) as llm:
-        for some in asked:
+        for some in parameters:
             base = dict(max_tokens=28, ignore_eos=True, **some)
             host = SamplingParams(**base, logits_processors=[same, lambda prompt, output, x: x])
             assert tokens(llm, items, host) == tokens(llm, items, SamplingParams(**base)), some
@@ -98,7 +98,7 @@ def test_a_function_that_fails_ends_its_own_request(folder, function, words):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         dict(logits_processors=5), dict(logits_processors=same), dict(logits_processors=[same, 3]),
         dict(logits_processors=[same], logprobs=1), dict(logits_processors=[same], choose_fn=lambda x, ids: 1),
@@ -106,9 +106,9 @@ def test_a_function_that_fails_ends_its_own_request(folder, function, words):
         dict(logits_processors=[lambda a, b, c, d: d]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_run_is_refused(folder, asked):
+def test_what_cannot_be_run_is_refused(folder, parameters):
     with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="logits_processors") as e:
-        llm.generate([1], SamplingParams(**asked), use_tqdm=False)
+        llm.generate([1], SamplingParams(**parameters), use_tqdm=False)
     assert e.value.param == "logits_processors"
 
 

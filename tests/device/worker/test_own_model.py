@@ -166,10 +166,10 @@ def test_a_wiring_with_a_second_model_survives_json(pair):
 
 
 @pytest.mark.parametrize(
-    "name, said", [("Captured", "own_model and graph_safe"), ("Several", "own_model and multi_po")]
+    "name, message", [("Captured", "own_model and graph_safe"), ("Several", "own_model and multi_po")]
 )
-def test_a_spec_that_claims_what_a_second_model_cannot_is_refused(pair, name, said):
-    with pytest.raises(PluginError, match=said):
+def test_a_spec_that_claims_what_a_second_model_cannot_is_refused(pair, name, message):
+    with pytest.raises(PluginError, match=message):
         wire(pair, name)
 
 
@@ -179,15 +179,15 @@ def test_a_spec_without_an_option_that_names_the_model_is_refused(pair):
 
 
 @pytest.mark.parametrize(
-    "values, said",
+    "values, message",
     [
         ({"vocab_size": 77}, r"the model of .*:Instead, .*other has vocab_size=77; expected 61"),
         ({"max_position_embeddings": 64}, r"other has max_position_embeddings=64; expected max_model_len=128"),
     ],
 )
-def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, values, said):
+def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, values, message):
     other, _, _ = tiny_dir(tmp_path / "other", **values)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         wire([pair[0], other])
 
 

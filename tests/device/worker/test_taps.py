@@ -197,12 +197,12 @@ def test_each_branch_of_a_request_has_the_prompts_values_and_its_own(models, ext
 def test_logits_are_read_at_each_token_of_a_prompt_that_is_scored(models, options):
     folder, model = models("Gemma3")
     items = prompts(61, [23, 1, 14, 9], seed=12)
-    asked = [{"prompt_logprobs": 0, "n": 2}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 1}]
-    params = [SamplingParams(seed=1, max_tokens=16, ignore_eos=True, **more) for more in asked]
+    wanted = [{"prompt_logprobs": 0, "n": 2}, {"prompt_logprobs": 0}, {}, {"prompt_logprobs": 1}]
+    params = [SamplingParams(seed=1, max_tokens=16, ignore_eos=True, **more) for more in wanted]
     with LLM(folder, **{**SMALL, **options}) as llm:
         outs = llm.generate(items, params, False, [Tap("logits", read=True), Tap("norm", read=True)])
         assert (llm.stats()["preemptions"] > 0) == ("num_kvcache_blocks" in options)
-    for prompt, more, out in zip(items, asked, outs, strict=True):
+    for prompt, more, out in zip(items, wanted, outs, strict=True):
         for one in out.outputs:
             want = hooked(model, AROUND, prompt + one.token_ids[:-1])
             first = 0 if more else len(prompt) - 1

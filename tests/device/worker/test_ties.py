@@ -157,7 +157,7 @@ def seen(out):
     return [(o.token_ids, o.score, exact(o.logprobs)) for o in out.outputs], exact(out.prompt_logprobs)
 
 
-def asked():
+def requests():
     """(prompt, parameters): beams, greedy and drawn rows, each with lists of another length, and their prompts."""
     rng = np.random.default_rng(5)
     items = [rng.integers(0, 1000, n).tolist() for n in (3, 9, 17, 5, 11, 8, 4, 13)]
@@ -171,7 +171,7 @@ def asked():
 
 
 def test_beams_and_lists_are_the_same_alone_and_in_company(tied):
-    items, params = asked()
+    items, params = requests()
     with LLM(**tied) as llm:
         alone = [seen(llm.generate(i, p, use_tqdm=False)[0]) for i, p in zip(items, params, strict=True)]
         together = [seen(out) for out in llm.generate(items, params, use_tqdm=False)]
@@ -187,7 +187,7 @@ def test_beams_and_lists_are_the_same_alone_and_in_company(tied):
 
 
 def test_lists_are_ordered_and_ranks_shared_by_equals_wherever_they_come_from(tied):
-    items, params = asked()
+    items, params = requests()
     with LLM(**tied) as llm:
         for out in llm.generate(items, params, use_tqdm=False):
             lists = [entry for o in out.outputs for entry in o.logprobs or ()]

@@ -78,8 +78,8 @@ def test_a_prefix_hit_that_ends_inside_an_image_computes_the_rest_of_it(gemma, b
     (prompt, reference), (longer, longer_reference) = case(gemma, 2, 1), case(gemma, 3, 1)
     with engine(gemma[0], kvcache_block_size=block, num_kvcache_blocks=900 // block, max_num_batched_tokens=8) as llm:
         check(llm.generate(prompt, PARAMS)[0], reference)
-        for asked, right in ((longer, longer_reference), (prompt, reference)):
-            output = llm.generate(asked, PARAMS)[0]
+        for item, right in ((longer, longer_reference), (prompt, reference)):
+            output = llm.generate(item, PARAMS)[0]
             check(output, right)
             assert output.metrics.cached_tokens > 0
         cut = {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:-4]}
@@ -107,11 +107,11 @@ def request(*spans):
 
 
 def test_a_chunk_ends_before_an_image_or_has_all_of_it():
-    asked = request(3, 8)  # images [3, 8) and [8, 13)
+    item = request(3, 8)  # images [3, 8) and [8, 13)
     for first in range(15):
         for tokens in range(1, 16):
             for extend in (True, False):
-                found = whole_images(asked, first, tokens, extend)
+                found = whole_images(item, first, tokens, extend)
                 end = first + found
                 assert not any(start < end < start + 5 for start in (3, 8)) or (found == 0 and not extend)
                 assert found <= tokens or (extend and any(start <= first < start + 5 for start in (3, 8)))

@@ -126,12 +126,12 @@ class PressCompressor(Compressor):
         """Return the number of last queries that the press reads."""
         reads = READS_ATTENTION.get(type(self.press).__name__, 0)
         own = getattr(self.press, reads) if isinstance(reads, str) else reads
-        asked = self.options.window
-        if asked is None:
+        wanted = self.options.window
+        if wanted is None:
             return int(own)
-        if own and asked != own:
-            raise PluginError(f"window={asked}: {self.name} reads {own} queries; leave window out")
-        return int(asked)
+        if own and wanted != own:
+            raise PluginError(f"window={wanted}: {self.name} reads {own} queries; leave window out")
+        return int(wanted)
 
     def _probe(self) -> None:
         """Score random tokens.  PluginError if the press reads values that a compressor does not have."""
