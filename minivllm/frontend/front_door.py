@@ -15,6 +15,7 @@ from minivllm.device.hardware import prepare_environment
 from minivllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from minivllm.runtime.images.files import FileDecoder
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
@@ -102,12 +103,20 @@ class FrontDoor:
         self.images = image_reader(self.resolved, self.engine.capacity)
         if self._recorder.path is not None and not self.images.why_not:
             self.images.why_not = "a record keeps the requests of a run, and no images; leave record out"
+        self._files: FileDecoder | None = None
+        if not self.images.why_not:
+            from minivllm.runtime.images.files import FileDecoder
+
+            self._files = FileDecoder()
+            self.images.decode = self._files.decode
         self._recorder.begin(self.resolved, self.engine)
 
     def _close_pool(self) -> None:
-        """End the threads and processes that convert text."""
+        """End the threads and processes that convert text and decode images."""
         if self.tokenizer is not None:
             self.tokenizer.pool.close()
+        if self._files is not None:
+            self._files.close()
 
     def _tokenizer(self) -> Tokenizer:
         """Return the tokenizer.  RequestError if there is none."""

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
@@ -39,8 +41,7 @@ class ConfinedImages:
         self.reader = reader
         target = "minivllm.runtime.images.confined:make"
         self._confined = Confined(target, lambda: hello_of(reader), (NICE,) * AT_ONCE)
-        self._free = list(range(AT_ONCE))
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._seats = Seats(AT_ONCE)
         self._running: set[asyncio.Task[PreparedImage]] = set()
 
     def start(self) -> None:
@@ -61,26 +62,12 @@ class ConfinedImages:
 
     async def _in_turn(self, source: ImageSource) -> PreparedImage:
         """Run the job of an image when a worker is free."""
-        async with self._turns:
-            worker = self._free.pop()
-            try:
-                return await self._ask(worker, source)
-            finally:
-                self._free.append(worker)
-
-    async def _ask(self, worker: int, source: ImageSource) -> PreparedImage:
-        """Run the job of an image in a free worker."""
         if len(source.value) > LONGEST:
             raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
         job = {"kind": source.kind, "media_type": source.media_type}
         data = source.value.encode("utf-8", "surrogatepass")
-        try:
-            answer, more = await self._confined.ask(worker, job, [data], seconds=SECONDS, megabytes=MEGABYTES)
-        except Exceeded as exc:
-            limit = f"{SECONDS:g} s of CPU time" if exc.what == "time" else f"{MEGABYTES} MiB of memory"
-            raise refuse(f"reading it takes more than {limit}; send a smaller or simpler one") from None
-        if "error" in answer:
-            raise RequestError(*answer["error"])
+        async with self._seats.one() as worker:
+            answer, more = await ask(self._confined, worker, job, data)
         a, b, c = answer["shape"]
         values = np.frombuffer(more[1], np.float32)
         return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], more[0]))
@@ -91,6 +78,38 @@ class ConfinedImages:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._confined.close()
+
+
+class Seats:
+    """The workers that run no job."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._turns = asyncio.Semaphore(count)
+
+    @contextlib.asynccontextmanager
+    async def one(self) -> AsyncIterator[int]:
+        """Wait for a free worker, and hold it until the end of the block."""
+        async with self._turns:
+            worker = self._free.pop()
+            try:
+                yield worker
+            finally:
+                self._free.append(worker)
+
+
+async def ask(confined: Confined, worker: int, job: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """Run the job of an image in a free worker, and return its answer.
+
+    RequestError if the work refuses the image, or if it exceeds a limit."""
+    try:
+        answer, more = await confined.ask(worker, job, [data], seconds=SECONDS, megabytes=MEGABYTES)
+    except Exceeded as exc:
+        limit = f"{SECONDS:g} s of CPU time" if exc.what == "time" else f"{MEGABYTES} MiB of memory"
+        raise refuse(f"reading it takes more than {limit}; send a smaller or simpler one") from None
+    if "error" in answer:
+        raise RequestError(*answer["error"])
+    return answer, more
 
 
 def hello_of(reader: ImageReader) -> bytes:

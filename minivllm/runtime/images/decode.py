@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install "minivllm[images]"'
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "jpg": "JPEG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP"}
+OPENS = {*FORMATS.values(), "MPO"}  # formats that PIL finds in such files
 MEDIA_TYPES = "image/png, image/jpeg, image/webp, image/gif or image/bmp"
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 24
@@ -106,16 +107,57 @@ def _check_size(width: int, height: int) -> None:
         raise refuse(f"{width} x {height} pixels; expected sides of a ratio below {MAX_RATIO}")
 
 
-def _of_file(module: Any, data: bytes) -> Image:
-    """Return the image in the bytes of a file."""
+def check_bytes(data: bytes) -> None:
+    """Raise RequestError for a file that is too large."""
     if len(data) > MAX_BYTES:
         raise refuse(f"its file has {len(data)} bytes; expected at most {MAX_BYTES}")
+
+
+def file_of(source: Any) -> bytes | None:
+    """Return the bytes of the file that a source is, or that a PIL image has not read yet.
+
+    None for pixels, and for a file of another format or that cannot be read again."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return bytes(source)
+    file = getattr(source, "fp", None)
+    unread = getattr(source, "tile", None) and file is not None and isinstance(source, pillow().Image)
+    if not unread or source.format not in OPENS or source.tell():
+        return None
+    _check_size(*source.size)
+    with OPENED:
+        try:
+            return _all_of(file)
+        except (OSError, ValueError, AttributeError):
+            return None
+
+
+def _all_of(file: Any) -> bytes | None:
+    """Return the bytes of an opened file, and leave its position as it was.  None if it is no file of bytes."""
+    at = file.tell()
     try:
-        image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
+        file.seek(0)
+        found = file.read(MAX_BYTES + 1)
+    finally:
+        file.seek(at)
+    return found if isinstance(found, bytes) else None
+
+
+def head_of(data: bytes) -> list[Any]:
+    """Return the mode, width and height of the image in the bytes of a file, empty if there is none."""
+    try:
+        image = _opened(pillow(), data)
+        return [image.mode, *image.size]
+    except Exception:  # ``decoded`` describes the fault
+        return []
+
+
+def _of_file(module: Any, data: bytes) -> Image:
+    """Return the image in the bytes of a file."""
+    check_bytes(data)
+    try:
+        image = _opened(module, data)
         _check_size(*image.size)
-        # a photo may have a preview behind it, which makes its format MPO
-        if getattr(image, "is_animated", False) and image.format != "MPO":
-            raise refuse("an animation; expected a single picture")
+        _check_frames(image)
         return _upright(image)
     except (RequestError, MemoryError):
         raise
@@ -126,16 +168,29 @@ def _of_file(module: Any, data: bytes) -> Image:
         raise refuse(f"its bytes are no picture that can be read{why}; expected PNG, JPEG, WebP, GIF or BMP") from None
 
 
+def _opened(module: Any, data: bytes) -> Image:
+    """Return the PIL image of a file, whose pixels are not decoded."""
+    image: Image = module.open(io.BytesIO(data), formats=sorted(set(FORMATS.values())))
+    return image
+
+
 def _of_image(module: Any, image: Image) -> Image:
     """Return a PIL image in RGB.  Several threads may pass one image, whose file may not be read yet."""
     _check_size(*image.size)
     try:
         with OPENED:
+            _check_frames(image)
             return _upright(image)
     except (RequestError, MemoryError):
         raise
     except Exception as exc:  # the file behind the image is broken
         raise refuse(f"the PIL image cannot be read{_first_line(exc)}") from None
+
+
+def _check_frames(image: Image) -> None:
+    """Raise RequestError for an animation.  A photo may have a preview behind it, which makes its format MPO."""
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise refuse("an animation; expected a single picture, as copy() of a PIL image gives it")
 
 
 def _first_line(exc: Exception) -> str:

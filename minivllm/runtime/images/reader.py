@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,6 +19,8 @@ from minivllm.runtime.text.image_parts import BASE64, URL, ImageSource, has_imag
 from .decode import bytes_of_base64, bytes_of_url, decoded, refuse
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from minivllm.core.interfaces.executor import ImageWiring, Part
 
 NO_ENCODER = "the model has no image encoder"  # reason of an engine that reads no images
@@ -38,11 +40,12 @@ class ImageReader:
         raw: Any,
         max_tokens: int,
         why_not: str = "",
+        decode: Callable[[Any], Image] = decoded,
     ) -> None:
         """Store the facts of the checkpoint in ``folder``, whose config.json is ``raw``.  The first image constructs
-        the plug-in."""
+        the plug-in.  ``decode`` returns the pixels of an image."""
         self.wiring, self.part, self.folder, self.raw = wiring, part, Path(folder), raw
-        self.why_not, self.max_tokens = why_not, max_tokens
+        self.why_not, self.max_tokens, self.decode = why_not, max_tokens, decode
         self._encoder: ImageEncoder | None = None
         self._prepared: WeakValueDictionary[bytes, PreparedImage] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -76,7 +79,7 @@ class ImageReader:
 
     def prepare(self, source: Any) -> PreparedImage:
         """Return an image after the encoder plug-in's ``prepare``.  RequestError if it is refused."""
-        image = decoded(read_source(source) if isinstance(source, ImageSource) else source)
+        image = self.decode(read_source(source) if isinstance(source, ImageSource) else source)
         digest = digest_of(np.asarray(image), image.size)
         with self._lock:
             known = self._prepared.get(digest)

@@ -57,10 +57,12 @@ class Confined:
     """Workers for the jobs of one event loop, started when the first job arrives.
 
     ``target`` ("module:function") is called with ``hello()`` in the parent process and returns the ``Work``.  ``nices``
-    has the niceness of each worker."""
+    has the niceness of each worker.  ``shared`` are descriptors that all workers have under the same numbers."""
 
-    def __init__(self, target: str, hello: Callable[[], bytes], nices: Sequence[int]) -> None:
-        self._target, self._hello, self._nices = target, hello, tuple(nices)
+    def __init__(
+        self, target: str, hello: Callable[[], bytes], nices: Sequence[int], shared: Sequence[int] = ()
+    ) -> None:
+        self._target, self._hello, self._nices, self._shared = target, hello, tuple(nices), shared
         self._starting: asyncio.Task[list[_Seat]] | None = None
         self._numbers = NOBODY
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,7 +113,7 @@ class Confined:
             argv = fresh.command(
                 "minivllm.runtime.processes.confined:main", self._target, fds, ",".join(map(str, self._nices))
             )
-            passed = [theirs.fileno() for _, theirs in pairs]
+            passed = [*(theirs.fileno() for _, theirs in pairs), *self._shared]
             process = await asyncio.to_thread(self._spawn, argv, passed)
         except BaseException:
             for ours, _ in pairs:
