@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, SOFTMAX, Router
 from minivllm.core.interfaces.quantizer import StoredWeight
-from minivllm.device.kernels.experts import ExpertProducts, ResidualNorm
+from minivllm.device.kernels.experts import ExpertProducts, ResidualNorm, SharedOutput
 from minivllm.device.kernels.packed_experts import PackedExperts, takes
 from minivllm.device.kernels.router import assign, most_blocks, route
 from minivllm.device.layers.experts import floor_of
@@ -225,6 +225,17 @@ def _check(device: str, dtype: torch.dtype, shape: tuple, made: Any) -> None:
         assert squares_after is None or not whole
         if squares_after is not None:
             y = y.double() * torch.rsqrt(squares_after.double().sum(1, keepdim=True) / hidden + 1e-6)
+        after = after * torch.rsqrt(after.pow(2).mean(1, keepdim=True) + 1e-6) * norm.double()
+        assert (y.double() - after).abs().max() <= near * after.abs().max()
+    other, gate = make(tokens, hidden), make(hidden)
+    share = torch.sigmoid(wide @ gate.double())[:, None]
+    for shared, added in ((SharedOutput(other, None), other), (SharedOutput(other, gate), other.double() * share)):
+        total, _ = kernel(x, ids, weights, squares, 1e-5, None, shared)
+        assert (total.double() - want - added).abs().max() <= near * (want + added).abs().max()
+        stream = ResidualNorm(residual.clone(), norm, 1e-6, False)
+        y, squares_after = kernel(x, ids, weights, squares, 1e-5, stream, shared)
+        assert squares_after is None and torch.equal(stream.residual, residual + total)
+        after = stream.residual.double()
         after = after * torch.rsqrt(after.pow(2).mean(1, keepdim=True) + 1e-6) * norm.double()
         assert (y.double() - after).abs().max() <= near * after.abs().max()
 

@@ -9,7 +9,7 @@ sorts the pairs by expert into blocks.  TMA loads the tiles of the weights, whos
 
     up     grid (I / BN, blocks)   y^T [BN, BM] = W [e, BN, H] x[tokens of the block]^T
     down   grid (H / BN, blocks)   the same from the order of the blocks to the order of the pairs
-    combine grid (T)               sum of k rows, one after another
+    combine grid (T)               sum of k rows, one after another, and of the shared MLP's row times its gate
 
 The weights of the chosen experts are read once.  Sums are float32 in an order that depends on the shapes alone.  The
 reference is ``device.layers.experts``.
@@ -230,12 +230,15 @@ def _down(
 
 @kernel()
 def _combine(
-    y, residual, norm, out, eps, K: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+    y, residual, norm, shared, x, gate, squares, out, eps, gate_eps, K: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_P: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum the k rows of a token.
+    """Sum the k rows of a token, and with SHARED the token's row of the shared MLP.
 
-    With ADD the sum is added to the residual, and the result is its RMSNorm (``norm.add_rms_norm``).
+    With GATED that row is first multiplied by sigmoid(gate . x), where x may lack the division of its norm.  With ADD
+    the sum is added to the residual, and the result is its RMSNorm (``norm.add_rms_norm``).  Each sum is rounded to the
+    dtype of ``out``, as that of a layer of its own.
     """
     wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, P)
@@ -244,6 +247,18 @@ def _combine(
     for i in tl.static_range(K):
         total += tl.load(y + (row * K + i) * H + at, mask=on, other=0.0).to(tl.float32)
     value = total.to(out.dtype.element_ty)
+    if SHARED:
+        other = tl.load(shared + row * H + at, mask=on, other=0.0).to(tl.float32)
+        if GATED:
+            inputs = tl.load(x + row * H + at, mask=on, other=0.0).to(tl.float32)
+            logit = tl.sum(inputs * tl.load(gate + at, mask=on, other=0.0).to(tl.float32), 0)
+            if PARTS > 0:
+                part = tl.arange(0, PARTS_P)
+                s = tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0)
+                logit *= tl.rsqrt(tl.sum(s, 0) / H + gate_eps)
+            share = 1.0 / (1.0 + tl.exp(-logit.to(x.dtype.element_ty).to(tl.float32)))
+            other = (other * share.to(x.dtype.element_ty).to(tl.float32)).to(out.dtype.element_ty).to(tl.float32)
+        value = (value.to(tl.float32) + other).to(out.dtype.element_ty)
     if ADD:
         value = (tl.load(residual + row * H + at, mask=on, other=0.0) + value).to(out.dtype.element_ty)
         tl.store(residual + row * H + at, value, mask=on)
@@ -260,6 +275,16 @@ class ResidualNorm(NamedTuple):
     norm: Tensor  # [H]
     eps: float
     whole: bool  # whether the kernel also divides by the root mean square
+
+
+class SharedOutput(NamedTuple):
+    """The output of the shared MLP ``y`` [T, H], and the weight of its gate [H], whose sigmoid multiplies the output.
+
+    ``gate`` None means that the output has no gate.
+    """
+
+    y: Tensor
+    gate: Tensor | None
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
@@ -342,13 +367,15 @@ class ExpertProducts:
         squares: Tensor | None = None,
         eps: float = 0.0,
         stream: ResidualNorm | None = None,
+        shared: SharedOutput | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the sum of the experts' outputs y [T, H] for x [T, H], ids i32 [T, k] below E, and weights f32 [T,
         k].
 
         ``squares`` f32 [T, P] means that x must still be divided by sqrt(sum of squares / H + eps)
-        (``device.layers.fused.Normed``).  With a ``stream`` the output is added to it, and the result is its norm.  If
-        that norm lacks its division, the second result is the squares of the stream f32 [T, tiles], otherwise None.
+        (``device.layers.fused.Normed``).  ``shared`` is added to the output.  With a ``stream`` the output is added to
+        it, and the result is its norm.  If that norm lacks its division, the second result is the squares of the stream
+        f32 [T, tiles], otherwise None.
         """
         t, k = ids.shape
         if not t:
@@ -360,13 +387,14 @@ class ExpertProducts:
         if t <= self.few and not self.fixed:
             # in float16 the values before the division may overflow
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
+            apart = apart or shared is not None
             y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)
-            return (self._sum(y, 1, stream), None) if apart else (y, found)
+            return (self._sum(y, 1, stream, shared, x, squares, eps), None) if apart else (y, found)
         bm = self._tile(t * k, True)["BM"]
         here = t * k <= MOST_PAIRS
         order, expert = (ids, ids.view(-1)) if here else assign(ids, self.count, bm)
         y = self._grouped(x, ids, weights, order, expert, given, eps, norm)
-        return self._sum(y, k, stream), None
+        return self._sum(y, k, stream, shared, x, squares, eps), None
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
         size = self.up.element_size()
@@ -459,13 +487,45 @@ class ExpertProducts:
         )
         return y
 
-    def _sum(self, y: Tensor, k: int, stream: ResidualNorm | None) -> Tensor:
-        """Sum the k rows of each token."""
+    def _sum(
+        self,
+        y: Tensor,
+        k: int,
+        stream: ResidualNorm | None,
+        shared: SharedOutput | None,
+        x: Tensor,
+        squares: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Sum the k rows of each token and the shared output, and add the sum to the stream.
+
+        ``squares`` and ``eps`` divide the inputs ``x`` of the gate as in a call.
+        """
         h, out = y.shape[1], y.new_empty(len(y) // k, y.shape[1])
-        after = (out, out, out, 0.0) if stream is None else (stream.residual, stream.norm, out, stream.eps)
-        warps = 4 if h <= 2048 else 16
-        wide = triton.next_power_of_2(h)
-        _combine[(len(out),)](y, *after, K=k, H=h, P=wide, ADD=stream is not None, num_warps=warps, **pdl(y))
+        after = (out, out) if stream is None else (stream.residual, stream.norm)
+        gate = None if shared is None else shared.gate
+        parts = 0 if gate is None or squares is None else squares.shape[1]
+        _combine[(len(out),)](
+            y,
+            *after,
+            out if shared is None else shared.y.contiguous(),
+            x,
+            out if gate is None else gate,
+            squares if parts else out,
+            out,
+            0.0 if stream is None else stream.eps,
+            eps,
+            K=k,
+            H=h,
+            P=triton.next_power_of_2(h),
+            PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            SHARED=shared is not None,
+            GATED=gate is not None,
+            ADD=stream is not None,
+            num_warps=4 if h <= 2048 else 16,
+            **pdl(y),
+        )
         return out
 
 

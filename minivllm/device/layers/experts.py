@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, Experts, Router
 
-from .fused import Joined, Normed, NormFusing
+from .fused import Joined, Normed, NormedLinear, NormFusing
 from .linear import Dense, Linear, stored_by
 from .module_parts import ModuleParts
 from .norm import RMSNorm
@@ -127,7 +127,7 @@ class Mixture(NormFusing):
         if mlp is not None:
             up = parts.mlp_up(name + ".shared", hidden, mlp)
             self.shared = up, parts.mlp_down(name + ".shared", hidden, mlp)
-        self.shared_gate: Callable[[Normed], Tensor] | None = None
+        self.shared_gate: NormedLinear | None = None
         if self.spec.shared_gate:
             self.shared_gate = parts.normed_linear(parts.router(name + ".shared_gate", hidden))
 
@@ -140,6 +140,8 @@ class Mixture(NormFusing):
         if not self.fast:
             h = Normed(h.finished())
         weights, ids = self.choose(h, tap)
+        if self.adds_shared:
+            return self.kernel()(h.x, ids, weights, h.squares, h.eps, None, self._shared_output(h))[0]
         y = self.products(h, ids, weights)
         if self.down.reduce:
             self.down.group.all_reduce(y)
@@ -170,6 +172,28 @@ class Mixture(NormFusing):
             tap("experts", ids.float())
         return weights, ids
 
+    @property
+    def adds_shared(self) -> bool:
+        """Return whether the kernel of the experts can add the output of a shared MLP, multiplied by its gate.
+
+        The weight of the gate must be unquantized, and the step must not have adapters of it."""
+        if self.shared is None or not self.fast or self.down.reduce:
+            return False
+        if self.shared_gate is None:
+            return True
+        gate = self.shared_gate.linear
+        return isinstance(gate.scheme, Dense) and gate.bias is None and not gate.adapted
+
+    def _shared_output(self, h: Normed) -> Any:
+        """Return the ``SharedOutput`` for the kernel of the experts, None without a shared MLP."""
+        if self.shared is None:
+            return None
+        from minivllm.device.kernels.experts import SharedOutput
+
+        up, down = self.shared
+        gate = None if self.shared_gate is None else self.shared_gate.linear.scheme.tensors["weight"]
+        return SharedOutput(down(up(h)), gate)
+
     def _of_shared(self, h: Normed, up: Callable[[Normed], Tensor], down: Linear) -> Tensor:
         y = down(up(h))
         if self.shared_gate is None:
@@ -196,14 +220,14 @@ class Mixture(NormFusing):
     @property
     def joins(self) -> bool:
         """Return whether the kernels can also add the result to the residual stream."""
-        return self.fast and self.shared is None and not self.down.reduce
+        return self.fast and not self.down.reduce and (self.shared is None or self.adds_shared)
 
     def onto(self, h: Normed, stream: Any) -> tuple[Tensor, Tensor | None]:
         """Compute the experts and add the result in place to the residual of ``stream``, a ``ResidualNorm``.
 
         Return (y, squares) as for a Normed: y [T, H] is the norm of the new residual.  Requires ``joins``."""
         weights, ids = self.choose(h)
-        return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream)
+        return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream, self._shared_output(h))
 
     def route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
         spec, bias = self.spec, self.router.choice_bias

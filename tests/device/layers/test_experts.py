@@ -208,7 +208,7 @@ def test_nothing_is_computed_for_experts_that_no_token_goes_to():
 
 
 def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeypatch):
-    """What ``minivllm.device.kernels.experts`` is called with, by a stand-in for it."""
+    """A stand-in for ``minivllm.device.kernels.experts`` receives the weights, and the output of the shared MLP."""
     made = []
 
     class Kernel:
@@ -218,11 +218,12 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
             )
             assert gate_up.is_contiguous() and down.is_contiguous()
 
-        def __call__(self, x, ids, weights, squares, eps, stream=None):
+        def __call__(self, x, ids, weights, squares, eps, stream=None, shared=None):
             assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+            y = x * 2 if shared is None else x * 2 + shared.y * torch.sigmoid(x @ shared.gate.view(-1, 1))
             if stream is None:
-                return x * 2, None
-            stream.residual.add_(x * 2)
+                return y, None
+            stream.residual.add_(y)
             return stream.residual * stream.norm, torch.ones(len(x), 1)
 
     def routes(logits, chosen, score, normalize, scale, choice_bias, rounded, floor, given):
@@ -232,7 +233,9 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
 
     calls: list = []
     stand_in = types.SimpleNamespace(
-        ExpertProducts=Kernel, ResidualNorm=namedtuple("ResidualNorm", "residual norm eps whole")
+        ExpertProducts=Kernel,
+        ResidualNorm=namedtuple("ResidualNorm", "residual norm eps whole"),
+        SharedOutput=namedtuple("SharedOutput", "y gate"),
     )
     monkeypatch.setitem(sys.modules, "minivllm.device.kernels.experts", stand_in)
     monkeypatch.setattr("minivllm.device.kernels.experts", stand_in, raising=False)
@@ -247,6 +250,16 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
     block.down.norm.fused = True
     h, residual = block.down(Normed(x), torch.full((5, 32), 3.0))
     assert torch.equal(residual, 5 * x) and h.squares is not None and torch.equal(h.x, 5 * x * block.down.norm.weight)
+    made.clear()
+    block = one_layer(replace(KINDS["clamped"], shared=MLP(12), shared_gate=True)).model.blocks[0]
+    experts = block.experts
+    assert not experts.adds_shared
+    experts.fast, block.down.norm.fused = True, True
+    assert experts.adds_shared and experts.joins
+    wanted = 2 * x + experts._of_shared(Normed(x), *experts.shared)
+    torch.testing.assert_close(experts(Normed(x)), wanted)
+    torch.testing.assert_close(block.down(Normed(x), torch.full((5, 32), 3.0))[1], 3 + wanted)
+    assert len(made) == 1
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
