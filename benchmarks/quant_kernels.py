@@ -7,7 +7,7 @@ The shapes are those of Llama-3.1-8B.  Every variant is compiled first in separa
 a float64 product of the stored weight, and timed as a replayed graph of launches over copies of the weight that do not
 fit in the second-level cache.  A variant that fails is printed with its error.
 
-Tiles are, for few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles
+Tiles are, for gemv and words BN/BK/stages/warps, small BN/BK/parts/stages/warps, matmul and tma
 BM/BN/BK/split/stages/warps, dense elements at once, w8a8 BM/BN/BK/split/stages/warps/turned/ahead/fast.  "now" is the
 kernel and tile in use.  "rows" is the time to quantize x, which w8a8 and the library's 8-bit product need first.
 """
@@ -28,7 +28,9 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.device.kernels import quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled
+from minivllm.device.kernels import eight_bits, quant, quant_gemv, quant_large_m, quant_small_m, scaled
+from minivllm.device.kernels.quant_epilogue import Around
+from minivllm.device.kernels.quant_fused import FusedProduct
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
@@ -92,19 +94,19 @@ EIGHT_MANY = (
 FIXED_TILES = (
     (64, 128, 128, 4, 8), (64, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 3, 8), (64, 64, 128, 4, 4),
 )  # fmt: skip
-FORMS = ("few", "words", "slim", "dots", "tiles", "fixed", "dense", "w8a8", "library", "rows", "now")
+FORMS = ("gemv", "words", "small", "matmul", "tma", "int8", "dense", "w8a8", "library", "rows", "now")
 COLD = 160 << 20  # bytes of copies of a weight; the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
 
-def few_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
+def gemv_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
     four = fmt.startswith("int4")
     for bn, bk, stages, warps in FEW_TILES:
         if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums in the registers of a thread
             yield dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
 
 
-def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
+def matmul_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
     """Yield tiles.
 
     More than 128 rows are tried in tiles of 128 and of 256 rows, because the latter convert the weight once.
@@ -145,24 +147,24 @@ def product_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
     n_out = SHAPES[shape][0]
     if rows <= quant.FEW:
-        yield from (("few", tile) for tile in few_tiles(fmt, rows))
+        yield from (("gemv", tile) for tile in gemv_tiles(fmt, rows))
         if fmt != "fp8":
             times = 2 if fmt.startswith("int4") else 1
             names = ("BN", "BK", "STAGES", "num_warps")
             yield from (("words", dict(zip(names, (n, times * k, s, w), strict=True))) for n, k, s, w in WORDS_TILES)
         if not fmt.startswith("int4"):
             names = ("BN", "BK", "P", "STAGES", "num_warps")
-            yield from (("slim", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
+            yield from (("small", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
     if rows <= 256:
-        yield from (("dots", tile) for tile in dots_tiles(fmt, rows, n_out))
+        yield from (("matmul", tile) for tile in matmul_tiles(fmt, rows, n_out))
     if 8 < rows <= 256:
         names = ("BM", "BN", "BK", "SK", "STAGES", "num_warps")
         for tile in TILES[next(most for most in TILES if rows <= most)]:
             if tile[3] == 1 or n_out < 28672:
-                yield "tiles", dict(zip(names, tile, strict=True))
+                yield "tma", dict(zip(names, tile, strict=True))
     if fmt == "int8" and rows >= 64:
         names = ("BM", "BN", "BK", "STAGES", "num_warps")
-        yield from (("fixed", dict(zip(names, tile, strict=True))) for tile in FIXED_TILES)
+        yield from (("int8", dict(zip(names, tile, strict=True))) for tile in FIXED_TILES)
     yield "now", {}
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
@@ -202,23 +204,25 @@ def weights(fmt: str, shape: str, device: str, copies: int) -> list[quant.Quanti
 
 def held(kernels: quant.Quantized) -> torch.Tensor:
     """Return the weight in float64, converted by torch."""
-    if kernels.form == 8:
+    if kernels.form.bits == 8:
         return kernels.weight.to(torch.float32).double() * kernels.scale.double()[:, None]
-    halves = kernels.weight.view(kernels.n, -1, 1, 16)
-    codes = torch.cat((halves & 15, halves >> 4), 2).view(kernels.n, -1, kernels.group).to(torch.int8) - 8
-    return (codes.double() * kernels.scale.double()[..., None]).view(kernels.n, -1)
+    form = kernels.form
+    halves = kernels.weight.view(form.n, -1, 1, 16)
+    codes = torch.cat((halves & 15, halves >> 4), 2).view(form.n, -1, form.group).to(torch.int8) - 8
+    return (codes.double() * kernels.scale.double()[..., None]).view(form.n, -1)
 
 
 def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Tensor) -> Callable[[], Any]:
     """Return the timed call.  For 8-bit products the rows are quantized before."""
-    if form in ("few", "words", "dots"):
-        return partial(getattr(kernels, form), x, tile)
-    if form == "slim":
-        return lambda: quant_slim.SlimProduct(kernels)(x, tile=tile)[0]
-    if form == "tiles":
-        return partial(quant_tiles.tiles, kernels, x, tile)
-    if form == "fixed":
-        return partial(quant_fixed.fixed, x, kernels.weight, kernels.scale, None, tile)
+    if form in ("gemv", "words"):
+        return partial(quant_gemv.gemv, kernels, x, tile=tile, words=form == "words")
+    if form in ("matmul", "tma"):
+        return partial(quant_large_m.matmul, kernels, x, tile=tile, tma=form == "tma")
+    if form == "small":
+        product = FusedProduct(kernels)
+        return lambda: quant_small_m.small_m(product, x, Around(), product.arrived, tile)[0]
+    if form == "int8":
+        return partial(quant_large_m.int8_large, x, kernels.weight, kernels.scale, None, tile)
     if form == "now":
         return partial(kernels, x)
     if form == "dense":
@@ -226,7 +230,7 @@ def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Ten
     if form == "rows":
         return partial(scaled.rows, x, kernels.weight.dtype)
     q, by_row = scaled.rows(x, kernels.weight.dtype)
-    y = x.new_empty(len(x), kernels.n)
+    y = x.new_empty(len(x), kernels.form.n)
     if form == "w8a8":
         return partial(scaled.product, q, by_row, kernels.weight, kernels.scale, y, tile, kernels.arrived)
     if kernels.weight.dtype == torch.int8:
@@ -249,36 +253,35 @@ class Compiled:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
 
+COMPILED: dict[Any, tuple[str, ...]] = {  # the kernels of each module
+    quant: ("_numbers",),
+    quant_gemv: ("_gemv",),
+    quant_large_m: ("_matmul", "_halves", "_int8_large", "_parts"),
+    quant_small_m: ("_small_m8",),
+    scaled: ("_product",),
+}
+
+
 def compile_share(share: list[Job]) -> None:
     """Compile a share of the variants into Triton's cache, without device memory."""
     launch = {"PDL": True, "launch_pdl": True}
-    for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
+    for module in (eight_bits, quant, quant_gemv, quant_large_m, quant_small_m, scaled):
         module.pdl = lambda like: launch
-    for module in (quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled):
+    for module in (quant, quant_gemv, quant_large_m, quant_small_m, scaled):
         module.capability = lambda device: 9
-    quant_tiles._tiles, quant_tiles._halves = Compiled(quant_tiles._tiles), Compiled(quant_tiles._halves)
-    quant_numbers._numbers = Compiled(quant_numbers._numbers)
-    quant_fixed._fixed, quant_fixed._parts = Compiled(quant_fixed._fixed), Compiled(quant_fixed._parts)
-    quant._few, quant._dots, scaled._product = (Compiled(k) for k in (quant._few, quant._dots, scaled._product))
-    quant_words._words, quant_slim._slim = Compiled(quant_words._words), Compiled(quant_slim._slim)
+    for module, names in COMPILED.items():
+        for name in names:
+            setattr(module, name, Compiled(getattr(module, name)))
     for fmt, shape, rows, form, tile in share:
         try:
             kernels = weights(fmt, shape, "meta", 1)[0]
-            x = torch.empty(rows, kernels.k, dtype=torch.bfloat16, device="meta")
+            x = torch.empty(rows, kernels.form.k, dtype=torch.bfloat16, device="meta")
             if form == "w8a8":
                 q = torch.empty_like(x, dtype=kernels.weight.dtype)
-                y = x.new_empty(rows, kernels.n)
+                y = x.new_empty(rows, kernels.form.n)
                 scaled.product(q, kernels.scale, kernels.weight, kernels.scale, y, tile, kernels.arrived)
-            elif form == "slim":
-                quant_slim.SlimProduct(kernels)(x, tile=tile)
-            elif form == "tiles":
-                quant_tiles.tiles(kernels, x, tile)
-            elif form == "fixed":
-                quant_fixed.fixed(x, kernels.weight, kernels.scale, None, tile)
-            elif form == "now":
-                kernels(x)
             else:
-                getattr(kernels, form)(x, tile)
+                call(kernels, form, tile, x)()
         except Exception as e:  # reported when the variant is measured
             if os.environ.get("TELL"):
                 print("not compiled", fmt, shape, rows, form, tile, repr(e)[:200], flush=True)
@@ -288,9 +291,9 @@ def compile_all(todo: list[Job], processes: int) -> int:
     unique: dict[Any, Job] = {}
     for job in todo:
         fmt, shape, rows, form, tile = job
-        if form in ("few", "words", "slim", "dots", "tiles", "fixed", "w8a8", "now"):
+        if form in ("gemv", "words", "small", "matmul", "tma", "int8", "w8a8", "now"):
             # the number of rows is compiled in, as a power of two of few rows
-            by_rows = rows if form in ("few", "words", "now") else 0
+            by_rows = rows if form in ("gemv", "words", "now") else 0
             unique.setdefault((fmt, shape, form, by_rows, *sorted(tile.items())), job)
     work = list(unique.values())
     context = multiprocessing.get_context("spawn")

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import quant_kernels
 import torch
 
-from minivllm.device.kernels import quant, quant_slim, quant_slim_four, quant_vector, scaled
+from minivllm.device.kernels import eight_bits, quant, quant_gemv, scaled
 from minivllm.device.kernels.activation import gate_mul
 from minivllm.device.kernels.norm import add_rms_norm
 from minivllm.device.kernels.products import ADDED, GATED, PLAIN, Product
+from minivllm.device.kernels.quant_fused import FusedProduct
 
 HIDDEN, EPS = 4096, 1e-5
 # outputs, inputs, mode
@@ -126,24 +127,23 @@ class Inputs:
 
 def compile_share(share: list[Job], count: int) -> None:
     """Compile a share of the variants into Triton's cache, without device memory."""
-    quant_vector.pdl = lambda like: {"PDL": True, "launch_pdl": True}
-    quant_vector.capability = lambda device: 9
-    quant_vector.multiprocessors = lambda device: count
-    quant_vector._short, quant_vector._long = (
-        quant_kernels.Compiled(k) for k in (quant_vector._short, quant_vector._long)
+    for module in (eight_bits, quant_gemv):
+        module.pdl = lambda like: {"PDL": True, "launch_pdl": True}
+    quant_gemv.capability = lambda device: 9
+    quant_gemv.multiprocessors = lambda device: count
+    quant_gemv._fused_gemv, eight_bits._rows = (
+        quant_kernels.Compiled(k) for k in (quant_gemv._fused_gemv, eight_bits._rows)
     )
     for fmt, shape, tile in share:
         try:
-            product = quant_vector.VectorProduct(
-                made(fmt, shape, "meta"), None, SHAPES[shape][2], rounded=FORMATS[fmt][1]
-            )
+            product = FusedProduct(made(fmt, shape, "meta"), None, SHAPES[shape][2], rounded=FORMATS[fmt][1])
             Inputs(1, "meta").joined(product, shape, named(shape, tile))
         except Exception as e:
             print("not compiled", fmt, shape, tile, repr(e)[:200], flush=True)
 
 
 def compile_all(todo: list[Job], processes: int) -> None:
-    context, count = multiprocessing.get_context("spawn"), quant_vector.multiprocessors(torch.device("cuda"))
+    context, count = multiprocessing.get_context("spawn"), quant_gemv.multiprocessors(torch.device("cuda"))
     workers = [context.Process(target=compile_share, args=(todo[i::processes], count)) for i in range(processes)]
     for worker in workers:
         worker.start()
@@ -210,21 +210,11 @@ def format_layers(fmt: str, rows: int, state: Layer, tiles: dict[str, Any]) -> I
     if rounded is not None:
         alone = {name: scaled.ScaledProduct(of.weight, of.scale) for name, of in kernels.items()}
     yield "one by one", separate(alone, state)
-    if rows == 1:
-        made_of = {
-            name: quant_vector.VectorProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
-        }
-        yield "joined", joined(made_of, state, None)
-        if tiles:
-            yield "joined, the fastest tiles", joined(made_of, state, tiles)
-    elif rows <= quant_slim.ROWS and kernels["o"].form == 8:
-        made_of = {
-            name: quant_slim.SlimProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
-        }
-        yield "slim", joined(made_of, state, None)
-    elif 1 < rows <= quant_slim_four.SlimFourProduct(kernels["o"]).rows:
-        made_of = {name: quant_slim_four.SlimFourProduct(of, None, SHAPES[name][2]) for name, of in kernels.items()}
-        yield "slim", joined(made_of, state, None)
+    made_of = {name: FusedProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()}
+    if rows == 1 or rows <= made_of["o"].rows:
+        yield "fused", joined(made_of, state, None)
+    if rows == 1 and tiles:
+        yield "fused, the fastest tiles", joined(made_of, state, tiles)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -263,7 +253,7 @@ def search(todo: list[Job], repeat: int, until: float) -> dict[tuple[str, str], 
                 weights = [made(fmt, shape, "cuda") for _ in range(max(2, quant_kernels.COLD // size + 1))]
                 given = Inputs(1, "cuda")
                 want = wanted(weights[0], shape, given, FORMATS[fmt][1])
-            products = [quant_vector.VectorProduct(of, None, mode, rounded=FORMATS[fmt][1]) for of in weights]
+            products = [FusedProduct(of, None, mode, rounded=FORMATS[fmt][1]) for of in weights]
             stream = given.residual.clone()
             got = given.joined(products[0], shape, named(shape, tile))[0].float()
             given.residual.copy_(stream)

@@ -10,8 +10,9 @@ import quant_kernels
 import rounded_rows
 import torch
 
-from minivllm.device.kernels import quant, quant_slim_four, quant_vector, scaled
+from minivllm.device.kernels import quant, quant_gemv, quant_small_m, scaled
 from minivllm.device.kernels.products import GATED, PLAIN
+from minivllm.device.kernels.quant_fused import FusedProduct
 
 
 @pytest.mark.parametrize("shape", quant_kernels.SHAPES)
@@ -38,44 +39,44 @@ def test_words_of_weights_are_multiplied_as_bytes_are(shape):
     kernels, held = quant_kernels.make(*shape, "cpu")
     for m in (1, 5):
         x, by_row = torch.randn(m, held.shape[1]).half(), torch.rand(m) + 0.5
-        quant_kernels.close(kernels.words(x), x, held, f"{m} rows")
-        scaled_rows = kernels.words(x, by_row=by_row).double() / by_row[:, None].double()
+        quant_kernels.close(quant_gemv.gemv(kernels, x, words=True), x, held, f"{m} rows")
+        scaled_rows = quant_gemv.gemv(kernels, x, None, by_row, words=True).double() / by_row[:, None].double()
         quant_kernels.close(scaled_rows, x, held, f"{m} rows with a factor each")
 
 
-@pytest.mark.parametrize("shape", [shape for shape in quant_kernels.SLIM if shape[0] != "fp8"])
+@pytest.mark.parametrize("shape", [shape for shape in quant_kernels.SMALL if shape[0] != "fp8"])
 def test_few_rows_of_quantized_weights_with_what_follows_them(shape):
-    quant_kernels.check_slim("cpu", torch.float16, shape, dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1))
+    quant_kernels.check_small("cpu", torch.float16, shape, dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1))
 
 
 @pytest.mark.parametrize("each", [1, 4])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("shape", quant_kernels.SLIM_FOUR, ids=str)
+@pytest.mark.parametrize("shape", quant_kernels.SMALL_FOUR, ids=str)
 def test_few_rows_of_four_bits_with_what_surrounds_them(shape, parts, each):
     tile = dict(BN=16, EACH=each, SK=parts, STAGES=2, num_warps=1)
-    quant_kernels.check_slim_four("cpu", torch.float16, shape, tile)
+    quant_kernels.check_small_four("cpu", torch.float16, shape, tile)
 
 
 def test_few_rows_of_four_bits_are_served_as_far_as_tiles_were_measured(monkeypatch):
-    monkeypatch.setattr(quant_slim_four, "capability", lambda device: 9)
+    monkeypatch.setattr(quant_small_m, "capability", lambda device: 9)
     for k, group, rows in ((14336, 128, 8), (14336, 32, 4), (16384, 64, 8), (16896, 128, 0), (1056, 32, 0)):
         packed, scale = torch.empty(16, k // 2, dtype=torch.uint8), torch.empty(16, k // group)
-        assert quant_slim_four.SlimFourProduct(quant.Quantized(packed, scale, None, group)).rows == rows, (k, group)
+        assert FusedProduct(quant.Quantized(packed, scale, None, group)).rows == rows, (k, group)
     kernels, _ = quant_kernels.make("int4", 16, 128, 128, False, "cpu")
     with pytest.raises(ValueError, match="9 rows: expected 1 to 8"):
-        quant_slim_four.SlimFourProduct(kernels)(torch.zeros(9, 128).half())
+        quant_kernels.run_small(FusedProduct(kernels), torch.zeros(9, 128).half(), None)
 
 
 def test_rows_are_rounded_before_a_product_of_few_rows():
     tile = dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1)
-    quant_kernels.check_slim("cpu", torch.float16, quant_kernels.SLIM[0], tile, rounded=True)
+    quant_kernels.check_small("cpu", torch.float16, quant_kernels.SMALL[0], tile, rounded=True)
 
 
 @pytest.mark.parametrize("stages", [0, 2], ids=["registers", "shared"])
 @pytest.mark.parametrize("second", [{"EACH": 1}, {"EACH": 20}, {"BK": 256}], ids=["in turn", "a tile each", "long"])
-@pytest.mark.parametrize("shape", quant_kernels.VECTOR)
+@pytest.mark.parametrize("shape", quant_kernels.ONE_ROW)
 def test_one_row_of_quantized_weights_with_what_follows_it(monkeypatch, shape, second, stages):
-    monkeypatch.setattr(quant_vector, "SHORT", 0 if "BK" in second else 4096)
+    monkeypatch.setattr(quant_gemv, "SHORT", 0 if "BK" in second else 4096)
     tile = dict(BN=8, STAGES=stages, num_warps=1, **second)
     quant_kernels.check_vector("cpu", torch.float16, shape, tile)
     if shape[0] == "int8":
@@ -85,18 +86,18 @@ def test_one_row_of_quantized_weights_with_what_follows_it(monkeypatch, shape, s
 @pytest.mark.parametrize("stages", [0, 2], ids=["registers", "shared"])
 @pytest.mark.parametrize("second", [{"EACH": 1}, {"BK": 256}], ids=["short", "long"])
 def test_a_row_that_float8_holds_has_by_eights_the_products_that_elements_give(monkeypatch, second, stages):
-    monkeypatch.setattr(quant_vector, "SHORT", 0 if "BK" in second else 4096)
+    monkeypatch.setattr(quant_gemv, "SHORT", 0 if "BK" in second else 4096)
     kernels, _ = quant_kernels.make("fp8", 40, 640, 0, False, "cpu")
     x = (torch.randn(1, 640) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).half() / 64
     x[0, 3] = 7.0  # the largest float8 number in these steps
     tops = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
     tile = dict(BN=8, STAGES=stages, num_warps=1, **second)
     for mode in (PLAIN, GATED):
-        eights = quant_vector.VectorProduct(kernels, None, mode, rounded=torch.float8_e4m3fn)
-        assert eights.elements(x)[0] == 8
-        want = quant_vector.VectorProduct(kernels, None, mode)(x, tile=tile)[0]
+        eights = FusedProduct(kernels, None, mode, rounded=torch.float8_e4m3fn)
+        assert quant_gemv.elements_of(eights, x)[0] == 8
+        want = quant_kernels.run_gemv(FusedProduct(kernels, None, mode), x, tile)[0]
         for known in (None, tops):
-            got = eights(x, tile=tile, tops=known)[0]
+            got = quant_kernels.run_gemv(eights, x, tile, known)[0]
             torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3 * float(want.abs().max()))
 
 

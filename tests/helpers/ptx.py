@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,15 +31,21 @@ def written_in(file: str, function: str) -> list[InlinePtx]:
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
     calls = [n for n in ast.walk(found) if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == ASM]
-    return [_read(call) for call in sorted(calls, key=lambda call: call.lineno)]
+    found_in = []
+    for call in sorted(calls, key=lambda call: call.lineno):
+        before = [n for n in ast.walk(found) if isinstance(n, ast.AnnAssign) and n.lineno < call.lineno]
+        named = {ast.unparse(n.target): n.value for n in sorted(before, key=lambda n: n.lineno)}
+        found_in.append(_read(call, named))
+    return found_in
 
 
 ASM = "inline_asm_elementwise"
 
 
-def _read(call: ast.Call) -> InlinePtx:
+def _read(call: ast.Call, named: dict[str, Any]) -> InlinePtx:
     given = dict(zip(("asm", "constraints", "args", "dtype", "is_pure", "pack"), call.args, strict=False))
     given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
+    given["asm"] = named.get(ast.unparse(given["asm"]), given["asm"])  # the text may be a constant of the function
     text, constraints, pack = (ast.literal_eval(given[name]) for name in ("asm", "constraints", "pack"))
     return InlinePtx(text, constraints.split(","), pack)
 

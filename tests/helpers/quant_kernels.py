@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from minivllm.device.kernels.products import ADDED, GATED
-from minivllm.device.kernels.quant import FEW, Quantized, few_tile
-from minivllm.device.kernels.quant_fixed import fixed
-from minivllm.device.kernels.quant_slim import SlimProduct
-from minivllm.device.kernels.quant_slim_four import SlimFourProduct
-from minivllm.device.kernels.quant_tiles import tile_of, tiles
-from minivllm.device.kernels.quant_vector import VectorProduct
-from minivllm.device.kernels.quant_words import takes
+from minivllm.device.kernels.quant import FEW, Quantized
+from minivllm.device.kernels.quant_epilogue import Around
+from minivllm.device.kernels.quant_fused import FusedProduct
+from minivllm.device.kernels.quant_gemv import fused_gemv, gemv, words_fit
+from minivllm.device.kernels.quant_large_m import int8_large, matmul, matmul_tile
+from minivllm.device.kernels.quant_small_m import small_m
 from minivllm.plugins.quantizer.spec import NF4_TABLE
 
 # allowed errors of the product, relative to sums of absolute values; bfloat16 rounds each weight of a group and the
@@ -73,12 +72,12 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[in
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
         forms = {"dense": kernels.dense, "dense in parts": lambda x: kernels.dense(x, 5 * held.shape[1])}
         if m <= FEW:
-            forms["few"] = lambda x: kernels.few(x, few_tile(kernels.form, kernels.group, len(x)))
-            if m and kernels.table is None and takes(x, kernels.weight, kernels.k):
-                forms["few by words"] = kernels.words
-        if m and kernels.table is None:
-            forms["dots"] = kernels.dots
-            forms["dots in two parts"] = lambda x: kernels.dots(x, SPLIT)
+            forms["gemv"] = lambda x: gemv(kernels, x, words=False)
+            if m and words_fit(x, kernels):
+                forms["gemv by words"] = lambda x: gemv(kernels, x, words=True)
+        if m and not kernels.form.table:
+            forms["matmul"] = lambda x: matmul(kernels, x)
+            forms["matmul in two parts"] = lambda x: matmul(kernels, x, tile=SPLIT)
         for name, form in forms.items():
             got = form(x)
             assert got.shape == (m, held.shape[0]) and got.dtype == dtype
@@ -102,8 +101,8 @@ def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int 
         assert kernels(x, whole) is whole and torch.equal(whole, got)
 
 
-SLIM = [("int8", 48, 256, 0, False), ("fp8", 40, 128, 0, False), ("int8", 40, 640, 0, False)]
-SLIM_FOUR = [
+SMALL = [("int8", 48, 256, 0, False), ("fp8", 40, 128, 0, False), ("int8", 40, 640, 0, False)]
+SMALL_FOUR = [
     ("int4", 36, 384, 128, True),
     ("int4", 40, 640, 32, False),
     ("int4", 24, 192, 64, False),
@@ -111,7 +110,7 @@ SLIM_FOUR = [
 ]
 
 
-VECTOR = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
+ONE_ROW = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
 TILES = [("int8", 48, 256, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
 
 
@@ -122,7 +121,7 @@ def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: di
         for m in rows:
             x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)) * torch.logspace(-2, 2, m)[:, None]
             x[1] = 0
-            got = fixed(x.to(device, dtype), kernels.weight, kernels.scale, tile=tile).double().cpu()
+            got = int8_large(x.to(device, dtype), kernels.weight, kernels.scale, tile=tile).double().cpu()
             wide = x.to(dtype).double()
             room = wide.abs().amax(1, keepdim=True) / 32512 * held.abs().sum(1)
             room += 2 * torch.finfo(dtype).eps * (wide @ held.T).abs() + 1e-9
@@ -132,18 +131,29 @@ def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: di
 def check_tiles(
     device: str, dtype: torch.dtype, shape: tuple, rows: tuple[int, ...], tile: dict[str, int] | None
 ) -> None:
-    """Check the product by tiles, with whole sums and with sums in parts.  ``tile`` None means the chosen tile."""
+    """Check the product with TMA, with whole sums and with sums in parts.  ``tile`` None means the chosen tile."""
     kernels, held = make(*shape, device)
     for m in rows:
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
-        chosen = tile or tile_of(kernels.form, m, kernels.n)
+        chosen = tile or matmul_tile(kernels.form, m, True)
         for parts in (1, 2, 4):
-            close(tiles(kernels, x, {**chosen, "SK": parts}), x, held, f"{shape}, {m} rows, {parts} parts")
+            got = matmul(kernels, x, tile={**chosen, "SK": parts}, tma=True)
+            close(got, x, held, f"{shape}, {m} rows, {parts} parts")
             assert not kernels.arrived.any(), "counters of split sums are not 0 again"
 
 
-def check_joined(kind, device: str, dtype: torch.dtype, shape: tuple, rows, tile: dict[str, int], rounded=False):
-    """Check a ``kind`` of product (``SlimProduct``, ``VectorProduct``) with its epilogue.
+def run_small(product: FusedProduct, x: Tensor, tile: dict[str, int] | None, tops=None, **around) -> tuple:
+    """Run the kernel of few rows, also for one row."""
+    return small_m(product, x, Around(**around), product.arrived, tile)
+
+
+def run_gemv(product: FusedProduct, x: Tensor, tile: dict[str, int] | None, tops=None, **around) -> tuple:
+    """Run the kernel of one row."""
+    return fused_gemv(product, x, Around(**around), tops, tile)
+
+
+def check_fused(run, device: str, dtype: torch.dtype, shape: tuple, rows, tile: dict[str, int], rounded=False):
+    """Check the kernel that ``run`` starts (``run_small``, ``run_gemv``) with its epilogue.
 
     This includes the norm of the inputs, bias, gate, residual stream and the next norm.
     """
@@ -157,42 +167,44 @@ def check_joined(kind, device: str, dtype: torch.dtype, shape: tuple, rows, tile
         x, bias, norm, residual = draw(m, k), draw(n), draw(n).abs() + 0.5, draw(m, n)
         squares = x.float().square().unflatten(1, (4, -1)).sum(2)
         product = x.double().cpu() @ held.T
-        got, none = kind(kernels, rounded=eight)(x, tile=tile)
+        got, none = run(FusedProduct(kernels, rounded=eight), x, tile)
         assert none is None
         agree(got, product, near, f"{shape}, {m} rows")
 
         divided = product / (x.double().cpu().square().mean(1, keepdim=True) + eps).sqrt()
-        got = kind(kernels, bias, rounded=eight)(x, squares, eps, tile=tile)[0]
+        normed = dict(squares=squares, eps=eps)
+        got = run(FusedProduct(kernels, bias, rounded=eight), x, tile, **normed)[0]
         agree(got, divided + bias.double().cpu(), near, f"{shape}, {m} rows, of a norm, with a bias")
 
         gate, up = divided.chunk(2, 1)
-        got = kind(kernels, None, GATED, rounded=eight)(x, squares, eps, tile=tile)[0]
+        got = run(FusedProduct(kernels, None, GATED, rounded=eight), x, tile, **normed)[0]
         agree(got, torch.nn.functional.silu(gate) * up, near, f"{shape}, {m} rows, of a gate")
 
         stream = residual.double().cpu() + product
-        got, parts = kind(kernels, None, ADDED, rounded=eight)(x, residual=residual, norm=norm, tile=tile)
+        added = FusedProduct(kernels, None, ADDED, rounded=eight)
+        got, parts = run(added, x, tile, residual=residual, norm=norm)
         assert parts is not None
         agree(residual, stream, near, f"{shape}, {m} rows, the stream")
         agree(got, stream * norm.double().cpu(), near, f"{shape}, {m} rows, with the norm's weight")
         agree(parts.sum(1), stream.square().sum(1), near, f"{shape}, {m} rows, the sums of squares")
 
 
-def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    check_joined(SlimProduct, device, dtype, shape, (1, 2, 5, 8), tile, rounded)
+def check_small(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
+    check_fused(run_small, device, dtype, shape, (1, 2, 5, 8), tile, rounded)
 
 
-def check_slim_four(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int] | None) -> None:
+def check_small_four(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int] | None) -> None:
     """Check also equal bits in two runs, for large and small rows."""
     kernels, held = make(*shape, device)
-    check_joined(SlimFourProduct, device, dtype, shape, (2, 4, 5, 8), tile)
-    x = torch.randn(3, kernels.k, generator=torch.Generator().manual_seed(3)).to(device, dtype)
-    product, size = SlimFourProduct(kernels), 2.0**90 if dtype == torch.bfloat16 else 8.0
-    whole = product(x, tile=tile)[0]
-    assert torch.equal(product(x, tile=tile)[0], whole)
+    check_fused(run_small, device, dtype, shape, (2, 4, 5, 8), tile)
+    x = torch.randn(3, kernels.form.k, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    product, size = FusedProduct(kernels), 2.0**90 if dtype == torch.bfloat16 else 8.0
+    whole = run_small(product, x, tile)[0]
+    assert torch.equal(run_small(product, x, tile)[0], whole)
     by = torch.tensor([[1 / size], [1.0], [size]], device=device, dtype=dtype)
-    assert torch.equal(product(x * by, tile=tile)[0], whole * by), "other numbers of rows times a power of two"
+    assert torch.equal(run_small(product, x * by, tile)[0], whole * by), "other numbers of rows times a power of two"
     x[0, -1], x[1] = 27000.0, 0
-    close(product(x, tile=tile)[0], x, held, "a large element, and a row of zeros")
+    close(run_small(product, x, tile)[0], x, held, "a large element, and a row of zeros")
     assert not product.arrived.any(), "counters of split sums are not 0 again"
 
 
@@ -202,24 +214,24 @@ def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, 
     With 4 bits no row is too large or too small.  A row times a power of two has products times the same power, to the
     bit.
     """
-    check_joined(VectorProduct, device, dtype, shape, (1,), tile, rounded)
+    check_fused(run_gemv, device, dtype, shape, (1,), tile, rounded)
     kernels, held = make(*shape, device)
     x = torch.randn(1, held.shape[1], generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    y, tops = VectorProduct(kernels, None, GATED)(x, tile=tile)
+    y, tops = run_gemv(FusedProduct(kernels, None, GATED), x, tile)
     assert tops is not None and tops.view(torch.float32).max() == y.float().abs().max()
-    product = VectorProduct(kernels, rounded=kernels.weight.dtype if rounded else None)
-    if kernels.form == 4:
-        whole = product(x, tile=tile)[0]
+    product = FusedProduct(kernels, rounded=kernels.weight.dtype if rounded else None)
+    if kernels.form.bits == 4:
+        whole = run_gemv(product, x, tile)[0]
         for power in (0.25, 4.0) if dtype == torch.float16 else (2.0**-80, 2.0**90):
-            assert torch.equal(product(x * power, tile=tile)[0], whole * power), power
-        assert not product(torch.zeros_like(x), tile=tile)[0].any()
+            assert torch.equal(run_gemv(product, x * power, tile)[0], whole * power), power
+        assert not run_gemv(product, torch.zeros_like(x), tile)[0].any()
         largest_is_found(product, held, x, tile)
-    if product.by_largest:
+    if product.takes_tops:
         known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
-        assert torch.equal(product(x, tile=tile, tops=known)[0], product(x, tile=tile)[0])
+        assert torch.equal(run_gemv(product, x, tile, known)[0], run_gemv(product, x, tile)[0])
 
 
-def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict[str, int]) -> None:
+def largest_is_found(product: FusedProduct, held: Tensor, x: Tensor, tile: dict[str, int]) -> None:
     """Check a large element at the end of a row, which changes the scale of all others, whether it is passed or not.
 
     The passed value must be used.  The element is multiplied by a code before the zero point is subtracted, so the
@@ -229,8 +241,8 @@ def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict
     x[0, -1] = 27000.0
     known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
     for tops in (None, known):
-        close(product(x, tile=tile, tops=tops)[0], x, held, "a row with a large element", largest)
-    assert not product(x, tile=tile, tops=torch.zeros_like(known))[0].isfinite().all()
+        close(run_gemv(product, x, tile, tops)[0], x, held, "a row with a large element", largest)
+    assert not run_gemv(product, x, tile, torch.zeros_like(known))[0].isfinite().all()
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import kernel, pdl, wait
+
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -60,3 +62,45 @@ def codes_of(v, step, inverse, TOP: tl.constexpr, WHOLE: tl.constexpr):
 def empty_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate codes [M, K] of a dtype and scales f32 [M, 1]."""
     return torch.empty((m, k), dtype=dtype, device=device), torch.empty((m, 1), dtype=torch.float32, device=device)
+
+
+@kernel()
+def _rows(
+    x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Round a row to 8 bits: WHOLE as int8, otherwise as float8.  q may have a wider dtype."""
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ok = tl.arange(0, BK)
+    most = tl.zeros([BK], tl.int32)
+    for k in tl.range(0, K, BK):
+        most = tl.maximum(most, size_of(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
+    step, inverse = step_of(tl.max(most, 0), TOP)
+    tl.store(scale + row, step)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
+        v = codes_of(v, step, inverse, TOP, WHOLE)
+        tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
+
+
+def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Round contiguous x [M, K] to ``dtype``, and return q [M, K] and scale f32 [M, 1].
+
+    ``kept`` is the dtype of q.  None means ``dtype``.
+    """
+    m, k = x.shape
+    q, scale = empty_rows(m, k, kept or dtype, x.device)
+    if m:
+        block = min(triton.next_power_of_2(k), 16384)
+        _rows[(m,)](
+            x,
+            q,
+            scale,
+            K=k,
+            BK=block,
+            TOP=TOP[dtype],
+            WHOLE=dtype == torch.int8,
+            num_warps=min(16, max(4, block // 512)),
+            **pdl(x),
+        )
+    return q, scale

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
-from .quant import together
-from .quant_numbers import drained
+from .split_sums import drained, together
 
 DOTS = 256  # rows up to which ``dots`` is used
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time

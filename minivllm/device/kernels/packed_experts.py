@@ -21,7 +21,8 @@ from minivllm.core.interfaces.quantizer import StoredWeight
 from .experts import ExpertProducts, _block, _gated
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
-from .quant_numbers import drained, zeros_of
+from .quant_formats import zeros_of
+from .split_sums import drained
 
 # By bits: most pairs of an expert; then BM, BN, BK, stages and warps of ``up`` and of ``down``. For 4 bits these are
 # the fastest of benchmarks/packed_products.py on an H200. For 8 bits and few pairs they are the fastest of one weight,

@@ -14,27 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, middles
-
-
-@triton.jit
-def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
-    """Repeat s [BN, SOME] to [BN, SOME * EACH]."""
-    if SOME == 1:
-        return s
-    else:
-        return tl.reshape(tl.broadcast_to(s[:, :, None], [BN, SOME, EACH]), [BN, SOME * EACH])
-
-
-@triton.jit
-def _whole(raw, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Convert bytes to numbers of ``dtype``."""
-    if ASM and raw.dtype == tl.int8:
-        return int8_pairs(raw)
-    elif ASM and raw.dtype == tl.float8e4nv:
-        return fp8_pairs(raw.to(tl.uint8, bitcast=True))
-    else:
-        return raw.to(tl.float32).to(dtype)
+from .quant_formats import bytes_of, nibbles_of, spread
 
 
 @triton.jit
@@ -79,29 +59,17 @@ def add_tile(
                   other=0 if FORM == 4 else 0.0)  # fmt: skip
     og = k // GROUP + tl.arange(0, some)
     s_at, on_s = row[:, None] * groups + og[None, :], there[:, None] & (og < groups)[None, :]
-    s = tl.load(scale + s_at, mask=on_s, other=0.0)
     if FORM == 4:
-        if ASM and ZERO != 1:
-            z = s
-            if ZERO:
-                z = tl.load(zero + s_at, mask=on_s, other=0.0)
-            near, rest = halves(s)
-            near, rest = _spread(near, BN, some, each), _spread(rest, BN, some, each)
-            low, high = int4_pairs(raw, near, rest, _spread(middles(z, s, ZERO), BN, some, each))
-        else:
-            m = s * 8.0
-            if ZERO:
-                m = s * tl.load(zero + s_at, mask=on_s, other=0.0)
-            s, m = _spread(s, BN, some, each), _spread(m, BN, some, each)
-            low = ((raw & 15).to(tl.float32) * s - m).to(a.dtype)
-            high = ((raw >> 4).to(tl.float32) * s - m).to(a.dtype)
+        low, high = nibbles_of(raw, scale, zero, s_at, on_s, a.dtype, BN, some, each, ZERO, ASM)
         acc = tl.dot(low, a, acc, input_precision=precision)
         acc = tl.dot(high, b, acc, input_precision=precision)
     elif some == 1 and not ZERO:
-        acc += tl.dot(_whole(raw, a.dtype, ASM), a, input_precision=precision) * s
+        s = tl.load(scale + s_at, mask=on_s, other=0.0)
+        acc += tl.dot(bytes_of(raw, a.dtype, ASM), a, input_precision=precision) * s
     else:
+        s = tl.load(scale + s_at, mask=on_s, other=0.0)
         steps = raw.to(tl.float32)
         if ZERO:
-            steps = steps - _spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, each)
-        acc = tl.dot((steps * _spread(s, BN, some, each)).to(a.dtype), a, acc, input_precision=precision)
+            steps = steps - spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, some, each)
+        acc = tl.dot((steps * spread(s, BN, some, each)).to(a.dtype), a, acc, input_precision=precision)
     return acc

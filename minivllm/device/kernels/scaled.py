@@ -21,56 +21,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .eight_bits import TOP, codes_of, divided, empty_rows, size_of, step_of
+from .eight_bits import divided, rows, size_of, step_of
 from .launch import capability, kernel, pdl, wait
 from .quant import Quantized
-from .quant_words import WIDE
+from .quant_gemv import WIDE, gemv
 
 MULTIPROCESSORS = 132  # number of the GPU that was measured
 FEW_ROWS = 2  # rows up to which tensor cores are not used
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
-
-
-@kernel()
-def _rows(
-    x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Round a row to 8 bits: WHOLE as int8, otherwise as float8.  q may have a wider dtype."""
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    ok = tl.arange(0, BK)
-    most = tl.zeros([BK], tl.int32)
-    for k in tl.range(0, K, BK):
-        most = tl.maximum(most, size_of(tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)))
-    step, inverse = step_of(tl.max(most, 0), TOP)
-    tl.store(scale + row, step)
-    for k in tl.range(0, K, BK):
-        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        v = codes_of(v, step, inverse, TOP, WHOLE)
-        tl.store(q + row * K + k + ok, v.to(q.dtype.element_ty), mask=k + ok < K)
-
-
-def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Round contiguous x [M, K] to ``dtype``, and return q [M, K] and scale f32 [M, 1].
-
-    ``kept`` is the dtype of q.  None means ``dtype``.
-    """
-    m, k = x.shape
-    q, scale = empty_rows(m, k, kept or dtype, x.device)
-    if m:
-        block = min(triton.next_power_of_2(k), 16384)
-        _rows[(m,)](
-            x,
-            q,
-            scale,
-            K=k,
-            BK=block,
-            TOP=TOP[dtype],
-            WHOLE=dtype == torch.int8,
-            num_warps=min(16, max(4, block // 512)),
-            **pdl(x),
-        )
-    return q, scale
 
 
 @kernel()
@@ -296,7 +254,7 @@ class ScaledProduct:
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
         if 0 < m <= FEW_ROWS:  # these wait for memory, and the kernel with unrounded rows reads it faster
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
-            self.wide.few(q, None, y, scale)
+            gemv(self.wide, q, y, scale)
         elif m:
             self.of_rows(*rows(x.contiguous(), self.weight.dtype), y)
         return y if out is None or y is out else out.copy_(y)

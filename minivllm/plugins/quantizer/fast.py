@@ -54,21 +54,21 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """Return ``JoinedProduct`` of the kernels from ``kernels_of``, None for None."""
+    """Return ``FusedProduct`` of the kernels from ``kernels_of``, None for None."""
     if kernels is None:
         return None
-    from minivllm.device.kernels.quant_joined import JoinedProduct
+    from minivllm.device.kernels.quant_fused import FusedProduct
 
-    return JoinedProduct(kernels, bias, mode, activation)
+    return FusedProduct(kernels, bias, mode, activation)
 
 
 def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """Return ``JoinedProduct`` of the kernels from ``scaled_kernels_of``, None for None."""
+    """Return ``FusedProduct`` of the kernels from ``scaled_kernels_of``, None for None."""
     if kernels is None:
         return None
-    from minivllm.device.kernels.quant_joined import JoinedProduct
+    from minivllm.device.kernels.quant_fused import FusedProduct
 
-    return JoinedProduct(kernels.wide, bias, mode, activation, kernels.weight.dtype, scaled=kernels)
+    return FusedProduct(kernels.wide, bias, mode, activation, kernels.weight.dtype, scaled=kernels)
 
 
 def served_by(

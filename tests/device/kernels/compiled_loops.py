@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from minivllm.core.interfaces.quantizer import StoredWeight
-from minivllm.device.kernels import grouped, packed_experts, quant, quant_tiles
+from minivllm.device.kernels import grouped, packed_experts, quant, quant_large_m
 
 MADE: list[Any] = []
 
@@ -107,21 +107,18 @@ def experts(bits: int) -> None:
 
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
-    for module in (grouped, quant, quant_tiles, packed_experts):
+    for module in (grouped, quant, quant_large_m, packed_experts):
         module.pdl = lambda like: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
         module.capability = lambda device: 9  # type: ignore[attr-defined]
-    quant._dots, quant_tiles._tiles, quant_tiles._halves = (
-        Compiled(kernel) for kernel in (quant._dots, quant_tiles._tiles, quant_tiles._halves)
-    )
+    quant_large_m._matmul, quant_large_m._halves = Compiled(quant_large_m._matmul), Compiled(quant_large_m._halves)
     grouped._dots = Compiled(grouped._dots)
     packed_experts._up, packed_experts._down = Compiled(packed_experts._up), Compiled(packed_experts._down)
     for name, kernels in weights():
         for rows in (16, 64, 256):
-            x = torch.empty(rows, kernels.k, dtype=torch.bfloat16, device="meta")
-            kernels.dots(x)
-            print(name, rows, "dots", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
-            quant_tiles.tiles(kernels, x)
-            print(name, rows, "tiles", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
+            x = torch.empty(rows, kernels.form.k, dtype=torch.bfloat16, device="meta")
+            for tma in (False, True):
+                quant_large_m.matmul(kernels, x, tma=tma)
+                print(name, rows, f"tma={tma}", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
     for name, product in in_groups():
         for rows in (16, 64, 256):
             product.dots(torch.empty(rows, product.k, dtype=torch.bfloat16, device="meta"))

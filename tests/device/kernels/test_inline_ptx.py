@@ -29,14 +29,14 @@ def same(got: np.ndarray, want: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_become_bfloat16(form):
-    (ptx,) = written_in("device/kernels/quant_numbers.py", {"int8": "int8_pairs", "float8": "fp8_pairs"}[form])
+    (ptx,) = written_in("device/kernels/quant_formats.py", {"int8": "int8_pairs", "float8": "fp8_pairs"}[form])
     (got,) = run(ptx, [BYTES], [np.uint16])
     assert same(bfloat16_of(got), FORMS[form](BYTES))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_planes_of_bytes_become_bfloat16(form):
-    planes = written_in("device/kernels/quant_slim.py", "_planes")
+    planes = written_in("device/kernels/quant_formats.py", "byte_planes")
     ptx = planes[["float8", "int8"].index(form)]
     low, high = run(ptx, [(BYTES.astype(np.uint16) | BYTES[::-1].astype(np.uint16) << 8)], [np.uint16, np.uint16])
     assert same(bfloat16_of(low), FORMS[form](BYTES))
@@ -44,7 +44,7 @@ def test_two_planes_of_bytes_become_bfloat16(form):
 
 
 def test_the_halves_of_words_are_told_apart():
-    (ptx,) = written_in("device/kernels/quant_slim.py", "_halves")
+    (ptx,) = written_in("device/kernels/quant_formats.py", "halves_of")
     words = np.arange(64, dtype=np.uint32) * 0x10203 + 0x7FFF0001
     low, high = run(ptx, [words], [np.uint16, np.uint16])
     assert np.array_equal(low, words.astype(np.uint16)) and np.array_equal(high, (words >> 16).astype(np.uint16))
@@ -66,8 +66,8 @@ def test_bytes_of_keys_and_values_become_float16(form):
 
 @pytest.mark.parametrize("zero", [0, 1, 7, 8, 15, 16, 100])
 def test_codes_of_4_bits_become_multiples_of_a_scale_around_a_zero_point(zero):
-    """``int4_pairs`` with scales as ``halves`` gives them, which are no bfloat16: all bytes, 64 scales."""
-    (ptx,), (twice,) = (written_in("device/kernels/quant_numbers.py", name) for name in ("int4_pairs", "twice"))
+    """``int4_pairs`` with scales as ``nibbles_of`` splits them, which are no bfloat16: all bytes, 64 scales."""
+    (ptx,), (twice,) = (written_in("device/kernels/quant_formats.py", name) for name in ("int4_pairs", "twice"))
     rng = np.random.default_rng(zero)
     scales = np.repeat(rng.normal(size=64).astype(np.float32) / 20, 256)
     codes = np.tile(BYTES, 64)
@@ -86,21 +86,21 @@ def test_codes_of_4_bits_become_multiples_of_a_scale_around_a_zero_point(zero):
 
 
 def test_a_code_of_4_bits_becomes_128_and_itself():
-    (ptx,) = written_in("device/kernels/quant_words.py", "_number")
+    (ptx,) = written_in("device/kernels/quant_formats.py", "number_of")
     words = np.arange(256, dtype=np.uint32) << 12
     (got,) = run(ptx, [words, np.full_like(words, 0xF0000), np.full_like(words, 0x43000000)], [np.uint32])
     assert np.array_equal(got.view(np.float32), 128 + (words >> 16 & 15).astype(np.float32))
 
 
 def test_four_planes_of_codes_of_4_bits_become_subnormal_float16():
-    (ptx,) = written_in("device/kernels/quant_slim_four.py", "_planes")
+    (ptx,) = written_in("device/kernels/quant_formats.py", "code_planes")
     words = np.arange(1 << 16, dtype=np.uint16)
     for shift, power, got in zip((0, 8, 4, 12), (24, 24, 20, 20), run(ptx, [words], [np.uint16] * 4), strict=True):
         assert np.array_equal(got.view(np.float16).astype(np.float64), (words >> shift & 15) * 2.0**-power)
 
 
 def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    (ptx,) = written_in("device/kernels/quant_eights.py", "pair_of")
+    (ptx,) = written_in("device/kernels/quant_float16.py", "pair_of")
     (got,) = run(ptx, [x.astype(np.float32).view(np.uint32) for x in (low, high)], [np.uint32])
     return got
 
@@ -117,7 +117,7 @@ def test_pairs_of_numbers_become_float8_and_then_a_16th_of_it_in_float16():
 
 
 def test_eight_products_of_float8_are_added_up_as_float16_can():
-    (ptx,) = written_in("device/kernels/quant_eights.py", "eight_products")
+    (ptx,) = written_in("device/kernels/quant_float16.py", "eight_products")
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 256, (4096, 8)).astype(np.uint8)
     codes[(codes & 127) == 127] = 0  # NaN
@@ -132,14 +132,14 @@ def test_eight_products_of_float8_are_added_up_as_float16_can():
 
 
 def halves_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    (ptx,) = written_in("device/kernels/quant_fours.py", "two_of")
+    (ptx,) = written_in("device/kernels/quant_float16.py", "two_of")
     (got,) = run(ptx, [x.astype(np.float32).view(np.uint32) for x in (low, high)], [np.uint32])
     return got
 
 
 def test_eight_products_of_codes_of_4_bits_are_added_up_as_float16_can():
     """Of numbers less than 2 ** 16, and exactly where one code is multiplied by a whole number."""
-    (ptx,) = written_in("device/kernels/quant_fours.py", "code_products")
+    (ptx,) = written_in("device/kernels/quant_float16.py", "code_products")
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 16, (4096, 8)).astype(np.uint32)  # at bits 0 to 3, 4 to 7 and so on
     x = np.round(rng.normal(size=(4096, 8)) * 64).clip(-255, 255) * 2.0 ** rng.integers(-12, 7, (4096, 8))
@@ -161,7 +161,7 @@ def test_eight_products_of_codes_of_4_bits_are_added_up_as_float16_can():
 @pytest.mark.parametrize(("outlier", "most"), [(1.0, 1.5e-3), (1e3, 1e-3), (1e5, 1e-3)])
 def test_a_row_of_4_bits_is_off_by_less_than_rounding_to_bfloat16_makes(outlier, most):
     """Beside the outputs' root mean square, of 4,096 inputs and a zero point of 8; bfloat16 makes 1.8e-3."""
-    (ptx,) = written_in("device/kernels/quant_fours.py", "code_products")
+    (ptx,) = written_in("device/kernels/quant_float16.py", "code_products")
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 16, (64, 512, 8)).astype(np.uint32)
     x = rng.normal(size=(512, 8))

@@ -22,7 +22,7 @@ import quant_kernels as checks
 import rounded_rows
 
 from minivllm import LLM, SamplingParams
-from minivllm.device.kernels import quant, quant_tiles, quant_vector, scaled
+from minivllm.device.kernels import quant, quant_gemv, quant_large_m, scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -71,27 +71,29 @@ def test_products_are_those_of_the_weight_that_is_held(dtype, shape):
 
 @on_gpu
 @pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("shape", [*checks.SLIM, *(s for s in WIDE if s[0] != "int4")], ids=str)
+@pytest.mark.parametrize("shape", [*checks.SMALL, *(s for s in WIDE if s[0] != "int4")], ids=str)
 def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
-    checks.check_slim("cuda", torch.bfloat16, shape, None, rounded)
+    checks.check_small("cuda", torch.bfloat16, shape, None, rounded)
 
 
 @on_gpu
-@pytest.mark.parametrize("shape", [*checks.SLIM_FOUR, *(s for s in WIDE if s[0] == "int4" and s[2] % 64 == 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*checks.SMALL_FOUR, *(s for s in WIDE if s[0] == "int4" and s[2] % 64 == 0)], ids=str
+)
 def test_few_rows_of_four_bits_with_what_comes_before_and_behind_a_product(shape):
-    checks.check_slim_four("cuda", torch.bfloat16, shape, None)
+    checks.check_small_four("cuda", torch.bfloat16, shape, None)
     tile = dict(BN=16, EACH=1, SK=3, STAGES=3, num_warps=4)
-    checks.check_slim_four("cuda", torch.bfloat16, shape, tile)
+    checks.check_small_four("cuda", torch.bfloat16, shape, tile)
 
 
 @on_gpu
 @pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("shape", [*checks.VECTOR, *checks.SLIM, *WIDE], ids=str)
+@pytest.mark.parametrize("shape", [*checks.ONE_ROW, *checks.SMALL, *WIDE], ids=str)
 def test_one_row_with_what_comes_before_and_behind_a_product(shape, rounded):
     if not (rounded and shape[0] == "int4"):
         checks.check_vector("cuda", torch.bfloat16, shape, None, rounded)
         for stages in (0, 3):
-            second = {"EACH": 1} if shape[2] <= quant_vector.SHORT else {"BK": 512}
+            second = {"EACH": 1} if shape[2] <= quant_gemv.SHORT else {"BK": 512}
             tile = dict(BN=2, STAGES=stages, num_warps=4, **second)
             checks.check_vector("cuda", torch.bfloat16, shape, tile, rounded)
 
@@ -121,7 +123,7 @@ def test_products_that_fill_the_device_are_right_and_the_same_however_often(form
     for rows in (16, 32, 64, 128, 256):
         x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
         want = x.float() @ held.T
-        for run in (kernels, kernels.dots, partial(quant_tiles.tiles, kernels)):
+        for run in (kernels, *(partial(quant_large_m.matmul, kernels, tma=tma) for tma in (False, True))):
             first = run(x)
             assert float((first.float() - want).norm() / want.norm()) < 5e-3, f"{rows} rows"
             assert all(torch.equal(run(x), first) for _ in range(10)), f"{rows} rows"
@@ -164,7 +166,7 @@ def test_every_number_of_a_form_becomes_the_same_bfloat16_by_pairs(form):
         held = values.double() * kernels.scale.double().cpu()[:, None]
     eye = torch.eye(256, dtype=torch.bfloat16, device="cuda")
     for rows in (16, 64, 256):
-        got = torch.cat([kernels.dots(part) for part in eye.split(rows)]).T.float()
+        got = torch.cat([quant_large_m.matmul(kernels, part) for part in eye.split(rows)]).T.float()
         want = held.bfloat16().float().cuda() if form == "int4" else held.float().bfloat16().float().cuda()
         assert ((got - want).abs() <= 2.0**-7 * want.abs()).all()
         assert (got == want).float().mean() > 0.98  # the rest lie between two numbers
@@ -272,22 +274,21 @@ import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minivllm.device.kernels import quant, quant_words
+from minivllm.device.kernels import quant_gemv, quant_large_m
+from minivllm.device.kernels.quant_formats import Form
 
-for form, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u8", 2)):
-    few, dots = quant.few_tile(form, 32, 1), quant.dots_tile(form, 32, 16, 4096)
-    sizes = dict(N=4096, K=4096, SN=128, SG=1, FORM=form, GROUP=32, ZERO=zeros, PDL=True)
+for bits, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u8", 2)):
+    form = Form(4096, 4096, bits, 32 if bits == 4 else 4096, 128, 1, zeros, False, dtype == "fp8e4nv")
     for kernel, tile, more in (
-        (quant._few, few, {"ROWS": 1, "BY_ROW": False}),
-        (quant._dots, dots, {"ASM": True}),
-        (quant_words._words, quant_words.words_tile(form, 32, 1, 4096), {"ROWS": 1, "BY_ROW": True, "ASM": True}),
+        (quant_gemv._gemv, quant_gemv.gemv_tile(form, 1, False), dict(ROWS=1, BY_ROW=False, WORDS=False, ASM=False)),
+        (quant_large_m._matmul, quant_large_m.matmul_tile(form, 16, False), dict(ASM=True, TMA=False)),
+        (quant_gemv._gemv, quant_gemv.gemv_tile(form, 1, True), dict(ROWS=1, BY_ROW=True, WORDS=True, ASM=True)),
     ):
-        words = kernel is quant_words._words
-        more = {**more, "TABLE": False} if kernel is quant._few else more
-        if words and dtype == "fp8e4nv":
+        words = more.get("WORDS", False)
+        if words and form.float8:
             continue
         options = {"num_warps": tile["num_warps"]}
-        constants = {**sizes, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
+        constants = {"F": form, "PDL": True, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
         types = dict(x="*bf16", y="*bf16", weight="*" + dtype, arrived="*i32", M="i32")
         types.update(dict.fromkeys(("scale", "zero", "scratch", "table", "by_row"), "*fp32"))
         types.update(dict(x="*i64", weight="*i32") if words else {})
@@ -298,9 +299,9 @@ for form, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         ptx = made.asm["ptx"]
         assert "cp.async.cg.shared.global" in ptx, "weights do not come by 16 bytes"
-        assert ("wgmma" in ptx) == (kernel is quant._dots)
+        assert ("wgmma" in ptx) == (kernel is quant_large_m._matmul)
         assert ".local" not in ptx
-        if kernel is quant._dots and form == 4:
+        if kernel is quant_large_m._matmul and bits == 4:
             assert "sub.rn.bf16x2" in ptx, "numbers are not made two at a time"
 print("compiled")
 """

@@ -5,37 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from .activation import LONGEST
-from .quant import FEW, Quantized
-from .quant_slim import SlimProduct
-from .quant_slim_four import SlimFourProduct
-from .quant_vector import VectorProduct
+from .quant_epilogue import Around, EpilogueProduct
+from .quant_gemv import fused_gemv, fused_gemv_fits
+from .quant_small_m import ROWS, small_m, small_m_rows
 
 
-class JoinedProduct:
+class FusedProduct(EpilogueProduct):
     """A product with an epilogue for few rows.
 
     One row runs without tensor cores, 2 to 8 rows with them (``fits``).  For more rows the operation before the product
     rounds the rows, if ``scaled``, a ``ScaledProduct``, is given.
     """
 
-    def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:
-        """Store the products of one row and of few rows; the arguments are those of ``quant_around.Surrounded``."""
-        self.scaled = scaled
-        self.vector = VectorProduct(of, *around, **more)
-        slim = SlimProduct if of.form == 8 else SlimFourProduct
-        self.each: list[VectorProduct | SlimProduct] = [self.vector, slim(of, *around, **more)]
+    def __init__(self, *given: Any, scaled: Any = None, **more: Any) -> None:
+        """Store the arguments of ``EpilogueProduct`` and ``scaled``."""
+        super().__init__(*given, **more)
+        self.scaled, self.rows = scaled, small_m_rows(self)
+        self.arrived = torch.zeros(triton.cdiv(self.form.n, 16), dtype=torch.int32, device=self.of.weight.device)
 
     @property
     def takes_tops(self) -> bool:
         """Return whether the caller may pass the largest elements of parts of the row."""
-        return self.vector.by_largest
+        return self.rounded is not None or self.form.bits == 4
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether a kernel supports x."""
-        return any(one.fits(x) for one in self.each)
+        """Return whether a kernel supports x.
+
+        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
+        """
+        if x.dtype != torch.bfloat16 or not x.is_contiguous():
+            return False
+        if len(x) == 1:
+            return fused_gemv_fits(self, x)
+        return 2 <= len(x) <= self.rows and x.data_ptr() % 16 == 0
 
     def __call__(
         self,
@@ -45,18 +51,20 @@ class JoinedProduct:
         residual: Tensor | None = None,
         norm: Tensor | None = None,
         tops: Tensor | None = None,
+        tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the product as ``products.Product``, for x that fits.
 
-        ``tops`` is the argument of ``VectorProduct`` for one row.
+        ``tops`` is the argument of ``fused_gemv`` for one row.
         """
-        of = next(one for one in self.each if one.fits(x))
-        known = {} if tops is None else {"tops": tops}
-        return of(x, squares, eps, residual, norm, **known)
+        around = Around(squares, eps, residual, norm)
+        if len(x) == 1:
+            return fused_gemv(self, x, around, tops, tile)
+        return small_m(self, x, around, self.arrived, tile)
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype to which rows of x should be rounded for ``of_rows``, None if they stay unrounded."""
-        if self.scaled is None or rows <= FEW or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
+        if self.scaled is None or rows <= ROWS or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
             return None
         return self.scaled.weight.dtype
 

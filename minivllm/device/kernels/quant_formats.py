@@ -1,0 +1,335 @@
+"""Forms of quantized weights, and the conversion of their codes to numbers in registers.
+
+Forms of a weight [N, K], as in ``StoredWeight``::
+
+    int8, float8_e4m3fn [N, K]   w = weight * scale[n]
+    uint8 [N, K / 2]             w = (q - zero[n, group]) * scale[n, group]; byte j of the 16 of block b has input
+                                 32 b + j in its low half, 32 b + 16 + j in its high half;  with a table f32 [16]
+                                 w = table[q] * scale[n, group]
+
+Kernels without tensor cores read integer weights as *words* of 32 bits, which hold four or eight codes.  Two
+instructions convert a code to float32: a shift of its word, and a mask that also sets the exponent of 128::
+
+    q at bits 16 to 19      128 + q
+    q at bits 12 to 15      128 + q / 16
+    q at bits 15 to 22      128 + q / 2
+
+The part of a sum that comes from the 128 and the zero point is proportional to the sum of x, and is subtracted once for
+each word.  Sums lose 1 bit with weights of 8 bits and 8 bits with weights of 4 bits, of float32's 24.
+
+Kernels with tensor cores convert two codes at a time to bfloat16.  It has 8 bits of significand, so 128 + q is exact
+for q in 0..127, and its bits are 0x4300 | q::
+
+    int8      0x4300 | q & 127 is 128 + the lower bits; 0x4300 | q & 128 is 128, or 256 for a negative q; the
+              difference is q
+    float8    exponent and significand of e4m3, shifted to those of bfloat16, are 2 ** -120 of the number, also for
+              subnormal numbers
+    int4      (0x4300 | q) - (128 + z) is q - z for whole zero points z, 8 by default; the scale is a sum of two
+              bfloat16, so the number is a product and a multiply-add, and only the second rounds the result
+
+An element of 16 bits has two bytes, so a row has two *planes*: the low bytes of all elements, and the high bytes.
+Codes of 4 bits form four planes of subnormal float16, because q in the lowest bits of a float16 is 2 ** -24 q, and four
+bits further up 2 ** -20 q.  Both are exact::
+
+    plane 0   word & 0x000f000f           inputs j and j + 2         2 ** -24 q
+          1   (word >> 8) & 0x000f000f    j + 1 and j + 3            2 ** -24 q
+          2   word & 0x00f000f0           j + 16 and j + 18          2 ** -20 q, times a 16th of x
+          3   (word >> 8) & 0x00f000f0    j + 17 and j + 19          2 ** -20 q, times a 16th of x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """The constants of a product with one weight: ``n`` outputs, ``k`` inputs, ``bits`` of a code, and inputs of a
+    ``group`` that shares a scale.
+
+    ``by_row`` and ``by_group`` are the strides of the scales.  ``zero`` is 0 without zero points, 2 for whole numbers
+    from 0 to 127, which ``int4_pairs`` requires, and 1 for other zero points.  Kernels take a form as one constant.
+    """
+
+    n: int
+    k: int
+    bits: int
+    group: int
+    by_row: int
+    by_group: int
+    zero: int = 0
+    table: bool = False
+    float8: bool = False
+
+
+class QuantizedWeight:
+    """One weight with its scales, and the counters of split sums, which are 0 between launches.
+
+    The scales of groups are [N, groups] with any strides.  With 4 bits the number of inputs must be a multiple of 32,
+    and a group must have 32, 64 or 128 inputs.  ValueError for other groups, for which the tiles would give wrong
+    products.
+    """
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
+    ) -> None:
+        self.weight, self.scale, self.table = weight, scale, scale if table is None else table
+        self.zero = scale if zero is None else zero
+        bits = 4 if weight.dtype == torch.uint8 else 8
+        if bits == 4 and group not in (32, 64, 128):
+            raise ValueError(f"groups of {group} inputs with 4 bits: expected 32, 64 or 128")
+        n, k = weight.shape[0], weight.shape[1] * 8 // bits
+        strides = scale.stride() if scale.dim() == 2 else (1, 0)
+        float8 = weight.dtype == torch.float8_e4m3fn
+        self.form = Form(n, k, bits, group if bits == 4 else k, *strides, zeros_of(zero), table is not None, float8)
+        self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
+
+
+def zeros_of(zero: Tensor | None) -> int:
+    """Return ``Form.zero`` of zero points."""
+    if zero is None:
+        return 0
+    return 2 if bool(((zero == zero.round()) & (zero >= 0) & (zero <= 127)).all()) else 1
+
+
+@triton.jit
+def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
+    """Repeat s [BN, SOME] to [BN, SOME * EACH], once for each element of a group."""
+    if SOME == 1:
+        return s
+    else:
+        return tl.reshape(tl.broadcast_to(s[:, :, None], [BN, SOME, EACH]), [BN, SOME * EACH])
+
+
+@triton.jit
+def values_of(four, like):
+    """Convert an int64 of four 16-bit floats, of the dtype that ``like`` points to, to four float32 [1, ...]."""
+    dtype: tl.constexpr = like.dtype.element_ty
+    v0 = four.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    v1 = (four >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    v2 = (four >> 32).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    v3 = (four >> 48).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return v0[None, :], v1[None, :], v2[None, :], v3[None, :]
+
+
+@triton.jit
+def halves_of(pair, like, ASM: tl.constexpr):
+    """Return the lower and the upper half of an int32 as numbers of the dtype that ``like`` points to."""
+    if ASM:
+        ptx: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
+        low, high = tl.inline_asm_elementwise(ptx, "=&r,=r,r,r", [pair], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        dtype: tl.constexpr = like.dtype.element_ty
+        low, high = pair.to(tl.int16).to(dtype, bitcast=True), (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return low, high
+
+
+# ---- words, for float32 ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def number_of(moved, MASK: tl.constexpr, ASM: tl.constexpr):
+    """Return the number in the masked bits plus 128, as float32.  ASM uses one instruction instead of two."""
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [moved, MASK, 0x43000000], tl.int32, True, 1
+        )
+    else:
+        found = (moved & MASK) | 0x43000000
+    return found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_numbers(raw, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Return 128 + q of the eight 4-bit codes of an int32, the last four as 128 + q / 16, or 128 + (128 + q) / 2 of its
+    four int8.
+    """
+    if BITS == 4:
+        n0, n1 = number_of(raw << 16, 0xF0000, ASM), number_of(raw << 8, 0xF0000, ASM)
+        n2, n3 = number_of(raw, 0xF0000, ASM), number_of(raw >> 8, 0xF0000, ASM)
+        h0, h1 = number_of(raw << 8, 0xF000, ASM), number_of(raw, 0xF000, ASM)
+        h2, h3 = number_of(raw >> 8, 0xF000, ASM), number_of(raw >> 16, 0xF000, ASM)
+        return n0, n1, n2, n3, h0, h1, h2, h3
+    else:
+        raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
+        n0, n1 = number_of(raw << 15, 0x7F8000, ASM), number_of(raw << 7, 0x7F8000, ASM)
+        return n0, n1, number_of(raw >> 1, 0x7F8000, ASM), number_of(raw >> 9, 0x7F8000, ASM)
+
+
+# ---- pairs, for bfloat16 ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def int8_pairs(q):
+    """Convert int8 to bfloat16."""
+    ptx: tl.constexpr = """{
+    .reg .b32 p, lo, hi, one;
+    cvt.u32.u16 p, $1;
+    prmt.b32 p, p, 0, 0x4140;
+    mov.b32 one, 0x43004300;
+    lop3.b32 lo, p, 0x007f007f, one, 0xea;
+    lop3.b32 hi, p, 0x00800080, one, 0xea;
+    sub.rn.bf16x2 $0, lo, hi;
+    }"""
+    return tl.inline_asm_elementwise(ptx, "=r,h", [q], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def fp8_pairs(q):
+    """Convert the bits of float8_e4m3fn to bfloat16; NaN becomes 480."""
+    ptx: tl.constexpr = """{
+    .reg .b32 p, sign, many;
+    cvt.u32.u16 p, $1;
+    prmt.b32 p, p, 0, 0x1404;
+    mov.b32 many, 0x7b807b80;
+    and.b32 sign, p, 0x80008000;
+    shr.u32 p, p, 4;
+    lop3.b32 p, p, 0x07f007f0, sign, 0xea;
+    mul.rn.bf16x2 $0, p, many;
+    }"""
+    return tl.inline_asm_elementwise(ptx, "=r,h", [q], tl.bfloat16, True, 2)
+
+
+@triton.jit
+def bytes_of(raw, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Convert 8-bit codes to numbers of ``dtype``, which is bfloat16 with ASM."""
+    if ASM and raw.dtype == tl.int8:
+        return int8_pairs(raw)
+    elif ASM and raw.dtype == tl.float8e4nv:
+        return fp8_pairs(raw.to(tl.uint8, bitcast=True))
+    else:
+        return raw.to(dtype)
+
+
+@triton.jit
+def twice(s):
+    """Return an int32 with the bfloat16 nearest to float32 s in both halves."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def int4_pairs(q, near, rest, middle):
+    """Return (low half - zero) * scale and (high half - zero) * scale of bytes with two codes, in bfloat16.
+
+    ``near`` is ``twice`` the scale, ``rest`` is ``twice`` its remainder, and ``middle`` is ``twice`` 128 + zero.
+    Neighbouring bytes share scale and zero point.  The zero point is a whole number from 0 to 127.
+    """
+    ptx: tl.constexpr = """{
+    .reg .b32 p, v, w, one;
+    mov.b32 one, 0x43004300;
+    cvt.u32.u16 p, $2;
+    prmt.b32 p, p, 0, 0x4140;
+    lop3.b32 v, p, 0x000f000f, one, 0xea;
+    sub.rn.bf16x2 v, v, $7;
+    mul.rn.bf16x2 w, v, $5;
+    fma.rn.bf16x2 $0, v, $3, w;
+    shr.u32 p, p, 4;
+    lop3.b32 v, p, 0x000f000f, one, 0xea;
+    sub.rn.bf16x2 v, v, $7;
+    mul.rn.bf16x2 w, v, $5;
+    fma.rn.bf16x2 $1, v, $3, w;
+    }"""
+    return tl.inline_asm_elementwise(
+        ptx, "=&r,=&r,h,r,r,r,r,r,r", [q, near, rest, middle], (tl.bfloat16, tl.bfloat16), True, 2
+    )
+
+
+@triton.jit
+def nibbles_of(raw, scale, zero, at, keep, dtype: tl.constexpr, BN: tl.constexpr, SOME: tl.constexpr,
+               EACH: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Return the numbers of ``dtype`` of the low and of the high 4-bit codes of bytes [BN, SOME * EACH].
+
+    The scales and zero points [BN, SOME] lie at the indices ``at``, where ``keep`` is true.  EACH is the number of
+    bytes of a group.  With ASM 1 in 1,000 numbers differs by a rounding.
+    """
+    s = tl.load(scale + at, mask=keep, other=0.0)
+    if ASM and ZERO != 1:
+        z = s
+        if ZERO:
+            z = tl.load(zero + at, mask=keep, other=0.0)
+        near = twice(s)
+        rest = twice(s - (near & -65536).to(tl.float32, bitcast=True))
+        near, rest = spread(near, BN, SOME, EACH), spread(rest, BN, SOME, EACH)
+        if ZERO:
+            middle = twice(z + 128.0)
+        else:
+            middle = tl.full(s.shape, 0x43084308, tl.int32)  # 128 + 8
+        return int4_pairs(raw, near, rest, spread(middle, BN, SOME, EACH))
+    else:
+        m = s * 8.0
+        if ZERO:
+            m = s * tl.load(zero + at, mask=keep, other=0.0)
+        s, m = spread(s, BN, SOME, EACH), spread(m, BN, SOME, EACH)
+        low = ((raw & 15).to(tl.float32) * s - m).to(dtype)
+        return low, ((raw >> 4).to(tl.float32) * s - m).to(dtype)
+
+
+# ---- planes, for tensor cores with elements of 16 bits ---------------------------------------------------------------
+
+
+@triton.jit
+def byte_planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
+    """Return the low and the high byte of an int16 as numbers of int8 or float8_e4m3fn."""
+    if not ASM:
+        low, high = w.to(tl.int8), (w >> 8).to(tl.int8)
+        if FLOAT8:
+            low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+        a, b = low.to(dtype), high.to(dtype)
+    elif FLOAT8:
+        ptx: tl.constexpr = """{
+        .reg .b32 p, sign, many;
+        mov.b32 many, 0x7b807b80;
+        shl.b32 p, $2, 8;
+        and.b32 sign, p, 0x80008000;
+        shr.u32 p, p, 4;
+        lop3.b32 p, p, 0x07f007f0, sign, 0xea;
+        mul.rn.bf16x2 $0, p, many;
+        and.b32 sign, $2, 0x80008000;
+        shr.u32 p, $2, 4;
+        lop3.b32 p, p, 0x07f007f0, sign, 0xea;
+        mul.rn.bf16x2 $1, p, many;
+        }"""
+        a, b = tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        ptx: tl.constexpr = """{
+        .reg .b32 w, lo, hi, one;
+        mov.b32 one, 0x43004300;
+        lop3.b32 lo, $2, 0x007f007f, one, 0xea;
+        lop3.b32 hi, $2, 0x00800080, one, 0xea;
+        sub.rn.bf16x2 $0, lo, hi;
+        shr.u32 w, $2, 8;
+        lop3.b32 lo, w, 0x007f007f, one, 0xea;
+        lop3.b32 hi, w, 0x00800080, one, 0xea;
+        sub.rn.bf16x2 $1, lo, hi;
+        }"""
+        a, b = tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
+    return a, b
+
+
+@triton.jit
+def code_planes(w, ASM: tl.constexpr):
+    """Return the codes of an int16 as four planes of float16, times 2 ** -24 in planes 0 and 1, and 2 ** -20 in 2 and
+    3.
+    """
+    if ASM:
+        ptx: tl.constexpr = """{
+        .reg .b32 v;
+        and.b32 $0, $4, 0x000f000f;
+        and.b32 $2, $4, 0x00f000f0;
+        shr.u32 v, $4, 8;
+        and.b32 $1, v, 0x000f000f;
+        and.b32 $3, v, 0x00f000f0;
+        }"""
+        return tl.inline_asm_elementwise(
+            ptx, "=&r,=&r,=&r,=r,r", [w], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+        )
+    else:
+        unit: tl.constexpr = 1.0 / (1 << 24)
+        a, b = (w & 15).to(tl.float32) * unit, ((w >> 8) & 15).to(tl.float32) * unit
+        c, d = (w & 0xF0).to(tl.float32) * unit, ((w >> 8) & 0xF0).to(tl.float32) * unit
+        return a.to(tl.float16), b.to(tl.float16), c.to(tl.float16), d.to(tl.float16)

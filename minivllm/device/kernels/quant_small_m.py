@@ -1,0 +1,414 @@
+"""Products of 2 to 8 rows with a quantized weight and their epilogue, in one kernel on tensor cores (``products``).
+
+    8 bits   grid (N / BN)   y^T [BN, 8] = W [BN, K] x^T, P times BK inputs at a time, with one warp per BK inputs
+    4 bits   grid (P, SK)    y^T [BN, BM] = W [BN, K / SK] x^T, for T tiles of BN outputs one after another
+
+The weight is read as elements of 16 bits, which is the layout that the tensor cores' operand has in shared memory.  A
+register holds two elements and is converted to one register per plane (``quant_formats``).  x is read two inputs at a
+time, so the factors of each plane are halves of elements of x.  Sums are float32.
+
+8 bits: input 2 i of element i is in plane 0, and input 2 i + 1 in plane 1.  For one row ``quant_gemv`` is faster,
+because it has no padding.
+
+4 bits: the grid has about as many programs as the device can run at once.  Each program converts its part of x to an
+operand of the tensor cores once, and then reads only weights, by the copy engine, and scales.  x is multiplied by the
+power of two that ``quant_float16.power_of`` returns for the largest input of a row in a batch.  As float16 it is then
+exact, except for inputs below 2 ** -29 of the largest.  Products are exact.  The sums of a group, minus the zero point
+times the sum of x, are multiplied by its scale.
+
+A group of 64 or 128 inputs is a *batch* of the tensor cores' product.  A group of 32 inputs is too small, so two groups
+form a batch.  x is then stored twice, without the second group in columns [0, BM), and without the first behind them.
+With several parts (SK) the program that arrives last at ``arrived`` adds the parts of its tiles in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .eight_bits import rows as rounded_rows
+from .eight_bits import size_of
+from .launch import capability, kernel, multiprocessors, pdl, wait
+from .products import ADDED, GATED, PLAIN, _finish
+from .quant_epilogue import Around, EpilogueProduct
+from .quant_float16 import UNITS, power_of
+from .quant_formats import Form, byte_planes, code_planes, halves_of
+from .quant_gemv import WIDE, both_added
+
+ROWS, ROWS_OF_32 = 8, 4  # most rows; with groups of 32 inputs each row takes two columns
+MOST_INPUTS = 16384  # of 4 bits; with more inputs a program's parts of sums would not fit in its registers
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum(acc, w_at, keep, x0, x1, FLOAT8: tl.constexpr, IEEE: tl.constexpr, ASM: tl.constexpr):
+    """Return acc [P, BN, 8] + the products of tiles of the weight with the inputs of both planes."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    w = tl.load(w_at, mask=keep[:, :, None], other=0, eviction_policy="evict_first")
+    a, b = byte_planes(w, x0.dtype, FLOAT8, ASM)
+    acc = tl.dot(a, x0, acc, input_precision=precision)
+    return tl.dot(b, x1, acc, input_precision=precision)
+
+
+@kernel("M")
+def _small_m8(
+    x, weight, scale, by_row, y, bias, residual, norm, in_squares, out_squares, eps, M, F: tl.constexpr,
+    E: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply x int32 [M, K / 2] by a weight int16 [N, K / 2], with GATED [2 N, ...].
+
+    K is a multiple of BK.  An iteration handles P times BK inputs, the last may handle fewer.
+    """
+    wait(PDL)
+    tile, om, op = tl.program_id(0), tl.arange(0, 8), tl.arange(0, P)
+    on, ow = tile * BN + tl.arange(0, BN), tl.arange(0, BK // 2)
+    at = op[:, None] * (BK // 2) + ow[None, :]
+    w_at = weight + on.to(tl.int64)[None, :, None] * (F.k // 2) + at[:, None, :]
+    x_at = x + om[None, None, :] * (F.k // 2) + at[:, :, None]
+    acc = tl.zeros([P, BN, 8], tl.float32)
+    up = tl.zeros([P, BN, 8], tl.float32)
+    for k in tl.range(0, F.k, BK * P, num_stages=STAGES):
+        there = k + op * BK < F.k
+        on_x = (om < M)[None, None, :] & there[:, None, None] & (ow >= 0)[None, :, None]
+        keep = there[:, None] & (on < F.n)[None, :]
+        x0, x1 = halves_of(tl.load(x_at + k // 2, mask=on_x, other=0), y, ASM)
+        acc = _sum(acc, w_at + k // 2, keep, x0, x1, F.float8, IEEE, ASM)
+        if E.mode == 1:
+            up = _sum(up, w_at + (F.n * (F.k // 2) + k // 2), keep, x0, x1, F.float8, IEEE, ASM)
+    total = tl.sum(acc, 0) * tl.load(scale + on, mask=on < F.n, other=0.0)[:, None]
+    total_up = tl.sum(up, 0)
+    if E.mode == 1:
+        total_up = total_up * tl.load(scale + F.n + on, mask=on < F.n, other=0.0)[:, None]
+    if E.by_row:
+        factor = tl.load(by_row + om, mask=om < M, other=0.0)[None, :]
+        total = total * factor
+        total_up = total_up * factor
+    _finish(tl.trans(total), tl.trans(total_up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps,
+            M, F.n, F.k, E.parts, E.parts_p, E.mode, E.bias, E.act)  # fmt: skip
+
+
+def _tile8(n: int, gated: bool) -> dict[str, int]:
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
+
+    Gated products have half as many outputs, each with a second sum.
+    """
+    wide = n >= WIDE and not gated
+    return dict(BN=32 if wide else 16, BK=128, P=4, STAGES=3 if wide or gated else 6, num_warps=4)
+
+
+def _product8(
+    product: EpilogueProduct, x: Tensor, around: Around, tile: dict[str, int] | None
+) -> tuple[Tensor, Tensor | None]:
+    form, by_row = product.form, None
+    if product.rounded is not None:
+        x, by_row = rounded_rows(x, product.rounded, x.dtype)
+    tile = tile or _tile8(form.n, product.mode == GATED)
+    tiles = triton.cdiv(form.n, tile["BN"])
+    y, sums, tensors, epilogue = product.given(x, by_row, around, tiles)
+    _small_m8[(tiles,)](
+        x.view(torch.int32),
+        product.of.weight.view(torch.int16),
+        product.of.scale,
+        *tensors,
+        len(x),
+        F=form,
+        E=epilogue,
+        IEEE=x.dtype == torch.float32,
+        ASM=x.dtype == torch.bfloat16 and capability(x.device) >= 9,
+        **tile,
+        **pdl(x),
+    )
+    return y, sums
+
+
+# ---- 4 bits ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _prefetch(codes, on, first, INPUTS: tl.constexpr, N, K: tl.constexpr, WIDTH: tl.constexpr):
+    """Prefetch the weights of outputs ``on`` < N, for INPUTS inputs from ``first`` on, to the second-level cache.
+
+    WIDTH is a power of two of at least INPUTS.  A line has 128 bytes.  Lines outside are replaced by the first.
+    """
+    ol = tl.arange(0, WIDTH // 256 if WIDTH > 256 else 1) * 64  # index of the first element of each line
+    ok = (ol + 64 <= INPUTS // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
+    at = codes + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :]
+    ptx: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(ptx, "=r,l", [tl.where(ok, at, codes).to(tl.int64)], tl.int32, False, 1)
+
+
+@triton.jit
+def _scales(scale, zero, on, k, there, N, F: tl.constexpr, SIDES: tl.constexpr, EVEN: tl.constexpr):
+    """Return scales and zero points [G, BN] of outputs ``on`` < N for batches at inputs k, and those of their second
+    groups.
+
+    EVEN means that no batch and no output is outside of the weight.
+    """
+    at = on[None, :] * F.by_row + (k // F.group)[:, None] * F.by_group
+    keep, other = None, None
+    if not EVEN:
+        keep, other = there[:, None] & (on < N)[None, :], 0.0
+    s = tl.load(scale + at, mask=keep, other=other)
+    z, s1, z1 = s, s, s
+    if F.zero:
+        z = tl.load(zero + at, mask=keep, other=other)
+    if SIDES > 1:
+        s1 = tl.load(scale + at + F.by_group, mask=keep, other=other)
+        if F.zero:
+            z1 = tl.load(zero + at + F.by_group, mask=keep, other=other)
+    return s, z, s1, z1
+
+
+@triton.jit
+def _sums(planes, x, acc):
+    """Return acc [G, BN, C] + the products of four planes with the operands x."""
+    acc = tl.dot(planes[0], x[0], acc)
+    acc = tl.dot(planes[1], x[1], acc)
+    acc = tl.dot(planes[2], x[2], acc)
+    return tl.dot(planes[3], x[3], acc)
+
+
+@triton.jit
+def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
+              SIDES: tl.constexpr):  # fmt: skip
+    """Return the operands of each plane float16 [G, E, C], the sums of x [G, BN, C] in the unit of the products, and
+    the power of two [G, 1, C] of each column.
+
+    The batches begin at inputs k [G], and the columns hold the rows ``om`` [C].
+    """
+    oe = tl.arange(0, E)
+    pairs = (k // 2)[:, None] + (oe // 8 * 16 + oe % 8)[None, :]
+    keep = (there[:, None] & (pairs < K // 2))[:, :, None] & (om < M)[None, None, :]
+    if SIDES > 1:
+        keep = keep & ((oe // 8)[None, :, None] == side[None, None, :])
+    x_at = x + om[None, None, :] * (K // 2) + pairs[:, :, None]
+    v0, v1 = halves_of(tl.load(x_at, mask=keep, other=0), like, False)
+    v0, v1 = v0.to(tl.float32), v1.to(tl.float32)
+    v2, v3 = halves_of(tl.load(x_at + 8, mask=keep, other=0), like, False)
+    v2, v3 = v2.to(tl.float32), v3.to(tl.float32)
+    size = tl.maximum(tl.maximum(size_of(v0), size_of(v1)), tl.maximum(size_of(v2), size_of(v3)))
+    step, inverse = power_of(tl.max(size, 1))
+    by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
+    x0, x1 = (v0 * by_near).to(tl.float16), (v1 * by_near).to(tl.float16)
+    x2, x3 = (v2 * by_far).to(tl.float16), (v3 * by_far).to(tl.float16)
+    # The sums of x are its products with code 1, in planes of the lower and of the upper half of bytes.
+    low = tl.full([G, BN, E], 1.0 / (1 << 24), tl.float16)
+    high = tl.full([G, BN, E], 1.0 / (1 << 20), tl.float16)
+    planes = (x0, x1, x2, x3)
+    of_x = _sums((low, low, high, high), planes, tl.zeros([G, BN, om.shape[0]], tl.float32))
+    return planes, of_x, step[:, None, :]
+
+
+@triton.jit
+def _of_side(v, v1, side, SIDES: tl.constexpr):
+    """Expand v and v1 [G, BN] to [G, BN, C], with v1 where ``side`` [C] is 1."""
+    if SIDES > 1:
+        return tl.where(side[None, None, :] == 0, v[:, :, None], v1[:, :, None])
+    else:
+        return v[:, :, None]
+
+
+@triton.jit
+def _products(w, scales, x, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+    """Return the sums of each group [G, BN, C], multiplied by the scales of ``_scales``."""
+    planes = code_planes(w, ASM)
+    if ZERO:
+        acc = _sums(planes, x, tl.zeros(of_x.shape, tl.float32))
+        acc = acc - _of_side(scales[1], scales[3], side, SIDES) * of_x
+    else:
+        acc = _sums(planes, x, of_x * -8.0)
+    return _of_side(scales[0], scales[2], side, SIDES) * (acc * step)
+
+
+@triton.jit
+def _rows(total, by, SIDES: tl.constexpr):
+    """Multiply [BN, C] by ``by`` [C], and add both sides to [BN, BM]."""
+    total = total * by[None, :]
+    if SIDES > 1:
+        total = tl.sum(tl.reshape(total, [total.shape[0], SIDES, total.shape[1] // SIDES]), 1)
+    return total
+
+
+@triton.jit
+def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
+    """Add the SK parts of the sums [outputs, BM], and with a gate of the sums that lie beside them."""
+    inside = (outputs < N)[:, None]
+    at = parts + outputs[:, None] * (2 * BM if MODE == 1 else BM)
+    sums = tl.zeros([outputs.shape[0], BM], tl.float32)
+    up = sums
+    for i in tl.static_range(SK):
+        if MODE == 1:
+            both = (at + i * STEP * 2)[:, :, None] + tl.arange(0, 2)[None, None, :]
+            one, two = tl.split(tl.load(both, mask=inside[:, :, None], other=0.0, cache_modifier=".cg"))
+            sums += one
+            up += two
+        else:
+            sums += tl.load(at + i * STEP, mask=inside, other=0.0, cache_modifier=".cg")
+    return sums, up
+
+
+@kernel("M")
+def _small_m4(
+    x, weight, codes, scale, zero, by_row, y, bias, residual, norm, in_squares, out_squares, eps, scratch, arrived, M,
+    F: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, T_P: tl.constexpr,
+    G: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply x int32 [M, K / 2] by 4-bit ``codes`` int16 [N, K / 4], with GATED [2 N, ...].
+
+    ``weight`` is a descriptor of the codes with blocks [G, BN, BATCH / 4] of batches, outputs and elements, and returns
+    0 outside.  A part has at most G batches, and a program at most T tiles.  T_P is a power of two of at least T.
+    """
+    N: tl.constexpr = F.n
+    K: tl.constexpr = F.k
+    GATE: tl.constexpr = E.mode == 1
+    SIDES: tl.constexpr = 2 if F.group == 32 else 1
+    BATCH: tl.constexpr = F.group * SIDES  # inputs
+    BATCHES: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # batches of a part
+    EVEN: tl.constexpr = N % BN == 0 and G == BATCHES and K == BATCH * BATCHES * SK
+    program, part = tl.program_id(0), tl.program_id(1)
+    og, oc, oi = tl.arange(0, G), tl.arange(0, SIDES * BM), tl.arange(0, BN)
+    first = program * T
+    if ASM:
+        at = first * BN + oi
+        _prefetch(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, N, K, G * BATCH)
+        if GATE:
+            at = tl.where(at < N, at + N, 2 * N)
+            _prefetch(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, 2 * N, K, G * BATCH)
+    wait(PDL)
+    k = (part * BATCHES + og) * BATCH
+    om, side, there = oc % BM, oc // BM, (og < BATCHES) & (k < K)
+    planes, of_x, step = _operands(x, k, there, om, side, y, M, K, G, BN, BATCH // 4, SIDES)
+    by = tl.full([SIDES * BM], UNITS, tl.float32)
+    if E.parts > 0:
+        op = tl.arange(0, E.parts_p)
+        squares = tl.load(in_squares + om[:, None] * E.parts + op[None, :],
+                          mask=(om < M)[:, None] & (op < E.parts)[None, :], other=0.0)  # fmt: skip
+        by *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    rows = tl.arange(0, BM)
+    STEP: tl.constexpr = (N + BN - 1) // BN * BN * BM
+    parts = scratch + rows[None, :] * (2 if GATE else 1)
+    for tile in tl.range(first, tl.minimum(first + T, (N + BN - 1) // BN), num_stages=STAGES):
+        on = tile * BN + oi
+        w = weight.load([part * BATCHES, tile * BN, 0])
+        scales = _scales(scale, zero, on, k, there, N, F, SIDES, EVEN)
+        if GATE:
+            u = weight.load([part * BATCHES, N + tile * BN, 0])
+            upper = on + N if EVEN else tl.where(on < N, on + N, 2 * N)
+            up_scales = _scales(scale, zero, upper, k, there, 2 * N, F, SIDES, EVEN)
+        each = _products(w, scales, planes, of_x, step, side, SIDES, F.zero, ASM)
+        if GATE:
+            gated = _products(u, up_scales, planes, of_x, step, side, SIDES, F.zero, ASM)
+            # one reduction for both sums, so that the program waits for its warps once
+            total, up = tl.reduce((each, gated), 0, both_added)
+            total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
+        else:
+            total = _rows(tl.sum(each, 0), by, SIDES)
+            up = total
+        if SK > 1 and GATE:
+            to = parts + part * STEP * 2 + on[:, None] * (2 * BM)
+            tl.store(to[:, :, None] + tl.arange(0, 2)[None, None, :], tl.join(total, up))
+        elif SK > 1:
+            tl.store(parts + part * STEP + on[:, None] * BM, total)
+        else:
+            _finish(tl.trans(total), tl.trans(up), rows, on, tile, y, bias, residual, norm, in_squares, out_squares,
+                    eps, M, N, K, 0, 1, E.mode, E.bias, E.act)  # fmt: skip
+    if SK > 1:
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        if tl.atomic_add(arrived + program, 1, sem="acq_rel") == SK - 1:
+            of = tl.arange(0, T_P * BN)
+            outputs = tl.where(of < T * BN, first * BN + of, N)
+            sums, up_sums = _parts_added(parts, outputs, N, STEP, BM, SK, E.mode)
+            _finish(tl.trans(sums), tl.trans(up_sums), rows, outputs, program, y, bias, residual, norm, in_squares,
+                    out_squares, eps, M, N, K, 0, 1, E.mode, E.bias, E.act)  # fmt: skip
+            tl.store(arrived + program, 0)
+
+
+def _tile4(form: Form, mode: int) -> dict[str, int]:
+    """Return the fastest tile on an H100, for 4,096 and 14,336 inputs.
+
+    EACH is the number of programs per multiprocessor.
+    """
+    if mode == GATED:
+        part, each, stages, warps = (2048, 2, 2, 4) if form.group == 32 else (4096, 1, 3, 8)
+    elif form.group == 32:
+        part, each, stages, warps = 1024, 4, 3, 4
+    elif mode == PLAIN:
+        part, each, stages, warps = 1024, 8, 2, 2
+    else:
+        part, each, stages, warps = (1024, 4, 2, 4) if form.k <= 8192 else (1024, 6, 3, 2)
+    return dict(BN=16, EACH=each, SK=triton.cdiv(form.k, part), STAGES=stages, num_warps=warps)
+
+
+def _product4(
+    product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: dict[str, int] | None
+) -> tuple[Tensor, Tensor | None]:
+    of, form, m = product.of, product.form, len(x)
+    tile, batch = dict(tile or _tile4(form, product.mode)), max(form.group, 64)
+    split, bn = tile["SK"], tile["BN"]
+    tiles, room = triton.cdiv(form.n, bn), tile.pop("EACH") * multiprocessors(x.device)
+    turns = triton.cdiv(tiles, max(1, room // split))
+    if split > 1 and product.mode == ADDED:
+        # a power of two, because a program returns one sum of squares for its tiles
+        turns = triton.next_power_of_2(turns)
+    programs, batches = triton.cdiv(tiles, turns), triton.next_power_of_2(triton.cdiv(form.k, batch * split))
+    y, sums, tensors, epilogue = product.given(x, None, around, programs if split > 1 else tiles)
+    columns = 4 if form.group == 32 and m <= 4 else 8
+    size = split * columns * (2 if product.mode == GATED else 1) * tiles * bn if split > 1 else 0
+    codes = of.weight.view(torch.int16)
+    elements = codes.view(of.form.n, form.k // batch, batch // 4).transpose(0, 1)
+    _small_m4[(programs, split)](
+        x.view(torch.int32),
+        TensorDescriptor.from_tensor(elements, [batches, bn, batch // 4]),
+        codes,
+        of.scale,
+        of.zero,
+        *tensors,
+        torch.empty(size, dtype=torch.float32, device=x.device) if size else y,
+        arrived,
+        m,
+        F=form,
+        E=epilogue,
+        BM=columns,
+        T=turns,
+        T_P=triton.next_power_of_2(turns),
+        G=batches,
+        ASM=x.dtype == torch.bfloat16,
+        **tile,
+        **pdl(x),
+    )
+    return y, sums
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def small_m_rows(product: EpilogueProduct) -> int:
+    """Return the largest number of rows that the kernels support, 0 if they do not support the weight."""
+    form, weight, hopper = product.form, product.of.weight, capability(product.of.weight.device)
+    if weight.data_ptr() % 16 or form.table:
+        return 0
+    if form.bits == 8:
+        return ROWS if form.k % 128 == 0 and hopper >= 9 else 0
+    whole = form.k % max(form.group, 64) == 0 and form.k <= MOST_INPUTS and product.rounded is None
+    most = ROWS_OF_32 if form.group == 32 else ROWS
+    return most if whole and hopper == 9 else 0  # other GPUs were not measured with 4 bits
+
+
+def small_m(
+    product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: dict[str, int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a product with its epilogue for x [1 to 8, K], K a multiple of the batch or of the tile's BK.
+
+    ``arrived`` i32 has a counter for every 16 outputs, zero before and after the call.
+    """
+    if len(x) > ROWS:
+        raise ValueError(f"{len(x)} rows: expected 1 to {ROWS}")
+    if product.form.bits == 8:
+        return _product8(product, x, around, tile)
+    return _product4(product, x, around, arrived, tile)
