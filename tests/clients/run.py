@@ -29,13 +29,13 @@ KEY = "sk-of-the-tests"
 
 
 def header(script: Path) -> list[str]:
-    """The dependencies of a PEP 723 header."""
+    """Return the dependencies in a PEP 723 header."""
     found = re.search(r"# /// script\n(.*?)# ///", script.read_text(), re.S)
     return re.findall(r'"([^"]+)"', found.group(1)) if found else []
 
 
 def environment(script: Path, cache: Path) -> Path:
-    """The python of a virtual environment with what a script needs; made if it is not there."""
+    """Return the Python of a virtual environment with a script's needs; make it if it is missing."""
     wants = header(script)
     name = hashlib.sha256("\n".join([sys.version, *wants]).encode()).hexdigest()[:16]
     folder = cache / f"{script.stem}-{name}"
@@ -95,7 +95,7 @@ class Server:
 
 
 def run(script: Path, server: Server, cache: Path, limit: float) -> tuple[str, int, str, float]:
-    """(version, things that work, what went wrong or "", seconds)."""
+    """Return (version, working features, the error or "", seconds)."""
     began = time.monotonic()
     environ = {**os.environ, "BASE_URL": server.url, "MODEL": "pocket", "API_KEY": KEY}
     environ.pop("PYTHONPATH", None)

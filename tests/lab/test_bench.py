@@ -20,7 +20,7 @@ package = pytest.fixture(write_package)
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """The models are tiny."""
+    """Limit torch to one thread, because the models are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -30,7 +30,7 @@ def bench():
 
 
 def tensors(value):
-    """The tensor that a call is about."""
+    """Return the tensor on which a call works."""
     if isinstance(value, tuple) and not isinstance(value, Normed):
         value = value[0]
     return value.x if isinstance(value, Normed) else value

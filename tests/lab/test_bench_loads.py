@@ -173,7 +173,7 @@ def chunked(data):
 
 
 def answered(respond, timeout=60.0):
-    """What the client makes of a server whose connections are handled by ``respond(reader, writer)``."""
+    """Return the client's results of a server whose connections are handled by ``respond(reader, writer)``."""
     heard = []
 
     async def handle(reader, writer):

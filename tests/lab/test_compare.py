@@ -250,7 +250,7 @@ NOISE = [0.01, -0.01, 0.012, -0.008, 0.004, -0.009, 0.006, -0.006]
 
 
 def measured(name, speeds, shift=0.0, kl=0.0, top1=1.0, weights=10):
-    """What is stored of a configuration: runs of three seeds, and the quality of a text in eight pieces."""
+    """Return a stored configuration: runs of three seeds, and the quality of a text in eight pieces."""
     state = {"mhz": None}
     figures = [dict.fromkeys(("median_ttft_ms", "median_tpot_ms"), 1.0) for _ in speeds]
     for one, speed in zip(figures, speeds, strict=True):

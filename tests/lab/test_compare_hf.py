@@ -131,7 +131,7 @@ class Planted:
 
 
 def planted(name, family, **methods):
-    """A plug-in in this module, by its import target."""
+    """Make a model plug-in with a planted fault in this module, and return its import target."""
     spec = Spec(f"{HERE}:{name}", (2, 0), "a planted fault", limits=ANY)
     methods = {key: staticmethod(value) for key, value in methods.items()}
     setattr(sys.modules[HERE], name, type(name, (Planted, family), {"spec": spec, "__module__": HERE, **methods}))
@@ -139,14 +139,14 @@ def planted(name, family, **methods):
 
 
 def in_layer(number, change):
-    """``change`` of one layer of a table."""
+    """Return a function that applies ``change`` to one layer of a table."""
     return lambda made: replace(
         made, layers=tuple(change(layer) if i == number else layer for i, layer in enumerate(made.layers))
     )
 
 
 def pre(number, **values):
-    """What happens to q and k of one layer, with other values."""
+    """Return an edit that replaces values of the block before q and k of one layer."""
 
     def edit(model):
         block = model.blocks[number]

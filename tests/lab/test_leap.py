@@ -48,7 +48,7 @@ class ByTurns(Simulated):
 
 
 def drawn(seed):
-    """A configuration, a trace and a rate."""
+    """Draw a configuration, a trace and a rate."""
     rng = random.Random(seed)
     rows = rng.choice([1, 2, 4, 8, 16])
     options = {

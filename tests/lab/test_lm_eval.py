@@ -48,7 +48,7 @@ TASKS = ("own_choice", "own_rolling", "own_answer")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Three tasks over stories of pocket's world."""
+    """Return three tasks over stories of pocket's world."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -127,7 +127,7 @@ def own(tmp_path, monkeypatch):
 
 
 def served(**options):
-    """The statistics of an engine after two requests."""
+    """Return the statistics of an engine after two requests."""
     with LLM(**BASE, allow_targets=["own_figures"], **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.1)
         llm.generate(["a b c a b c a b c"] * 2, params, use_tqdm=False)

@@ -38,7 +38,7 @@ READERS = {"gptq": Gptq, "compressed-tensors": CompressedTensors}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """(a model's directory, its config, transformers' model)."""
+    """Return (directory of a model, its config, transformers' model)."""
     return tiny_dir(tmp_path_factory.mktemp("plain") / "model", "llama", **SIZES)
 
 
@@ -61,7 +61,7 @@ def made(plain, out, text, **more):
 
 
 def unpacked(out, chosen):
-    """Weights of float32 by their names, of what was written."""
+    """Return the float32 weights of a written checkpoint by name."""
     tensors = {name: t for path in out.glob("*.safetensors") for name, t in load_file(path).items()}
     layout = PackedFormat.of(chosen, torch.float32)
     mark = ".qweight" if chosen.format != "compressed-tensors" else ".weight_packed"
@@ -104,7 +104,7 @@ def test_logits_of_what_is_written_are_those_of_its_numbers_in_transformers(more
 
 
 def by_surgery(w, moments, grid, damping):
-    """Frantar's equations as they stand, in float64: an inverse that loses one row and column at a time."""
+    """Quantize by Frantar's equations in float64, with an inverse that loses one row and column at a time."""
     k, size = len(moments), grid.size(len(moments))
     inverse = torch.linalg.inv(moments.double() + damping * moments.double().diagonal().mean() * torch.eye(k))
     w, codes = w.double().clone(), torch.empty(w.shape, dtype=torch.uint8)

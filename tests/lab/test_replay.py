@@ -38,7 +38,7 @@ def fcfs(ctx):
 
 
 def turns(*runs, output=8, every=100.0):
-    """A trace of prompts that are lists of (content, tokens), far apart."""
+    """Return a trace of prompts that are lists of (content, tokens), far apart."""
     n = len(runs)
     lengths = [sum(k for _, k in r) for r in runs]
     return build("hand", [i * every for i in range(n)], lengths, [output] * n, [900 + i for i in range(n)], runs)
@@ -181,7 +181,7 @@ def test_an_evictor_that_breaks_its_contract_is_found(wrong, message):
 
 
 def best_by_trying(chains, capacity):
-    """Most blocks that any choice of victims can hit: every choice is tried."""
+    """Return the most blocks that any choice of victims can hit, by trying every choice."""
     parent = {key: chain[d - 1] if d else 0 for chain in chains for d, key in enumerate(chain)}
 
     @functools.cache

@@ -133,7 +133,7 @@ POINTS = [1, 4, 8], [1, 16, 32, 64, 96, 128]
 
 
 def measured(truth, n=4000, prompts=0.5):
-    """Steps of all kinds, with noise, of which some took three times as long."""
+    """Return noisy steps of all kinds, some of which took three times as long."""
     rng = np.random.default_rng(0)
     steps, before = [], (0, 0)
     while len(steps) < n:

@@ -22,7 +22,7 @@ SHOWN = [f"cost-aware (horizon={h}, ghosts=2)" for h in ("2.0", "3.0")]
 
 @pytest.fixture
 def simulated(tmp_path, capsys):
-    """The result of ``simulate`` with flags, and its file."""
+    """Return the result of ``simulate`` with flags, and its file."""
     costs, path = tmp_path / "costs.json", tmp_path / "simulated.json"
     costs.write_text(json.dumps(replace(COSTS, fit={"check": CHECK}).as_json()))
 

@@ -33,7 +33,7 @@ class TestContrast(ProcessorConformance):
 
 
 def contrasted(large, small, beta=None, alpha=None):
-    """Logits [V] of one row, by the text of the paper."""
+    """Return the contrasted logits [V] of one row, as in the paper."""
     beta, alpha = BETA if beta is None else beta, ALPHA if alpha is None else alpha
     likely = large.softmax(0) >= alpha * large.softmax(0).max() * (1 - 1e-6)  # equal ones may round apart
     return torch.where(likely, (1 + beta) * large - beta * small, -math.inf)
@@ -41,7 +41,7 @@ def contrasted(large, small, beta=None, alpha=None):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Two tiny models with sharp distributions: so few tokens are plausible, and those differ between the two."""
+    """Return two tiny models with sharp distributions, whose few plausible tokens differ."""
     found = []
     for name, layers, seed in (("large", 2, 1), ("small", 1, 5)):
         folder, _, model = tiny_dir(tmp_path_factory.mktemp(name), num_hidden_layers=layers, seed=seed, eos_token_id=60)
@@ -79,7 +79,7 @@ def llm(pair, **more):
 
 
 def prompts(n=7):
-    """The first 17 tokens are the same in all, so most of each prompt is a hit once one was read."""
+    """Return prompts with 17 common tokens, so that most of each prompt is a prefix hit."""
     return [[(7 * j) % 60 for j in range(17)] + [(i * i + 5 * j) % 60 for j in range(3 * i + 2)] for i in range(n)]
 
 
@@ -89,7 +89,7 @@ def parameters(**more):
 
 @torch.inference_mode()
 def reference(pair, prompt, params, tokens):
-    """Greedy tokens of both models over the whole sequence, and for each its lead over the next best."""
+    """Return greedy tokens of both models over the whole sequence, and the lead of each over the next best token."""
     (_, large), (_, small) = pair
     ids, leads = list(prompt), []
     for _ in range(tokens):
@@ -172,7 +172,7 @@ def test_draws_are_the_same_alone_and_preempted(pair):
 
 @torch.inference_mode()
 def beams(pair, prompt, width, tokens):
-    """The ``width`` best sequences of so many tokens by the sum of their contrasted log-probabilities, step by step."""
+    """Return the ``width`` best sequences of so many tokens by the sum of their contrasted log-probabilities."""
     live = [(0.0, list(prompt))]
     for _ in range(tokens):
         grown = []

@@ -60,7 +60,7 @@ def test_blocks_without_parents_go_in_the_order_of_the_paper(seed):
 
 
 def hits(evictor) -> int:
-    """Blocks found in the cache on a trace of two hot prefixes among prompts that never come again."""
+    """Return the blocks found on a trace of two hot prefixes among prompts that occur once."""
     rng, kinds = random.Random(5), {} if evictor is None else {"evictor": evictor}
     engine = sim_engine(slots=2, blocks=40, max_len=64, **kinds)
     hot = [[7, i] * 12 for i in range(2)]  # 6 blocks of 4 tokens each

@@ -43,7 +43,7 @@ class Compiled:
 
 
 def left(body: list[str]) -> tuple[int, int]:
-    """Of the lines of a loop: (products with a side in registers, those of them that no wait is behind)."""
+    """Return (products with an operand in registers, those without a wait behind them) of the lines of a loop."""
     found = pending = 0
     for line in body:
         if "ttng.warp_group_dot " in line:
@@ -78,7 +78,7 @@ def weights() -> list[tuple[str, quant.Quantized]]:
 
 
 def in_groups() -> list[tuple[str, grouped.GroupedProduct]]:
-    """Of 8 bits, with zero points and without."""
+    """Return grouped products of 8 bits, with zero points and without."""
     empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
     made = []
     for n, k in ((4096, 4096), (28672, 4096)):
@@ -90,7 +90,7 @@ def in_groups() -> list[tuple[str, grouped.GroupedProduct]]:
 
 
 def experts(bits: int) -> None:
-    """Of 4 bits in groups, or of 8."""
+    """Compile the products of experts with 4 bits in groups, or 8 bits."""
     empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
     kept = lambda n, k: (  # noqa: E731
         StoredWeight(empty(n, k // 2, dtype=torch.uint8), empty(n, k // 32), None, 32)

@@ -22,7 +22,7 @@ FORMS = {"int8": int8, "float8": float8}
 
 
 def same(got: np.ndarray, want: np.ndarray) -> bool:
-    """Whether all numbers are equal, of the 256 codes or the 254 of float8 that are no NaN."""
+    """Return whether all numbers of the 256 codes, or the 254 of float8 that are no NaN, are equal."""
     there = np.isfinite(want)
     return np.array_equal(got[there], want[there]) and there.sum() >= 254
 

@@ -17,7 +17,7 @@ HERE = ROOT / "tests" / "helpers"
 
 
 def regions(folder: Path, size: int) -> None:
-    """A file of zeros for each rank."""
+    """Create a file of zeros for each rank."""
     from minivllm.device.layers.peer_memory import RegionLayout
 
     for rank in range(size):

@@ -97,7 +97,7 @@ def test_the_clamped_gate_is_that_of_gpt_oss():
 
 
 def one_layer(spec: Experts, **more) -> Harness:
-    """A model of one layer with these experts and random weights."""
+    """Create a model of one layer with these experts and random weights."""
 
     class Typed(ModelArch):
         def describe(self, cfg) -> DecoderSpec:
@@ -114,7 +114,7 @@ def one_layer(spec: Experts, **more) -> Harness:
 
 
 def naive(experts, x):
-    """Expert by expert in float64."""
+    """Compute the mixture expert by expert in float64."""
     spec, T = experts.spec, x.double()
     weights, ids = experts.route(experts.router(x))
     gate_up = experts.gate_up.tensors["weight"].double().view(spec.count, 2 * spec.inner, -1)

@@ -55,7 +55,7 @@ def test_the_gate_of_silu_is_swiglu():
 
 
 def rotate64(x, angle):
-    """Pairs (i, i + dim / 2) of each head turned by ``angle`` [T, dim / 2]."""
+    """Rotate the pairs (i, i + dim / 2) of each head by ``angle`` [T, dim / 2]."""
     a, b = x.double().chunk(2, -1)
     cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -24,12 +24,12 @@ EPSILON = {B: 2.0**-8, H: 2.0**-10, F: 2.0**-22}  # of a rounding of the result,
 
 @pytest.fixture
 def slow(monkeypatch):
-    """A CPU whose torch has no fast products of 16-bit numbers."""
+    """Simulate a CPU whose torch has no fast products of 16-bit numbers."""
     monkeypatch.setattr(hardware, "multiplies", lambda dtype: False)
 
 
 def forms(outputs: int, inputs: int) -> list[tuple[StoredWeight, torch.Tensor]]:
-    """Weights of each form, and their numbers in float64."""
+    """Return weights of each form, and their numbers in float64."""
     torch.manual_seed(0)
     plain = [torch.randn(outputs, inputs).to(dtype) for dtype in (B, H, F)]
     found = [(StoredWeight(w), w.double()) for w in plain]
@@ -126,7 +126,7 @@ def path(tmp_path_factory):
 
 
 def logprobs_of(path: str, **options) -> list[list[float]]:
-    """Log-probabilities of the tokens of two prompts in one batch, one of which is too long for a captured step."""
+    """Return log-probabilities of two prompts in one batch, one of which is too long for a captured step."""
     llm = engine(path, **{"dtype": "bfloat16", "max_num_batched_tokens": 128, **options})
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     outs = llm.generate([{"prompt_token_ids": prompt(n)} for n in (90, 5)], params, use_tqdm=False)

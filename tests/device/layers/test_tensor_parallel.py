@@ -40,7 +40,7 @@ FAMILIES = {
 
 
 def architecture(path):
-    """A folder's model plug-in, and its config."""
+    """Return the model plug-in and the config of a folder."""
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True)
     made = build_part("model", resolve(config, Catalog.discover()).wiring.parts["model"])
     return made, AutoConfig.from_pretrained(path)
@@ -52,7 +52,7 @@ def logits_of(harness, prompt):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A family's folder, architecture, config and the logits of one process, made once."""
+    """Create a family's folder, architecture, config and the logits of one process."""
     found = {}
 
     def make(name):

@@ -48,7 +48,7 @@ TYPE = gguf.GGMLQuantizationType
 
 
 def packed(kind, rows, inputs):
-    """Random blocks of a type as the file has them, u8 [rows, bytes], with scales of a size that a model has."""
+    """Return random blocks u8 [rows, bytes] of a GGUF type, with the scales of a real model."""
     count, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(rows + inputs).integers(0, 256, (rows, inputs // count, size), dtype=np.uint8)
     scale = {TYPE.Q8_0: 2e-3, TYPE.Q4_0: 2e-2, TYPE.Q4_K: 5e-4, TYPE.Q5_K: 3e-4, TYPE.Q6_K: 8e-5}[kind]
@@ -61,7 +61,7 @@ def packed(kind, rows, inputs):
 
 
 def in_pairs(rows, heads):
-    """Rows of q or k as llama.cpp's converter puts them for "llama"."""
+    """Return rows of q or k in the order of llama.cpp's converter for "llama"."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -76,7 +76,7 @@ def name_of(name, family):
 
 
 def written(path, family, kinds, more=lambda writer: None, **values):
-    """A tiny model as a GGUF file, whose matrices are of ``kinds`` in turn; (config, transformers' model of them)."""
+    """Write a tiny model as a GGUF file with matrices of ``kinds`` in turn; return (config, transformers' model)."""
     values = {**SIZES, **values}
     cfg = tiny_config(family, **values) if family != "gemma2" else gemma2_config(**values)
     hf = tiny_model(cfg)

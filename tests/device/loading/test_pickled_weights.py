@@ -220,7 +220,7 @@ def test_scales_of_a_quantized_cache_are_left_out_and_told(tmp_path, load_format
 
 
 def write(path, tensors):
-    """Another file by the same name, as a download puts it there."""
+    """Replace a file by another of the same name, as a download does."""
     save_file(tensors, path / "other")
     (path / "other").replace(path / "model.safetensors")
 

@@ -20,7 +20,7 @@ SINGLES = {"the plain config": {}, **{k: v for axis in VARIANTS.values() for k, 
 
 
 def described(arch, cfg):
-    """What an architecture makes of a configuration, or says against it."""
+    """Return an architecture's description of a configuration, or its error."""
     try:
         return arch.describe(cfg), arch.switch(cfg)
     except ModelError as e:

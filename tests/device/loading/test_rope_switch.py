@@ -35,7 +35,7 @@ def prompt(n, seed=0):
 
 
 def greedy(hf, ids, n, long):
-    """transformers' tokens with the frequencies of long sequences, or of short ones, all the way."""
+    """Return transformers' tokens with the frequencies of long or of short sequences."""
     rotary = hf.model.rotary_emb
     hf.config.rope_parameters["original_max_position_embeddings"] = 1 if long else 10_000
     try:

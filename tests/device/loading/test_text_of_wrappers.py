@@ -22,7 +22,8 @@ QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe", "llava")
 
 
 def answer(path, **more):
-    """(16 greedy tokens, log-probabilities of the prompt's tokens, notes) of the engine, after ``explain`` agreed."""
+    """Return (16 greedy tokens, log-probabilities of the prompt's tokens, notes) of an engine that agrees with
+    ``explain``."""
     explained = minivllm.explain(str(path), **SIZES, **more)
     assert explained.error is None
     with LLM(model=str(path), **SIZES, **more) as llm:
@@ -68,7 +69,7 @@ def test_the_fallback_serves_the_same_text_models(model_type, tmp_path):
 
 
 def drawn(seed, path):
-    """(transformers' model, tensors that are not of the text model or None) of a random family, config and layout."""
+    """Return (transformers' model, tensors outside of the text model or None) of a random family, config and layout."""
     r = random.Random(seed)
     family = r.choice(sorted(NATIVE))
     tied, layout = r.random() < 0.5, r.choice(sorted(LAYOUTS))

@@ -42,7 +42,7 @@ def edit(path, change):
 
 
 def edit_all(path, change):
-    """``edit``, for a directory of one file or of several: what changes may be in any of them."""
+    """Return ``edit`` for a checkpoint of one or of several files."""
     if (path / "model.safetensors").exists():
         return edit(path, change)
     index = path / "model.safetensors.index.json"
@@ -102,7 +102,7 @@ HEADS = {  # what a checkpoint with tie_word_embeddings=true may hold -> how its
 
 
 def reference(path, tokens, dtype=torch.float32):
-    """Logits of what transformers makes of a directory."""
+    """Return the logits of transformers' model of a directory."""
     with quiet(), torch.inference_mode():
         hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
         return hf(torch.tensor([tokens])).logits[0].float()

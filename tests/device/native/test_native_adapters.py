@@ -43,7 +43,7 @@ def same(first, second, bound=1e-4):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(folder of a Llama, the model, requests of two adapters with ranks 3 and 6, and of factors)."""
+    """Create (folder of a Llama, the model, requests of two adapters with ranks 3 and 6, and of factors)."""
     place = tmp_path_factory.mktemp("native")
     folder, _, model = tiny_dir(place / "model", "llama")
     paths = [write_adapter(model, place / name, seed=n + 1, r=(3, 6)[n]) for n, name in enumerate("ab")]

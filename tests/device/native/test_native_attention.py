@@ -20,7 +20,7 @@ BLOCK, BLOCKS = 8, 12
 
 
 def program_of(tokens: int) -> Program:
-    """A program for one sequence whose blocks lie in another order than its tokens."""
+    """Create a program for one sequence whose blocks are in another order than its tokens."""
     columns = {
         "tokens": torch.zeros(1, BLOCK * BLOCKS, dtype=torch.int32),
         "longest": BLOCK * BLOCKS,
@@ -34,7 +34,7 @@ def program_of(tokens: int) -> Program:
 
 
 def cache_of(kind: str, heads: int, width: int) -> dict[str, torch.Tensor]:
-    """Memory of keys and values that is NaN where nothing was written."""
+    """Create memory of keys and values that is NaN where nothing was written."""
     if kind == "int8":
         layout = Int8KV().layout(AttnSpec(heads, heads, width, width), BLOCK).tensors
         return {name: torch.zeros((BLOCKS, *t.shape), dtype=getattr(torch, t.dtype)) for name, t in layout.items()}

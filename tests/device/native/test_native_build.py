@@ -133,7 +133,7 @@ def test_run_directly_it_compiles_in_place_and_only_what_is_old(tree):
 
 
 def hatchling(tree, call, **environ):
-    """The path of what hatchling made in ``tree/made``; its output, had it failed."""
+    """Return the path of hatchling's build in ``tree/made``, or its output if it failed."""
     pytest.importorskip("hatchling", reason='pip install "minivllm[test]"')
     code = f"import hatchling.build as b; print(b.{call}('made'))"
     (tree / "made").mkdir(exist_ok=True)

@@ -28,7 +28,7 @@ NUMBERS = ("known", "end", "min_end", "seed", "sample", "n_eos")
 
 
 def columns(width: int, seed: int) -> tuple[DeviceState, DefaultSampler]:
-    """Slots in any state that rows which draw can be in."""
+    """Create slots in any state that drawing rows can have."""
     r = np.random.default_rng(seed)
     state = DeviceState(SLOTS, LONGEST, 1, 8, torch.device("cpu"))
     sampler = DefaultSampler(None, SamplingContext(width, LONGEST, ()))

@@ -37,7 +37,7 @@ def told_in_a_process(folder, **environ):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with the library, of the sources as they are."""
+    """Create a folder with the library of the present sources."""
     folder = tmp_path_factory.mktemp("native")
     made = build_hook().build(folder, {"PATH": os.environ["PATH"]})
     if made.name != library.LIBRARY:
@@ -47,7 +47,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def best():
-    """The instruction set of this CPU, by the flags that the kernel lists."""
+    """Return the instruction set of this CPU by the kernel's flags."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     if not flags >= BEST_ON["avx2"]:

@@ -31,7 +31,7 @@ def guarded(t: torch.Tensor) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
-    """To a few roundings of float32 of the sum of magnitudes, which bounds any order of summation."""
+    """Compare within a few float32 roundings of the sum of magnitudes, which bounds any order of summation."""
     x, w = x.double(), w.double()
     bound = (x.abs() @ w.abs().t()) * x.shape[1] ** 0.5 * 2.0**-22 + 1e-30
     assert ((got.double() - x @ w.t()).abs() <= bound).all()

@@ -189,7 +189,7 @@ FORMATS = {
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Sizes that groups of int4 divide."""
+    """Create a Llama whose sizes groups of int4 divide."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     return checkpoint(tmp_path_factory.mktemp("wide"), "LlamaForCausalLM", **sizes)
 
@@ -238,7 +238,7 @@ def windowed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    """Three layers with the delta rule, one with gated attention."""
+    """Create a model of three layers with the delta rule and one with gated attention."""
     return checkpoint(tmp_path_factory.mktemp("qwen3_5"), "Qwen3_5ForCausalLM", num_hidden_layers=4)
 
 

@@ -31,12 +31,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Says how many threads the programs have that are made from now on."""
+    """Return a function that sets the number of threads for programs that are made later."""
     return lambda n: monkeypatch.setattr("minivllm.device.layers.native_steps.torch.get_num_threads", lambda: n)
 
 
 def states(monkeypatch, path, pause=lambda: None, **options):
-    """The tokens, and the hidden states of each captured step, in bits."""
+    """Return the tokens, and the hidden states of each captured step in bits."""
     found, forward = [], NativeSteps.forward
 
     def kept(self, plan):
@@ -214,7 +214,7 @@ def test_an_executor_in_a_process_of_its_own_captures_too(folder):
 
 
 def python(code: str) -> str:
-    """What a process prints that runs this code and ends well."""
+    """Return the output of a process that runs this code and ends well."""
     lines = [line.removeprefix("        ") for line in code.splitlines()]
     setup = "import copy, os, sys, time\nimport numpy as np\nimport torch\ntorch.set_num_threads(1)\n"
     path = os.pathsep.join(sys.path)

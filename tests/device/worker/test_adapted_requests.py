@@ -24,7 +24,7 @@ from minivllm.testing.tiny import quiet, save, tiny_dir
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folders of a tiny model, of two adapters, and of the model with each adapter merged into its weights."""
+    """Create folders of a tiny model, of two adapters, and of the model with each adapter merged."""
     from peft import PeftModel
 
     place = tmp_path_factory.mktemp("adapted")

@@ -24,7 +24,7 @@ OTHER = [40, 41, 42, 43, 44, 45, 46, 47, 48]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(folder of the base model, folders of two adapters, tokens of the merged weights by adapter and prompt)."""
+    """Create (folder of the base model, folders of two adapters, tokens of merged weights by adapter and prompt)."""
     from peft import PeftModel
 
     place = tmp_path_factory.mktemp("faults")

@@ -68,7 +68,7 @@ def test_two_processes_share_the_factors_of_a_layer(tmp_path, family):
 
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory):
-    """(folder and model, folders of two steering adapters and a LoRA, vectors of the first two)."""
+    """Create (folder and model, folders of two steering adapters and a LoRA, vectors of the first two)."""
     place = tmp_path_factory.mktemp("steered")
     folder, _, model = tiny_dir(place / "model", "llama")
     generator = torch.Generator().manual_seed(1)

@@ -18,7 +18,7 @@ THINGS = ("fox", "lantern", "box", "river", "bird", "stone", "garden", "boat")
 
 
 def prompts(n: int) -> list[list[int]]:
-    """Token ids of 5 to 100 tokens; every third begins as the one before it does."""
+    """Return token ids of 5 to 100 tokens; every third prompt begins as the one before it."""
     rng, found = random.Random(7), []
     for i in range(n):
         ids = [rng.randrange(3, 2000) for _ in range(rng.choice((5, 17, 40, 64, 100)))]
@@ -42,7 +42,7 @@ class Condition:
         )
 
     def params(self, i: int, n: int = 1) -> SamplingParams:
-        """Every other request is greedy; the others have a seed."""
+        """Return the parameters of request i: every other one is greedy, the others have a seed."""
         return SamplingParams(
             temperature=0.0 if i % 2 else 0.9,
             seed=100 + i,
@@ -60,7 +60,7 @@ class Condition:
         return {i: [bits(o) for o in sorted(r.outputs, key=lambda o: o.index)] for i, r in zip(which, got, strict=True)}
 
     def alone(self) -> dict[int, list]:
-        """Each by itself; the first time there is nothing in the cache that another could give it."""
+        """Run each request alone, the first time with an empty cache."""
         with LLM(**self.options) as llm:
             found = {}
             for i in range(len(self.prompts)):
@@ -69,7 +69,7 @@ class Condition:
             return found
 
     def batch(self) -> dict[int, list]:
-        """64 at once: the requests, and others that fill up the batch."""
+        """Run the requests in a batch of 64 with others."""
         n = len(self.prompts)
         with LLM(**self.options, max_num_seqs=64) as llm:
             fill = [{"prompt_token_ids": [3 + i] * (1 + i % 7)} for i in range(64 - n % 64)]
@@ -79,7 +79,7 @@ class Condition:
             return {i: [bits(got[i].outputs[0])] for i in range(n)}
 
     def prefix_hit(self) -> dict[int, list]:
-        """Once more, when most of the prompt is in the cache."""
+        """Run the requests again, with most of each prompt in the cache."""
         with LLM(**self.options) as llm:
             every = list(range(len(self.prompts)))
             self.run(llm, every)
@@ -93,7 +93,7 @@ class Condition:
             return self.run(llm, range(len(self.prompts)))
 
     def preempted(self) -> dict[int, list]:
-        """A pool that holds the prompts of several and not what they grow to; blocks of another size, too."""
+        """Run the requests in a pool that holds several prompts but not their growth, with other block sizes too."""
         pool = (max(map(len, self.prompts)) + self.length) // 4 + 12
         options = {**self.options, "num_kvcache_blocks": pool, "kvcache_block_size": 4, "max_num_seqs": 16}
         with LLM(**options) as llm:
@@ -102,7 +102,7 @@ class Condition:
             return found
 
     def evicted(self) -> dict[int, list]:
-        """After others have pushed it out of the cache."""
+        """Run the requests after others have evicted their blocks."""
         options = {**self.options, "num_kvcache_blocks": (133 + self.length) // 16 + 2, "max_num_seqs": 1}
         with LLM(**options) as llm:
             for _ in range(2):
@@ -110,7 +110,7 @@ class Condition:
             return found
 
     def four(self) -> dict[int, list]:
-        """n = 4 of each, all together; the first of the four is the request itself."""
+        """Run four samples of each request together; the first sample is the request itself."""
         with LLM(**self.options) as llm:
             return self.run(llm, range(len(self.prompts)), n=4)
 
@@ -123,7 +123,7 @@ class Condition:
             return found
 
     def table(self) -> dict[str, int]:
-        """How many of the requests have other tokens or bits than alone, by condition."""
+        """Count the requests whose tokens or bits differ from those alone, by condition."""
         want, four = self.alone(), self.four()
         differ = lambda got, want: sum(got[i] != want[i] for i in want)  # noqa: E731
         return {
@@ -139,7 +139,7 @@ class Condition:
 
 
 def bits(output) -> tuple:
-    """Token ids, and each log-probability as its four bytes."""
+    """Return token ids, and each log-probability as its four bytes."""
     steps = [sorted((t, struct.pack("<f", lp.logprob)) for t, lp in step.items()) for step in output.logprobs]
     return tuple(output.token_ids), steps
 

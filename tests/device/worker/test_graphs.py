@@ -23,7 +23,7 @@ from minivllm.testing.tiny import tiny_dir
 
 
 def captures(most: int = 64) -> Graphs:
-    """Of a runner for ``most`` rows; without a device."""
+    """Return the captures of a runner for ``most`` rows, without a device."""
     made = Graphs.__new__(Graphs)
     wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
     taps = SimpleNamespace(of_step=of_step)

@@ -24,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=T
 
 @functools.cache
 def model(family: str, folder: Path):
-    """The path and transformers' model of a family."""
+    """Return the path and transformers' model of a family."""
     path = folder / family
     path.mkdir()
     return path, make(path, family)
@@ -196,7 +196,7 @@ def test_a_worker_process_reads_images(folder):
 
 
 def differs(llm, *cases):
-    """Whether an answer differs from transformers', or a request fails."""
+    """Return whether an answer differs from transformers', or a request fails."""
     for case, output in zip(cases, generate(llm, *cases), strict=True):
         try:
             case.check(output)

@@ -59,7 +59,7 @@ class Nameless(Instead):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A model and a smaller one with other weights."""
+    """Create a model and a smaller one with other weights."""
     return [
         tiny_dir(tmp_path_factory.mktemp(name), num_hidden_layers=layers, seed=seed, eos_token_id=60)[0]
         for name, layers, seed in (("large", 2, 1), ("small", 1, 5))
@@ -98,7 +98,7 @@ def tokens(engine, asked, prompts=PROMPTS):
 
 @pytest.fixture(scope="module")
 def alone(pair):
-    """The tokens of each model in an engine without the other."""
+    """Return the tokens of each model in an engine without the other."""
     found = []
     for folder in pair:
         with LLM(**options(pair, model=str(folder), processors=["penalties"], batch_invariant=True)) as engine:

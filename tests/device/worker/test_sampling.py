@@ -29,7 +29,7 @@ INF = float("inf")
 
 
 def reference_bits(seed, position, sample, lane):
-    """The pseudo-code of noise_bits in numpy's unsigned words."""
+    """Compute noise_bits by its pseudo-code in numpy's unsigned words."""
     with np.errstate(over="ignore"):
         word = lambda x: np.asarray(np.asarray(x).astype(np.int64) & 0xFFFFFFFF).astype(np.uint32)  # noqa: E731
         u = np.uint32
@@ -51,7 +51,7 @@ def key(n, seed=0):
 
 
 def normal_tail(chi2, df):
-    """Wilson-Hilferty: chi-square as a standard normal."""
+    """Return chi-square as a standard normal (Wilson-Hilferty)."""
     return ((chi2 / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
@@ -95,7 +95,7 @@ AXES = ("lane", "position", "sample", "seed", "seed_high")
 
 
 def along(axis, n, other):
-    """n neighbours along one axis, the other arguments fixed at ``other``."""
+    """Return the noise of n neighbours along one axis, with the other arguments fixed at ``other``."""
     step = torch.arange(n)
     args = {name: torch.tensor(other) for name in ("seed", "position", "sample", "lane")}
     if axis == "seed_high":

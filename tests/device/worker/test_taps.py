@@ -41,7 +41,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """name -> (folder, transformers' model), made when it is first asked for."""
+    """Create (folder, transformers' model) of a name at its first use."""
     made = {}
 
     def get(name):
@@ -103,7 +103,7 @@ def everything(llm):
 
 
 def read_as_hooked(model, branches, prompt, out):
-    """Every point, at every position, equals what transformers has there."""
+    """Check that every point equals transformers' value at every position."""
     want = hooked(model, branches, prompt + out.token_ids[:-1])
     want["logits"] = want["logits"][len(prompt) - 1 :]
     assert set(out.taps) == set(want)
@@ -234,7 +234,7 @@ def vector(seed, width=32, size=0.5):
 
 
 def steered_greedy(model, prompt, layer, added, n=32):
-    """transformers' tokens with a hook that adds a vector to the output of a layer."""
+    """Return transformers' tokens with a hook that adds a vector to the output of a layer."""
     inner = getattr(model.model, "decoder", model.model)
 
     def hook(_, args, out):

@@ -27,7 +27,7 @@ KINDS = ("rounded", "bfloat16", "equal", "pairs", "gaps", "few", "none", "zeros"
 
 
 def planted(kind: str, n: int, width: int) -> torch.Tensor:
-    """Logits f32 [n, width] with many ties."""
+    """Return logits f32 [n, width] with many ties."""
     torch.manual_seed(width)
     x = torch.randn(n, width) * 3
     if kind == "rounded":
@@ -51,7 +51,7 @@ def planted(kind: str, n: int, width: int) -> torch.Tensor:
 
 
 def in_order(row: torch.Tensor, k: int) -> list[int]:
-    """The ``k`` best by Python's sort."""
+    """Return the ``k`` best tokens by Python's sort."""
     values = row.double().tolist()
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
 
@@ -146,7 +146,7 @@ def tied(request, tmp_path_factory):
 
 
 def exact(entries):
-    """Lists with the bits of their values, in order."""
+    """Return lists with the bits of their values, in order."""
     return [
         None if entry is None else [(t, struct.pack("<f", v.logprob), v.rank) for t, v in entry.items()]
         for entry in entries or ()
@@ -158,7 +158,7 @@ def seen(out):
 
 
 def requests():
-    """(prompt, parameters): beams, greedy and drawn rows, each with lists of another length, and their prompts."""
+    """Return (prompts, parameters) of beams, greedy and drawn rows, each with lists of another length."""
     rng = np.random.default_rng(5)
     items = [rng.integers(0, 1000, n).tolist() for n in (3, 9, 17, 5, 11, 8, 4, 13)]
     kinds = (

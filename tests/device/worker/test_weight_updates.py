@@ -54,7 +54,7 @@ def written(folder: Path, to: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A tiny model, and its folder with other weights."""
+    """Create a tiny model, and a folder of it with other weights."""
     place = tmp_path_factory.mktemp("weights")
     folder, _, _ = tiny_dir(place / "first", "qwen3", intermediate_size=64)
     return folder, written(folder, place / "second", other_weights(folder))

@@ -105,7 +105,7 @@ class Flex(AttentionBackend):
 
 
 def score_mod(spec: AttnSpec, batch: Batch) -> Callable[..., Tensor]:
-    """What becomes of the scaled score of query i and key j of row b."""
+    """Return the score modification of query i and key j of row b."""
     first, query, window, softcap = batch.first, batch.query, spec.window, spec.softcap
 
     def modify(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def score_mod(spec: AttnSpec, batch: Batch) -> Callable[..., Tensor]:
 
 
 def make_batches(meta: AttnMeta, group: int, window: int | None) -> list[Batch]:
-    """The decode rows, then each row behind them."""
+    """Return a batch of the decode rows, then one for each longer row."""
     batches, n = [], meta.decode_rows
     if n:
         last = (meta.kv_len[group, :n].long() - 1).clamp(min=0)  # the host's lengths are upper bounds

@@ -105,7 +105,7 @@ class Sieve(Evictor):
         return np.array(found, np.uint64)
 
     def _is(self, key: int, age: int) -> bool:
-        """Whether a heap's entry is of a block that is still there: a key may have come back as a new one."""
+        """Return whether a heap's entry belongs to a present block; a key may have returned as a new block."""
         return key in self.blocks and self.blocks[key].age == age
 
     def _queue(self, key: int) -> None:

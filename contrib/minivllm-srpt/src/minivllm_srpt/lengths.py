@@ -20,7 +20,7 @@ class Lengths:
         self.running: dict[int, tuple[tuple[int, int], int]] = {}  # id -> (kind, tokens it has generated)
 
     def watch(self, ids: np.ndarray, tenant: np.ndarray, prompt: np.ndarray, known: np.ndarray) -> None:
-        """What runs now, one entry a sequence; what ran at the last call and is not there has ended."""
+        """Record the running sequences; a sequence that ran at the last call and is missing has ended."""
         now = {
             i: ((t, p.bit_length()), k - p)
             for i, t, p, k in zip(ids.tolist(), tenant.tolist(), prompt.tolist(), known.tolist(), strict=True)
@@ -33,15 +33,15 @@ class Lengths:
         self.running = now
 
     def forget(self, seq: int) -> None:
-        """It leaves without having ended."""
+        """Forget a sequence that leaves without having ended."""
         self.running.pop(seq, None)
 
     def lose_sight(self) -> None:
-        """Steps have gone by unseen: nobody knows at which length those ended that are gone."""
+        """Forget all running sequences, because their lengths at unseen steps are unknown."""
         self.running.clear()
 
     def predict(self, tenant: np.ndarray, prompt: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-        """Expected output tokens f64 [n], never more than ``otherwise``, which stands where too little was seen."""
+        """Return expected output tokens f64 [n], at most ``otherwise``, which is also the value without enough data."""
         out = otherwise.astype(np.float64)
         for j, (t, p) in enumerate(zip(tenant.tolist(), prompt.tolist(), strict=True)):
             mean, n = self.mean.get((t, p.bit_length()), (0.0, 0))

@@ -44,12 +44,12 @@ class Srpt(SchedulerPolicy):
         return np.lexsort((head.id, by, waits)).astype(np.int32)
 
     def shape(self, load: Load, now: float) -> StepShape:
-        """Mixed steps, as by default; it is called once a step, waiting requests or not, so steps are counted here."""
+        """Return the default shape, and count the steps."""
         self.steps += 1
         return super().shape(load, now)
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        """The one with the most work left, of those that are not nearly done, and not the oldest."""
+        """Return the row with the most work left that is neither nearly done nor the oldest."""
         made = candidates.known - candidates.prompt
         young = made < self.options.preemptible * self.expected(candidates)
         young[np.lexsort((candidates.id, candidates.arrival))[0]] = False
@@ -62,13 +62,13 @@ class Srpt(SchedulerPolicy):
         return index
 
     def expected(self, view: QueueView) -> np.ndarray:
-        """Output tokens f64 [n]; of one that has outrun its prediction, as many again as it has."""
+        """Return expected output tokens f64 [n]; twice the present number for a row beyond its prediction."""
         made = view.known - view.prompt
         guess = self.lengths.predict(view.tenant, view.prompt, view.predicted_out)
         return np.minimum(np.where(made >= guess, 2 * made + 1, guess), np.maximum(view.max_out, 1))
 
     def work(self, view: QueueView) -> np.ndarray:
-        """What is left to compute f64 [n], in tokens to generate."""
+        """Return the remaining work f64 [n], in tokens to generate."""
         left = np.maximum(self.expected(view) - (view.known - view.prompt), 1)
         to_compute = np.maximum(view.known - np.maximum(view.computed, view.cached), 0)
         return left + self.options.prefill_cost * to_compute

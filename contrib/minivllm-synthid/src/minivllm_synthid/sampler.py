@@ -74,7 +74,7 @@ class SynthId(Sampler):
         out.tokens.copy_(torch.where(temperature > 0, x.argmax(dim=1), best))
 
     def _marked(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
-        """Logarithms of the probabilities [N, V] after the tournament, where the context is a new one."""
+        """Return log-probabilities [N, V], after the tournament for marked rows whose context is new."""
         context = context_hash(self._before(rows), self.options.key)
         known = (state["seen"][rows.slots] == context[:, None]).any(dim=1)
         on = state["marked"][rows.slots] & ~known & (rows.position >= self.options.context)
@@ -82,7 +82,7 @@ class SynthId(Sampler):
         return torch.where(on[:, None], marked, x)
 
     def _before(self, rows: Rows) -> Tensor:
-        """The tokens i64 [N, context] before the one that is drawn; those of a short history are arbitrary."""
+        """Return the tokens i64 [N, context] before the drawn one; a short history gives arbitrary ones."""
         at = rows.position[:, None] + torch.arange(-self.options.context, 0, device=rows.position.device)
         return rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
 
@@ -105,7 +105,7 @@ class SynthId(Sampler):
 
 
 def limited(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits [N, V] with -inf for what top-k [N] (0 = all) and then top-p [N] leave out; ties at the limit stay in."""
+    """Return logits [N, V] with -inf outside of top-k [N] (0 means all) and then top-p [N]; ties at the limit stay."""
     best = x.sort(dim=1, descending=True).values
     rank = torch.arange(x.shape[1], device=x.device)
     keep = (rank < top_k[:, None]) | (top_k == 0)[:, None]

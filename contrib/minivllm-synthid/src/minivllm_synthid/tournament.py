@@ -22,7 +22,7 @@ MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator: odd, so that no b
 
 
 def context_hash(tokens: Tensor, key: int) -> Tensor:
-    """i64 [...] of contexts i64 [..., context], 64 bits; 0 is never given: it stands for "none"."""
+    """Return hashes i64 [...] of contexts i64 [..., context].  A hash is never 0, which means "no context"."""
     h = torch.full(tokens.shape[:-1], key, dtype=torch.int64, device=tokens.device)
     for token in tokens.unbind(-1):
         h = (h ^ token) * MULTIPLIER  # int64 wraps around
@@ -31,13 +31,13 @@ def context_hash(tokens: Tensor, key: int) -> Tensor:
 
 
 def g_bits(context: Tensor, tokens: Tensor) -> Tensor:
-    """32 g-values as the bits of an int32, of the broadcast shape of context hashes and token ids."""
+    """Return 32 g-values as the bits of an int32, in the broadcast shape of context hashes and token ids."""
     zero = torch.zeros((), dtype=torch.int64, device=context.device)
     return noise_bits(context, zero, zero, tokens)
 
 
 def tournament(prob: Tensor, context: Tensor, layers: int) -> Tensor:
-    """Probabilities [N, V] after ``layers`` rounds, for context hashes i64 [N]; a token of probability 0 keeps it."""
+    """Return probabilities [N, V] after ``layers`` rounds for context hashes i64 [N].  Probability 0 stays 0."""
     bits = g_bits(context[:, None], torch.arange(prob.shape[1], device=prob.device))
     for layer in range(layers):
         g = ((bits >> layer) & 1).to(prob.dtype)
@@ -47,11 +47,7 @@ def tournament(prob: Tensor, context: Tensor, layers: int) -> Tensor:
 
 
 def detect(tokens: list[int], key: int = 0x5EED, context: int = 4, layers: int = 30) -> tuple[float, int]:
-    """(z, n): how many standard deviations the mean g-value lies above that of text without a watermark, over n tokens.
-
-    ``tokens`` are the ids of a text; its first ``context`` tokens, and those after a context that came before, carry no
-    mark and are left out.  Without a watermark of this key z is about standard normal: 4 happens once in 30,000 texts.
-    """
+    """Return (z, n): the standard deviations by which the mean g-value exceeds that of unmarked text, over n tokens."""
     ids = torch.tensor(tokens, dtype=torch.int64)
     if len(ids) <= context:
         return 0.0, 0
