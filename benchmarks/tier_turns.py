@@ -9,6 +9,7 @@ conversations can be measured in a short time.
 
     device      a device cache of --device-bytes alone
     tier        the same, with a tier of --tier-bytes in CPU memory
+    tier-eager  the same, and blocks are stored as soon as they were computed
     fits        a device cache that all conversations fit in, alone
     tier-fits   the same, with the tier
     vllm        vLLM with a device cache of --device-bytes; needs an environment with vLLM
@@ -85,12 +86,13 @@ def play(
 class OwnEngine:
     """This engine, driven step by step."""
 
-    def __init__(self, args: argparse.Namespace, cache_bytes: float, tier: bool) -> None:
+    def __init__(self, args: argparse.Namespace, cache_bytes: float, name: str) -> None:
         from minivllm import LLM
 
         more: dict[str, Any] = json.loads(args.options)
-        if tier:
-            more["kvstore"] = {"name": "cpu", "options": {"bytes": int(args.tier_bytes), **json.loads(args.store)}}
+        if "tier" in name:
+            store = {"bytes": int(args.tier_bytes), "eager": "eager" in name, **json.loads(args.store)}
+            more["kvstore"] = {"name": "cpu", "options": store}
         if args.load_format is not None:
             more["load_format"] = args.load_format
         self.llm = LLM(
@@ -141,11 +143,11 @@ class OwnEngine:
 class VllmEngine:
     """vLLM's engine, driven step by step."""
 
-    def __init__(self, args: argparse.Namespace, cache_bytes: float, tier: bool) -> None:
+    def __init__(self, args: argparse.Namespace, cache_bytes: float, name: str) -> None:
         from vllm import LLM
 
         more: dict[str, Any] = json.loads(args.vllm_options)
-        if tier:
+        if "tier" in name:
             extra = {"cpu_bytes_to_use": int(args.tier_bytes)}
             more["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
@@ -209,7 +211,7 @@ def case(name: str, args: argparse.Namespace) -> dict[str, float]:
     cache_bytes = all_bytes if "fits" in name else args.device_bytes
     make: Callable[..., Turns] = VllmEngine if name.startswith("vllm") else OwnEngine
     begun = time.perf_counter()
-    engine = make(args, cache_bytes, "tier" in name)
+    engine = make(args, cache_bytes, name)
     ready = time.perf_counter() - begun
     size = args.begin * (args.new + args.output)
     histories = [[rng.randrange(*WORDS) for _ in range(size)] for _ in range(args.users)]
@@ -254,7 +256,7 @@ def main() -> None:
     print(f"{args.users} users, turns {args.begin + 1} to {args.begin + args.turns}, {args.parallel} at a time")
     print("case          tok/s   p50 ms   p90 ms   p99 ms  cached%        s   fill  ready")
     found = {name: case(name, args) for name in args.cases}
-    for one, other in (("tier", "device"), ("tier-fits", "fits"), ("vllm-tier", "vllm")):
+    for one, other in (("tier", "device"), ("tier-eager", "device"), ("tier-fits", "fits"), ("vllm-tier", "vllm")):
         if one in found and other in found:
             speed = found[one]["speed"] / found[other]["speed"]
             first = found[one]["p50"] / found[other]["p50"]

@@ -24,6 +24,7 @@ import numpy as np
 
 from .interfaces.kvstore import KEY_BYTES, KVStore
 
+QUEUE = 256 << 20  # bytes of pages that were read from a CPU and are not yet stored, at most
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 BATCH = 4 << 20  # bytes of pages that are copied to the device together
@@ -46,6 +47,7 @@ class PageMemory(Protocol):
     """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
 
     page_bytes: list[int]  # bytes of a block of each group
+    queue: int  # bytes of pages that were read and are not yet stored, at most
     written_bytes: int  # bytes of all copies to the device that have ended, and their time
     written_seconds: float
 
@@ -242,7 +244,8 @@ class Mover:
         """Return the facts from which the engine builds its index, as JSON values."""
         described, self._described = self._described, []
         page_bytes = list(self.memory.page_bytes)
-        return {"identity": self.identity, "page_bytes": page_bytes, "tiers": described}
+        facts = {"identity": self.identity, "page_bytes": page_bytes, "queue": self.memory.queue}
+        return {**facts, "tiers": described}
 
     def _done(self, ticket: int, ok: bool, size: int, seconds: float) -> None:
         with self._lock:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "kv_tiers"  # of ``Executor.call``
-QUEUE = 256 << 20  # bytes of pages in transfer to a tier, beyond which no page is ordered
 STAGED = (
     1 << 30
 )  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
@@ -92,18 +91,15 @@ class Tiers:
         # bytes of a page of each group in one rank, and in all
         self.part = [rank["page_bytes"] for rank in opened]
         self.page_bytes = [sum(sizes) for sizes in zip(*self.part, strict=True)]
+        # bytes of pages in transfer, beyond which no page is stored
+        self.queue = self.ranks * min(rank["queue"] for rank in opened)
         self.states = len(cache.pools) if cache.checkpoints is not None else -1
         self.tiers: list[TierIndex] = []
         for i, name in enumerate(names):
             facts = opened[0]["tiers"][i]
             pages = max(1, facts["limit"] // max(1, self.page_bytes[0]))
-            index = TierIndex(
-                name,
-                facts["limit"],
-                facts["patience"],
-                facts["eager"],
-                evictor(context(name, pages)),
-            )
+            fixed = facts["limit"], facts["patience"], facts["eager"]
+            index = TierIndex(name, *fixed, evictor(context(name, pages)))
             held = [key for keys in facts["names"].values() for key in keys]
             index.open([rank["tiers"][i]["keys"] for rank in opened], held)
             self.tiers.append(index)
@@ -219,7 +215,7 @@ class Tiers:
     def order(self, tier: int, group: int, block: int, named: Named) -> bool:
         """Order a block to be stored in a tier that lacks it.  Return False if the queue or the tier is full."""
         size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
-        full = self.storing and self.queued + size > QUEUE
+        full = self.storing and self.queued + size > self.queue
         index = self.tiers[tier]
         facts = named.tenant, named.session, named.kind
         if full or not index.reserve(named.key, size, named.depth, cost, *facts):
@@ -232,7 +228,7 @@ class Tiers:
 
     def _drain(self) -> None:
         """Order blocks of the backlog while there is room in the queue."""
-        while self.backlog and self.queued < QUEUE:
+        while self.backlog and self.queued < self.queue:
             group, block = next(iter(self.backlog))
             del self.backlog[group, block]
             self._order(group, block, self.named[group][block], evicted=False)

@@ -425,7 +425,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         free, total = torch.cuda.mem_get_info()
     reserved = (1 - wiring.cache.gpu_memory_utilization) * total
     features = 0 if worker.encoder is None else wiring.images.cache_mb << 20
-    features += staging_bytes(total) if wiring.cache.stores else 0
+    features += 2 * staging_bytes(total) if wiring.cache.stores else 0
     return int(free - reserved - 1.2 * activations - (256 << 20) - features)
 
 

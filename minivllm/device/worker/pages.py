@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.core.mover import QUEUE
 from minivllm.device.loading.fingerprint import code_of, model_files
 from minivllm.device.native import library
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 STAGING = 1 << 30  # most bytes of device memory for loaded pages that wait for their blocks
-STAGING_SHARE = 1 / 128  # and the most as a share of the device's memory
+STAGING_SHARE = 1 / 128  # and the most as a share of the device's memory; as much is for blocks that leave it
 TRIAL = 8 << 20  # bytes that are copied to compare the methods
 
 
@@ -130,12 +131,13 @@ class DevicePages:
         self._landings: weakref.WeakSet[Landing] = weakref.WeakSet()
         self._tables: list[Any] = [None] * len(self.groups)
         # whether a kernel copies the pages of a group to the device, in place of the copy engine
+        self.queue = QUEUE
         self.by_kernel = [False] * len(self.groups)
         self.notes: list[str] = []
         if self._stream is not None:
             self._loads = torch.cuda.Stream(self.device)
             total = torch.cuda.get_device_properties(self.device).total_memory
-            self.staging = staging_bytes(total)
+            self.staging = self.queue = staging_bytes(total)
             self._pinned = PinnedSlabs(self._allocate)
             if find_spec("triton") is not None:
                 self._build_tables()
@@ -311,7 +313,7 @@ class DevicePages:
 
 
 def staging_bytes(total: int) -> int:
-    """Return the bytes for loaded pages on a device with ``total`` bytes of memory."""
+    """Return the bytes for loaded pages on a device with ``total`` bytes of memory, and for pages that leave it."""
     return min(STAGING, int(total * STAGING_SHARE))
 
 

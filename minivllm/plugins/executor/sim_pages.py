@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.core.interfaces.executor import Wiring
-from minivllm.core.mover import Mover
+from minivllm.core.mover import QUEUE, Mover
 from minivllm.device.worker.stores import make_mover
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class SimBatch:
 
 class SimPages:
     """The KV slots u64 [blocks, tokens] of each group, and the recurrent states as one more group."""
+
+    queue = QUEUE
 
     def __init__(self, kv: Sequence[np.ndarray], states: SimStates | None) -> None:
         self.groups = [[array] for array in kv]
