@@ -147,7 +147,7 @@ def _excludes_spans(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, p
     what = "the tokens of an image attend to each other, which"
     back_end = parts["attention"]
     if "spans" not in back_end.features:
-        return f"{what} attention={back_end.name} does not support; use attention=sdpa"
+        return f"{what} attention={back_end.name} does not support; use attention=sdpa or triton"
     if wiring.batch_invariant:
         return f"{what} batch_invariant=true does not support; set it to false"
     if not facts.after:

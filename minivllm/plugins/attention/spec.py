@@ -59,7 +59,9 @@ TRITON = Spec(
         "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"alibi", "batch_invariant", "lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
+    features=frozenset(
+        {"alibi", "batch_invariant", "lse", "repeatable", "sinks", "softcap", "spans", "v_in_k", "window"}
+    ),
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},

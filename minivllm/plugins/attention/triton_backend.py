@@ -31,7 +31,7 @@ from minivllm.errors import PluginError
 from .hopper_check import disagreement
 from .hopper_choice import LINES, Variant, choose, kernel_module, refusal
 from .triton_decode import DecodeWork, deal, decode, in_float32
-from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device
+from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device, tokens_ahead
 from .triton_shared import FEWEST_ROWS, SharedWork, attend_shared, find_shared
 from .triton_widen import pays, widened
 from .triton_write import fits, write
@@ -47,7 +47,8 @@ SAVES_FROM = 32 << 20
 
 
 class Triton(AttentionBackend):
-    """The back end in Triton, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi, v_in_k and lse.
+    """The back end in Triton, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi, v_in_k,
+    spans and lse.
 
     ``lse`` is the natural logarithm of the softmax's denominator, including the sink.
     """
@@ -138,9 +139,17 @@ class Triton(AttentionBackend):
             if copied:
                 layer, meta = widened(layer, q, meta)
             if variant is None:
-                prefill(layer, q, meta, out, lse, tiles)
+                prefill(layer, q, meta, out, lse, tiles, ahead=self._ahead(meta, layer.group, q.device))
             else:
                 kernel_module().attend(layer, q, meta, out, lse, tiles, variant)
+
+    def _ahead(self, meta: AttnMeta, group: int, device: torch.device) -> Tensor | None:
+        """Return how many positions behind its own each token of a step sees, None if each token sees none."""
+        key = ("ahead", group)
+        if key not in meta.work:
+            meta.work[key] = tokens_ahead(meta, group, device)
+        found: Tensor | None = meta.work[key]
+        return found
 
     def _shared(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> SharedWork | None:
         """Return the shared prefixes of a step's rows, None if the layer reads each row alone."""
@@ -186,7 +195,7 @@ class Triton(AttentionBackend):
 
     def _choose(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, copied: bool) -> Variant | None:
         spec, captured = layer.spec, meta.work.get("key", EAGER)
-        if spec in self.unfit:
+        if spec in self.unfit or self._ahead(meta, layer.group, q.device) is not None:
             return None
         if copied and spec.window is not None:
             return None  # such a copy begins at a key tile of ``triton_prefill``

@@ -87,12 +87,13 @@ def load_scales(
 
 @triton.jit
 def see(
-    queries, k, v, by_k, by_v, key, position, slope, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
+    queries, k, v, by_k, by_v, key, position, upto, slope, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys at positions ``key`` [N] to the running softmax.
 
-    ALL means that every query sees every key.  ``slope`` [M] is for SLOPES.
+    ``upto`` [M] is the last position that each query sees.  ALL means that every query sees every key.  ``slope`` [M]
+    is for SLOPES.
     """
     s = dot(queries, k, tl.zeros([queries.shape[0], k.shape[1]], tl.float32), queries.dtype, IEEE)
     if SCALED:
@@ -101,7 +102,7 @@ def see(
     if SLOPES:
         s += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
     if not ALL:
-        seen = key[None, :] <= position[:, None]
+        seen = key[None, :] <= upto[:, None]
         if WINDOW > 0:
             seen &= key[None, :] > position[:, None] - WINDOW
         s = tl.where(seen, s, NEVER)
@@ -117,14 +118,14 @@ def see(
     return peak, total, acc
 
 
-@kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token")
+@kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token", "ahead")
 def _prefill(
     q, k_cache, v_cache, k_tiles, v_tiles, k_scales, v_scales, table, slots, kv_len, cu_q, tile_row, tile_token,
-    sinks, slopes, out, lse, scale, softcap, q_stride, table_stride,
+    ahead, sinks, slopes, out, lse, scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VS: tl.constexpr,
     DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
-    STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile)
@@ -148,6 +149,10 @@ def _prefill(
 
     low = length - (after - begin) + token  # position of the tile's first query
     end = tl.minimum(low + TOKENS, length)
+    upto = position
+    if SPANS:  # tokens of an image see its later tokens, and so do the tiles before it ends
+        upto += tl.load(ahead + begin + mine, mask=real, other=0)
+        end = tl.minimum(tl.maximum(end, tl.max(tl.where(real, upto, 0), 0) + 1), length)
     first, whole = 0, (low + 1) // N  # all queries see the tiles before ``whole``
     least = low * 0  # the first position that a query of the tile sees; earlier blocks may be the null block
     if WINDOW > 0:
@@ -175,6 +180,7 @@ def _prefill(
             by_v,
             j * N + on,
             position,
+            upto,
             slope,
             m,
             total,
@@ -200,6 +206,7 @@ def _prefill(
             by_v,
             j * N + on,
             position,
+            upto,
             slope,
             m,
             total,
@@ -284,6 +291,18 @@ def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least
     return row, token
 
 
+def tokens_ahead(meta: AttnMeta, group: int, device: torch.device) -> Tensor | None:
+    """Return how many positions behind its own each token of a step sees (``AttnMeta.host_sees``), i32 [T].
+
+    None if each token sees none."""
+    if meta.host_sees is None:
+        return None
+    q_len, kv_len = meta.host_q_len.astype(np.int64), meta.host_kv_len[group]
+    own = np.arange(int(q_len.sum())) + np.repeat(kv_len - np.cumsum(q_len), q_len)
+    ahead = meta.host_sees - own
+    return torch.from_numpy(ahead.astype(np.int32)).to(device, non_blocking=True) if ahead.any() else None
+
+
 @lru_cache(maxsize=64)
 def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int) -> bool:
     """Return whether TMA copies keys and values that all queries of a tile see.
@@ -308,18 +327,18 @@ def prefill(
     lse: Tensor | None,
     tiles: Tiles,
     fixed: bool = False,
+    ahead: Tensor | None = None,
 ) -> None:
-    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D].
+    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D] and ``tokens_ahead`` i32 [T].
 
     ``fixed`` keeps the compiler from fusing multiply-adds, which it does without a mask only and which changes bits.
     """
     spec = layer.spec
     (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    scaled = "k_scale" in layer.cache
-    exact = in_float32(q)
+    scaled, exact = "k_scale" in layer.cache, in_float32(q)
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
-    sizes = dict(KH=spec.kv_heads, G=group, D=spec.dim_qk, DV=spec.dim_v, VS=v.shape[-1])
+    sizes = dict(KH=spec.kv_heads, G=group, D=spec.dim_qk, DV=spec.dim_v, VS=v.shape[-1], SPANS=ahead is not None)
     tiled = [_whole(x, spec) if tma else x for x in (k, v)]
     ends = layer.sinks if spec.sinks else out, layer.slopes if spec.alibi is not None else out, out
     _prefill[(len(row), spec.kv_heads)](
@@ -334,6 +353,7 @@ def prefill(
         meta.cu_q,
         row,
         token,
+        row if ahead is None else ahead,
         *ends,
         lse if lse is not None else out,
         spec.softmax_scale,

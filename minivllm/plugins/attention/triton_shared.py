@@ -236,6 +236,7 @@ def _shared(
             by_v,
             j * N + on,
             position,
+            position,
             slope,
             m,
             total,
