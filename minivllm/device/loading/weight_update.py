@@ -25,7 +25,7 @@ from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.device.layers.embedding import Embedding, TiedLMHead
 from minivllm.device.layers.expert_linear import DenseExperts
 from minivllm.device.layers.linear import Dense
-from minivllm.device.layers.module import Module, check_shape
+from minivllm.device.layers.module import Module, all_finite, check_shape
 from minivllm.device.layers.parts import ModelParts
 from minivllm.errors import ModelError, shown
 
@@ -318,15 +318,6 @@ def read_once(tensor: Tensor, device: torch.device) -> bool:
 
     It is true for a tensor in host memory and a model on a GPU, because a check before would transfer it twice."""
     return device.type != "cpu" and tensor.device.type == "cpu"
-
-
-def all_finite(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool [] on the device of a tensor, true if all of its numbers are finite in ``dtype``.
-
-    NaN becomes the smallest and the largest number, so a single pass over the tensor is enough."""
-    if not tensor.numel():
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(torch.aminmax(tensor.to(dtype))).isfinite().all()
 
 
 def not_finite(name: str, dtype: torch.dtype) -> ModelError:

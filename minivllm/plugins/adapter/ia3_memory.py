@@ -26,6 +26,7 @@ from minivllm.core.interfaces.adapter import (
     LayerChange,
     adapter_refusal,
 )
+from minivllm.device.layers.module import all_finite
 from minivllm.errors import shown
 
 from .peft_config import MERGE
@@ -110,7 +111,7 @@ class IA3Memory(AdapterMemory):
         """Add a tensor of a folder to the factors ``found``.  RequestError if it does not fit the model."""
         shape, values = source.shape(name), source.tensor(name)
         dtype = str(self.model.dtype).removeprefix("torch.")
-        if not torch.isfinite(values.to(self.model.dtype)).all():
+        if not all_finite(values, self.model.dtype):
             raise adapter_refusal(source.folder, f"{name}: its factors are not all finite numbers in {dtype}")
         layer = self.model.layers[target.layer]
         if shape == (target.outputs, 1):

@@ -27,6 +27,7 @@ from minivllm.core.interfaces.adapter import (
     adapter_refusal,
 )
 from minivllm.device.layers.invariant import FixedRows
+from minivllm.device.layers.module import all_finite
 from minivllm.errors import shown
 
 from .lora_config import LoraSettings, read_settings
@@ -191,7 +192,7 @@ class LoraMemory(AdapterMemory):
             target = source.target(module)
             _check(source, module, target, settings, a, b)
             self._fill(target, source.tensor(a), source.tensor(b), settings.scale_of(module), loaded)
-        if not torch.isfinite(loaded.weights).all():  # products of all adapters of a step share their sums
+        if not all_finite(loaded.weights, self.arena.dtype):  # products of all adapters of a step share their sums
             dtype = str(self.arena.dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
         return loaded
@@ -202,7 +203,9 @@ class LoraMemory(AdapterMemory):
         to_a, to_b = place.views(loaded.weights)
         numbers = [part for part, _ in self.model.layers[target.layer].info.parts]
         a = target.columns(a)
-        for part, rows, share in target.rows(b.float() * scale):
+        # torch multiplies numbers of 16 bits by a number in float32, and rounds once
+        scaled = b * scale if b.dtype == self.arena.dtype else b.float() * scale
+        for part, rows, share in target.rows(scaled):
             to_a[numbers.index(part), :rank] = a
             to_b[rows, :rank] = share
         loaded.ranks[place.number] = max(int(loaded.ranks[place.number]), rank)
