@@ -229,6 +229,16 @@ def test_processors_masks_stop_ids_and_log_probabilities_are_captured_as_they_ar
     assert {kind.topk for kind in kinds} >= {-1, 3} and len({kind.variants[:-1] for kind in kinds}) > 1
 
 
+def test_draws_read_float32_logits_where_no_draw_of_their_variant_read_others(models):
+    """The variant of top-k is first drawn beside a penalty, which needs float32, and then without one."""
+    params = asked({"top_k": 9, "repetition_penalty": 1.3, "max_tokens": 3}, {"top_k": 9, "max_tokens": 8})
+    graphs = compare(models["qwen3"], params, processors=["penalties"])
+    kinds = {kind.variants for _, kind in graphs.samples}
+    variant = next(variants[-1] for variants in kinds if variants[0] >= 0)
+    assert (-1, variant) in kinds and graphs.wide[variant] == {True}
+    assert False in graphs.wide[next(v for v in graphs.wide if v != variant)]
+
+
 def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):
     params = asked({"logprobs": 3, "top_k": 9}, {"logprobs": 1, "logit_bias": {5: 3.0}}, {"temperature": 0})
     graphs = compare(models["qwen3"], params, logprobs_mode="processed_logprobs", processors=["logit_bias"])
