@@ -169,6 +169,7 @@ def make(args: argparse.Namespace, drafter: Any, k: int) -> LLM:
         enable_prefix_caching=False,
         **more,
         captured_drafts=args.captured and drafter != "none",
+        drafts_ahead=args.ahead,
         **({"graph": args.graph} if args.graph else {}),
     )
 
@@ -263,6 +264,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--graph", help="option graph of the engines")
     parser.add_argument("--captured", action="store_true", help="option captured_drafts of the engine with drafts")
+    parser.add_argument("--ahead", choices=["auto", "off"], default="auto", help="option drafts_ahead of the engines")
     parser.add_argument("--real", action="store_true", help="emulate nothing")
     parser.add_argument("--stories", type=int, default=1, help="least stories of a turn with --real")
     parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of the process")
