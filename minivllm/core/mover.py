@@ -27,7 +27,7 @@ from .interfaces.kvstore import KEY_BYTES, KVStore
 QUEUE = 256 << 20  # bytes of pages that were read from a CPU and are not yet stored, at most
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
-BATCH = 4 << 20  # bytes of pages that are copied to the device together
+BATCH = 32 << 20  # bytes of pages that are copied to the device together
 READ = 16 << 20  # bytes of pages that are read from the device together
 LINGER = 1e-3  # longest seconds that a loaded page waits for others of its batch, if their loads are fast
 LOOK = 1.0  # seconds without work after which a store looks for pages of other processes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -78,9 +77,13 @@ class GatheredBatch:
 class Landing:
     """Device memory u8 [bytes] of pages that are copied to the device together."""
 
-    def __init__(self, memory: Tensor, begun: Any, ended: Any, sources: Sequence[Tensor]) -> None:
+    def __init__(self, memory: Tensor, begun: Any, ended: Any, sources: Sequence[Tensor], freed: deque[int]) -> None:
         self.memory, self.begun, self.ended = memory, begun, ended
         self.sources: Sequence[Tensor] = sources  # host memory, until the copies have ended
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append(self.memory.nbytes)
 
     @property
     def arrived(self) -> bool:
@@ -128,7 +131,8 @@ class DevicePages:
         # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         self.written_bytes, self.written_seconds = 0, 0.0
-        self._landings: weakref.WeakSet[Landing] = weakref.WeakSet()
+        self._staged = 0  # bytes of landings, and of those that nothing refers to any longer
+        self._freed: deque[int] = deque()
         self._tables: list[Any] = [None] * len(self.groups)
         # whether a kernel copies the pages of a group to the device, in place of the copy engine
         self.queue = QUEUE
@@ -190,19 +194,17 @@ class DevicePages:
         sources = [torch.from_numpy(page) for page in pages]
         # no capture may begin meanwhile, because the allocation may wait for the device
         with ALONE, torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._loads):
-            if size + self._staged() > self.staging:
+            while self._freed:
+                self._staged -= self._freed.popleft()
+            if size + self._staged > self.staging:
                 return pages
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             begun = self._mark()
             parts = memory.split([page.nbytes for page in pages])
             self._copy(group, sources, parts)
-            landing = Landing(memory, begun, self._mark(), sources)
-            self._landings.add(landing)
+            landing = Landing(memory, begun, self._mark(), sources, self._freed)
+            self._staged += size
         return [LandedPage(landing, part) for part in parts]
-
-    def _staged(self) -> int:
-        """Return the bytes of all landings."""
-        return sum(landing.memory.nbytes for landing in list(self._landings))
 
     def _copy(self, group: int, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Copy host pages to device pages on the current stream."""
