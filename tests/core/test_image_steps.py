@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from image_machine import TOKEN, ImageDevice, prepared, tokens_of
 
+from minivllm.core.engine import images as book
 from minivllm.core.engine.images import Images
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.encoder import ImageFacts
@@ -96,8 +97,10 @@ def test_images_that_are_encoded_ahead_count_as_reused_for_later_rows_only():
     assert (steps.engine.images.encoded, steps.engine.images.reused) == (1, 1)
 
 
-def test_encodes_of_a_step_keep_the_budget_of_its_tokens():
-    steps = Steps(budget=7)
+@pytest.mark.parametrize(("budget", "most"), [(7, 100), (24, 6)])
+def test_encodes_of_a_step_keep_the_budget_of_its_tokens(budget, most, monkeypatch):
+    monkeypatch.setattr(book, "MOST_AHEAD", most)
+    steps = Steps(budget=budget)
     steps.engine.images.limit = steps.engine.executor.limit = 1000
     steps.add("text", out=40)
     for _ in range(3):

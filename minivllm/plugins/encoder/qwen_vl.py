@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-PLAIN = "Qwen2VLImageProcessorPil"  # it resizes with Pillow, scales, normalizes and cuts into patches
+# processors that resize, scale, normalize and cut into patches: with Pillow, and with torchvision, whose resized pixels
+# are others
+PLAIN, OTHER_SIZES = "Qwen2VLImageProcessorPil", ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 FRAMES = 2  # a patch of an image has its pixels twice, as two frames of a video
 LENGTHS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # towers that take the lengths of frames
 BLOCKS = ("qwen2_vl", "qwen2_5_vl")  # model types whose sections are blocks of frequencies; later ones alternate
@@ -81,14 +83,17 @@ class QwenVL(TowerEncoder):
         """Return the width and height to which the processor resizes an image, None if it has other steps."""
         self._load_processor()
         found = self._processor
-        plain = type(found).__name__ == PLAIN and found.do_resize and found.do_rescale and found.do_normalize
+        name = type(found).__name__
+        plain = name in (PLAIN, *OTHER_SIZES) and found.do_resize and found.do_rescale and found.do_normalize
         same = (found.patch_size, found.merge_size, found.temporal_patch_size) == (self._patch, self._merge, FRAMES)
         if not plain or not same:
             return None
-        resize = sys.modules[type(found).__module__].smart_resize
+        resize = getattr(sys.modules[type(found).__module__], "smart_resize", None)
+        if resize is None:
+            return None
         limits = found.size["shortest_edge"], found.size["longest_edge"]
         height, width = resize(image.height, image.width, self._patch * self._merge, *limits)
-        return width, height
+        return (width, height) if name == PLAIN or image.size == (width, height) else None
 
     def _patches(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Return patches [patches, values] in the dtype of the tower, of pixels or patches f32 [n]."""
