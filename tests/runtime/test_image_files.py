@@ -125,7 +125,10 @@ def test_a_loaded_frame_of_an_animation_is_refused_and_its_copy_is_read(decoder)
     assert decoder.decode(image.copy()).size == (60, 40)
 
 
-@pytest.mark.parametrize(("limit", "value", "reason"), [("SECONDS", 0.02, "CPU time"), ("MEGABYTES", 4, "of memory")])
+LIMITS = [("SECONDS", 0.02, "CPU time"), ("MEGABYTES", 4, "of memory")]
+
+
+@pytest.mark.parametrize(("limit", "value", "reason"), LIMITS, ids=["seconds", "megabytes"])
 def test_a_file_beyond_a_limit_is_refused_and_others_are_read(decoder, monkeypatch, limit, value, reason):
     large = file_of(Image.fromarray(pixels(2000, 2000)))
     small = file_of(Image.fromarray(pixels()))
