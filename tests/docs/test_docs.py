@@ -89,7 +89,7 @@ PAGES = {
     "energy": 7,
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
-    "server": 3,
+    "server": 2,
     "replicas": 1,
     "accelerators": 1,
     "vllm-names": 0,
