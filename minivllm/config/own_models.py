@@ -49,9 +49,11 @@ def has_head(names: Sequence[str] | None) -> bool:
 
 
 def check_head(part: Part, served: Served, files: HeadFiles | None = None) -> Any:
-    """Return the ``Head`` of a drafter on the served model, from its own ``files`` or, if None, the model's.
+    """Return the ``drafter.Head`` of a drafter: layers that read hidden states of the served model.
 
-    ConfigError if tensors of the head are missing, ModelError if it does not belong to the model."""
+    Its weights come from its own ``files`` or, if None, from those of the model.  ConfigError if tensors of the head
+    are missing; nothing is checked if the names of the tensors are unknown.  ModelError if the drafter refuses the
+    model."""
     files = files or served.files
     head = head_of(part, files, served.arch, served.cfg)
     missing = missing_tensors(head, files.names)

@@ -107,7 +107,11 @@ class ServerConfig(Strict):
     max_queue: int = Field(
         256, ge=0, description="waiting prompts of a key (or address), besides max_num_seqs running; above: status 429"
     )
-    max_inside: int = Field(4096, ge=1, description="running and waiting prompts of all keys; above: status 429")
+    max_inside: int = Field(
+        4096,
+        ge=1,
+        description="running and waiting prompts of all keys; above: status 429 for keys that already have some",
+    )
     header_timeout: float = Field(10, gt=0, description="time to receive the headers of a request")
     body_timeout: float = Field(30, gt=0, description="time to receive the body of a request; later: status 408")
     idle_timeout: float = Field(60, gt=0, description="time after which a connection without a request is closed")

@@ -458,7 +458,8 @@ class LLM(FrontDoor):
         infinite numbers and NaN.  Open streams continue with the new weights: with ``kv="recompute"`` their keys and
         values are computed again, with ``kv="keep"`` they stay those of the old weights.
 
-        RequestError if the weights are refused or cannot be written; the old weights then serve."""
+        RequestError if the weights are refused or cannot be written; the old weights then serve, unless ``sleep(2)``
+        has dropped them.  EngineDeadError if the old weights cannot be restored, or if the update does not end."""
         from . import weights as given
 
         with uninterrupted():

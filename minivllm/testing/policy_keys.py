@@ -145,7 +145,9 @@ class PolicyKeys:
         assert risen or not self.claims("starvation_free"), f"{found}, and less between: its count wraps around"
 
     def _keys(self, policy: SchedulerPolicy, *requests: Mapping[str, Any]) -> list[float]:
-        """Return the keys of new requests with these columns, which arrive one after the other."""
+        """Return the keys of new requests with these columns, from one call of ``key`` for each, in this order.
+
+        A request arrives at 0 unless a column sets it."""
         keys = []
         for values in requests:
             columns = {name: np.array([value], DTYPES.get(name, np.int32)) for name, value in values.items()}

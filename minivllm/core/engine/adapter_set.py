@@ -22,7 +22,7 @@ NEW, LOADING, READY, FAILED = range(4)
 class Adapter:
     """An adapter that requests use, or that is in host memory."""
 
-    number: int  # number of its weights in the workers
+    number: int  # number under which the workers hold its weights
     request: LoRARequest
     files: AdapterFiles
     state: int = NEW

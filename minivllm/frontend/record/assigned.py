@@ -126,7 +126,8 @@ def touched(tree: ast.AST, inside: bool = True) -> set[str]:
 
 
 def _nodes(tree: ast.AST, inside: bool) -> Iterator[ast.AST]:
-    """Yield the nodes inside functions, or with ``inside`` False the nodes that run at the import of the module."""
+    """Yield the nodes of all functions, decorators and default values included, or with ``inside`` False the nodes
+    outside of functions."""
     if inside:
         for node in ast.walk(tree):
             if isinstance(node, FUNCTIONS):

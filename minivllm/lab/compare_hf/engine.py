@@ -79,7 +79,8 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
         for point, rows in out.taps.items():
             values[point] = torch.from_numpy(rows)
     fused = generate([LOGITS])
-    equal = 0  # behind the first different token the logits have different inputs
+    # equal first tokens of the fused run and of the run with taps; behind them the logits have different inputs
+    equal = 0
     while equal < len(tokens) - 1 and fused.tokens[equal] == tokens[equal]:
         equal += 1
     logits = fused.taps[LOGITS][: equal + 1]

@@ -89,7 +89,7 @@ class HostAdapter(NamedTuple):
 
 
 class LinearAdapter:
-    """The adapters of one linear layer."""
+    """Adds the products of the adapters on the device to the output of one linear layer."""
 
     def __init__(self, memory: LoraMemory, info: ModuleInfo, place: Place) -> None:
         self.memory, self.place = memory, place

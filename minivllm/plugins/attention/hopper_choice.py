@@ -90,8 +90,9 @@ def refusal(spec: AttnSpec, q_dtype: str, kv_dtype: str, block: int) -> str:
 def choose(spec: AttnSpec, tiles: int, tokens: int, keys: int) -> Variant | None:
     """Return the variant of the Hopper kernel for the rows of several tokens of a step, None for ``triton_prefill``.
 
-    The rows have ``tokens`` tokens in ``tiles`` tiles of ``LINES`` lines, for each KV head.  ``keys`` is the mean
-    length of the rows, weighted by their tokens.  A captured step passes upper bounds.
+    The rows have ``tokens`` tokens in ``tiles`` tiles of ``LINES`` lines for each KV head.  ``keys`` is the mean length
+    of the rows, weighted by their tokens.  A captured step passes its number of tokens, the tiles of one row with all
+    of them, and its longest context.
     """
     per_tile = LINES // (spec.heads // spec.kv_heads)
     if tiles * spec.kv_heads < LEAST_TILES or keys < LEAST_KEYS or 2 * tokens < tiles * per_tile:

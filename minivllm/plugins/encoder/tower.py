@@ -144,8 +144,9 @@ def check_tower(whole: Any, accepted: Sequence[str]) -> None:
 
 
 def text_free_model(folder: Path, raw: Mapping[str, Any], dtype: Any) -> Any:
-    """Return the modules of a checkpoint without its text model, whose weights are not set.  ModelError for wrong
-    fields."""
+    """Return the modules of a checkpoint without its text model.  Their weights are not set.
+
+    ModelError for wrong fields of config.json."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 

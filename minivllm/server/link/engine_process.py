@@ -165,7 +165,8 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
 
 
 def progress_to(link: SocketLink) -> progress.Listener:
-    """Return the listener that sends the progress of the start to the parent."""
+    """Return the listener that sends the progress of the start to the parent: the first and the last report of each
+    stage, and few between."""
 
     def send(stage: str, done: int, total: int) -> None:
         header = {"progress": [stage, done, total]}
