@@ -75,7 +75,7 @@ COMPRESSORS: list[Any] = [
     "streaming", {"name": "streaming", "options": {"sinks": 0}}, "random", {"name": "h2o", "options": {"recent": 1}},
 ]  # fmt: skip
 REROTATED = {"name": "streaming", "options": {"sinks": 2, "rerotate": True}}
-ROTARY = {"qwen3", "llama", "qwen2", "pocket", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"}  # without windows
+ROTARY = {"qwen3", "llama", "pocket", "phi3", "mixtral", "qwen2_moe", "qwen3_moe"}  # without windows
 UNCOMPRESSED = {"mpt", "falcon", "qwen3_5", "lfm2"}  # models with ALiBi or recurrent states
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
