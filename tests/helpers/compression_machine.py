@@ -155,6 +155,22 @@ class PressureMachine(CompressionMachine):
         self.ask([[1 + (first * (i + 1)) % 47 for i in range(length)]], 1, out, ("", None))
 
 
+class SummedMachine(PressureMachine):
+    """Add up attention over every prompt, in a cache for two to four long rows, which are often preempted."""
+
+    @initialize(
+        depth=st.integers(0, 2),
+        blocks=st.integers(14, 20),
+        step=st.integers(12, 40),
+        keep=st.sampled_from([3, 7, 0.5]),
+        every=st.sampled_from([0, 5]),
+        observed=st.sampled_from([0, 4]),
+        prefix=st.booleans(),
+    )
+    def start(self, depth, blocks, step, keep, every, observed, prefix):
+        self.begin(depth, (None,), blocks, step, keep, every, observed, True, prefix)
+
+
 def drive(examples: int, steps: int = 30, shrink: bool = True, machine_of: type = CompressionMachine) -> Seen:
     """Run a machine on the same examples every time, and return what it saw."""
     return drive_cache(examples, steps, shrink, machine_of)
