@@ -1,7 +1,8 @@
 """The kernels of the delta rule, compiled for a Hopper where none is, for steps of several numbers of rows and tokens.
 
 Run by test_delta_rule_kernels.py without Triton's interpreter.  It prints a line for each kernel: its name, the number
-of its variants, and the number of its products whose operand in registers has fewer than 64 columns beside it."""
+of its variants, and the number of its products whose operand in registers has fewer than 64 columns beside it.  The
+last line has the fused multiply-adds of ``_scan``, without and with ``batch_invariant``."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def step_of(rows: int, tokens: int) -> StepStates:
     return step
 
 
-def compile_step(rows: int, tokens: int) -> None:
+def compile_step(rows: int, tokens: int, invariant: bool = False) -> None:
     """Compile the kernels that a step runs."""
     half = torch.bfloat16
     both = empty(tokens, CHANNELS + INNER + 2 * HEADS, dtype=half)
@@ -66,13 +67,22 @@ def compile_step(rows: int, tokens: int) -> None:
     }
     sizes = (KEY_HEADS, HEADS, DIM, DIM)
     step = step_of(rows, tokens)
-    delta_rule.mix(x, ab, z, weights, empty(DIM, dtype=half), 1e-6, memory, sizes, step)
+    delta_rule.mix(x, ab, z, weights, empty(DIM, dtype=half), 1e-6, memory, sizes, step, invariant)
 
 
 def narrow(text: str) -> int:
     """Count the products of a kernel whose left operand is in registers and whose right one has under 64 columns."""
     found = re.findall(r"warp_group_dot .*: tensor<[^>]*>> \* !ttg\.memdesc<\d+x(\d+)x", text)
     return sum(int(columns) < 64 for columns in found)
+
+
+def fused(invariant: bool) -> int:
+    """Return the number of fused multiply-adds of ``_scan`` in a step of rows with several tokens."""
+    FOUND.clear()
+    compile_step(7, 20, invariant)
+    (made,) = FOUND["_scan"].values()
+    count: int = made.asm["ptx"].count("fma.rn.f32")
+    return count
 
 
 def main() -> None:
@@ -87,6 +97,7 @@ def main() -> None:
         compile_step(rows, tokens)
     for name, variants in sorted(FOUND.items()):
         print(name, len(variants), sum(narrow(made.asm["ttgir"]) for made in variants.values()))
+    print("fused", fused(False), fused(True))
 
 
 if __name__ == "__main__":
