@@ -40,7 +40,7 @@ def add_commands(command: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def completion(args: argparse.Namespace) -> int:
-    """Run ``minivllm completion`` and return its exit code."""
+    """Print the completion script of the shell ``args.shell``, and return the exit code 0."""
     words = words_of(args.parser)
     print(fish(words) if args.shell == "fish" else bash(words, args.shell == "zsh"), end="")
     return 0

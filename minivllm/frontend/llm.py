@@ -441,8 +441,9 @@ class LLM(FrontDoor):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def pause(self, keep_requests: bool = True) -> None:
-        """Run no steps until ``resume``.  Open streams wait; ``keep_requests=False`` aborts them.  Calls that would
-        run a step raise RequestError."""
+        """Run no steps until ``resume``.  Open streams stay open; ``keep_requests=False`` aborts them.
+
+        Calls that would run a step, ``next`` of a stream too, raise RequestError."""
         with uninterrupted():
             self.engine.weights.pause(keep_requests)
 

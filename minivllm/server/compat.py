@@ -53,7 +53,9 @@ async def apply_template(request: Request, service: Service) -> Any:
 
 
 async def server_info(request: Request, service: Service) -> Any:
-    """Return the settings that vLLM reports, as far as they are no secret of the operator."""
+    """Return a few settings under vLLM's names (model, sizes, device), and the chosen plug-ins.
+
+    None of them is a secret of the operator."""
     info = service.client.info
     model = {"model": service.names[0], "max_model_len": info.max_model_len, "dtype": info.dtype}
     cache = {"num_tokens": info.kv_tokens}

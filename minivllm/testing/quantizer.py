@@ -337,8 +337,9 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_what_does_not_fit_is_refused(self) -> None:
-        """Check that ``load`` refuses a tensor of another shape with a ModelError.  A part that the module does not
-        have, and an adapter, may raise any error."""
+        """Check that ``load`` refuses a tensor of another shape with a ModelError, and a part that the module does not
+        have with a MinivllmError or LookupError.  ``apply`` must refuse an adapter that it does not support with a
+        MinivllmError."""
         for info in self.quantized():
             (part, rows), inp = info.parts[0], info.in_features
             for param, tensor in self.checkpoint_tensors(info, part, torch.randn(rows, inp)).items():

@@ -153,8 +153,11 @@ class Beams:
     def _placed(
         self, go_on: Sequence[Pick], nodes: Sequence[SearchNode], outputs: int, done: bool
     ) -> BeamStep:
-        """Assign a beam to each continuation.  The first continuation of a beam stays in it; each further one forks
-        into a beam that is not continued."""
+        """Return the step that assigns a beam to each continuation.
+
+        The first continuation of a beam stays in it; each further one forks into a beam that is not continued.
+        ``nodes`` are the last tokens of the continuations, and ``outputs`` is the number of continuations that were
+        kept as outputs."""
         stays: dict[int, int] = {}  # beam -> continuation
         rest: list[tuple[int, int]] = []  # (continuation, beam that it continues)
         for i, p in enumerate(go_on):

@@ -71,7 +71,8 @@ def _span(size: int) -> str:
 
 @dataclass
 class Class:
-    """Measurements of one class of steps.  ``most`` is the largest number of drafts of a row."""
+    """Measurements of a ``StepClass``, and the decisions that follow: whether its steps have drafts (``on``), and how
+    many (``k``).  ``most`` is the limit of drafts of a row."""
 
     most: int
     ms: dict[int, float] = field(default_factory=dict)  # drafts per row -> milliseconds of a step

@@ -264,13 +264,14 @@ class FeatureTaps:
         self.points = frozenset({EMBEDDING, *self.levels})
 
     def precede(self, taps: StepTaps | None) -> None:
-        """Set the taps of rows without images, which receive the values of all points after the features."""
+        """Set the taps that are called after the features are inserted, with the values that contain them."""
         self.then = taps
         if taps is not None:
             self.points |= taps.points
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Return the value of a point with the features of the step's image tokens, after the taps of other rows."""
+        """Insert the features of the step's image tokens into the value of a point, call the taps of other rows with
+        it, and return the result."""
         x = self._insert(point, x)
         return x if self.then is None else self.then(point, x)
 

@@ -249,7 +249,7 @@ class Runner:
     def drafts_ahead(self) -> bool:
         """Return whether rows may have drafts while a step with them is in flight.
 
-        Compression and drafters that read tokens on the host need exact lengths on the host."""
+        Compression, drafters that read tokens on the host, and several ranks need exact lengths on the host."""
         exact = self.compactor is not None or not self.alone
         return self.drafting is not None and self.drafting.host is None and not exact
 

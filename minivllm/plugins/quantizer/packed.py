@@ -153,9 +153,10 @@ class _Held:
 
 @dataclass(eq=False)
 class PackedWeight(WeightScheme):
-    """A weight whose parts are loaded from tensors in any order, and stored as one weight if their forms agree.
+    """A weight whose parts are loaded from tensors in any order.
 
-    ``told(what, module)`` is called with a note if the module could not be stored in the requested form.
+    The parts are stored as one weight if their forms agree, else each by itself.  ``note(what, module)`` is called if
+    the numbers of a part cannot be packed and are unpacked to the module's dtype.
     """
 
     cuts_parts = True  # a tensor with several parts is loaded as a whole, once for each part

@@ -64,7 +64,7 @@ def _exactly(sock: socket.socket, size: int, end: float) -> bytes:
 def greet(sock: socket.socket, secret: bytes, hello: dict[str, Any]) -> None:
     """Prove the secret to a ``ProcessGate`` and send it the JSON ``hello``.
 
-    Refused if the server does not know the secret."""
+    Refused if the server has another secret, is another program, or does not answer within ``PATIENCE`` seconds."""
     words = json.dumps(hello).encode()
     ours = secrets.token_bytes(NONCE)
     end = time.monotonic() + PATIENCE

@@ -183,7 +183,8 @@ def _literal(node: ast.expr) -> Any:
     value = ast.literal_eval(node)
     if not isinstance(value, (str, int, float, bool, type(None))):
         raise ValueError("no JSON value")
-    if isinstance(value, float) and math.isinf(value):  # such as 1e999, for which JSON has no other spelling
+    # such as 1e999: JSON has no infinity, so the largest finite number stands for it
+    if isinstance(value, float) and math.isinf(value):
         return math.copysign(sys.float_info.max, value)
     return value
 

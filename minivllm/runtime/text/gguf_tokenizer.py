@@ -63,7 +63,9 @@ class Vocabulary(NamedTuple):
         return {name: self.tokens[self.ids[role]] for name, role in ROLES.items() if role in self.ids}
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a truth value of the file, or the default if the key is absent."""
+        """Return the truth value ``tokenizer.ggml.`` + ``key`` of the file, or the default if it is absent.
+
+        ModelError for a value of another type."""
         value = self.file.values.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, bool):
             raise self.file.refuse(f"tokenizer.ggml.{key}={shown(value)}: expected a truth value")

@@ -34,7 +34,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same 
 MEDIA = re.compile(
     r"(input_)?(image|audio|video|file|document|media)s?(_url|_urls|_data|_embeds|_pil|_id)?|attachments?"
 )
-TEXT_ONLY = "this engine serves text and reads no images, audio, video or files"
+TEXT_ONLY = "this engine serves text, images only if the model reads them, and no audio, video or files"
 # keys without a warning, because a prompt contains their data or because they have no meaning for a prompt
 KNOWN = frozenset(
     {

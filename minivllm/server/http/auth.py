@@ -1,7 +1,10 @@
-"""API keys.  They are read from a file, compared in constant time and never logged.  Each key is a tenant of its own.
+"""API keys, from ``--api-key`` or else ``MINIVLLM_API_KEY``, and from a file.
+
+They are compared in constant time and never logged.  Each key is a tenant of its own.
 
 The operator's routes (``--admin``) require ``MINIVLLM_ADMIN_KEY``.  If that is not set, they require the server's only
 API key.  If there is no API key or several, they require a token that the server generates and logs at its start.
+Without any key this is allowed on a loopback host only.
 """
 
 from __future__ import annotations

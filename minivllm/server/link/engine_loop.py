@@ -347,7 +347,9 @@ class EngineLoop(TurnLoop):
                 self.engine.finish(seq, "stop", stop_reason=stop or None)
 
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
-        """Call the method ``_ask_`` + ``what``, and send its result or error as the answer to question ``ask``."""
+        """Answer question ``ask`` with the result or error of the method ``_ask_`` + ``what``.
+
+        ``load_adapter`` is answered later, by ``_loaded``."""
         try:
             if what == "load_adapter":  # the answer comes once it is loaded
                 self.engine.load_adapter(LoRARequest(*args["lora"]), lambda error: self._loaded(ask, error))

@@ -117,7 +117,8 @@ def _ropes(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def blank_model(cls: Any, cfg: Any, dtype: torch.dtype) -> nn.Module:
     """Return the model on the meta device, with the engine's attention and ``experts.multiply``.
 
-    ModelError if it cannot be built from this config.
+    ModelError if it cannot be built from this config, or has a convolution or RNN, whose state the engine does not
+    keep.
     """
     cfg = copy.deepcopy(cfg)
     for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
