@@ -381,6 +381,20 @@ def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monke
     bench.engine.check()
 
 
+@pytest.mark.parametrize("room", [2.0, 2.5, 3.9])
+def test_blocks_wait_for_room_in_the_queue_of_an_eager_tier(room):
+    """A queue need not be a multiple of the size of a page."""
+    bench = Bench(EagerStore)
+    bench.tiers.queue = int(room * bench.tiers.page_bytes[0])
+    for i in range(6):
+        bench.run(bench.ask(f"r{i}", [i, 7, i, 1, 2, 3, 4, 5] * 2))
+    for _ in range(20):
+        bench.engine.step()
+        bench.work()
+    (tier,) = bench.tiers.tiers
+    assert tier.skipped == 0 and not bench.tiers.backlog and tier.stores > 12
+
+
 class Fussy(Fcfs):
     """A policy whose call of ``key`` with the number ``fails`` raises."""
 
@@ -509,11 +523,22 @@ def test_the_faster_way_is_chosen_by_measured_speeds():
     assert not choice.loads({0: 1000}, {0: 3000}, 16)  # 30 ms with the loads of other requests first, 16 ms to compute
     assert not choice.loads({0: 2000}, {0: 2000}, 16)
     assert choice.loads({0: 2000, 1: 10}, {0: 2000, 1: 10}, 32)
-    choice.written(1000, 0.02)
+    choice.written(0, 1000, 0.02)
     assert not choice.loads({0: 1000}, {0: 1000}, 16)  # writing the page takes 20 ms
     assert (choice.loaded, choice.computed) == (4, 3)
-    choice.written(1000, 0.02)  # nothing was written since
+    choice.written(0, 1000, 0.02)  # nothing was written since
     assert any(choice.loads({0: 1000}, {0: 1000}, 16) for _ in range(50))  # so that writes are measured again
+
+
+def test_the_time_of_a_write_is_measured_for_each_rank_alone():
+    """Either rank may be ahead when both report."""
+    choice, random = LoadChoice([False]), np.random.default_rng(0)
+    pages = [0, 0]
+    for _ in range(300):
+        pages[int(random.integers(2))] += 1
+        for rank, seconds in enumerate((1.0e-4, 1.3e-4)):
+            choice.written(rank, 1000 * pages[rank], seconds * pages[rank])
+        assert not pages[0] * pages[1] or 1.0e-7 <= choice.write_seconds <= 1.3e-7
 
 
 def test_a_token_costs_what_it_adds_to_a_step():

@@ -71,7 +71,8 @@ class LoadChoice:
             always
         )  # seconds to load a byte from each tier
         self.write_seconds = 0.0  # seconds to write a byte to the device
-        self.writes = 0, 0.0  # bytes and seconds of all writes so far
+        # bytes and seconds of all writes so far, by the number of a rank
+        self.writes: dict[int, tuple[int, float]] = {}
         self.busy_seconds = 0.0  # time of all steps so far
         self.loaded = self.computed = 0  # requests
         # number of requests whose loads have ended, and the sums of the following times
@@ -94,13 +95,14 @@ class LoadChoice:
         """Note the time of a load of ``size`` bytes."""
         self.byte_seconds[tier] = mean(self.byte_seconds[tier], seconds / max(size, 1))
 
-    def written(self, size: int, seconds: float) -> None:
-        """Note the bytes and seconds of all writes of host memory to device memory so far."""
-        bytes_before, seconds_before = self.writes
+    def written(self, rank: int, size: int, seconds: float) -> None:
+        """Note the bytes of all ranks' writes of host memory to device memory, as one rank has counted them so far,
+        and its seconds."""
+        bytes_before, seconds_before = self.writes.get(rank, (0, 0.0))
         if size > bytes_before:
             new = (seconds - seconds_before) / (size - bytes_before)
             self.write_seconds = mean(self.write_seconds or None, new)
-            self.writes = size, seconds
+            self.writes[rank] = size, seconds
 
     def seconds_to_load(self, sizes: Mapping[int, int]) -> float:
         """Return the expected seconds until pages are in host memory.

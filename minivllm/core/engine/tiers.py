@@ -227,11 +227,15 @@ class Tiers:
         return True
 
     def _drain(self) -> None:
-        """Order blocks of the backlog while there is room in the queue."""
-        while self.backlog and self.queued < self.queue:
+        """Order blocks of the backlog while the queue has room for their pages.  The others wait in the backlog."""
+        while self.backlog:
             group, block = next(iter(self.backlog))
+            named = self.named[group][block]
+            pages = sum(tier.eager and named.key not in tier.size for tier in self.tiers)
+            if self.storing and self.queued + pages * self.page_bytes[group] > self.queue:
+                return
             del self.backlog[group, block]
-            self._order(group, block, self.named[group][block], evicted=False)
+            self._order(group, block, named, evicted=False)
 
     def new_ticket(self) -> int:
         """Return a number that is never used again."""
@@ -447,12 +451,12 @@ class Tiers:
         due = self.now() - self.polled >= (POLL if waits else LOOK)
         if args or due or (waits and idle):
             self.polled = self.now()
-            for rank in call(VERB, args):
-                self._note(rank)
+            for number, rank in enumerate(call(VERB, args)):
+                self._note(number, rank)
         return self._ready() if self.waits else []
 
-    def _note(self, rank: Mapping[str, Any]) -> None:
-        """Count the results of one rank."""
+    def _note(self, number: int, rank: Mapping[str, Any]) -> None:
+        """Count the results of one rank, which has this number."""
         for ticket, ok, size, microseconds in rank["done"]:
             if ticket in self.prefixes.marking:
                 self.prefixes.marked(ticket, bool(ok))
@@ -466,7 +470,7 @@ class Tiers:
             for key, part in news.items():
                 self._news(i, key, part)
         size, microseconds = rank["written"]
-        self.choice.written(size * self.ranks, microseconds / 1e6)
+        self.choice.written(number, size * self.ranks, microseconds / 1e6)
 
     def _news(self, tier: int, key: str, part: int) -> None:
         """Index a page that another process has stored, once all ranks have found their parts."""

@@ -98,11 +98,18 @@ class WeightUpdate:
     """The new tensors of a model, which have been checked, and the old ones while they are written."""
 
     def __init__(
-        self, parts: ModelParts, found: Iterable[tuple[str, Tensor]], partial: bool = False, finite: bool = True
+        self,
+        parts: ModelParts,
+        found: Iterable[tuple[str, Tensor]],
+        partial: bool = False,
+        finite: bool = True,
+        once: bool = True,
     ) -> None:
-        """Check the tensors ``found`` by their names in a checkpoint.  ``partial`` allows missing tensors.  ``finite``
-        refuses infinite numbers and NaN.  ModelError changes nothing."""
-        self.parts, self.loaded, self.finite = parts, parts.loaded, finite
+        """Check the tensors ``found`` by their names in a checkpoint.
+
+        ``partial`` allows missing tensors.  ``finite`` refuses infinite numbers and NaN.  ``once`` lets ``write`` check
+        the numbers of tensors in host memory, if they are needed on a GPU anyway.  ModelError changes nothing."""
+        self.parts, self.loaded, self.finite, self.once = parts, parts.loaded, finite, once
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
         self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # tensors, each with a bool for its numbers
@@ -117,13 +124,19 @@ class WeightUpdate:
 
     @classmethod
     def of_folder(
-        cls, parts: ModelParts, folder: str, pickled: bool, partial: bool = False, finite: bool = True
+        cls,
+        parts: ModelParts,
+        folder: str,
+        pickled: bool,
+        partial: bool = False,
+        finite: bool = True,
+        once: bool = True,
     ) -> WeightUpdate:
         """Check the files of weights in a folder, which are mapped into memory.  They must not change until
         ``write`` returns.  ``pickled`` allows files of ``torch.save``, which a folder of safetensors need not have."""
         pickled = pickled and not safetensors_alone(Path(folder))
         stamps = file_stamps(Path(folder), pickled)
-        update = cls(parts, checkpoint_tensors(Path(folder), pickled), partial, finite)
+        update = cls(parts, checkpoint_tensors(Path(folder), pickled), partial, finite, once)
         update._stamps = stamps
         return update
 
@@ -201,7 +214,7 @@ class WeightUpdate:
             raise ModelError(f"{WHERE}: tensor {shown(name)}: {e}") from None
         if not self.finite:
             return
-        if read_once(tensor, torch.device(self.parts.device)):
+        if self.once and read_once(tensor, torch.device(self.parts.device)):
             self._unread[name] = own
             return
         dtype = dtype_of(target) or tensor.dtype

@@ -6,6 +6,7 @@ threads meanwhile.  So slabs are ordinary memory in huge pages, which is touched
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ class HostSlab:
 
     def __init__(self, size: int) -> None:
         """Allocate and register ``size`` bytes.  RuntimeError if CUDA refuses."""
+        self._registered = False
         self._memory = mmap.mmap(-1, size + HUGE)
         whole = np.frombuffer(self._memory, np.uint8)
         first = -whole.__array_interface__["data"][0] % HUGE
@@ -34,9 +36,10 @@ class HostSlab:
         error = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
         if int(error):
             raise RuntimeError(f"cudaHostRegister: error {int(error)} for {size} bytes")
+        self._registered = True
 
     def __del__(self) -> None:
-        if hasattr(self, "address"):
+        if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -64,7 +67,14 @@ def allocate(size: int) -> Any:
     try:
         return HostSlab(size)
     except (RuntimeError, OSError):
+        _forget_error()
         return TorchSlab(size)
+
+
+def _forget_error() -> None:
+    """Clear the last error of CUDA with a launch that reports it; it would else end the next launch of this thread."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 class PinnedSlabs:

@@ -74,14 +74,17 @@ class RunningWeights:
     def _check(
         self, partial: bool, finite: bool, path: str | None = None, tensors: Iterable[tuple[str, Tensor]] | None = None
     ) -> None:
-        """Check the tensors of a folder, or ``tensors`` from this process."""
-        self.update = None
+        """Check the tensors of a folder, or ``tensors`` from this process.
+
+        If the model's weights were dropped, no old weights could be restored after the write, so all numbers are
+        checked now."""
+        self.update, once = None, self.level != 2
         if tensors is not None:
-            self.update = WeightUpdate(self.parts, tensors, partial, finite)
+            self.update = WeightUpdate(self.parts, tensors, partial, finite, once)
             return
         assert path is not None
         pickled = self.runner.wiring.load_format == "pt"
-        self.update = WeightUpdate.of_folder(self.parts, path, pickled, partial, finite)
+        self.update = WeightUpdate.of_folder(self.parts, path, pickled, partial, finite, once)
 
     def _write(self, keep: bool) -> None:
         """Write the checked tensors.  If the model's weights were dropped, their memory is allocated first.

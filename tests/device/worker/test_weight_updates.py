@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from minivllm import EngineDeadError, RequestError, SamplingParams
 from minivllm.device.layers.embedding import TiedLMHead
 from minivllm.device.layers.linear import Linear
+from minivllm.device.layers.module import all_finite
 from minivllm.device.layers.norm import RMSNorm
 from minivllm.device.loading import weight_update
 from minivllm.device.loading.weight_update import SpareMemory, WeightUpdate
@@ -385,6 +386,31 @@ def test_numbers_that_a_gpu_checks_once_it_has_them_leave_the_old_weights_in_pla
     head = torch.full_like(weights.pop("model.embed_tokens.weight"), torch.nan)
     with engine(str(tied)) as llm, pytest.raises(RequestError, match=r"lm_head.weight.*infinite numbers or NaN"):
         llm.update_weights({**weights, "lm_head.weight": head})
+
+
+def test_a_refused_update_of_dropped_weights_leaves_an_earlier_one_in_place(tiny, monkeypatch):
+    """No old weights could be restored after the write, so the numbers are checked before it."""
+    monkeypatch.setattr(weight_update, "read_once", lambda tensor, device: True)
+    first, second = tiny
+    tensors = load_file(second / "model.safetensors")
+    bad = torch.full_like(tensors["model.norm.weight"], torch.nan)
+    with engine(str(first)) as llm:
+        llm.sleep(2)
+        assert llm.update_weights(tensors) == 1
+        with pytest.raises(RequestError, match=r"model.norm.weight.*infinite numbers or NaN"):
+            llm.update_weights(changed(tensors, **{"model.norm.weight": bad}))
+        llm.wake()
+        assert llm.stats()["weights"]["version"] == 1
+        assert tokens_of(answers(llm)) == tokens_of(expected(second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bfloat16])
+def test_numbers_of_all_dtypes_are_checked(dtype):
+    values = torch.ones(40, 3).to(dtype)
+    assert bool(all_finite(values, dtype))
+    if dtype.is_floating_point:
+        values[7, 1] = torch.nan
+        assert not bool(all_finite(values, dtype))
 
 
 def test_weights_that_cannot_be_restored_end_the_engine(tiny, monkeypatch):
