@@ -104,6 +104,16 @@ REFUSED = {
 }
 
 
+def test_a_pil_image_of_a_large_file_is_read_as_its_pixels(decoder):
+    """The limit of 20 MiB is for files that a client sends; the pixels of this image are allowed."""
+    file = io.BytesIO()
+    Image.new("RGB", (3000, 2400), (9, 8, 7)).save(file, "BMP")
+    assert len(file.getvalue()) > MAX_BYTES
+    assert np.asarray(decoder.decode(Image.open(file)))[5, 7].tolist() == [9, 8, 7]
+    with pytest.raises(RequestError, match="expected at most"):
+        decoder.decode(file.getvalue())
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_are_those_of_this_process(decoder, name):
     data, reason = REFUSED[name]

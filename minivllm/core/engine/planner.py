@@ -430,13 +430,14 @@ class Planner:
             return decode
         oldest = s.id[s.running].min()
         for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
-            owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
-            want = self._encoded(slot, want)
-            more = min(want - have, parts.most(owner_number))
             if parts.left <= 0:
                 break
-            if s.seq[slot] is None or more <= 0:
-                continue  # the row was preempted for the oldest, or its owner's share is spent
+            if s.seq[slot] is None:
+                continue  # the row was preempted for the oldest
+            owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
+            more = min(self._encoded(slot, want) - have, parts.most(owner_number))
+            if more <= 0:
+                continue  # its owner's share is spent
             chunk = self._grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:

@@ -116,7 +116,8 @@ def check_bytes(data: bytes) -> None:
 def file_of(source: Any) -> bytes | None:
     """Return the bytes of the file that a source is, or that a PIL image has not read yet.
 
-    None for pixels, and for a file of another format or that cannot be read again."""
+    None for pixels, for a file of another format or that cannot be read again, and for a PIL image whose file is larger
+    than ``MAX_BYTES``: its pixels are allowed, and the caller has opened it."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
     file = getattr(source, "fp", None)
@@ -132,14 +133,16 @@ def file_of(source: Any) -> bytes | None:
 
 
 def _all_of(file: Any) -> bytes | None:
-    """Return the bytes of an opened file, and leave its position as it was.  None if it is no file of bytes."""
+    """Return the bytes of an opened file, and leave its position as it was.
+
+    None if it is no file of bytes, or has more than ``MAX_BYTES``."""
     at = file.tell()
     try:
         file.seek(0)
         found = file.read(MAX_BYTES + 1)
     finally:
         file.seek(at)
-    return found if isinstance(found, bytes) else None
+    return found if isinstance(found, bytes) and len(found) <= MAX_BYTES else None
 
 
 def head_of(data: bytes) -> list[Any]:
