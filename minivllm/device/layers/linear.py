@@ -185,12 +185,17 @@ class Linear(Module):
             self.tensors["bias"] = self.bias
 
     def release(self) -> None:
-        if isinstance(self.scheme, Dense):
-            self.scheme.release()
+        for weight in self._unquantized():
+            weight.release()
 
     def refresh(self, params: Collection[str]) -> None:
-        if isinstance(self.scheme, Dense):
-            self.scheme.refresh()
+        for weight in self._unquantized():
+            weight.refresh()
+
+    def _unquantized(self) -> list[Dense]:
+        """Return the unquantized weights of the layer: its whole weight, or the parts that a quantizer leaves out."""
+        parts = getattr(self.scheme, "schemes", (self.scheme,))
+        return [one for one in parts if isinstance(one, Dense)]
 
     def replace(self, scheme: WeightScheme) -> None:
         """Compute with the weight of another scheme, which is loaded, from now on."""

@@ -312,6 +312,7 @@ class WeightUpdate:
         for name, tensor in module.tensors.items():
             tensor.copy_(replacement.tensors[name])
         layer: Any = layer_of(module)
+        layer.refresh(())
         if not multiplies_equally(layer.scheme, replacement.scheme, layer):
             kind = type(layer.scheme).__name__
             what = f"the scheme {kind} of {module.name} keeps a copy of its weight outside of its tensors"

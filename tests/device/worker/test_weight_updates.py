@@ -95,6 +95,21 @@ def test_weights_that_are_quantized_while_loading_are_quantized_again(tiny, quan
         assert answers(llm) == want != before
 
 
+@quantized_on_cpu
+def test_unquantized_parts_of_a_quantized_layer_change_with_it(tiny):
+    """Torch multiplies by a packed copy of such a part, which is made during the first long prompts."""
+    first, second = tiny
+    parts = {"name": "int8", "options": {"bits": {r"re:.*\.qkv\.[kv]": 16}}}
+    long = [{"prompt_token_ids": list(range(2, 18 + n))} for n in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with engine(str(second), quantizer=parts) as llm:
+        want = [answer.tokens for answer in llm.generate(long, params, use_tqdm=False)]
+    with engine(str(first), quantizer=parts) as llm:
+        before = [answer.tokens for answer in llm.generate(long, params, use_tqdm=False)]
+        llm.update_weights(second)
+        assert [answer.tokens for answer in llm.generate(long, params, use_tqdm=False)] == want != before
+
+
 @pytest.mark.parametrize(
     "options",
     [
