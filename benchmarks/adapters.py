@@ -184,7 +184,7 @@ def measure(engines: dict[str, Engine], rows: int, folders: list[Path], args: ar
 
 
 def report_loads(engine: Engine, folders: list[Path], new: list[Path]) -> None:
-    """Print the times of requests beside loads of adapters, and beside requests of adapters that are loaded."""
+    """Print the times between tokens while new adapters are loaded, and while loaded adapters are used."""
     engine.loads(folders, [])
     for turn in range(0, len(new), LOADS):
         for kind, later in (("resident", folders[:LOADS]), ("new", new[turn : turn + LOADS])):

@@ -235,8 +235,8 @@ def test_draws_read_float32_logits_where_no_draw_of_their_variant_read_others(mo
     graphs = compare(models["qwen3"], params, processors=["penalties"])
     kinds = {kind.variants for _, kind in graphs.samples}
     variant = next(variants[-1] for variants in kinds if variants[0] >= 0)
-    assert (-1, variant) in kinds and graphs.wide[variant] == {True}
-    assert False in graphs.wide[next(v for v in graphs.wide if v != variant)]
+    assert (-1, variant) in kinds and graphs.draw_dtypes[variant] == {True}
+    assert False in graphs.draw_dtypes[next(v for v in graphs.draw_dtypes if v != variant)]
 
 
 def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):

@@ -1,4 +1,4 @@
-"""The reference for compressed rows, a model of transformers whose queries do not see the removed keys."""
+"""Help tests of compression: a model of transformers whose queries do not see removed keys, and preemptions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from minivllm.core.engine.planner import Planner
 from minivllm.device.worker.compaction import Compactor
 
 NAME = "minivllm_compressed"
@@ -88,3 +89,16 @@ def logits_of(model, tokens: list[int], recorder: Recorder) -> torch.Tensor:
             return model(torch.tensor([tokens])).logits[0].float()
     finally:
         model.set_attn_implementation(before)
+
+
+def preempt_often(monkeypatch):
+    """Preempt a running row in every third step, each row at most five times."""
+    real = Planner.next
+
+    def plan(planner, now):
+        rows = planner.slots.running
+        if len(rows) and planner.step_id % 3 == 0 and planner.slots.preempted[rows[-1]] < 5:
+            planner.preempt(int(rows[-1]))
+        return real(planner, now)
+
+    monkeypatch.setattr(Planner, "next", plan)

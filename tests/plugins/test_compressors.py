@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from compression_reference import Recorder, logits_of
+from compression_reference import Recorder, logits_of, preempt_often
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.planner import Planner
@@ -166,19 +166,6 @@ def preempt_compressed(monkeypatch):
             behind = planner.slots.computed[slot] - max(seq.compressions, default=0)
             if seq.compressions and behind >= 1 and seq.preempted < 3:
                 planner.preempt(slot)
-        return real(planner, now)
-
-    monkeypatch.setattr(Planner, "next", plan)
-
-
-def preempt_often(monkeypatch):
-    """Preempt a running row in every third step."""
-    real = Planner.next
-
-    def plan(planner, now):
-        rows = planner.slots.running
-        if len(rows) and planner.step_id % 3 == 0 and planner.slots.preempted[rows[-1]] < 5:
-            planner.preempt(int(rows[-1]))
         return real(planner, now)
 
     monkeypatch.setattr(Planner, "next", plan)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compression_reference import preempt_often
 from transformers import DynamicCache
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.engine.planner import Planner
 from minivllm.core.interfaces.decoder import Rope
 from minivllm.device.layers.rotary import inverse_frequencies, rotary_tables, rotate
 from minivllm.device.worker import compaction
@@ -236,18 +236,6 @@ def test_a_planted_fault_of_the_rotation_is_caught(fault, tmp_path, monkeypatch)
             for _ in range(2):  # the second request has the slot of the first
                 (out,) = llm.generate([PROMPT], params(logprobs=1), use_tqdm=False, taps=KEPT)
         compare(hf, torch.float32, out)
-
-
-def preempt_often(monkeypatch):
-    real = Planner.next
-
-    def plan(planner, now):
-        rows = planner.slots.running
-        if len(rows) and planner.step_id % 3 == 0 and planner.slots.preempted[rows[-1]] < 5:
-            planner.preempt(int(rows[-1]))
-        return real(planner, now)
-
-    monkeypatch.setattr(Planner, "next", plan)
 
 
 @pytest.mark.parametrize("scorer", SCORERS)

@@ -187,7 +187,7 @@ def beams(pair, prompt, width, tokens):
 
 
 def test_beams_go_by_the_scores_of_both_models(pair):
-    """A beam that goes on where another stood has its blocks read again by the smaller model."""
+    """Compare beams with a search in torch: the smaller model computes the blocks of a beam again after it moved."""
     params = SamplingParams(beam_width=3, n=3, max_tokens=8, ignore_eos=True, length_penalty=0.0, contrast_beta=1.0)
     with llm(pair, logprobs_mode="processed_logprobs", strategies=["single", "beam"]) as engine:
         outs = engine.generate(prompts(3), params, use_tqdm=False)

@@ -144,8 +144,8 @@ def make_batches(meta: AttnMeta, group: int, window: int | None) -> list[Batch]:
 def make_batch(
     meta: AttnMeta, group: int, rows: slice, tokens: slice, first: Tensor, query: Tensor, keys: int, queries: int = 1
 ) -> Batch:
-    """The batch of ``rows``: ``keys`` keys from position ``first`` on, of queries from position ``query``
-    on; i64 [B]."""
+    """Return the batch of ``rows``: ``keys`` keys from position ``first`` i64 [B] on, for ``queries`` queries from
+    position ``query`` i64 [B] on."""
     at = first[:, None] + torch.arange(keys, device=first.device)
     at = torch.minimum(at, (query + queries - 1)[:, None])  # the padding is the last key again, and ``modify`` hides it
     blocks = meta.table[group].index_select(0, meta.slots[rows]).gather(1, at // meta.block)
