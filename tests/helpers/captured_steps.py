@@ -35,6 +35,7 @@ from minivllm.device.worker.taps import TapState
 from minivllm.plugins.adapter import ia3_memory, lora_memory
 from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
+from minivllm.plugins.sampler.default import DRAWN, GREEDY
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)
@@ -229,14 +230,15 @@ def test_processors_masks_stop_ids_and_log_probabilities_are_captured_as_they_ar
     assert {kind.topk for kind in kinds} >= {-1, 3} and len({kind.variants[:-1] for kind in kinds}) > 1
 
 
-def test_draws_read_float32_logits_where_no_draw_of_their_variant_read_others(models):
-    """The variant of top-k is first drawn beside a penalty, which needs float32, and then without one."""
-    params = asked({"top_k": 9, "repetition_penalty": 1.3, "max_tokens": 3}, {"top_k": 9, "max_tokens": 8})
+def test_draws_read_float32_logits_where_no_draw_of_their_limits_read_others(models):
+    """Top-k and min-p are first drawn together beside a penalty, which needs float32, then without one, then apart."""
+    with_penalty = {"top_k": 9, "repetition_penalty": 1.3, "max_tokens": 3}
+    params = asked(with_penalty, {"top_k": 9, "max_tokens": 8}, {"min_p": 0.1, "max_tokens": 12})
     graphs = compare(models["qwen3"], params, processors=["penalties"])
     kinds = {kind.variants for _, kind in graphs.samples}
-    variant = next(variants[-1] for variants in kinds if variants[0] >= 0)
-    assert (-1, variant) in kinds and graphs.draw_dtypes[variant] == {True}
-    assert False in graphs.draw_dtypes[next(v for v in graphs.draw_dtypes if v != variant)]
+    limits = {variants[-1] & ~(GREEDY | DRAWN) for variants in kinds if variants[0] < 0} - {0}
+    assert len(limits) == 2 and not graphs.draw_bits[False] & ~(GREEDY | DRAWN)
+    assert all(not bits & ~graphs.draw_bits[True] for bits in limits)
 
 
 def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):

@@ -160,8 +160,8 @@ class Graphs:
     # results of ``_larger``: the smallest capture in which mixed steps of a shape can run
     serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    # for each variant of the sampler, whether its captured draws read float32 logits (True) or 16 bits (False)
-    draw_dtypes: dict[int, set[bool]] = field(default_factory=dict)
+    # bits of the sampler's variants that captured draws of 16-bit logits (False) and of float32 logits (True) had
+    draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
     # shapes whose capture failed; their steps run as separate launches
     refused: set[GraphKey] = field(default_factory=set)
@@ -650,7 +650,7 @@ class Graphs:
         b.slots.fill_(self.spare)
         try:
             captured = Captured(*self.recorder.capture(self._draw(b, asked)))
-            self.draw_dtypes.setdefault(asked.variants[-1], set()).add(self._calls(b, asked).float32)
+            self.draw_bits[self._calls(b, asked).float32] |= asked.variants[-1]
             return captured
         except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
@@ -666,10 +666,12 @@ class Graphs:
     def _calls(self, b: Buffers, asked: Asked) -> CapturedCalls:
         """Return the calls of the SAMPLE part for the rows of ``b``.
 
-        The sampler reads float32 logits if it has read no others for its variant.  The kernels for logits of 16 bits
-        are then not compiled, which takes up to two seconds.  The tokens do not depend on the dtype."""
-        calls = CapturedCalls(self.runner, b, asked, self.masks)
-        calls.float32 = calls.float32 or self.draw_dtypes.get(asked.variants[-1]) == {True}
+        The sampler reads float32 logits if captured draws had all bits of its variant with these, and not all of them
+        with 16-bit logits.  Kernels for 16-bit logits are then not compiled, which takes up to two seconds.  The tokens
+        do not depend on the dtype."""
+        calls, variant = CapturedCalls(self.runner, b, asked, self.masks), asked.variants[-1]
+        compiled = {wide: not variant & ~bits for wide, bits in self.draw_bits.items()}
+        calls.float32 = calls.float32 or (compiled[True] and not compiled[False])
         return calls
 
     def _note(self, text: str) -> None:
