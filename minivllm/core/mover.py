@@ -48,6 +48,8 @@ class PageMemory(Protocol):
 
     page_bytes: list[int]  # bytes of a block of each group
     queue: int  # bytes of pages that were read and are not yet stored, at most
+    # seconds to copy a byte to the device, measured at the start; None if it was not measured
+    copy_seconds: float | None
     written_bytes: int  # bytes of all copies to the device that have ended, and their time
     written_seconds: float
 
@@ -245,7 +247,7 @@ class Mover:
         described, self._described = self._described, []
         page_bytes = list(self.memory.page_bytes)
         facts = {"identity": self.identity, "page_bytes": page_bytes, "queue": self.memory.queue}
-        return {**facts, "tiers": described}
+        return {**facts, "copy_seconds": self.memory.copy_seconds, "tiers": described}
 
     def _done(self, ticket: int, ok: bool, size: int, seconds: float) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, par
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.checkpoints import Checkpoints
 from minivllm.core.engine.forks import fork_ready
-from minivllm.core.engine.tier_choice import LoadChoice, Slope
+from minivllm.core.engine.tier_choice import LEAST, LoadChoice, Pace, Slope
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
@@ -538,7 +538,7 @@ def test_the_time_of_a_write_is_measured_for_each_rank_alone():
         pages[int(random.integers(2))] += 1
         for rank, seconds in enumerate((1.0e-4, 1.3e-4)):
             choice.written(rank, 1000 * pages[rank], seconds * pages[rank])
-        assert not pages[0] * pages[1] or 1.0e-7 <= choice.write_seconds <= 1.3e-7
+        assert not pages[0] * pages[1] or 1.0e-7 <= choice.writing.value <= 1.301e-7
 
 
 def test_a_token_costs_what_it_adds_to_a_step():
@@ -584,9 +584,43 @@ def test_a_wait_for_steps_of_other_requests_does_not_count_against_loads():
         before = choice.busy_seconds
         choice.step_ended(np.array([50], np.int32), 50.0)
         choice.ended(choice.seconds_to_load({0: 1000}), 0.051, choice.busy_seconds - before)
-    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.011, rel=0.05)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010, rel=0.05)
     assert choice.loads({0: 1000}, {0: 1000}, 16)
     assert choice.error_seconds < 20 * 0.0011
+
+
+def test_steps_between_the_loads_of_requests_teach_no_wait():
+    """The end of a load is noticed between steps, so a wait beside steps says nothing about loads."""
+    choice = LoadChoice([False])
+    choice.page_loaded(0, 1000, 0.010)
+    for _ in range(20):
+        before = choice.busy_seconds
+        choice.step_ended(np.array([50], np.int32), 20.0)
+        choice.ended(choice.seconds_to_load({0: 1000}), 0.5, choice.busy_seconds - before)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010)
+
+
+def test_a_step_that_delays_running_rows_costs_their_time_too():
+    choice = LoadChoice([False])
+    choice.step_ended(np.array([100], np.int32), 100.0)
+    choice.page_loaded(0, 1000, 0.5)
+    assert not choice.loads({0: 1000}, {0: 1000}, 100)
+    assert choice.loads({0: 1000}, {0: 1000}, 100, others=7)
+    assert not choice.loads({0: 1000}, {0: 9000}, 100, others=7)
+    choice.written(0, 1000, 0.2)  # a write belongs to the step
+    assert not choice.loads({0: 1000}, {0: 1000}, 100, others=7)
+
+
+def test_the_time_of_a_copy_is_the_median_of_recent_ones():
+    pace, rng = Pace(1e-9), np.random.default_rng(0)
+    assert pace.value == 1e-9
+    pace.add(0, 1.0)
+    assert pace.value == 1e-9  # nothing was copied
+    pace.add(1 << 20, 0.0)
+    assert pace.value == LEAST  # no copy is faster than memory
+    for n, size in enumerate(rng.integers(1, 100, 200).tolist()):
+        pace.add(size, size * (5.0 if n % 5 == 0 else 2e-8))  # every fifth copy is stuck
+    assert pace.value == pytest.approx(2e-8)
 
 
 def test_a_slow_tier_is_tried_again():
@@ -612,7 +646,7 @@ def test_a_request_computes_what_a_slow_tier_has(seconds):
     bench.evict()
     bench.tiers.choice.always = [False]
     bench.tiers.choice.steps.add(100, 0.1)
-    bench.tiers.choice.byte_seconds = [seconds]
+    bench.tiers.choice.loading = [Pace(seconds)]
     again = bench.ask("b", PROMPT)
     bench.run(again)
     assert again.cached_tokens == (12 if seconds < 1 else 0)

@@ -10,9 +10,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NEW = 0.3  # weight of a new measurement in the mean
 PROMPT = 4  # tokens of a row from which on a step counts as one of prompts
-RECENT = 24  # number of recent steps from which the speed of computing is measured
+RECENT = 24  # number of recent steps, or of recent copies, from which a speed is measured
+LEAST = 1e-12  # least seconds to copy a byte; shorter times are errors of a clock
 WAITS = 9  # number of recent requests whose waits beyond the loads are measured
 APART = 0.25  # least difference between two steps for a slope, as a share of the largest step
 # A slow tier counts as faster by this factor after each request that did not load from it, so that it is measured
@@ -20,9 +20,28 @@ APART = 0.25  # least difference between two steps for a slope, as a share of th
 HOPE = 0.97
 
 
-def mean(before: float | None, new: float) -> float:
-    """Return a running mean in which later measurements count more."""
-    return new if before is None else before + NEW * (new - before)
+class Pace:
+    """The time to copy a byte: the median of recent copies."""
+
+    def __init__(self, start: float | None = None) -> None:
+        """Begin with ``start`` in seconds, which the first measurement replaces; None means that it is not known."""
+        self._start = start
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def add(self, size: int, seconds: float) -> None:
+        """Note the time of a copy of ``size`` bytes."""
+        if size > 0:
+            self._recent.append(max(seconds / size, LEAST))
+
+    @property
+    def value(self) -> float | None:
+        """Return the seconds for a byte; None if no copy was measured."""
+        return float(np.median(self._recent)) if self._recent else self._start
+
+    def lower(self) -> None:
+        """Lower the value by the factor HOPE."""
+        for i, seconds in enumerate(self._recent):
+            self._recent[i] = seconds * HOPE
 
 
 class Slope:
@@ -58,19 +77,22 @@ class LoadChoice:
     A speed that was not measured counts as infinite for loads, so that they are tried, and as zero for computing.
     """
 
-    def __init__(self, always: list[bool]) -> None:
-        """Begin without measurements.  ``always`` marks the tiers from which pages are loaded in any case."""
+    def __init__(self, always: list[bool], copy_seconds: float | None = None) -> None:
+        """Begin without measurements.
+
+        ``always`` marks the tiers from which pages are loaded in any case.  ``copy_seconds`` is the time to copy a byte
+        from host memory to the device, if the worker has measured it at its start.
+        """
         self.always = always
         # seconds by tokens, which gives the time that a token adds to a step that runs anyway
         self.steps = Slope()
-        # Seconds that recent requests waited beyond the expected time of their loads, and their median. This is time in
-        # queues and between polls.
+        # Seconds that recent requests waited beyond the expected time of their loads while no step ran, and their
+        # median. This is time in queues and between polls.
         self.longer: deque[float] = deque(maxlen=WAITS)
         self.wait_seconds = 0.0
-        self.byte_seconds: list[float | None] = [None] * len(
-            always
-        )  # seconds to load a byte from each tier
-        self.write_seconds = 0.0  # seconds to write a byte to the device
+        # of loads from each tier, and of writes to the device within steps
+        self.loading = [Pace(copy_seconds) for _ in always]
+        self.writing = Pace()
         # bytes and seconds of all writes so far, by the number of a rank
         self.writes: dict[int, tuple[int, float]] = {}
         self.busy_seconds = 0.0  # time of all steps so far
@@ -93,15 +115,14 @@ class LoadChoice:
 
     def page_loaded(self, tier: int, size: int, seconds: float) -> None:
         """Note the time of a load of ``size`` bytes."""
-        self.byte_seconds[tier] = mean(self.byte_seconds[tier], seconds / max(size, 1))
+        self.loading[tier].add(size, seconds)
 
     def written(self, rank: int, size: int, seconds: float) -> None:
         """Note the bytes of all ranks' writes of host memory to device memory, as one rank has counted them so far,
         and its seconds."""
         bytes_before, seconds_before = self.writes.get(rank, (0, 0.0))
         if size > bytes_before:
-            new = (seconds - seconds_before) / (size - bytes_before)
-            self.write_seconds = mean(self.write_seconds or None, new)
+            self.writing.add(size - bytes_before, seconds - seconds_before)
             self.writes[rank] = size, seconds
 
     def seconds_to_load(self, sizes: Mapping[int, int]) -> float:
@@ -109,33 +130,35 @@ class LoadChoice:
 
         ``sizes`` has the bytes from each tier; bytes that other requests have ordered before are included.
         """
-        each = [size * (self.byte_seconds[tier] or 0.0) for tier, size in sizes.items()]
+        each = [size * (self.loading[tier].value or 0.0) for tier, size in sizes.items()]
         return max(each, default=0.0) + self.wait_seconds
 
-    def loads(self, own: Mapping[int, int], sizes: Mapping[int, int], tokens: int) -> bool:
-        """Return True if loading pages is expected to be faster than computing their ``tokens``.
+    def loads(
+        self, own: Mapping[int, int], sizes: Mapping[int, int], tokens: int, others: int = 0
+    ) -> bool:
+        """Return True if loading pages costs all requests together less time than computing their ``tokens``.
 
-        ``own`` has the bytes of the request from each tier, and ``sizes`` those and the bytes ordered before."""
-        writing = sum(own.values()) * self.write_seconds
+        ``own`` has the bytes of the request from each tier, and ``sizes`` those and the bytes ordered before.  A load
+        delays its request alone.  A step that computes the tokens delays ``others`` running rows as well."""
+        writing = sum(own.values()) * (self.writing.value or 0.0) * (1 + others)
         load = self.seconds_to_load(sizes) + writing
         forced = any(self.always[tier] for tier in own)
-        if forced or self.token_seconds is None or load <= tokens * self.token_seconds:
+        compute = None if self.token_seconds is None else tokens * self.token_seconds * (1 + others)
+        if forced or compute is None or load <= compute:
             self.loaded += 1
             return True
         self.computed += 1
         self.wait_seconds *= HOPE
-        self.write_seconds *= HOPE
-        for tier in own:
-            seconds = self.byte_seconds[tier]
-            if seconds is not None:
-                self.byte_seconds[tier] = seconds * HOPE
+        for pace in (self.writing, *(self.loading[tier] for tier in own)):
+            pace.lower()
         return False
 
     def ended(self, predicted: float, measured: float, busy: float = 0.0) -> None:
         """Note the expected and the real seconds that a request waited for its pages.
 
         ``busy`` is the time of the steps that ended meanwhile.  A request that computes its blocks waits for these
-        steps too, so the part of ``busy`` beyond the expected time of the loads does not count.
+        steps too, so the part of ``busy`` beyond the expected time of the loads does not count.  Waits beyond the loads
+        are only measured while no step ran, because the end of a load is noticed between steps.
         """
         load = predicted - self.wait_seconds
         measured -= max(0.0, min(busy, measured) - load)
@@ -143,8 +166,9 @@ class LoadChoice:
         self.predicted_seconds += predicted
         self.measured_seconds += measured
         self.error_seconds += abs(predicted - measured)
-        self.longer.append(measured - load)
-        self.wait_seconds = max(0.0, float(np.median(self.longer)))
+        if busy <= 0:
+            self.longer.append(measured - load)
+            self.wait_seconds = max(0.0, float(np.median(self.longer)))
 
     def figures(self) -> dict[str, Any]:
         """Return the speeds in bytes and tokens per second (None if they were not measured), and the counters."""
@@ -162,7 +186,7 @@ class LoadChoice:
         )
         return {
             "tokens_per_second": speed(self.token_seconds),
-            "load_bytes_per_second": [speed(seconds) for seconds in self.byte_seconds],
-            "write_bytes_per_second": speed(self.write_seconds),
+            "load_bytes_per_second": [speed(pace.value) for pace in self.loading],
+            "write_bytes_per_second": speed(self.writing.value),
             **{name: getattr(self, name) for name in names},
         }

@@ -106,7 +106,11 @@ class Tiers:
         # (tier, key) -> ranks that found their part of a page of another process, and bytes
         self.found: dict[tuple[int, str], tuple[int, int]] = {}
         self.prefixes = NamedPrefixes(self, opened)
-        self.choice = LoadChoice([facts["always"] for facts in opened[0]["tiers"]])
+        measured = [rank["copy_seconds"] for rank in opened if rank["copy_seconds"] is not None]
+        always = [facts["always"] for facts in opened[0]["tiers"]]
+        # ranks copy their parts of a page at the same time
+        copy = max(measured) / self.ranks if measured else None
+        self.choice = LoadChoice(always, copy)
         # block -> key of its page, for each group
         self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]
         self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
@@ -294,10 +298,11 @@ class Tiers:
         return True
 
     def _worth(self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], n: int) -> bool:
-        """Return True if loading the pages behind ``n`` cached blocks should be faster than computing them."""
+        """Return True if loading the pages behind ``n`` cached blocks should cost less time than computing them."""
         blocks = max(i for g, i in wanted if g == 0) + 1 - n
         own, sizes = self._bytes(wanted), self._bytes(wanted, ahead=True)
-        if not self.choice.loads(own, sizes, blocks * self.cache.block):
+        others = len(self.cache.slots.running)
+        if not self.choice.loads(own, sizes, blocks * self.cache.block, others):
             return False
         for tier, index in enumerate(self.tiers):
             keys = [key for t, key in wanted.values() if t == tier]
@@ -309,13 +314,17 @@ class Tiers:
     def _bytes(
         self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], ahead: bool = False
     ) -> dict[int, int]:
-        """Return the bytes of pages by tier; ``ahead`` adds the bytes that were ordered before."""
+        """Return the bytes of pages by tier; ``ahead`` adds the bytes of the loads of earlier requests."""
         sizes: dict[int, int] = {}
         for (g, _), (tier, _) in wanted.items():
             sizes[tier] = sizes.get(tier, 0) + self.page_bytes[g]
         for page in self.loading.values() if ahead else ():
             if page.tier in sizes:
                 sizes[page.tier] += page.size
+        for load in self.waits.values() if ahead else ():
+            for tier, size in () if load.pages else self._bytes(load.wanted).items():
+                if tier in sizes:
+                    sizes[tier] += size
         return sizes
 
     def _wanted(
