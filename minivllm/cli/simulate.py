@@ -73,7 +73,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from minivllm.lab.simulate import calibrate as measuring
     from minivllm.lab.simulate import uncertainty
 
-    with LLM(config=loaded) as llm:
+    with LLM(config=_without_drafts(loaded)) as llm:
         about = {
             "model": llm.config.model,
             "dtype": llm.engine.wiring.dtype,
@@ -90,6 +90,15 @@ def calibrate(args: argparse.Namespace) -> int:
     if warning := uncertainty.error_of(table).warning(args.output):
         report(warning)
     return 0
+
+
+def _without_drafts(loaded: Any) -> Any:
+    """Return a configuration whose automatic choice of a drafter is none, because drafts have no table of costs."""
+    config = loaded.engine
+    choice = type(config.drafter)
+    if config.drafter != choice():
+        return loaded
+    return replace(loaded, engine=config.model_copy(update={"drafter": choice(name="none")}))
 
 
 def _refuse_sim(loaded: Any) -> None:

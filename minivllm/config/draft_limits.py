@@ -1,4 +1,4 @@
-"""Checks that a second model, such as that of a drafter, is compatible with the served model."""
+"""Checks that a drafter, and the model of a drafter or processor, are compatible with the served model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.executor import Part
 from minivllm.device.loading.hf_config import describe_context, longest_context
 from minivllm.errors import ConfigError
 
@@ -48,3 +49,16 @@ class DraftLimits:
                 f"requests longer than {self.switch} (None means never); expected the same length for both, or a "
                 "smaller max_model_len"
             )
+
+
+def refuse_split(part: Part, size: int, label: str) -> None:
+    """Raise ConfigError if a drafter cannot draft for ``size`` processes that share a model.
+
+    ``label`` begins the message."""
+    reason = ""
+    if "target_head" in part.features:
+        reason = "its layers run on one device"
+    elif "host_tokens" in part.features:
+        reason = "processes may read different numbers of tokens on their hosts, and would draft different ones"
+    if size > 1 and reason:
+        raise ConfigError(f"{label}{part.name} with tensor_parallel_size={size}: {reason}; use 1, or ngram")

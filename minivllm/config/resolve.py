@@ -32,13 +32,14 @@ from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
 from .adapters import wire_adapters
+from .auto_drafter import choose_drafter
 from .compression import CompressedModel, wire_compression
-from .draft_limits import DraftLimits
-from .explanation import Explanation
+from .draft_limits import DraftLimits, refuse_split
 from .images import wire_images
 from .kv_groups import attention_layers, group_layers
-from .own_models import OwnModels, Served, has_head
+from .own_models import OwnModels, Served
 from .places import ModelPlaces, describe_folder
+from .resolved import Resolved
 from .states import second_states_explained, states_explained
 from .steps import captures_drafts, wire_steps
 from .unused import method_read, online_counterpart, refuse_unused
@@ -59,43 +60,6 @@ DEFAULT_BLOCK = 16
 NO_GRAMMAR = "structured output needs a library (pip install llguidance)"
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The chosen plug-ins and the reasons.  ``parts`` has one entry for each seam with one plug-in: those of
-    ``wiring.parts``, executor, evictor and scheduler.  ``facts`` are the facts after the last choice."""
-
-    config: EngineConfig
-    wiring: Wiring
-    hf_config: Any
-    device: Device
-    attention: tuple[AttnSpec, ...]  # one entry for each layer with attention
-    states: tuple[Recurrent, ...]  # one entry for each layer with a recurrent state
-    groups: tuple[tuple[int, ...], ...]  # layers of each KV group; groups of full attention come first
-    parts: Mapping[str, Part]
-    strategies: tuple[Part, ...]
-    hooks: tuple[Part, ...]
-    selections: tuple[Selection, ...]
-    facts: Mapping[str, Any]
-    notes: tuple[tuple[str, str], ...]  # (name, sentence) for values that are not plug-ins, such as device and dtype
-    catalog: Catalog
-    tokenizer_dir: str | None  # None with skip_tokenizer_init
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of the model's generation_config.json
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the attention window of each KV group, None for full attention."""
-        return tuple(self.attention[layers[0]].window for layers in self.groups)
-
-    @property
-    def explanation(self) -> Explanation:
-        """Return the reasons of all choices."""
-        return Explanation(self.selections, self.notes, self.catalog)
-
-    def explain(self, seam: str | None = None, all: bool = False) -> str:
-        """Return the reasons of all choices as text.  ``all`` adds the plug-ins that were not considered."""
-        return self.explanation.text(seam, all)
-
-
 def resolve(
     config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None, weights: bool = True
 ) -> Resolved:
@@ -104,7 +68,17 @@ def resolve(
     ConfigError, ModelError, PluginError or ResourceError.  A PluginError of a choice has the attributes ``selections``
     and ``notes`` with the choices so far.
     """
+    return choose_drafter(config, lambda chosen, again: _resolve(chosen, catalog, origins, weights, again))
+
+
+def _resolve(
+    config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None, weights: bool, again: bool
+) -> Resolved:
+    """Choose all plug-ins as ``resolve``, but without the automatic choice of a drafter.
+
+    ``again`` means that a first call has logged the warnings."""
     fold = _fold(config, catalog, origins, weights)
+    fold.warns = not again
     try:
         return fold.run()
     except PluginError as exc:
@@ -152,6 +126,7 @@ class _Fold:
     selections: list[Selection] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
     states: tuple[Recurrent, ...] = ()
+    warns: bool = True  # log warnings
 
     def run(self) -> Resolved:
         """Make all choices in order."""
@@ -314,6 +289,11 @@ class _Fold:
         found = self._select("encoder", config.encoder, ("device", "dtype"), {"model_type": checkpoint.model_type})
         return wire_images(config, self.origins, checkpoint, wiring, self.parts, self.notes, found, self._keep)
 
+    def _warn(self, text: str, *values: object) -> None:
+        """Log a warning, unless an earlier attempt has logged it."""
+        if self.warns:
+            log.warning(text, *values)
+
     def _learn(self, name: str, value: Any, sentence: str) -> None:
         """Store a fact for the next choices, and a note about it."""
         self.facts[name] = value
@@ -430,7 +410,7 @@ class _Fold:
         note = two_ropes(checkpoint.raw)
         if note:
             self.notes.append(("model.rope", note))
-            log.warning("%s/config.json: %s", checkpoint.folder, note)
+            self._warn("%s/config.json: %s", checkpoint.folder, note)
 
     def _select_model(self, choice: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
         """Choose the plug-in of a model.
@@ -491,44 +471,18 @@ class _Fold:
         """Choose the drafter, its second model or head if it uses one, and the number of drafts in a step."""
         choice = self.config.drafter
         self._pick("drafter", choice, ("device",))
-        if choice.name == "auto" and not choice.prefer:
-            self._note_head(served)
         part = self.parts["drafter"]
         option = self.config.num_speculative_tokens
         drafts = min(option, int(part.traits.get("drafts", option)))
         model = None
         label = begins(source_of(self.origins, "drafter"))
-        if self.config.tensor_parallel_size > 1:
-            self._refuse_split(part, label)
+        refuse_split(part, self.config.tensor_parallel_size, label)
         if "draft_model" in part.features:
             model = second_models.add(part, "draft_model", f"{label}the draft model")
         if "target_head" in part.features:
             model = second_models.add_head(part, served, f"{label}drafter {part.name}")
         captured = captures_drafts(self.config, drafts, str(self.facts["device"]), self.origins)
         return SpeculationWiring(drafts, self.config.speculate, model, captured, self.config.drafts_ahead)
-
-    def _refuse_split(self, part: Part, label: str) -> None:
-        """Raise ConfigError if the drafter cannot be used by several processes that share a model."""
-        reason = ""
-        if "target_head" in part.features:
-            reason = "its layers run on one device"
-        elif "host_tokens" in part.features:
-            reason = "processes may read different numbers of tokens on their hosts, and would draft different ones"
-        if reason:
-            size = f"tensor_parallel_size={self.config.tensor_parallel_size}"
-            raise ConfigError(f"{label}{part.name} with {size}: {reason}; use 1, or ngram")
-
-    def _note_head(self, served: Served) -> None:
-        """Note that the checkpoint holds a usable head, which the option ``auto`` does not choose.
-
-        Steps with a head are slower than steps without drafts for now: they are neither captured nor native."""
-        if not has_head(served.names) or self.config.tensor_parallel_size > 1:
-            return
-        able = frozenset({"multi_position"})
-        if self._select("sampler", self.config.sampler, ("device",), {}, able).chosen is None:
-            return
-        found = "the checkpoint holds a head for next-token prediction"
-        self.notes.append(("drafter.head", f"{found}; drafter=mtp uses it"))
 
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
         """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served
@@ -631,7 +585,7 @@ class _Fold:
             if not registry.installed(name):
                 note = f"{shown(name)} is not installed, and is skipped"
                 self.notes.append((f"{path}.prefer", note))
-                log.warning("%s%s.prefer: %s", begins(source_of(self.origins, f"{path}.prefer")), path, note)
+                self._warn("%s%s.prefer: %s", begins(source_of(self.origins, f"{path}.prefer")), path, note)
         return selection
 
     def _pick(

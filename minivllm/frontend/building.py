@@ -13,11 +13,11 @@ from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.timing import StartTimes
 from minivllm.device import early
-from minivllm.errors import ConfigError, part_fault
+from minivllm.errors import ConfigError, MinivllmError, part_fault
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
-    from minivllm.config.resolve import Resolved
+    from minivllm.config.resolved import Resolved
     from minivllm.core.engine.engine import Engine
     from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
     from minivllm.core.interfaces.predictor import Predictor, PredictorContext
@@ -68,16 +68,14 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
     resolved = choose_parts(loaded, times)
     with times.of("tokenizer"):
         tokenizer, eos_ids = open_tokenizer(resolved)
-    config, parts, wiring = loaded.engine, resolved.parts, replace(resolved.wiring, eos_ids=eos_ids)
+    config = loaded.engine
     # made before the model, so that errors come early
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None
     grammars: Any = None
-    executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
+    executor, capacity, resolved = start_executor(resolved, eos_ids, live, times)
     try:
-        capacity = start_executor(executor, wiring, times)
+        parts, wiring = resolved.parts, resolved.wiring
         check_own_models(wiring, capacity, parts["executor"].name)
-        notes = (*resolved.notes, *(("capacity", note) for note in capacity.notes))
-        resolved = replace(resolved, wiring=wiring, notes=notes)
         grammars = make_grammars(config, parts.get("grammar"), tokenizer, eos_ids, capacity.vocab_size)
         figures = PluginFigures()
         engine = Engine(
@@ -125,7 +123,34 @@ def choose_parts(loaded: Loaded, times: StartTimes) -> Resolved:
     return resolved
 
 
-def start_executor(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
+def start_executor(
+    resolved: Resolved, eos_ids: tuple[int, ...], live: bool, times: StartTimes
+) -> tuple[Executor, Capacity, Resolved]:
+    """Start an executor, and return it with its capacity and the choices, to which its notes are added.
+
+    If the automatic choice of a drafter prevents the start, an executor without drafts is started.  ``live`` is that of
+    ``build_engine``, and ``eos_ids`` are the end-of-sequence ids of the model.
+    """
+    from minivllm.config.auto_drafter import keep_none
+    from minivllm.registry import build_part
+
+    part, wiring = resolved.parts["executor"], replace(resolved.wiring, eos_ids=eos_ids)
+    executor = refuse_own_clock(build_part("executor", part), part.name, live)
+    try:
+        capacity = started(executor, wiring, times)
+    except BaseException as exc:
+        executor.stop()  # frees the memory
+        if resolved.without_head is None or not isinstance(exc, MinivllmError):
+            raise
+        problem = str(exc)
+    else:
+        notes = (*resolved.notes, *(("capacity", note) for note in capacity.notes))
+        return executor, capacity, replace(resolved, wiring=wiring, notes=notes)
+    log.warning("the engine starts again without the drafter mtp, which drafter=auto chose: %s", problem)
+    return start_executor(keep_none(resolved.without_head, problem), eos_ids, live, times)
+
+
+def started(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
     """Start an executor, and count the parts that it reports; "executor" is the rest of its time."""
     with times.of("executor"):
         capacity = executor.start(wiring)

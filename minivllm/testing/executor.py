@@ -17,7 +17,8 @@ import torch
 from hypothesis import strategies as st
 
 from minivllm.config import EngineConfig
-from minivllm.config.resolve import Resolved, resolve
+from minivllm.config.resolve import resolve
+from minivllm.config.resolved import Resolved
 from minivllm.core.interfaces.executor import Executor, Wiring
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
 from minivllm.core.wiring import wiring_from_json, wiring_to_json

@@ -24,6 +24,11 @@ VOCAB = {
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 # models whose bits depend on the batch on a CPU without the native part
 VARIABLE = {"qwen3_5"} if library.load() is None else set[str]()
+HEADED = {"qwen3", "qwen3_5"}  # models whose checkpoints hold a head for next-token prediction
+# choices without drafts; ``auto`` uses a head on a GPU only, and where nothing excludes it
+NO_DRAFTS = ("none", "auto")
+DRAFTERS = ["none", "none", "none", "ngram", "model", "suffix"]
+HEAD_DRAFTERS = ["auto", "auto", "mtp", "mtp"]  # more of them for a model in ``HEADED``
 SCHEDULERS: list[Any] = [
     "fcfs", "fcfs", "adaptive", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job",
     "static",
@@ -121,7 +126,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "scheduler": rng.choice(SCHEDULERS),
         "evictor": rng.choice(EVICTORS),
         "sampler": sampler,
-        "drafter": rng.choice(["none", "none", "none", "ngram", "model", "suffix"]),
+        "drafter": rng.choice(DRAFTERS + HEAD_DRAFTERS * (model in HEADED)),
         "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
         "speculate": rng.choice(["always", "always", "auto"]),
         "captured_drafts": rng.choice(["auto", "auto", True, False]),
@@ -141,9 +146,9 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = out["batch_invariant"] and device != "cpu"
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
-    if out["sampler"] == "mirostat":  # it updates its state after each token of a row
+    if out["sampler"] == "mirostat" and out["drafter"] != "auto":  # it updates its state after each token of a row
         out["drafter"] = "none"
-    if out["captured_drafts"] is True and (out["drafter"] == "none" or out["graph"] == "off"):
+    if out["captured_drafts"] is True and (out["drafter"] in NO_DRAFTS or out["graph"] == "off"):
         out["captured_drafts"] = "auto"
     if device == "cpu" and out["graph"] != "off":
         out["graph"] = "auto"
@@ -200,7 +205,7 @@ def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]
 
 def with_compression(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """Draw a compressor for some engines without drafts."""
-    if rng.random() < 0.65 or options["drafter"] != "none" or options["model"] in UNCOMPRESSED:
+    if rng.random() < 0.65 or options["drafter"] not in NO_DRAFTS or options["model"] in UNCOMPRESSED:
         return {**options, "compressor": "none", "compress_every": 0}
     able = options["model"] in ROTARY and options["kv_format"] == "auto"
     choices = [*COMPRESSORS, REROTATED] if able else COMPRESSORS

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import adapters
-from .configs import VOCAB
+from .configs import HEADED, VOCAB
 
 OTHER = "-other"  # ends the name of a folder with the other set of weights
 HEADS = {
@@ -79,8 +79,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make(folder: Path) -> None:
     """Write each model, its other set of weights, and a draft model that is often right.
 
-    The other weights are those of the model with noise.  The draft model has them too, and no window."""
+    The other weights are those of the model with noise.  The draft model has them too, and no window.  Both sets of a
+    model in ``HEADED`` hold the same head for next-token prediction."""
     import torch
+    from prediction_heads import MTPReference
     from safetensors.torch import save_file
 
     import minivllm.pocket
@@ -106,8 +108,12 @@ def make(folder: Path) -> None:
             for p in draft.parameters():
                 p += 0.02 * torch.randn_like(p)
         tiny.save(draft, folder / f"{family}-draft")
+        heads = [MTPReference(model)] if family in HEADED else []
         model.load_state_dict(draft.state_dict())
         tiny.save(model, folder / f"{family}{OTHER}")
+        for head in heads:
+            head.write(folder / family)
+            head.write(folder / f"{family}{OTHER}")
     pocket = Path(minivllm.pocket.__file__).parent / "model"
     adapters.write(folder / "pocket", tiny.read_tensors(pocket))
     shutil.copytree(pocket, folder / f"pocket{OTHER}")

@@ -10,7 +10,7 @@ import torch
 from devices import DEVICE
 from prediction_heads import MTPReference, watch_drafts
 
-from minivllm import LLM, ConfigError, SamplingParams, explain
+from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.device.layers.heads import PredictionHead
 from minivllm.device.native import library
 from minivllm.device.worker import build
@@ -116,19 +116,6 @@ def test_branches_sampled_rows_and_penalties_give_the_tokens_of_a_run_without_dr
         with LLM(str(case.folder), drafter=drafter, speculate="always", batch_invariant=True, **SMALL) as llm:
             found[drafter] = [tokens(llm, case.prompts, **way) for way in ways]
     assert found["mtp"] == found["none"] and len(seen) > 100
-
-
-def test_auto_notes_the_head_of_a_checkpoint_and_uses_no_drafter(case, tmp_path):
-    def chosen(folder, **options):
-        return str(explain(str(folder), **SMALL, **options))
-
-    note = "the checkpoint holds a head for next-token prediction; drafter=mtp uses it"
-    assert note in chosen(case.folder) and note not in chosen(case.folder, drafter="mtp")
-    assert "drafter=mtp" not in chosen(tiny_dir(tmp_path / "plain")[0])
-    assert "drafter=mtp" not in chosen(case.folder, sampler="mirostat")
-    with LLM(str(case.folder), speculate="always", **SMALL) as llm:
-        assert tokens(llm, case.prompts) == case.want
-        assert "speculation" not in llm.stats()
 
 
 def test_a_checkpoint_without_the_whole_head_is_refused_before_weights_are_read(case, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from . import Entries, live, machine, replaced, sources, values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.config.resolve import Resolved
+    from minivllm.config.resolved import Resolved
     from minivllm.core.interfaces.executor import Capacity, Part
     from minivllm.registry import Entry, Selection
 

@@ -11,7 +11,7 @@ from .tally import ResultTally
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.config.resolve import Resolved
+    from minivllm.config.resolved import Resolved
 
 
 engines = 0  # the number of engines that this process has built
