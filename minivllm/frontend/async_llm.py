@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from .requests import StreamOutput, Tracked
 
 log = logging.getLogger("minivllm")
+# Requests whose images are prepared at the same time.  More threads would compete with the engine's thread for the
+# interpreter, and finish the first image later.
+IMAGES_AT_ONCE = 4
 
 
 class AsyncLLM(FrontDoor):
@@ -48,6 +52,7 @@ class AsyncLLM(FrontDoor):
         self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
         super().__init__(model, config, record, options)
+        self._preparing = ThreadPoolExecutor(IMAGES_AT_ONCE, "minivllm-images")
         self._loop = JobLoop(self.engine)
         self._thread = self._loop.start()
 
@@ -133,7 +138,7 @@ class AsyncLLM(FrontDoor):
         }
         make: Callable[[], Tracked] = partial(Tracked, prompt, params, self.tokenizer, request_id, **more)
         if isinstance(prompt, Mapping) and images_in(prompt):
-            return await asyncio.to_thread(make)
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
         return make()
 
     def chat(
@@ -306,6 +311,7 @@ class AsyncLLM(FrontDoor):
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
+        self._preparing.shutdown(wait=False, cancel_futures=True)
         self._close_pool()
         self.engine.stop()
         self._recorder.close()

@@ -121,7 +121,7 @@ def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader |
         return read
     images: list[PreparedImage] = []
     for source in sources:
-        images.append(reader.prepare(source))
+        images.append(reader.prepare(source, read.cache_salt or ""))
         reader.check_tokens(images)
     ids, placed = place(read.ids, images, reader.wiring.facts)
     return read._replace(ids=ids, images=placed)

@@ -127,7 +127,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "encoder",
                 _SEAMS + "encoder:ImageEncoder",
-                api=(1, 1),
+                api=(1, 2),
                 facts=("device", "dtype", "model_type"),
             ),
             Kind(
@@ -139,7 +139,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 14),
+                api=(2, 15),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),

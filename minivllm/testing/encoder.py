@@ -114,7 +114,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     def encoded(self, encoder: ImageEncoder, found: ImageValues) -> Tensor:
         """Return the features of prepared values, given as the engine gives them."""
-        values = torch.from_numpy(np.ascontiguousarray(found.values, np.float32).reshape(-1)).to(self.place())
+        values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
         with torch.inference_mode():
             return encoder.encode(values, tuple(found.shape))
 
@@ -170,7 +170,7 @@ class EncoderConformance(Lasting, SpecConformance):
             values, shape, tokens = made.prepare(picture)
             found = np.asarray(values)
             assert np.isfinite(found).all(), "a value is not finite"
-            assert found.dtype == np.float32, f"values are {found.dtype}: expected float32"
+            assert found.dtype in (np.float32, np.uint8), f"values are {found.dtype}: expected float32 or uint8"
             assert len(shape) == 3 and all(int(n) == n and n > 0 for n in shape), f"shape={shape}: expected 3 sizes"
             assert int(tokens) == tokens and tokens > 0, f"tokens={tokens}: expected a positive number"
             assert not facts.span or tokens <= facts.span, f"{tokens} tokens, and facts().span is {facts.span}"
@@ -263,7 +263,7 @@ class EncoderConformance(Lasting, SpecConformance):
         state = torch.get_rng_state()
         for picture in self.pictures():
             found = made.prepare(picture)
-            values = torch.from_numpy(np.array(found.values, np.float32).reshape(-1)).to(self.place())
+            values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
             before = values.clone()
             with torch.inference_mode():
                 encoder.encode(values, tuple(found.shape))

@@ -56,15 +56,15 @@ class ImageDevice(SimExecutor):
 
     def _delta(self, d):
         at = 0
-        for number, count, *shape in d.image.tolist():
-            if not count:
+        for number, size, each, *shape in d.image.tolist():
+            if not size:
                 self.features.pop(number, None)
                 continue
             assert number not in self.features, f"the features of image {number} are computed twice"
-            picture = int(d.pixels[at])
-            assert count == 1 and tuple(shape) == prepared(picture).shape
+            picture = int(d.pixels[at : at + size].view(np.float32)[0])
+            assert size == each == 4 and tuple(shape) == prepared(picture).shape
             self.features[number] = picture
-            at += count
+            at += size
         size = sum(map(tokens_of, self.features.values())) * BYTES
         assert size <= self.limit, f"features of {size} bytes: expected {self.limit} at most"
         super()._delta(d)

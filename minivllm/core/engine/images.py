@@ -259,12 +259,14 @@ class Images:
         """Return ``image`` and ``pixels`` of the next delta, and clear them."""
         if not self.encodes and not self.frees:
             return {}
-        rows = [(number, 0, 0, 0, 0) for number in self.frees]
-        rows += [(one.number, len(image.values), *image.shape) for one, image in self.encodes]
-        values = [image.values for _, image in self.encodes]
-        # torch warns of arrays that cannot be written
-        alone = len(values) == 1 and values[0].flags.writeable
-        pixels = values[0] if alone else np.concatenate([np.empty(0, np.float32), *values])
+        rows = [(number, 0, 0, 0, 0, 0) for number in self.frees]
+        arrays = [image.values for _, image in self.encodes]
+        rows += [
+            (one.number, values.nbytes, values.itemsize, *image.shape)
+            for (one, image), values in zip(self.encodes, arrays, strict=True)
+        ]
+        parts = [values.view(np.uint8) for values in arrays]
+        pixels = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
         self.encodes, self.frees = [], []
         return {"image": np.array(rows, np.int32), "pixels": pixels}
 

@@ -24,8 +24,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
 # AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
 # 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead;
-# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates
-API = (2, 14)
+# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value
+API = (2, 15)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 

@@ -107,10 +107,11 @@ class Delta:
     # i32 [n, 2] (place, number): loaded adapters to copy to places on the device; place -1 frees the adapter's host
     # memory
     adapter: np.ndarray = field(default_factory=nothing(0, 2))
-    # i32 [n, 5] (number of an image, count of values, shape of 3 numbers): compute the features of the image from its
-    # values, the next ``count`` of ``pixels``.  A count of 0 frees its features.
-    image: np.ndarray = field(default_factory=nothing(0, 5))
-    pixels: np.ndarray = field(default_factory=nothing(dtype=np.float32))
+    # i32 [n, 6] (number of an image, bytes of its values, bytes of a value, shape of 3 numbers): compute the features
+    # of the image from its values, the next bytes of ``pixels``.  A value of 4 bytes is f32, one of 1 byte u8.  Without
+    # bytes its features are freed.
+    image: np.ndarray = field(default_factory=nothing(0, 6))
+    pixels: np.ndarray = field(default_factory=nothing(dtype=np.uint8))
     # i32 [n, 5] (group, slot, stored, kept, computed): compress a row (see ``interfaces.compressor``).  The KV cache of
     # the group holds ``stored`` of its ``computed`` tokens.  ``kept`` of these move to the first entries of the row's
     # block table, which ``table`` has set.

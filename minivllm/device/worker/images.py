@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.core.interfaces.images import values_in
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -92,12 +94,12 @@ class ImageState:
     def apply(self, delta: Delta) -> None:
         """Compute and free features, and set the images of slots that join or fork."""
         at = 0
-        for number, count, *shape in delta.image.tolist():
+        for number, size, each, *shape in delta.image.tolist():
             self.features.pop(number, None)
             self.failed.pop(number, None)
-            if count:
-                self._encode(number, delta.pixels[at : at + count], shape)
-                at += count
+            if size:
+                self._encode(number, values_in(delta.pixels[at : at + size], each), shape)
+                at += size
         changed = []
         if delta.join is not None:
             changed += self._join(delta.join)

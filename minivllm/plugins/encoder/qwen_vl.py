@@ -56,14 +56,14 @@ class QwenVL(TowerEncoder):
     def prepare(self, image: Image) -> ImageValues:
         """Return the resized pixels [height, width, 3] of an image or its patches, and their grid.
 
-        Pixels have half as many values as patches, which have each pixel twice, and ``features`` makes the patches on
-        the device.  A processor with other steps than those of ``_plain`` makes them here."""
+        Pixels u8 have an eighth of the bytes of patches f32, which have each pixel twice, and ``features`` makes the
+        patches on the device.  A processor with other steps than those of ``_plain`` makes them here."""
         size = self._plain_size(image)
         if size is not None:
             width, height = size
             resized = image if image.size == size else image.resize(size, self._processor.resample)
             grid = (1, height // self._patch, width // self._patch)
-            return ImageValues(np.asarray(resized).astype(np.float32), grid, grid[1] * grid[2] // self._merge**2)
+            return ImageValues(np.array(resized), grid, grid[1] * grid[2] // self._merge**2)
         found = self.processed(image)
         frames, rows, columns = (int(n) for n in found["image_grid_thw"][0])
         tokens = frames * rows * columns // self._merge**2
@@ -96,7 +96,7 @@ class QwenVL(TowerEncoder):
         return (width, height) if name == PLAIN or image.size == (width, height) else None
 
     def _patches(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """Return patches [patches, values] in the dtype of the tower, of pixels or patches f32 [n]."""
+        """Return patches [patches, values] in the dtype of the tower, of pixels u8 or patches f32 [n]."""
         import torch
 
         count, side, merge = shape[0] * shape[1] * shape[2], self._patch, self._merge

@@ -2,7 +2,7 @@
 
 from minivllm.registration.spec import ANY, Spec
 
-API = (1, 1)
+API = (1, 2)
 
 
 def _encoder(target: str, summary: str, *model_types: str) -> Spec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,7 @@ from minivllm.runtime.processes.confined import Confined, Exceeded, Work, prepar
 from minivllm.runtime.text.image_parts import OBJECT, ImageSource
 
 from .decode import MAX_BYTES, refuse
+from .kept import key_of
 from .reader import ImageReader
 
 AT_ONCE = 2  # images that are prepared at the same time, which bounds the memory
@@ -48,28 +49,35 @@ class ConfinedImages:
         """Start the processes, so that the first image need not wait for them."""
         self._confined.start()
 
-    async def prepare(self, source: ImageSource) -> PreparedImage:
+    async def prepare(self, source: ImageSource, salt: Sequence[str] = ()) -> PreparedImage:
         """Return an image after the encoder plug-in's ``prepare``.
 
+        A file that was read lately with the same ``salt``, which identifies its client, is not decoded again.
         RequestError if it is refused or exceeds a limit, ResourceError if no process can run the job."""
         if source.kind == OBJECT or not isinstance(source.value, str):
             return await asyncio.to_thread(self.reader.prepare, source)
+        if len(source.value) > LONGEST:
+            raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
+        key = await asyncio.to_thread(key_of, *salt, source.kind, repr(source.media_type), source.value)
+        kept = self.reader.kept.get(key)
+        if kept is not None:
+            return kept
         # a task of its own: if the caller is cancelled, the worker stays busy until its answer has come
         task = asyncio.create_task(self._in_turn(source))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        image = await asyncio.shield(task)
+        self.reader.kept.put(key, image)
+        return image
 
     async def _in_turn(self, source: ImageSource) -> PreparedImage:
         """Run the job of an image when a worker is free."""
-        if len(source.value) > LONGEST:
-            raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
         job = {"kind": source.kind, "media_type": source.media_type}
         data = source.value.encode("utf-8", "surrogatepass")
         async with self._seats.one() as worker:
             answer, more = await ask(self._confined, worker, job, data)
         a, b, c = answer["shape"]
-        values = np.frombuffer(more[1], np.float32)
+        values = np.frombuffer(more[1], answer["dtype"])
         return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], more[0]))
 
     async def close(self) -> None:
@@ -137,7 +145,7 @@ def make(hello: bytes) -> Work:
             image = reader.prepare(source)
         except RequestError as exc:
             return [_json({"error": [str(exc), exc.param]})]
-        facts = {"shape": image.shape, "tokens": image.tokens}
+        facts = {"shape": image.shape, "tokens": image.tokens, "dtype": str(image.values.dtype)}
         return [_json(facts), image.digest, image.values.tobytes()]
 
     return work

@@ -17,6 +17,7 @@ from minivllm.registry import build_part
 from minivllm.runtime.text.image_parts import BASE64, URL, ImageSource, has_images, take_images
 
 from .decode import bytes_of_base64, bytes_of_url, decoded, refuse
+from .kept import KeptImages, key_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,6 +48,7 @@ class ImageReader:
         self.wiring, self.part, self.folder, self.raw = wiring, part, Path(folder), raw
         self.why_not, self.max_tokens, self.decode = why_not, max_tokens, decode
         self._encoder: ImageEncoder | None = None
+        self.kept = KeptImages()
         self._prepared: WeakValueDictionary[bytes, PreparedImage] = WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -77,9 +79,23 @@ class ImageReader:
             most = f"max_model_len={self.max_tokens}"
             raise RequestError(f"the images have {tokens} tokens or more; expected fewer than {most}", "images")
 
-    def prepare(self, source: Any) -> PreparedImage:
-        """Return an image after the encoder plug-in's ``prepare``.  RequestError if it is refused."""
-        image = self.decode(read_source(source) if isinstance(source, ImageSource) else source)
+    def prepare(self, source: Any, salt: str = "") -> PreparedImage:
+        """Return an image after the encoder plug-in's ``prepare``.  RequestError if it is refused.
+
+        A file that was read lately with the same ``salt`` is not decoded again."""
+        given = read_source(source) if isinstance(source, ImageSource) else source
+        if not isinstance(given, (bytes, bytearray, memoryview)):
+            return self._prepared_of(self.decode(given))
+        file = bytes(given)
+        key = key_of(salt, file)
+        image = self.kept.get(key)
+        if image is None:
+            image = self._prepared_of(self.decode(file))
+            self.kept.put(key, image)
+        return image
+
+    def _prepared_of(self, image: Image) -> PreparedImage:
+        """Return a decoded image after ``prepare``, or the equal image that a request has."""
         digest = digest_of(np.asarray(image), image.size)
         with self._lock:
             known = self._prepared.get(digest)
@@ -106,7 +122,7 @@ class ImageReader:
 
 
 def values_of(encoder: ImageEncoder, image: Any) -> tuple[np.ndarray, tuple[int, int, int], int]:
-    """Return the values f32 [n] of a decoded image, their shape and the number of tokens, as the plug-in gives them.
+    """Return the values f32 or u8 [n] of a decoded image, their shape and the number of tokens, from the plug-in.
 
     RequestError if the plug-in refuses the image, and PluginError for results of another form."""
     try:
@@ -118,7 +134,8 @@ def values_of(encoder: ImageEncoder, image: Any) -> tuple[np.ndarray, tuple[int,
     try:
         values, shape, tokens = found
         a, b, c = (int(n) for n in shape)
-        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        whole = np.asarray(values)
+        flat = np.ascontiguousarray(whole, whole.dtype if whole.dtype == np.uint8 else np.float32).reshape(-1)
         count = int(tokens)
     except (TypeError, ValueError) as exc:
         raise PluginError(f"prepare() gave {shown(found)}; expected ImageValues(values, shape, tokens)") from exc

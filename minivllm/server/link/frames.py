@@ -21,7 +21,7 @@ import numpy as np
 from minivllm.core.interfaces.finish import FINISH_REASONS
 from minivllm.errors import EngineDeadError
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME = 256 * 2**20  # largest size of a frame in bytes; images are the largest
 KINDS = ("open", "ready", "failed", "frame", "add", "abort", "cut", "ask", "stop", "progress")
 COLUMNS = {
@@ -30,7 +30,7 @@ COLUMNS = {
     "first_at": "<f8", "cached": "<i4", "done": "<i8", "done_at": "<f8", "prompts": "<i8", "prompt_chosen": "<f4",
     "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
     "vectors": "<f4", "tap_rows": "<i8", "tap_values": "<f4", "joules": "<f8",
-    "images": "<i8", "pixels": "<f4", "digests": "<u1", "route_rows": "<i8", "routes": "<i2",
+    "images": "<i8", "pixels": "<u1", "digests": "<u1", "route_rows": "<i8", "routes": "<i2",
 }  # fmt: skip
 ENDS = (None, *FINISH_REASONS)  # finish reason for each number in the column "end"; None means that the branch runs on
 ROW = ("stream", "sample", "count", "end", "stop_id", "scored")  # the columns with an entry for each row of a step

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.core.interfaces.images import PlacedImage, PreparedImage
+from minivllm.core.interfaces.images import PlacedImage, PreparedImage, values_in
 
-FIELDS = 6  # numbers of an image in the column "images": position, tokens, shape of 3 numbers, count of values
+# numbers of an image in the column "images": position, tokens, shape of 3 numbers, bytes of its values and of a value
+FIELDS = 7
 DIGEST = 32  # bytes
 
 
@@ -16,16 +17,17 @@ def columns_of(images: Sequence[PlacedImage]) -> dict[str, np.ndarray]:
     """Return the columns of the images of a request, none without images."""
     if not images:
         return {}
-    rows = []
+    rows, parts = [], []
     for placed in images:
         image = placed.image
-        count = len(image.values)
-        row = placed.position, image.tokens, *image.shape, count
+        values = image.values
+        row = placed.position, image.tokens, *image.shape, values.nbytes, values.itemsize
         rows.append(row)
-    values = [placed.image.values for placed in images]
+        data = values.view(np.uint8)
+        parts.append(data)
     digests = b"".join(placed.image.digest for placed in images)
     table = np.array(rows, np.int64)
-    pixels = np.concatenate(values)
+    pixels = np.concatenate(parts)
     keys = np.frombuffer(digests, np.uint8)
     return {"images": table.ravel(), "pixels": pixels, "digests": keys}
 
@@ -36,11 +38,12 @@ def images_of(rows: np.ndarray, pixels: np.ndarray, digests: np.ndarray) -> tupl
     at = 0
     keys = digests.tobytes()
     for row in rows.reshape(-1, FIELDS).tolist():
-        position, tokens, a, b, c, count = row
+        position, tokens, a, b, c, size, each = row
         first = len(found) * DIGEST
         digest = keys[first : first + DIGEST]
-        end = at + count
-        values = pixels[at:end]
+        end = at + size
+        data = pixels[at:end]
+        values = values_in(data, each)
         shape = a, b, c
         image = PreparedImage(values, shape, tokens, digest)
         placed = PlacedImage(image, position)

@@ -187,7 +187,7 @@ class Chat(Work):
             if self.kept is not None:
                 name = "truncate_prompt_tokens"
                 raise ApiError(400, f"{name} with images is not implemented: leave one of them out", name)
-            ids, self.images = await self.service.images.place(ids, self.sources)
+            ids, self.images = await self.service.images.place(ids, self.sources, salt)
         return truncated(ids, self.kept, body.truncation_side)
 
     async def parts(self, answer: Answer) -> AsyncIterator[list[Part]]:

@@ -46,14 +46,15 @@ class ServedImages:
         return 0 if self.reader.why_not else self.reader.wiring.max_images
 
     async def place(
-        self, ids: Sequence[int], sources: Sequence[ImageSource]
+        self, ids: Sequence[int], sources: Sequence[ImageSource], salt: Sequence[str] = ()
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the token ids of a prompt with the placeholders of its images, and the images.
 
+        ``salt`` is that of the request: files of another salt are decoded again.
         RequestError if an image is refused, or if the prompt has not one placeholder for each."""
         prepared: list[PreparedImage] = []
         for source in sources:
-            prepared.append(await self.workers.prepare(source))
+            prepared.append(await self.workers.prepare(source, salt))
             self.reader.check_tokens(prepared)
         whole, placed = place(np.asarray(ids, np.int32), prepared, self.reader.wiring.facts)
         return whole.tolist(), placed
