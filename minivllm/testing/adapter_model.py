@@ -83,6 +83,7 @@ class ModelProcess:
             torch.device(device),
             invariant,
             lambda count, dtype: torch.zeros(count, dtype=dtype),
+            lambda count, dtype: torch.full((count,), torch.nan, dtype=dtype),
         )
         self.memory: AdapterMemory = method.memory(self.model)
         self.changes = {name: self.memory.layer(name) for name in _SERVED}

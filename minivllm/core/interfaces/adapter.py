@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .quantizer import ModuleInfo
 
-API = (1, 0)
+API = (1, 1)  # 1.1: AdaptedModel.empty, AdapterSource.layout and .read, AdapterMemory.reserve
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class AdaptedModel:
     dtype: torch.dtype  # of activations
     device: torch.device
     batch_invariant: bool  # the result of a token must not depend on other tokens of the step
-    # zeros(size, dtype): host memory [size], pinned for a GPU
+    # zeros(size, dtype): host memory [size], pinned for a GPU; ``empty`` is the same of any content
     zeros: Callable[[int, torch.dtype], Tensor]
+    empty: Callable[[int, torch.dtype], Tensor]
 
 
 class AdapterTarget(Protocol):
@@ -86,6 +87,14 @@ class AdapterTarget(Protocol):
         """Return the share of this process of values [..., inputs]."""
 
 
+class TensorCopy(NamedTuple):
+    """The copy of consecutive numbers of a tensor in a file to host memory ``to`` [rows, width] of any float dtype."""
+
+    name: str
+    first: int  # the first number that is copied, in the order of the file
+    to: Tensor
+
+
 class AdapterSource(Protocol):
     """The folder of an adapter while it is read."""
 
@@ -101,11 +110,21 @@ class AdapterSource(Protocol):
     def names(self) -> Sequence[str]:
         """Return the names of the tensors in adapter_model.safetensors."""
 
+    @property
+    def layout(self) -> bytes:
+        """Return a text that is equal for files whose tensors have the same names, shapes and dtypes."""
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor of the file."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the file, on the host."""
+
+    def read(self, copies: Sequence[TensorCopy]) -> None:
+        """Copy parts of tensors to host memory.
+
+        Parts in the dtype of their contiguous ``to`` are read straight from the file, without the interpreter's lock.
+        RequestError for a file that is too short or cannot be read, and for tensors without a float dtype."""
 
     def target(self, module: str) -> AdapterTarget:
         """Return the place of a linear layer of the checkpoint.
@@ -148,6 +167,12 @@ class AdapterMemory(ABC):
         """Return the adapter of a folder in host memory.  RequestError if it does not fit the model.
 
         A thread calls this next to steps.  The engine keeps the result while the adapter is in host memory."""
+
+    def reserve(self) -> None:
+        """Allocate host memory for the first calls of ``read``, as a thread calls it once, next to steps.
+
+        Without it the allocation is a part of ``read``."""
+        return
 
     @abstractmethod
     def store(self, place: int, loaded: Any) -> None:

@@ -11,7 +11,9 @@ Rows of outputs are cut and reordered as the rows of the base weight are.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.adapter import AdapterSource, AdapterTarget, adapter_refusal
+from minivllm.core.interfaces.adapter import AdapterSource, AdapterTarget, TensorCopy, adapter_refusal
 from minivllm.core.interfaces.model import Rule
 from minivllm.device.layers.linear import Linear
 from minivllm.errors import shown, suggest
 
 from .adapter_files import WEIGHTS, read_config
 from .conversion import conversion_of, text_names
+from .file_ranges import STORED, FileRange, header_of, memory_of, read_ranges
 from .tensor_files import checkpoint_headers, opened
 from .weights import Target, of_one_form, rule_pattern, several_forms
 
@@ -106,12 +109,15 @@ class OpenFolder:
     """An ``AdapterSource``: the folder of an adapter, with its file of weights open."""
 
     def __init__(self, folder: str, file: Any, target: Callable[[str], AdapterTarget]) -> None:
+        """Read the header of the file, which ``file``, a handle of safetensors, has checked."""
         self.folder, self.file, self._target = folder, file, target
         self.config: Mapping[str, Any] = read_config(folder)
         self.names: Sequence[str] = list(file.keys())
+        self.layout = header_of(Path(folder) / WEIGHTS)
+        self._headers: Mapping[str, Any] = json.loads(self.layout)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(name).get_shape())
+        return tuple(self._headers[name]["shape"])
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.file.get_tensor(name)
@@ -120,17 +126,35 @@ class OpenFolder:
             raise adapter_refusal(self.folder, f"tensor {shown(name)} has the dtype {dtype}; expected a float dtype")
         return tensor
 
+    def read(self, copies: Sequence[TensorCopy]) -> None:
+        ranges = []
+        for copy in copies:
+            header, to = self._headers[copy.name], copy.to
+            if header["dtype"] == STORED.get(to.dtype) and to.is_contiguous():
+                size = to.element_size()
+                begin = header["data_offsets"][0] + copy.first * size
+                ranges.append(FileRange(begin, begin + to.numel() * size, memory_of(to)))
+            else:
+                values = self.tensor(copy.name).flatten()[copy.first : copy.first + to.numel()]
+                to.copy_(values.view_as(to))
+        try:
+            read_ranges(Path(self.folder) / WEIGHTS, 8 + len(self.layout), ranges)
+        except OSError as e:
+            what = e.strerror or str(e)
+            raise adapter_refusal(self.folder, f"{WEIGHTS} cannot be read: {what}") from None
+
     def target(self, module: str) -> AdapterTarget:
         return self._target(module)
 
 
 class AdapterReader:
-    """Opens the folders of adapters for one model and one process."""
+    """Opens the folders of adapters for one model and one process.  Several threads may use it."""
 
     def __init__(self, wiring: Wiring, cfg: Any, parts: ModelParts) -> None:
         self.wiring, self.cfg, self.parts = wiring, cfg, parts
         self._rules: list[tuple[re.Pattern[str], Rule]] = []
         self._conversion: Any = None
+        self._opening = threading.Lock()
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[AdapterSource]:
@@ -140,6 +164,12 @@ class AdapterReader:
 
     def _open(self) -> None:
         """Read the names of the base model's checkpoint, by which names of modules are understood."""
+        with self._opening:
+            if not self._rules:
+                self._read_rules()
+
+    def _read_rules(self) -> None:
+        """Set the rules for names of linear layers, and the conversion of names."""
         wiring, arch = self.wiring, self.parts.arch
         dummy, pickled = wiring.load_format == "dummy", wiring.load_format == "pt"
         headers: Mapping[str, Any] = {} if dummy else checkpoint_headers(Path(wiring.model_dir), pickled)

@@ -1,6 +1,6 @@
-"""The adapters of one process.  A thread loads them during steps, and deltas copy them to the device.
+"""The adapters of one process.  Threads load them during steps, and deltas copy them to the device.
 
-verb "adapters" ──► thread reads the folder ──► host memory, by number
+verb "adapters" ──► a thread reads the folder ──► host memory, by number
 Delta.adapter (place, number) ──► place on the device
 Join.adapter ──► column of the slots
 
@@ -9,10 +9,11 @@ A method (``AdapterMethod``) reads and applies the adapters.  Each place has an 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from minivllm.errors import MinivllmError, describe_error
 from minivllm.registry import build_part
 
 from .capture import ALONE
+from .pinned import PinnedSlabs, allocate
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.model import Model, StepTaps
     from minivllm.core.interfaces.plan import Delta, StepPlan
     from minivllm.device.layers.parts import ModelParts
+
+
+THREADS = min(8, os.cpu_count() or 1)  # folders that are read at the same time
 
 
 class LoadedAdapter(NamedTuple):
@@ -86,6 +91,7 @@ class Adapters:
             device,
             wiring.batch_invariant,
             self._zeros,
+            self._empty,
         )
         made = make_methods(wiring)
         self.memories: list[AdapterMemory] = [method.memory(adapted) for method in made.values()]
@@ -104,12 +110,15 @@ class Adapters:
         self.loaded: dict[int, LoadedAdapter] = {}
         # on a GPU: copies to the device that may not have ended, with an event behind each
         self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
+        self._pinned = PinnedSlabs(self._allocate)
         self._reader = AdapterReader(wiring, cfg, parts)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
         self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._closed = False
+        if self.device.type == "cuda":  # the allocation of pinned memory takes longer than a read
+            threading.Thread(target=self._reserve, name="minivllm-adapters", daemon=True).start()
 
     def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:
         """Return the number of a method whose effect on all ``layers`` is a low-rank product, None if there is none."""
@@ -128,23 +137,42 @@ class Adapters:
             for number in args.get("free", ()):
                 self.loaded.pop(int(number), None)
             self._orders.extend((int(number), str(folder)) for number, folder in args.get("load", ()))
-            if self._orders and self._thread is None:
-                self._thread = threading.Thread(target=self._load, name="minivllm-adapters", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+            if self._orders and not self._threads:
+                self._start()
+            self._wake.notify_all()
             ended = [list(one) for one in self._ended]
             self._ended.clear()
         return ended
 
+    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory [size] of any content, pinned for a GPU."""
+        if self.device.type != "cuda":
+            return torch.empty(size, dtype=dtype)
+        return torch.from_numpy(self._pinned.empty(size * dtype.itemsize)).view(dtype)
+
     def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros [size] in host memory, pinned for a GPU."""
-        if self.device.type != "cuda":
-            return torch.zeros(size, dtype=dtype)
+        return self._empty(size, dtype).zero_()
+
+    def _allocate(self, size: int) -> Any:
+        """Return a slab of pinned memory."""
         with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
-            return torch.zeros(size, dtype=dtype, pin_memory=True)
+            return allocate(size)
+
+    def _reserve(self) -> None:
+        """Allocate host memory for the first loads, on a thread."""
+        for memory in self.memories:
+            with suppress(RuntimeError, MemoryError, OSError):  # the loads will fail, each with its error
+                memory.reserve()
+
+    def _start(self) -> None:
+        """Start the threads that load adapters."""
+        for _ in range(THREADS):
+            self._threads.append(threading.Thread(target=self._load, name="minivllm-adapters", daemon=True))
+            self._threads[-1].start()
 
     def _load(self) -> None:
-        """Read the ordered folders, on the thread."""
+        """Read the ordered folders, on a thread."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._orders or self._closed)
@@ -239,10 +267,10 @@ class Adapters:
                 self.memories[n].end()
 
     def close(self) -> None:
-        """End the thread after the load that it is running."""
+        """End the threads after the loads that they are running."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
 
 
 def applied(adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...]) -> AbstractContextManager[None]:

@@ -89,12 +89,21 @@ class PinnedSlabs:
     def empty(self, size: int) -> np.ndarray:
         """Return pinned memory u8 [size] of any content."""
         step = -(-max(size, 1) // ALIGNED) * ALIGNED
+        free = self._free.setdefault(step, [])
+        while True:
+            try:
+                slab, at = free.pop()
+            except IndexError:
+                self._grow(step, free)
+                continue
+            piece: Any = Piece(at, size, slab, free)
+            return np.asarray(piece)
+
+    def _grow(self, step: int, free: list[tuple[Any, int]]) -> None:
+        """Allocate a slab of pieces of ``step`` bytes, unless another thread has just done so."""
         with self._lock:
-            free = self._free.setdefault(step, [])
-            if not free:
-                pieces = max(SLAB, step) // step
-                slab = self._allocate(-(-pieces * step // HUGE) * HUGE)
-                free += [(slab, slab.address + i * step) for i in reversed(range(pieces))]
-            slab, at = free.pop()
-        piece: Any = Piece(at, size, slab, free)
-        return np.asarray(piece)
+            if free:
+                return
+            pieces = max(SLAB, step) // step
+            slab = self._allocate(-(-pieces * step // HUGE) * HUGE)
+            free += [(slab, slab.address + i * step) for i in reversed(range(pieces))]

@@ -1,6 +1,6 @@
 """The memory of LoRA: y += (x A^T) B^T with the A and B of each token's adapter.
 
-    arena [places, size]     a row for each adapter on the device: A and B of all linear layers, one after another
+    arena [places, size]     a row for each adapter on the device: A of all linear layers, then B of all
       A  [parts, rank, in]     of the parts of a merged layer, such as q, k and v, each with an A of its own
       B  [out, rank]           times the scale of the adapter
     tokens i32 [T]           place of the adapter of each token of the step, -1 for none
@@ -10,8 +10,7 @@ A layer reads only the first ``ranks[place]`` rows of A and columns of B.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,64 +20,24 @@ from minivllm.core.interfaces.adapter import (
     AdaptedModel,
     AdapterMemory,
     AdapterSource,
-    AdapterTarget,
     LayerChange,
     LowRank,
+    TensorCopy,
     adapter_refusal,
 )
 from minivllm.device.layers.invariant import FixedRows
 from minivllm.device.layers.module import all_finite
-from minivllm.errors import shown
 
 from .lora_config import LoraSettings, read_settings
+from .lora_files import Place, ReadPlan, make_plan, places_of
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
 
-NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-# other tensors of an adapter -> the field of adapter_config.json to which they belong
-OTHERS = {
-    "lora_embedding_": "trained embeddings",
-    "lora_magnitude_vector": "use_dora=true",
-    "lora_B.bias": "lora_bias=true",
-    "modules_to_save": "modules_to_save",
-}
-ALIGNED = 128  # numbers; A and B of each layer begin at a multiple
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
+RESERVED = 512 << 20  # bytes of host memory that are allocated before the first load
+PLANS = 8  # plans of reads that are kept
 LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
-
-
-class Place(NamedTuple):
-    """The place of a layer's A and B in a row of the arena."""
-
-    number: int  # the layer's number among all linear layers
-    parts: int
-    rank: int  # of the memory
-    inputs: int
-    outputs: int
-    first_a: int
-    first_b: int
-
-    @property
-    def end(self) -> int:
-        """Return the first number behind A and B."""
-        return self.first_b + _aligned(self.outputs * self.rank)
-
-    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A [..., parts, rank, in] and B [..., out, rank] in rows [..., size] of an arena."""
-        a = rows[..., self.first_a : self.first_a + self.parts * self.rank * self.inputs]
-        b = rows[..., self.first_b : self.first_b + self.outputs * self.rank]
-        return a.unflatten(-1, (self.parts, self.rank, self.inputs)), b.unflatten(-1, (self.outputs, self.rank))
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
-
-
-def place_of(number: int, info: ModuleInfo, rank: int, first: int) -> Place:
-    """Return the place of a layer whose A begins at ``first``."""
-    inputs, parts = info.in_features, len(info.parts)
-    return Place(number, parts, rank, inputs, info.out_features, first, first + _aligned(parts * rank * inputs))
 
 
 class HostAdapter(NamedTuple):
@@ -156,14 +115,11 @@ class LoraMemory(AdapterMemory):
         self.invariant = model.batch_invariant
         self.kernels = runs_kernels(model.device)
         rank = -(-max_rank // LEAST_RANK) * LEAST_RANK
-        self.places: dict[str, Place] = {}
-        end = 0
-        for name, layer in model.layers.items():
-            place = place_of(len(self.places), layer.info, rank, end)
-            self.places[name], end = place, place.end
+        self.places, end = places_of({name: layer.info for name, layer in model.layers.items()}, rank)
         self.arena = torch.zeros(places, max(end, 1), dtype=model.dtype, device=model.device)
         self.ranks = torch.zeros(places, max(len(self.places), 1), dtype=torch.int32, device=model.device)
         self.host_ranks = [[0] * len(self.places) for _ in range(places)]
+        self._plans: list[ReadPlan] = []
         # a second stream on which captured steps of few tokens compute x A^T next to the product of the layer
         self.aside: Any = None
         self._aside: Any = None
@@ -181,34 +137,38 @@ class LoraMemory(AdapterMemory):
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
+    def reserve(self) -> None:
+        size = self.arena[0].nbytes
+        count = min(len(self.arena), max(1, RESERVED // size)) if self.model.device.type == "cuda" else 0
+        kept = [self.model.empty(self.arena.shape[1], self.arena.dtype) for _ in range(count)]
+        del kept  # ``empty`` returns the same memory again
+
     def read(self, source: AdapterSource) -> HostAdapter:
-        folder = source.folder
-        settings = read_settings(folder, source.config, self.max_rank)
-        loaded = HostAdapter(
-            self.model.zeros(self.arena.shape[1], self.arena.dtype),
-            self.model.zeros(len(self.places), torch.int32),
-        )
-        for module, (a, b) in _pairs(folder, source.names).items():
-            target = source.target(module)
-            _check(source, module, target, settings, a, b)
-            self._fill(target, source.tensor(a), source.tensor(b), settings.scale_of(module), loaded)
-        if not all_finite(loaded.weights, self.arena.dtype):  # products of all adapters of a step share their sums
+        folder, size = source.folder, self.arena.shape[1]
+        plan = self._plan(source, read_settings(folder, source.config, self.max_rank))
+        weights = self.model.empty(size, self.arena.dtype)
+        if plan.numbers < size:
+            weights.zero_()
+        source.read([TensorCopy(name, first, part.of(weights)) for name, first, part in plan.copies])
+        for name, convert in plan.conversions:
+            convert(source.tensor(name), weights)
+        for first, stop, scale in plan.scales:
+            if scale != 1.0:  # torch multiplies numbers of 16 bits by a number in float32, and rounds once
+                weights[first:stop].mul_(scale)
+        if not all_finite(weights, self.arena.dtype):  # products of all adapters of a step share their sums
             dtype = str(self.arena.dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
-        return loaded
+        return HostAdapter(weights, plan.ranks)
 
-    def _fill(self, target: AdapterTarget, a: Tensor, b: Tensor, scale: float, loaded: HostAdapter) -> None:
-        """Write this process's share of A [rank, in] and of B [out, rank] times ``scale`` to a row of the arena."""
-        place, rank = self.places[target.layer], len(a)
-        to_a, to_b = place.views(loaded.weights)
-        numbers = [part for part, _ in self.model.layers[target.layer].info.parts]
-        a = target.columns(a)
-        # torch multiplies numbers of 16 bits by a number in float32, and rounds once
-        scaled = b * scale if b.dtype == self.arena.dtype else b.float() * scale
-        for part, rows, share in target.rows(scaled):
-            to_a[numbers.index(part), :rank] = a
-            to_b[rows, :rank] = share
-        loaded.ranks[place.number] = max(int(loaded.ranks[place.number]), rank)
+    def _plan(self, source: AdapterSource, settings: LoraSettings) -> ReadPlan:
+        """Return how to read a folder.  Folders with equal layouts and settings share a plan, because it takes longer
+        than the read."""
+        for plan in self._plans:
+            if plan.layout == source.layout and plan.settings == settings:
+                return plan
+        plan = make_plan(source, settings, self.model, self.places, self.arena.dtype)
+        self._plans = [plan, *self._plans[: PLANS - 1]]
+        return plan
 
     def store(self, place: int, loaded: HostAdapter) -> None:
         weights, ranks = loaded
@@ -253,37 +213,3 @@ def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:
     if len(found) == 1 and bool((tokens >= 0).all()):
         return [(found[0], None)]
     return [(place, (tokens == place).nonzero().flatten()) for place in found]
-
-
-def _pairs(folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of A and B of each adapted module, by the module's name in the base model."""
-    found: dict[str, dict[str, str]] = {}
-    for name in names:
-        match = NAME.fullmatch(name)
-        if match is None:
-            what = next((what for part, what in OTHERS.items() if part in name), "")
-            raise adapter_refusal(folder, f"tensor {shown(name)} is not adapted{what and f' ({what})'}")
-        pair = found.setdefault(match["module"], {})
-        if match["which"] in pair:
-            what = f"{shown(pair[match['which']])} and {shown(name)} are the same weight"
-            raise adapter_refusal(folder, f"{what}; expected each weight once")
-        pair[match["which"]] = name
-    if not found:
-        raise adapter_refusal(folder, "its file of weights has no tensors")
-    for module, pair in found.items():
-        if len(pair) < 2:
-            raise adapter_refusal(folder, f"{module} has lora_{next(iter(pair))} alone; expected lora_A and lora_B")
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
-
-
-def _check(source: AdapterSource, module: str, target: AdapterTarget, settings: LoraSettings, a: str, b: str) -> None:
-    """Compare the shapes of the tensors ``a`` and ``b`` with the layer.  RequestError if they differ."""
-    rank = settings.rank_of(module)
-    for which, name, expected in (("A", a, (rank, target.inputs)), ("B", b, (target.outputs, rank))):
-        shape = source.shape(name)
-        if shape != expected:
-            raise adapter_refusal(
-                source.folder,
-                f"{module}.lora_{which} has shape {list(shape)}, expected {list(expected)}; it was trained on another "
-                "model, or adapter_config.json belongs to other weights",
-            )
