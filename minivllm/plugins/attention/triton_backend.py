@@ -31,6 +31,7 @@ from minivllm.errors import PluginError
 from .hopper_check import disagreement
 from .hopper_choice import LINES, Variant, choose, kernel_module, refusal
 from .triton_decode import DecodeWork, deal, decode, in_float32
+from .triton_fixed import attend as attend_fixed
 from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device, tokens_ahead
 from .triton_shared import FEWEST_ROWS, SharedWork, attend_shared, find_shared
 from .triton_widen import pays, widened
@@ -120,8 +121,10 @@ class Triton(AttentionBackend):
     ) -> None:
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        if self.ctx.batch_invariant:  # one kernel and one tile for every query, independent of other rows
-            prefill(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), fixed=True)
+        if self.ctx.batch_invariant:  # parts of keys at fixed positions, merged in order
+            captured = meta.work.get("key", EAGER)
+            single = captured.kind == "decode" if captured.kind != "eager" else int(meta.host_q_len.max()) == 1
+            attend_fixed(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), single)
             return
         rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
         if rows:

@@ -315,7 +315,8 @@ def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int)
     return spec.dim_qk == spec.dim_v == 128 and spec.window is None and block % KEYS == 0
 
 
-def _whole(x: Tensor, spec: AttnSpec) -> TensorDescriptor:
+def whole_cache(x: Tensor, spec: AttnSpec) -> TensorDescriptor:
+    """Return a cache of keys or values for TMA, in tiles of ``KEYS`` tokens of a head."""
     return TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v])
 
 
@@ -326,20 +327,16 @@ def prefill(
     out: Tensor,
     lse: Tensor | None,
     tiles: Tiles,
-    fixed: bool = False,
     ahead: Tensor | None = None,
 ) -> None:
-    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D] and ``tokens_ahead`` i32 [T].
-
-    ``fixed`` keeps the compiler from fusing multiply-adds, which it does without a mask only and which changes bits.
-    """
+    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D] and ``tokens_ahead`` i32 [T]."""
     spec = layer.spec
     (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     scaled, exact = "k_scale" in layer.cache, in_float32(q)
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
     sizes = dict(KH=spec.kv_heads, G=group, D=spec.dim_qk, DV=spec.dim_v, VS=v.shape[-1], SPANS=ahead is not None)
-    tiled = [_whole(x, spec) if tma else x for x in (k, v)]
+    tiled = [whole_cache(x, spec) if tma else x for x in (k, v)]
     ends = layer.sinks if spec.sinks else out, layer.slopes if spec.alibi is not None else out, out
     _prefill[(len(row), spec.kv_heads)](
         q,
@@ -377,5 +374,4 @@ def prefill(
         TMA=tma,
         SCALED=scaled,
         num_warps=4,
-        enable_fp_fusion=not fixed,
     )

@@ -207,13 +207,14 @@ def steps_with(monkeypatch, hopper, capability=9, module=True, invariant=False, 
         if seen is not None:
             seen.append(tiles)
 
-    def prefill(layer, q, meta, out, lse, tiles, fixed=False):
+    def prefill(layer, q, meta, out, lse, tiles):
         assert tiles.lines <= 64
-        calls.append("fixed" if fixed else "prefill")
+        calls.append("prefill")
 
     monkeypatch.setattr(triton_backend, "capability", lambda device: capability)
     monkeypatch.setattr(triton_backend, "kernel_module", lambda: module and SimpleNamespace(attend=attend))
     monkeypatch.setattr(triton_backend, "prefill", prefill)
+    monkeypatch.setattr(triton_backend, "attend_fixed", lambda *given: calls.append("fixed"))
     backend = triton_backend.Triton(TritonOptions(hopper=hopper), context(Bf16(), 64, invariant=invariant))
     cache = {name: torch.empty(1, 64, 8, 128, dtype=torch.bfloat16) for name in "kv"}
     if layout:

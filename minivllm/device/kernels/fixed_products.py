@@ -1,0 +1,217 @@
+"""x W^T in which the bits of a row do not depend on the number of rows (``batch_invariant``).
+
+Every tile adds the products of an output in one order.  The inputs are cut into leaves of equal length.  Within a leaf a
+tensor core adds 16 products at a time to one float32 accumulator, from the first input to the last one::
+
+    leaf i:   a = 0;  a = a + x[k .. k + 15] · w[k .. k + 15]      for each k of the leaf, ascending
+    output:   t = 0;  t = t + leaf 0;  t = t + leaf 1; ...         then rounded once to the dtype of x
+
+The order depends on the number of inputs and on the kind of the layer only.  The tile is free: it may have any number
+of rows, and either one program adds all leaves or each leaf has a program.  A layer whose inputs are split over
+processes has up to 8 leaves, and other layers have one.  So few rows of a narrow layer still occupy the device::
+
+    grid (row tiles * output tiles, 1)        t [BN, BM] over all leaves
+    grid (row tiles * output tiles, leaves)   leaves -> float32 scratch; the program that arrives last adds them in order
+
+The weight has the 64-row side of the tensor cores' instruction (wgmma) in every tile.  Instructions of other shapes may
+add the 16 products in another order, so ``agrees`` compares the tiles' bits on the device before their use.
+
+Bytes: W once for each row tile that does not find it in the cache, x and y.  Reference: ``x @ W.T`` in float64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minivllm.errors import ModelError
+
+from .launch import capability, kernel, pdl, wait
+
+MOST_LEAVES = 8
+UNIT = 64  # inputs; a leaf has a multiple of them, so every tile's step over the inputs ends with the leaf
+STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
+GROUP = 8  # row tiles that neighbouring programs share
+SPREAD_TILES = 264  # tiles from which a program adds all leaves; two for each multiprocessor of an H200
+COUNTERS = 1024  # of programs that have arrived, one for each tile of a product with a program for each leaf
+
+
+class Tile(NamedTuple):
+    """The part of a product that one program computes."""
+
+    rows: int  # BM
+    outputs: int  # BN, a multiple of 64
+    inputs: int  # BK, in one step of the loop
+    warps: int = 4
+    spread: bool = False  # each leaf has a program
+    stages: int = 0  # steps in flight; 0 means as many as fit, 6 at most
+
+
+@triton.jit
+def _place(M, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Return the row tile and the output tile of this program.
+
+    Programs of neighbouring numbers share GROUP row tiles, which stay in the second-level cache."""
+    rows, tiles = (M + BM - 1) // BM, (N + BN - 1) // BN
+    group = tl.program_id(0) // (GROUP * tiles)
+    size = tl.minimum(rows - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles)
+    return group * GROUP + within % size, within // size
+
+
+@triton.jit
+def _last_sum(acc, scratch, arrived, row, tile, M, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+              LEAVES: tl.constexpr):  # fmt: skip
+    """Store the sum of this program's leaf.  Return whether it is the last of its tile, and then all leaves' sum."""
+    tiles: tl.constexpr = (N + BN - 1) // BN
+    rows = (M + BM - 1) // BM
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    at = scratch + om.to(tl.int64)[None, :] * (tiles * BN) + on[:, None]
+    step = rows.to(tl.int64) * BM * (tiles * BN)
+    tl.store(at + tl.program_id(1) * step, acc)
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    counter = arrived + row * tiles + tile
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == LEAVES - 1
+    total = tl.zeros([BN, BM], tl.float32)
+    if last:
+        for leaf in tl.static_range(LEAVES):
+            total += tl.load(at + leaf * step, cache_modifier=".cg")
+        tl.store(counter, 0)
+    return last, total
+
+
+@kernel("M")
+def _fixed(
+    x, weight, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, LEAVES: tl.constexpr, SPREAD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows by the weight.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]."""
+    row, tile = _place(M, N, BM, BN, GROUP)
+    wait(PDL)
+    leaf: tl.constexpr = K // LEAVES
+    first, end = 0, K
+    if SPREAD:
+        first = tl.program_id(1) * leaf
+        end = first + leaf
+    acc = tl.zeros([BN, BM], tl.float32)
+    total = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(first, end, BK, num_stages=STAGES):
+        a = x.load([row * BM, k]).T
+        acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
+        if LEAVES > 1 and not SPREAD:
+            if (k + BK) % leaf == 0:
+                total += acc
+                acc = tl.zeros([BN, BM], tl.float32)
+    if LEAVES == 1:
+        total = acc
+    last = True
+    if SPREAD:
+        last, total = _last_sum(acc, scratch, arrived, row, tile, M, N, BM, BN, LEAVES)
+    if last:
+        om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+        at = om.to(tl.int64)[:, None] * N + on[None, :]
+        tl.store(y + at, tl.trans(total.to(y.dtype.element_ty)), mask=(om < M)[:, None] & (on < N)[None, :])
+
+
+def leaves_of(inputs: int) -> int:
+    """Return the number of leaves of a layer whose inputs processes may split: a power of two, 8 at most."""
+    leaves = MOST_LEAVES
+    while leaves > 1 and inputs % (leaves * UNIT):
+        leaves //= 2
+    return leaves
+
+
+def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool) -> list[tuple[int, Tile]]:
+    """Return the tiles of a weight by the largest number of rows that uses each, ascending.  The last has no limit.
+
+    ``wide`` means float32, which the tensor cores multiply with fewer bits, so that other units compute it."""
+    if wide:
+        return [(0, Tile(64, 64, 32))]
+    step = 128 if leaf % 128 == 0 else 64
+    found = []
+    for rows in (16, 32, 64, 128, 256):
+        tiles = triton.cdiv(rows, min(rows, 64)) * triton.cdiv(outputs, 64)
+        spread = leaves > 1 and tiles <= SPREAD_TILES
+        found.append((rows, Tile(min(rows, 64), 64, step, 4, spread)))
+    return [*found, (0, Tile(128, 128, 64, 8 if leaves > 1 else 4))]
+
+
+@cache
+def agreeing(device: torch.device, dtype: torch.dtype, n: int, k: int, leaves: int) -> bool:
+    """Return whether all tiles of a shape of weight give the same bits on a device.  True where no GPU is.
+
+    The rows and the weight are random, with a third of the rows a thousand times as large as the others."""
+    if capability(device) == 0:
+        return True
+    random = torch.Generator(device).manual_seed(0)
+    x = torch.randn(300, k, generator=random, device=device).to(dtype)
+    x[::3] *= 1000
+    product = FixedProduct(torch.randn(n, k, generator=random, device=device).to(dtype), leaves, check=False)
+    (_, base), *others = product.tiles[::-1]
+    want = product.multiply(x, base)
+    return all(torch.equal(product.multiply(x[:most], tile), want[:most]) for most, tile in others)
+
+
+class FixedProduct:
+    """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M.
+
+    ``leaves`` divides the sum over K as in the module's text.  If the device's tiles do not agree, one tile is used."""
+
+    def __init__(self, weight: Tensor, leaves: int = 1, check: bool = True) -> None:
+        n, k = weight.shape
+        if k * weight.element_size() % 16:
+            raise ModelError(
+                f"batch_invariant=true: a weight has {k} inputs of {weight.element_size()} bytes: "
+                "expected a multiple of 16 bytes, which its kernel reads at a time"
+            )
+        if leaves < 1 or (leaves > 1 and k % (leaves * UNIT)):
+            raise ValueError(f"{leaves} leaves of {k} inputs: expected leaves of a multiple of {UNIT} inputs")
+        self.weight, self.leaves = weight, leaves
+        self.tiles = tiles_of(n, k // leaves, leaves, weight.dtype == torch.float32)
+        self.arrived = torch.zeros(COUNTERS if leaves > 1 else 0, dtype=torch.int32, device=weight.device)
+        if check and not agreeing(weight.device, weight.dtype, n, k, leaves):
+            self.tiles = self.tiles[-1:]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tile = next((tile for most, tile in self.tiles if x.shape[0] <= most), self.tiles[-1][1])
+        return self.multiply(x.contiguous(), tile)
+
+    def multiply(self, x: Tensor, tile: Tile) -> Tensor:
+        """Compute the product by one tile, for any number of rows."""
+        (n, k), m = self.weight.shape, x.shape[0]
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        if not m:
+            return y
+        bm, bn, bk, warps, spread, stages = tile
+        rows, columns = triton.cdiv(m, bm), triton.cdiv(n, bn)
+        size = self.leaves * rows * bm * columns * bn if spread else 1
+        scratch = torch.empty(size, dtype=torch.float32, device=x.device)
+        most = STAGE_BYTES // ((bm + bn) * bk * x.element_size())
+        _fixed[(rows * columns, self.leaves if spread else 1)](
+            TensorDescriptor.from_tensor(x, [bm, bk]),
+            TensorDescriptor.from_tensor(self.weight, [bn, bk]),
+            y,
+            scratch,
+            self.arrived,
+            m,
+            N=n,
+            K=k,
+            LEAVES=self.leaves,
+            SPREAD=spread,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            GROUP=GROUP,
+            STAGES=stages or min(6, most),
+            IEEE=x.dtype == torch.float32,
+            num_warps=warps,
+            **pdl(x),
+        )
+        return y

@@ -1,0 +1,265 @@
+"""Paged attention in which the bits of a query do not depend on the other queries of the step (``batch_invariant``).
+
+The keys of a row are cut into parts at fixed positions, multiples of ``PART``.  Each part has its own softmax sums, and
+they are merged in the order of the parts::
+
+    part i:  maximum m_i, denominator l_i, sum a_i [DV]      over tiles of 32 keys, first to last
+    query:   (m, l, a) = merge((m, l, a), (m_i, l_i, a_i))   for each i, ascending; then a / l
+
+The tiles of queries and their lines are those of ``triton_prefill``.  If a step has many tiles, a program computes a
+tile and merges the parts in registers.  If it has few, several programs share the parts of a tile.  Each of them stores
+the sums of its parts, and ``_join`` merges them with the same operations.  So a prompt, its chunks, a token behind a
+cached prefix and a decoded token have equal bits.
+
+No multiply-adds are fused, because the compiler would fuse them in one kernel and not in the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
+from minivllm.device.kernels.launch import kernel, pdl, wait
+
+from .triton_decode import LOG2E, NEVER, finish, in_float32, page_of, power, scales_of
+from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, whole_cache
+
+PART = 256  # keys
+PROGRAMS = 528  # of few tiles; four for each multiprocessor of an H200
+MOST_PROGRAMS = 32  # for one tile and KV head
+MOST_BYTES = 64 << 20  # of stored sums
+
+
+class Parts(NamedTuple):
+    """The programs of a tile and KV head, and the sums that they store."""
+
+    programs: int  # 1 means that nothing is stored
+    sums: Tensor  # float32 [tiles * heads * parts, DV]
+    norms: Tensor  # float32 [tiles * heads * parts, 2] maximum and denominator
+    most: int  # parts of the longest row
+
+
+@triton.jit
+def _merge(m, total, acc, part_m, part_total, part_acc):
+    """Merge the sums of a part [n] and [n, DV] into those of the parts before it."""
+    peak = tl.maximum(m, part_m)
+    fade, weight = tl.exp2(m - peak), tl.exp2(part_m - peak)
+    return peak, total * fade + part_total * weight, acc * fade[:, None] + part_acc * weight[:, None]
+
+
+@kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token", "most")
+def _attend(
+    q, k_cache, v_cache, k_tiles, v_tiles, k_scales, v_scales, table, slots, kv_len, cu_q, tile_row, tile_token,
+    sinks, slopes, sums, norms, out, lse, scale, softcap, q_stride, table_stride, most,
+    KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VS: tl.constexpr,
+    DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, EACH: tl.constexpr,
+    LINES: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend a tile, or, if STORE, a share of its parts.  A part has EACH tiles of N keys.
+
+    Sums are stored for LINES lines of a tile and KV head: M of them, or G if each tile has one token.  No row has more
+    than ``most`` parts, except rows that have ended, whose results are dropped."""
+    wait(PDL)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(tile_row + tile)
+    if row < 0:
+        return
+    begin, after = tl.load(cu_q + row), tl.load(cu_q + row + 1)
+    length = tl.load(kv_len + row)
+    token = tl.load(tile_token + tile)  # within the row
+    blocks = table + tl.load(slots + row) * table_stride
+
+    om, od, on, ov = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N), tl.arange(0, DVP)
+    mine = token + om // G
+    real = (om // G < TOKENS) & (mine < after - begin)
+    heads = head * G + om % G
+    position = length - (after - begin) + mine  # of each query
+    low = length - (after - begin) + token  # position of the tile's first query
+    end = tl.minimum(low + TOKENS, length)
+    first, whole, stop = 0, (low + 1) // N, (end + N - 1) // N  # all queries see the tiles of keys before ``whole``
+    least = low * 0  # the first position that a query of the tile sees: those before it may be gone (null block)
+    if WINDOW > 0:
+        least = tl.maximum(low - WINDOW + 1, 0)
+        first = least // N
+        whole = first
+    if STORE:  # contiguous shares of the parts from the first that is seen to the last one
+        begin_part, parts = first // EACH, (stop + EACH - 1) // EACH
+        share = (parts - begin_part + tl.num_programs(2) - 1) // tl.num_programs(2)
+        begin_part += tl.program_id(2) * share
+        first = tl.maximum(first, begin_part * EACH)
+        stop = tl.minimum(stop, tl.minimum(begin_part + share, most) * EACH)
+        if first >= stop:
+            return
+    slope = scale
+    if SLOPES:
+        slope = tl.load(slopes + heads, mask=real, other=0.0) * LOG2E
+    q_at = q + (begin + mine).to(tl.int64)[:, None] * q_stride + heads[:, None] * D + od[None, :]
+    queries = tl.load(q_at, mask=real[:, None] & (od < D)[None, :], other=0.0)  # [M, DP]
+    lines = ((tile * KH + head) * LINES + om) * most  # of stored sums
+
+    m = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    last = tl.maximum(length - 1, 0)
+    for part in tl.range(first // EACH, (stop + EACH - 1) // EACH):
+        start, after_part = tl.maximum(first, part * EACH), tl.minimum(stop, part * EACH + EACH)
+        masked = tl.minimum(tl.maximum(whole, start), after_part)  # the part's first tile with a mask
+        part_m = tl.full([M], NEVER, tl.float32)
+        part_total = tl.zeros([M], tl.float32)
+        part_acc = tl.zeros([M, DVP], tl.float32)
+        page = page_of(blocks, start * N, on, last, BLOCK, N)
+        for j in tl.range(start, masked, num_stages=STAGES):
+            key = j * N + on
+            if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
+                place = page * BLOCK + j * N % BLOCK
+                k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
+            else:
+                k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
+            by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
+            page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
+            part_m, part_total, part_acc = see(
+                queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
+                WINDOW, SOFTCAP, SLOPES, IEEE, True, SCALED,
+            )  # fmt: skip
+        for j in tl.range(masked, after_part, num_stages=STAGES):
+            key = j * N + on
+            k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
+            by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
+            page = page_of(blocks, j * N + N, on, last, BLOCK, N)
+            part_m, part_total, part_acc = see(
+                queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
+                WINDOW, SOFTCAP, SLOPES, IEEE, False, SCALED,
+            )  # fmt: skip
+        if STORE:
+            to = (lines + part).to(tl.int64)
+            tl.store(sums + to[:, None] * DV + ov[None, :], part_acc, mask=real[:, None] & (ov < DV)[None, :])
+            tl.store(norms + to * 2, part_m, mask=real)
+            tl.store(norms + to * 2 + 1, part_total, mask=real)
+        else:
+            m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+    if not STORE:
+        at = (begin + mine) * (KH * G) + heads
+        finish(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
+
+
+@kernel("kv_len", "cu_q", "tile_row", "tile_token", "most")
+def _join(
+    kv_len, cu_q, tile_row, tile_token, sinks, sums, norms, out, lse, most,
+    KH: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, EACH: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the stored sums of a tile and KV head, and finish its L >= LINES lines."""
+    wait(PDL)
+    tile, head, om = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
+    row = tl.load(tile_row + tile)
+    if row < 0:
+        return
+    begin, after = tl.load(cu_q + row), tl.load(cu_q + row + 1)
+    length, token = tl.load(kv_len + row), tl.load(tile_token + tile)
+    mine = token + om // G
+    real = (om // G < TOKENS) & (mine < after - begin) & (om < LINES)
+    low = length - (after - begin) + token
+    first, end = low * 0, tl.minimum(low + TOKENS, length)
+    if WINDOW > 0:
+        first = tl.maximum(low - WINDOW + 1, 0) // N // EACH
+    heads, ov = head * G + om % G, tl.arange(0, DVP)
+    lines = ((tile * KH + head) * LINES + om) * most
+    m = tl.full([L], NEVER, tl.float32)
+    total = tl.zeros([L], tl.float32)
+    acc = tl.zeros([L, DVP], tl.float32)
+    for part in tl.range(first, tl.minimum((end + N * EACH - 1) // (N * EACH), most)):
+        at = (lines + part).to(tl.int64)
+        part_m = tl.load(norms + at * 2, mask=real, other=NEVER)
+        part_total = tl.load(norms + at * 2 + 1, mask=real, other=0.0)
+        inside = real[:, None] & (ov < DV)[None, :]
+        part_acc = tl.load(sums + at[:, None] * DV + ov[None, :], mask=inside, other=0.0)
+        m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+    finish(acc, m, total, (begin + mine) * (KH * G) + heads, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
+
+
+def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch.device) -> Parts:
+    """Return the programs for each tile and KV head of a step, and the memory of their sums.
+
+    ``lines`` of a tile are stored for each KV head.  No context is longer than ``longest`` tokens.  Programs share a
+    tile only if few tiles occupy the device, and if the sums need at most ``MOST_BYTES``.  The bits are the same."""
+    most = triton.cdiv(max(longest, 1), PART)
+    programs = min(MOST_PROGRAMS, most, PROGRAMS // max(tiles * spec.kv_heads, 1))
+    stored = tiles * spec.kv_heads * lines * most
+    if programs < 2 or stored * (spec.dim_v + 2) * 4 > MOST_BYTES:
+        programs, stored = 1, 1
+    make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
+    return Parts(programs, make(stored, spec.dim_v), make(stored, 2), most)
+
+
+def attend(
+    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, tiles: Tiles, single: bool
+) -> None:
+    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D].
+
+    ``single`` means that each row of the step has at most one token."""
+    spec = layer.spec
+    (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
+    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
+    scaled, exact = "k_scale" in layer.cache, in_float32(q)
+    tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
+    each, stored = PART // KEYS, group if single else lines
+    key = ("parts", spec.kv_heads, spec.dim_v, len(row), stored)
+    if key not in meta.work:
+        longest = int(meta.host_kv_len[layer.group].max())
+        meta.work[key] = parts_of(spec, len(row), stored, longest, q.device)
+    parts: Parts = meta.work[key]
+    ends = parts.sums, parts.norms, out, lse if lse is not None else out
+    flags = dict(WINDOW=spec.window or 0, SINKS=spec.sinks, LSE=lse is not None, EACH=each, LINES=stored)
+    sizes = dict(KH=spec.kv_heads, G=group, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)), TOKENS=lines // group)
+    of_row = meta.kv_len[layer.group], meta.cu_q, row, token
+    sinks = layer.sinks if spec.sinks else out
+    _attend[(len(row), spec.kv_heads, parts.programs)](
+        q,
+        k,
+        v,
+        *[whole_cache(x, spec) if tma else x for x in (k, v)],
+        *scales_of(layer),
+        meta.table[layer.group],
+        meta.slots,
+        *of_row,
+        sinks,
+        layer.slopes if spec.alibi is not None else out,
+        *ends,
+        spec.softmax_scale,
+        spec.softcap or 1.0,
+        q.stride(0),
+        meta.table.stride(1),
+        parts.most,
+        **sizes,
+        **flags,
+        D=spec.dim_qk,
+        DP=power(max(spec.dim_qk, 16)),
+        VS=v.shape[-1],
+        BLOCK=meta.block,
+        M=lines,
+        N=KEYS,
+        SOFTCAP=spec.softcap is not None,
+        SLOPES=spec.alibi is not None,
+        STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
+        IEEE=exact,
+        TMA=tma,
+        SCALED=scaled,
+        STORE=parts.programs > 1,
+        num_warps=4,
+        enable_fp_fusion=False,
+        **pdl(q),
+    )
+    if parts.programs > 1:
+        size = power(stored)
+        _join[(len(row), spec.kv_heads)](
+            *of_row, sinks, *ends, parts.most, **sizes, **flags, L=size, N=KEYS, num_warps=4, enable_fp_fusion=False,
+            **pdl(q),
+        )  # fmt: skip
