@@ -29,7 +29,6 @@ from minivllm.device.layers.fused import Normed
 from minivllm.device.layers.norm import rms_norm
 from minivllm.device.worker import graphs, sampling
 from minivllm.device.worker.state import ProcessorState
-from minivllm.errors import ModelError
 from minivllm.plugins.processor import triton_penalties
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
@@ -263,20 +262,6 @@ def test_penalties_count_every_token_of_a_history_whatever_shares_its_cell(lengt
     triton_penalties.penalize(got, rows, state["repetition"], state["presence"], state["frequency"])
     Penalties(None, SamplingContext(width, 100, (), fuse=False)).apply(want, rows, state)
     near(got, want)
-
-
-@pytest.mark.parametrize(("n", "k"), [(96, 64), (130, 48)])
-def test_a_fixed_product_gives_a_row_the_same_bits_in_any_number_of_rows(n, k):
-    torch.manual_seed(n)
-    w, x = torch.randn(n, k), torch.randn(130, k)
-    product = products.FixedProduct(w)
-    whole = product(x)
-    near(whole, x @ w.t(), 1e-4)
-    for part in (slice(0, 1), slice(7, 8), slice(3, 70), slice(64, 130)):
-        assert torch.equal(product(x[part]), whole[part])
-    assert product(x[:0]).shape == (0, n)
-    with pytest.raises(ModelError, match="expected a multiple of 16 bytes"):
-        products.FixedProduct(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("width", [33, 5000])

@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.errors import ModelError
 
+from .activation import NUMBER, activate
 from .launch import capability, kernel, pdl, wait
 
 MOST_LEAVES = 8
@@ -89,10 +90,13 @@ def _last_sum(acc, scratch, arrived, row, tile, M, N: tl.constexpr, BM: tl.const
 @kernel("M")
 def _fixed(
     x, weight, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, LEAVES: tl.constexpr, SPREAD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    IEEE: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by the weight.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]."""
+    """Multiply rows by the weight.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK].
+
+    With GATED the weight is [2 N, K], gate | up, and y is activation(gate) * up, both rounded before as by two kernels.
+    """
     row, tile = _place(M, N, BM, BN, GROUP)
     wait(PDL)
     leaf: tl.constexpr = K // LEAVES
@@ -102,9 +106,12 @@ def _fixed(
         end = first + leaf
     acc = tl.zeros([BN, BM], tl.float32)
     total = tl.zeros([BN, BM], tl.float32)
+    up = tl.zeros([BN, BM], tl.float32)
     for k in tl.range(first, end, BK, num_stages=STAGES):
         a = x.load([row * BM, k]).T
         acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
+        if GATED:
+            up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
         if LEAVES > 1 and not SPREAD:
             if (k + BK) % leaf == 0:
                 total += acc
@@ -117,6 +124,9 @@ def _fixed(
     if last:
         om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
         at = om.to(tl.int64)[:, None] * N + on[None, :]
+        if GATED:
+            gate = total.to(y.dtype.element_ty).to(tl.float32)
+            total = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
         tl.store(y + at, tl.trans(total.to(y.dtype.element_ty)), mask=(om < M)[:, None] & (on < N)[None, :])
 
 
@@ -128,55 +138,66 @@ def leaves_of(inputs: int) -> int:
     return leaves
 
 
-def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool) -> list[tuple[int, Tile]]:
+def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> list[tuple[int, Tile]]:
     """Return the tiles of a weight by the largest number of rows that uses each, ascending.  The last has no limit.
 
-    ``wide`` means float32, which the tensor cores multiply with fewer bits, so that other units compute it."""
+    ``leaf`` is the number of inputs of each of ``leaves`` leaves.  ``wide`` means float32, which the tensor cores
+    multiply with fewer bits, so that other units compute it.  ``gated`` means that a tile has two sums for an output."""
     if wide:
         return [(0, Tile(64, 64, 32))]
-    step = 128 if leaf % 128 == 0 else 64
+    step = 128 if leaf % 128 == 0 and not gated else 64
     found = []
     for rows in (16, 32, 64, 128, 256):
         tiles = triton.cdiv(rows, min(rows, 64)) * triton.cdiv(outputs, 64)
         spread = leaves > 1 and tiles <= SPREAD_TILES
         found.append((rows, Tile(min(rows, 64), 64, step, 4, spread)))
+    if gated:
+        return [*found, (0, Tile(128, 64, 64, 4, False, 3))]
     return [*found, (0, Tile(128, 128, 64, 8 if leaves > 1 else 4))]
 
 
 @cache
-def agreeing(device: torch.device, dtype: torch.dtype, n: int, k: int, leaves: int) -> bool:
-    """Return whether all tiles of a shape of weight give the same bits on a device.  True where no GPU is.
+def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool) -> bool:
+    """Return whether all tiles give the same bits on a device, for a small weight.  True where no GPU is.
 
     The rows and the weight are random, with a third of the rows a thousand times as large as the others."""
     if capability(device) == 0:
         return True
     random = torch.Generator(device).manual_seed(0)
-    x = torch.randn(300, k, generator=random, device=device).to(dtype)
+    x = torch.randn(300, 1024, generator=random, device=device).to(dtype)
     x[::3] *= 1000
-    product = FixedProduct(torch.randn(n, k, generator=random, device=device).to(dtype), leaves, check=False)
-    (_, base), *others = product.tiles[::-1]
+    weight = torch.randn(384, 1024, generator=random, device=device).to(dtype)
+    product = FixedProduct(weight, leaves, "silu" if gated else None, check=False)
+    base = product.tiles[-1][1]
     want = product.multiply(x, base)
-    return all(torch.equal(product.multiply(x[:most], tile), want[:most]) for most, tile in others)
+    tiles = dict.fromkeys(t for _, tile in product.tiles for t in (tile, tile._replace(spread=False)))
+    return all(torch.equal(product.multiply(x, tile), want) for tile in tiles)
 
 
 class FixedProduct:
     """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M.
 
-    ``leaves`` divides the sum over K as in the module's text.  If the device's tiles do not agree, one tile is used."""
+    ``leaves`` divides the sum over K as in the module's text.  If the device's tiles do not agree, one tile is used.
+    With an ``activation`` the weight is [2 N, K], gate | up, and the result is activation(gate) * up [M, N], with the
+    bits of the product and ``activation.gate_mul``."""
 
-    def __init__(self, weight: Tensor, leaves: int = 1, check: bool = True) -> None:
-        n, k = weight.shape
+    def __init__(self, weight: Tensor, leaves: int = 1, activation: str | None = None, check: bool = True) -> None:
+        rows, k = weight.shape
+        gated = activation is not None
         if k * weight.element_size() % 16:
             raise ModelError(
                 f"batch_invariant=true: a weight has {k} inputs of {weight.element_size()} bytes: "
                 "expected a multiple of 16 bytes, which its kernel reads at a time"
             )
-        if leaves < 1 or (leaves > 1 and k % (leaves * UNIT)):
-            raise ValueError(f"{leaves} leaves of {k} inputs: expected leaves of a multiple of {UNIT} inputs")
-        self.weight, self.leaves = weight, leaves
-        self.tiles = tiles_of(n, k // leaves, leaves, weight.dtype == torch.float32)
-        self.arrived = torch.zeros(COUNTERS if leaves > 1 else 0, dtype=torch.int32, device=weight.device)
-        if check and not agreeing(weight.device, weight.dtype, n, k, leaves):
+        if leaves < 1 or (leaves > 1 and (gated or k % (leaves * UNIT))):
+            raise ValueError(
+                f"{leaves} leaves of {k} inputs: expected leaves of a multiple of {UNIT} inputs, and no activation"
+            )
+        self.weight, self.leaves, self.activation = weight, leaves, activation
+        self.n, self.k = rows // 2 if gated else rows, k
+        self.tiles = tiles_of(self.n, k // leaves, leaves, weight.dtype == torch.float32, gated)
+        self.arrived = torch.zeros(COUNTERS if leaves > 1 else 1, dtype=torch.int32, device=weight.device)
+        if check and not agreeing(weight.device, weight.dtype, leaves, gated):
             self.tiles = self.tiles[-1:]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,7 +206,7 @@ class FixedProduct:
 
     def multiply(self, x: Tensor, tile: Tile) -> Tensor:
         """Compute the product by one tile, for any number of rows."""
-        (n, k), m = self.weight.shape, x.shape[0]
+        n, k, m, gated = self.n, self.k, x.shape[0], self.activation is not None
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         if not m:
             return y
@@ -193,7 +214,7 @@ class FixedProduct:
         rows, columns = triton.cdiv(m, bm), triton.cdiv(n, bn)
         size = self.leaves * rows * bm * columns * bn if spread else 1
         scratch = torch.empty(size, dtype=torch.float32, device=x.device)
-        most = STAGE_BYTES // ((bm + bn) * bk * x.element_size())
+        stage = (bm + bn * (2 if gated else 1)) * bk * x.element_size()
         _fixed[(rows * columns, self.leaves if spread else 1)](
             TensorDescriptor.from_tensor(x, [bm, bk]),
             TensorDescriptor.from_tensor(self.weight, [bn, bk]),
@@ -205,13 +226,30 @@ class FixedProduct:
             K=k,
             LEAVES=self.leaves,
             SPREAD=spread,
+            GATED=gated,
+            ACT=NUMBER[self.activation or "silu"],
             BM=bm,
             BN=bn,
             BK=bk,
             GROUP=GROUP,
-            STAGES=stages or min(6, most),
+            STAGES=stages or min(6, STAGE_BYTES // stage),
             IEEE=x.dtype == torch.float32,
             num_warps=warps,
             **pdl(x),
         )
         return y
+
+
+class FixedGate:
+    """activation(gate) * up of the product of a merged weight gate | up, as ``layers.fused`` calls a joined kernel."""
+
+    def __init__(self, weight: Tensor, activation: str) -> None:
+        self.product = FixedProduct(weight, 1, activation)
+
+    def fits(self, x: Tensor) -> bool:
+        return True
+
+    def __call__(self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, None]:
+        """Return the result for x [M, K] and None.  ``squares`` is None, because norms are computed fully."""
+        assert squares is None
+        return self.product(x), None

@@ -22,8 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minivllm.errors import ModelError
-
 from .activation import NUMBER, activate
 from .launch import kernel, pdl, roomy, wait
 
@@ -281,51 +279,3 @@ class Product:
                 **pdl(x),
             )
         return y, out if self.mode == ADDED else None
-
-
-class FixedProduct:
-    """The product x W^T [M, N] of x [M, K], in which the bits of a row do not depend on M (``batch_invariant``).
-
-    All M use one tile and do not split the sum.  On the tensor cores a row's position in its tile does not matter.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        if weight.shape[1] * weight.element_size() % 16:
-            raise ModelError(
-                f"batch_invariant=true: a weight has {weight.shape[1]} inputs of {weight.element_size()} bytes: "
-                "expected a multiple of 16 bytes, which its kernel reads at a time"
-            )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        (n, k), m = self.weight.shape, x.shape[0]
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        if m:
-            bn, bk, x = 128 if n >= 8192 else 64, 256 // x.element_size(), x.contiguous()
-            tile = dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=min(5, STAGE_BYTES // ((64 + bn) * 256)), num_warps=4)
-            _gemm[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]), 1)](
-                TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
-                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
-                y,
-                y,
-                y,
-                y,
-                y,
-                y,
-                y,
-                y,
-                0.0,
-                m,
-                N=n,
-                K=k,
-                DIM=k,
-                PARTS=0,
-                PARTS_P=1,
-                MODE=PLAIN,
-                BIAS=False,
-                ACT=0,
-                IEEE=x.dtype == torch.float32,
-                **tile,
-                **pdl(x),
-            )
-        return y

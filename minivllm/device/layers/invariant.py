@@ -10,7 +10,7 @@ shape of each weight; if it matters, a call has one row.  Elementwise operations
 sqrt) are safe.  The results of torch's ``exp``, ``log`` and ``tanh`` depend on the element alone.  Those of ``silu``
 and ``sigmoid`` do not: the last few elements of a thread's share are computed by another method.
 
-On a GPU ``device.kernels.products.FixedProduct`` and the kernels of norm and activation do the same.
+On a GPU ``device.kernels.fixed_products.FixedProduct`` and the kernels of norm and activation do the same.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
 from .stored_product import StoredProduct, stored_product
 
+GATED = 1  # mode of ``WeightScheme.joined``: activation(gate) * up
 CAPTURED = "of captured steps"  # key in ``WeightScheme.served`` for the native program of a CPU
 
 
@@ -75,9 +76,10 @@ class Dense(WeightScheme):
             self.fixed = FixedRows(self.weight)
             return
         if self.invariant:
-            from minivllm.device.kernels.products import FixedProduct
+            from minivllm.device.kernels.fixed_products import FixedProduct, leaves_of
 
-            self.fixed = FixedProduct(self.weight)
+            inputs = self.info.in_features * self.info.shard.size
+            self.fixed = FixedProduct(self.weight, leaves_of(inputs) if self.info.split == "row" else 1)
             return
         self.packed = Packed(self.weight)
         if self.fuse:
@@ -112,6 +114,10 @@ class Dense(WeightScheme):
         return StoredWeight(self.weight)
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        if self.invariant:
+            from minivllm.device.kernels.fixed_products import FixedGate
+
+            return FixedGate(self.weight, activation) if bias is None and mode == GATED else None
         from minivllm.device.kernels.products import Product
 
         return Product(self.weight, bias, mode, activation)

@@ -74,6 +74,8 @@ class ModuleParts:
         # whether these kernels run depends on the number of rows, and with it the bits of a result
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
+        # these run for any number of rows, and have the bits of separate kernels
+        self.fixed_gates = self.fuse_gate and batch_invariant and "pairs" not in unfused and self.device != "cpu"
         self.described = False  # the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
         self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
@@ -361,7 +363,8 @@ class ModuleParts:
         """Join a linear layer and the gate behind it: Normed -> activation(gate) * up [T, n].
 
         The output of ``linear`` is gate | up, [T, 2 n]."""
-        return GatedLinear(linear, self.gate_mul, self.pairs, activation, divides=self.fuse_gate)
+        fuse = self.pairs or (self.fixed_gates and isinstance(linear.scheme, Dense))
+        return GatedLinear(linear, self.gate_mul, fuse, activation, divides=self.fuse_gate)
 
     def linear_norm(
         self,

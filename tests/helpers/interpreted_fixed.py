@@ -1,0 +1,156 @@
+"""Products and attention of ``batch_invariant`` under Triton's interpreter; run by test_kernels.py.
+
+``TensorCore`` replaces the interpreter's matrix product.  It models a tensor core: 16 products are added at a time, in
+ascending order of the inputs, and each sum is rounded once to float32.  So another order of sums has other bits.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.device.kernels import activation, fixed_products
+from minivllm.device.kernels.fixed_products import FixedGate, FixedProduct, Tile
+from minivllm.device.layers.rotary import prepare_qk
+from minivllm.errors import ModelError
+from minivllm.plugins.attention import triton_fixed
+from minivllm.plugins.attention.triton_backend import Triton
+from minivllm.plugins.kvformat.plain import Fp32
+from minivllm.testing.attention_world import make_meta
+
+TILES = (
+    Tile(16, 64, 64),
+    Tile(32, 64, 32),
+    Tile(64, 128, 64),
+    Tile(128, 64, 16),
+    Tile(16, 64, 64, 4, True),
+    Tile(64, 64, 32, 4, True),
+)
+
+
+@pytest.fixture
+def tensor_core(monkeypatch):
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        left, right, acc = a.data.astype(np.float64), b.data.astype(np.float64), d.data.astype(np.float32)
+        for k in range(0, left.shape[1], 16):
+            acc = (acc.astype(np.float64) + left[:, k : k + 16] @ right[k : k + 16]).astype(np.float32)
+        return interpreter.TensorHandle(acc, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def near(got, want, tolerance):
+    torch.testing.assert_close(got.double(), want.double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize(("n", "k", "leaves"), [(96, 208, 1), (130, 512, 8), (72, 384, 2)])
+def test_every_tile_gives_a_row_the_same_bits(n, k, leaves):
+    torch.manual_seed(n)
+    x, w = torch.randn(70, k), torch.randn(n, k)
+    product = FixedProduct(w, leaves)
+    want = product.multiply(x, TILES[0])
+    near(want, x.double() @ w.double().t(), 1e-4)
+    for tile in TILES:
+        if leaves > 1 or not tile.spread:
+            assert torch.equal(product.multiply(x, tile), want), tile
+            assert not product.arrived.any()
+    for part in (slice(0, 1), slice(7, 8), slice(3, 40), slice(54, 70)):
+        assert torch.equal(product(x[part]), want[part])
+    assert product(x[:0]).shape == (0, n)
+    if leaves > 1:
+        assert not torch.equal(FixedProduct(w, 1).multiply(x, TILES[0]), want), "no power: the order does not matter"
+
+
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_a_gated_product_has_the_bits_of_the_product_and_the_gate(kind):
+    x, w = torch.randn(21, 96).half(), torch.randn(2 * 40, 96).half()
+    gate = FixedGate(w, kind)
+    want = activation.gate_mul(FixedProduct(w)(x), activation=kind)
+    for part in (slice(0, 21), slice(0, 1), slice(5, 20)):
+        assert gate.fits(x[part])
+        got, squares = gate(x[part])
+        assert torch.equal(got, want[part]) and squares is None
+
+
+def test_the_order_of_sums_depends_on_the_inputs_of_the_whole_layer():
+    assert [fixed_products.leaves_of(k) for k in (2048, 3072, 14336, 9728, 1344, 200)] == [8, 8, 8, 8, 1, 1]
+    for shape, leaves in (((1024, 2048), 8), ((4096, 14336), 8), ((6144, 1024), 1)):
+        tiles = fixed_products.tiles_of(shape[0], shape[1] // leaves, leaves, False, False)
+        assert [most for most, _ in tiles] == [16, 32, 64, 128, 256, 0]
+        for most, tile in tiles:
+            assert leaves == 1 or shape[1] // leaves % tile.inputs == 0
+            assert tile.outputs % 64 == 0  # the weight's side of a Hopper's instruction
+            places = -(-most // tile.rows) * -(-shape[0] // tile.outputs)
+            assert not tile.spread or (leaves > 1 and 0 < places <= fixed_products.COUNTERS)
+
+
+def test_one_tile_remains_where_tiles_do_not_agree(monkeypatch):
+    monkeypatch.setattr(fixed_products, "agreeing", lambda *of: False)
+    assert len(FixedProduct(torch.randn(64, 512).half(), 8).tiles) == 1
+
+
+def test_weights_that_the_kernel_cannot_read_are_refused():
+    with pytest.raises(ModelError, match="expected a multiple of 16 bytes"):
+        FixedProduct(torch.randn(4, 3))
+    with pytest.raises(ValueError, match="expected leaves of a multiple of 64 inputs"):
+        FixedProduct(torch.randn(4, 96), 2)
+
+
+def attention(spec, rows, cache, sinks, slopes, captured=None):
+    """Attend rows (slot, new tokens, keys) of a cache in which slot i has blocks 20 i + 1 to 20 i + 20."""
+    table = (np.arange(20)[None, None] + 20 * np.arange(4)[None, :, None] + 1).astype(np.int32)
+    meta = make_meta(rows, table, 16)
+    context = AttentionContext("cpu", "float32", Fp32(), 16, 8, 320, prepare_qk, batch_invariant=True)
+    backend = Triton(None, context)
+    backend.plan(meta, captured or GraphKey())
+    random = torch.Generator().manual_seed(5)
+    q = torch.randn(4, 320, spec.heads, spec.dim_qk, generator=random)  # of each slot and position
+    q = torch.cat([q[slot, keys - new : keys] for slot, new, keys in rows])
+    out, lse = torch.full_like(q[..., : spec.dim_v], torch.nan), torch.full(q.shape[:2], torch.nan)
+    backend.forward(AttnLayer(0, 0, spec, cache, sinks, slopes), q, meta, out, lse)
+    parts = next(value for key, value in meta.work.items() if key[0] == "parts")
+    return out, lse, parts.programs
+
+
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize("case", ["plain", "window", "sinks"])
+def test_programs_that_share_a_row_give_the_bits_of_one_program(case, monkeypatch):
+    monkeypatch.setattr(triton_fixed, "PART", 64)
+    torch.manual_seed(3)
+    spec = AttnSpec(4, 2, 16, 16, window=100 if case == "window" else None, sinks=case == "sinks")
+    sinks = torch.randn(4) if spec.sinks else None
+    cache = {name: torch.randn(81, 16, 2, 16) for name in "kv"}
+    rows = [(0, 1, 300), (1, 1, 64), (2, 1, 7), (3, 40, 211)]
+    monkeypatch.setattr(triton_fixed, "PROGRAMS", 1)
+    whole, norms, alone = attention(spec, rows, cache, sinks, None)
+    monkeypatch.setattr(triton_fixed, "PROGRAMS", 1000)
+    shared = attention(spec, rows, cache, sinks, None)
+    assert alone == 1 and shared[2] == 5  # parts of the longest row
+    assert torch.equal(shared[0], whole) and torch.equal(shared[1], norms)
+    first = 0
+    for slot, new, keys in rows:  # alone, and its last token alone, as decoded
+        for only in (new, 1):
+            got = attention(spec, [(slot, only, keys)], cache, sinks, None)
+            last = slice(first + new - only, first + new)
+            assert torch.equal(got[0], whole[last]) and torch.equal(got[1], norms[last])
+        first += new
+    decoded = attention(spec, rows[:3], cache, sinks, None, GraphKey("decode", 3, 3))
+    assert torch.equal(decoded[0], whole[:3])
+    monkeypatch.setattr(triton_fixed, "PART", 128)
+    assert not torch.equal(attention(spec, rows, cache, sinks, None)[0], whole), "no power: parts do not matter"
+
+
+def test_sums_of_long_rows_stay_below_the_limit_of_memory():
+    spec = SimpleNamespace(kv_heads=8, dim_v=128)
+    few, many = (triton_fixed.parts_of(spec, tiles, 2, 30000, torch.device("cpu")) for tiles in (1, 64))
+    assert few.programs == 32 and len(few.sums) == 8 * 2 * few.most and few.most == 118
+    assert many.programs == 1 and len(many.sums) == 1
+    huge = triton_fixed.parts_of(spec, 32, 64, 30000, torch.device("cpu"))
+    assert huge.programs == 1
