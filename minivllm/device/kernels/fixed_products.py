@@ -1,7 +1,7 @@
 """x W^T in which the bits of a row do not depend on the number of rows (``batch_invariant``).
 
-Every tile adds the products of an output in one order.  The inputs are cut into leaves of equal length.  Within a leaf a
-tensor core adds 16 products at a time to one float32 accumulator, from the first input to the last one::
+Every tile adds the products of an output in one order.  The inputs are cut into leaves of equal length.  Within a leaf
+a tensor core adds 16 products at a time to one float32 accumulator, from the first input to the last one::
 
     leaf i:   a = 0;  a = a + x[k .. k + 15] · w[k .. k + 15]      for each k of the leaf, ascending
     output:   t = 0;  t = t + leaf 0;  t = t + leaf 1; ...         then rounded once to the dtype of x
@@ -11,10 +11,10 @@ of rows, and either one program adds all leaves or each leaf has a program.  A l
 processes has up to 8 leaves, and other layers have one.  So few rows of a narrow layer still occupy the device::
 
     grid (row tiles * output tiles, 1)        t [BN, BM] over all leaves
-    grid (row tiles * output tiles, leaves)   leaves -> float32 scratch; the program that arrives last adds them in order
+    grid (row tiles * output tiles, leaves)   leaves -> float32 scratch; the last program to arrive adds them in order
 
-The weight has the 64-row side of the tensor cores' instruction (wgmma) in every tile.  Instructions of other shapes may
-add the 16 products in another order, so ``agrees`` compares the tiles' bits on the device before their use.
+The weight has the 64-row side of the tensor cores' instruction (wgmma) in every tile.  Instructions of other shapes
+may add the 16 products in another order, so ``agreeing`` compares the tiles' bits on the device before their use.
 
 Bytes: W once for each row tile that does not find it in the cache, x and y.  Reference: ``x @ W.T`` in float64.
 """
@@ -112,7 +112,7 @@ def _fixed(
         acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
         if GATED:
             up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
-        if LEAVES > 1 and not SPREAD:
+        if LEAVES > 1 and not SPREAD:  # noqa: SIM102
             if (k + BK) % leaf == 0:
                 total += acc
                 acc = tl.zeros([BN, BM], tl.float32)
@@ -142,7 +142,8 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
     """Return the tiles of a weight by the largest number of rows that uses each, ascending.  The last has no limit.
 
     ``leaf`` is the number of inputs of each of ``leaves`` leaves.  ``wide`` means float32, which the tensor cores
-    multiply with fewer bits, so that other units compute it.  ``gated`` means that a tile has two sums for an output."""
+    multiply with fewer bits, so that other units compute it.  ``gated`` means that a tile has two sums for an output.
+    """
     if wide:
         return [(0, Tile(64, 64, 32))]
     step = 128 if leaf % 128 == 0 and not gated else 64

@@ -199,6 +199,17 @@ def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch
     return Parts(programs, make(stored, spec.dim_v), make(stored, 2), most)
 
 
+def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: torch.device) -> Parts:
+    """Return the parts of a layer's tiles.  Layers of equal sizes run one after another and share their memory."""
+    spec = layer.spec
+    key = ("parts", layer.group, spec.kv_heads, spec.dim_v, tiles, lines)
+    if key not in meta.work:
+        longest = int(meta.host_kv_len[layer.group].max())
+        meta.work[key] = parts_of(spec, tiles, lines, longest, device)
+    found: Parts = meta.work[key]
+    return found
+
+
 def attend(
     layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, tiles: Tiles, single: bool
 ) -> None:
@@ -210,15 +221,12 @@ def attend(
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     scaled, exact = "k_scale" in layer.cache, in_float32(q)
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
-    each, stored = PART // KEYS, group if single else lines
-    key = ("parts", spec.kv_heads, spec.dim_v, len(row), stored)
-    if key not in meta.work:
-        longest = int(meta.host_kv_len[layer.group].max())
-        meta.work[key] = parts_of(spec, len(row), stored, longest, q.device)
-    parts: Parts = meta.work[key]
+    stored = group if single else lines
+    parts = _parts(meta, layer, len(row), stored, q.device)
     ends = parts.sums, parts.norms, out, lse if lse is not None else out
-    flags = dict(WINDOW=spec.window or 0, SINKS=spec.sinks, LSE=lse is not None, EACH=each, LINES=stored)
+    flags = dict(WINDOW=spec.window or 0, SINKS=spec.sinks, LSE=lse is not None, EACH=PART // KEYS, LINES=stored)
     sizes = dict(KH=spec.kv_heads, G=group, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)), TOKENS=lines // group)
+    same = dict(**sizes, **flags, N=KEYS, num_warps=4, enable_fp_fusion=False, **pdl(q))
     of_row = meta.kv_len[layer.group], meta.cu_q, row, token
     sinks = layer.sinks if spec.sinks else out
     _attend[(len(row), spec.kv_heads, parts.programs)](
@@ -238,14 +246,11 @@ def attend(
         q.stride(0),
         meta.table.stride(1),
         parts.most,
-        **sizes,
-        **flags,
         D=spec.dim_qk,
         DP=power(max(spec.dim_qk, 16)),
         VS=v.shape[-1],
         BLOCK=meta.block,
         M=lines,
-        N=KEYS,
         SOFTCAP=spec.softcap is not None,
         SLOPES=spec.alibi is not None,
         STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
@@ -253,13 +258,7 @@ def attend(
         TMA=tma,
         SCALED=scaled,
         STORE=parts.programs > 1,
-        num_warps=4,
-        enable_fp_fusion=False,
-        **pdl(q),
+        **same,
     )
     if parts.programs > 1:
-        size = power(stored)
-        _join[(len(row), spec.kv_heads)](
-            *of_row, sinks, *ends, parts.most, **sizes, **flags, L=size, N=KEYS, num_warps=4, enable_fp_fusion=False,
-            **pdl(q),
-        )  # fmt: skip
+        _join[(len(row), spec.kv_heads)](*of_row, sinks, *ends, parts.most, L=power(stored), **same)
