@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnSpec, GraphKey
 from minivllm.device.kernels import launch
-from minivllm.plugins.attention import triton_backend, triton_decode, triton_prefill, triton_write
+from minivllm.plugins.attention import triton_backend, triton_decode, triton_fixed, triton_prefill, triton_write
 from minivllm.testing.attention_world import make_meta
 
 
@@ -117,21 +117,26 @@ def test_kernels_start_early_from_the_second_layer_of_the_same_work_on(monkeypat
 
 
 @pytest.mark.parametrize("invariant", [True, False])
-def test_where_bits_count_scores_are_no_fused_multiply_adds(monkeypatch, invariant):
-    """The compiler makes them of a tile of keys that is not masked, and cannot of one that is."""
-    fusions = []
+def test_batch_invariant_attention_has_no_fused_multiply_adds(monkeypatch, invariant):
+    """The compiler fuses them in one kernel and not in another, and in tiles without a mask only."""
+    launched = []
 
     class Launch:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: fusions.append(kwargs["enable_fp_fusion"])
+        def __init__(self, name):
+            self.name = name
 
-    monkeypatch.setattr(triton_prefill, "_prefill", Launch())
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launched.append((self.name, kwargs.get("enable_fp_fusion", True)))
+
+    monkeypatch.setattr(triton_prefill, "_prefill", Launch("prefill"))
+    monkeypatch.setattr(triton_fixed, "_attend", Launch("attend"))
+    monkeypatch.setattr(triton_fixed, "_join", Launch("join"))
     backend = triton_backend.Triton.__new__(triton_backend.Triton)
     backend.ctx = SimpleNamespace(batch_invariant=invariant)
     layer = AttnLayer(0, 0, AttnSpec(4, 2, 64, 64))
     layer.cache = {name: torch.zeros(8, 64, 2, 64) for name in "kv"}
-    meta = make_meta([(0, 40, 40)], np.ones((1, 1, 4), np.int32), 64, "cpu")
+    meta = make_meta([(0, 40, 600)], np.ones((1, 1, 10)), 64, "cpu")
     backend.plan(meta, GraphKey())
     q = torch.zeros(40, 4, 64)
     backend.forward(layer, q, meta, torch.zeros_like(q))
-    assert fusions == [not invariant]
+    assert launched == ([("attend", False), ("join", False)] if invariant else [("prefill", True)])
