@@ -39,7 +39,9 @@ MOST_LEAVES = 8
 UNIT = 64  # inputs; a leaf has a multiple of them, so every tile's step over the inputs ends with the leaf
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 GROUP = 8  # row tiles that neighbouring programs share
-SPREAD_TILES = 264  # tiles from which a program adds all leaves; two for each multiprocessor of an H200
+# Measured on an H200 (2026-11-29, ``docs/performance.md``).
+SPREAD_TILES = 32  # tiles of few rows up to which each leaf has a program
+NARROW, WIDE = 2048, 8192  # outputs up to which tiles have fewer outputs, and from which a gated tile has more
 COUNTERS = 1024  # of programs that have arrived, one for each tile of a product with a program for each leaf
 
 
@@ -146,15 +148,21 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
     """
     if wide:
         return [(0, Tile(64, 64, 32))]
-    step = 128 if leaf % 128 == 0 and not gated else 64
+    step = 128 if leaf % 128 == 0 else 64
     found = []
-    for rows in (16, 32, 64, 128, 256):
-        tiles = triton.cdiv(rows, min(rows, 64)) * triton.cdiv(outputs, 64)
-        spread = leaves > 1 and tiles <= SPREAD_TILES
-        found.append((rows, Tile(min(rows, 64), 64, step, 4, spread)))
+    for rows in (16, 32, 64):
+        spread = leaves > 1 and triton.cdiv(outputs, 64) <= SPREAD_TILES
+        found.append((rows, Tile(rows, 64, step if rows < 64 or not gated else 64, 4, spread and rows == 16)))
     if gated:
-        return [*found, (0, Tile(128, 64, 64, 4, False, 3))]
-    return [*found, (0, Tile(128, 128, 64, 8 if leaves > 1 else 4))]
+        many = Tile(128, 64, 64, 4, False, 3) if outputs < WIDE else Tile(128, 128, 64, 8)
+        return [*found, (512, Tile(128, 64, 64, 4, False, 3)), (0, many)]
+    if outputs < NARROW:
+        found.append((512, Tile(64, 64, step)))
+    elif leaves > 1 or outputs <= 2 * NARROW:
+        found.append((512, Tile(128, 64, 64)))
+    else:
+        found.append((512, Tile(128, 128, 64, 8)))
+    return [*found, (0, Tile(256, 128, 64, 8) if leaves > 1 else Tile(128, 128, 64, 8, False, 3))]
 
 
 @cache

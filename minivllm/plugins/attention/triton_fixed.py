@@ -30,7 +30,7 @@ from .triton_decode import LOG2E, NEVER, finish, in_float32, page_of, power, sca
 from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, whole_cache
 
 PART = 256  # keys
-PROGRAMS = 528  # of few tiles; four for each multiprocessor of an H200
+PROGRAMS = 264  # of few tiles; two for each multiprocessor of an H200
 MOST_PROGRAMS = 32  # for one tile and KV head
 MOST_BYTES = 64 << 20  # of stored sums
 
@@ -50,6 +50,15 @@ def _merge(m, total, acc, part_m, part_total, part_acc):
     peak = tl.maximum(m, part_m)
     fade, weight = tl.exp2(m - peak), tl.exp2(part_m - peak)
     return peak, total * fade + part_total * weight, acc * fade[:, None] + part_acc * weight[:, None]
+
+
+@triton.jit
+def _keep(sums, norms, to, part_m, part_total, part_acc, real, DV: tl.constexpr, DVP: tl.constexpr):
+    """Store the sums of a part in the lines ``to`` [n]."""
+    to, ov = to.to(tl.int64), tl.arange(0, DVP)
+    tl.store(sums + to[:, None] * DV + ov[None, :], part_acc, mask=real[:, None] & (ov < DV)[None, :])
+    tl.store(norms + to * 2, part_m, mask=real)
+    tl.store(norms + to * 2 + 1, part_total, mask=real)
 
 
 @kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token", "most")
@@ -76,7 +85,7 @@ def _attend(
     token = tl.load(tile_token + tile)  # within the row
     blocks = table + tl.load(slots + row) * table_stride
 
-    om, od, on, ov = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N), tl.arange(0, DVP)
+    om, od, on = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, N)
     mine = token + om // G
     real = (om // G < TOKENS) & (mine < after - begin)
     heads = head * G + om % G
@@ -108,42 +117,50 @@ def _attend(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     last = tl.maximum(length - 1, 0)
-    for part in tl.range(first // EACH, (stop + EACH - 1) // EACH):
-        start, after_part = tl.maximum(first, part * EACH), tl.minimum(stop, part * EACH + EACH)
-        masked = tl.minimum(tl.maximum(whole, start), after_part)  # the part's first tile with a mask
-        part_m = tl.full([M], NEVER, tl.float32)
-        part_total = tl.zeros([M], tl.float32)
-        part_acc = tl.zeros([M, DVP], tl.float32)
-        page = page_of(blocks, start * N, on, last, BLOCK, N)
-        for j in tl.range(start, masked, num_stages=STAGES):
-            key = j * N + on
-            if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
-                place = page * BLOCK + j * N % BLOCK
-                k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
-            else:
-                k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
-            by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
-            page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the next tile's, asked for early
-            part_m, part_total, part_acc = see(
-                queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
-                WINDOW, SOFTCAP, SLOPES, IEEE, True, SCALED,
-            )  # fmt: skip
-        for j in tl.range(masked, after_part, num_stages=STAGES):
-            key = j * N + on
-            k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
-            by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
-            page = page_of(blocks, j * N + N, on, last, BLOCK, N)
-            part_m, part_total, part_acc = see(
-                queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
-                WINDOW, SOFTCAP, SLOPES, IEEE, False, SCALED,
-            )  # fmt: skip
-        if STORE:
-            to = (lines + part).to(tl.int64)
-            tl.store(sums + to[:, None] * DV + ov[None, :], part_acc, mask=real[:, None] & (ov < DV)[None, :])
-            tl.store(norms + to * 2, part_m, mask=real)
-            tl.store(norms + to * 2 + 1, part_total, mask=real)
+    masked = tl.minimum(tl.maximum(whole, first), stop)  # the first tile with a mask
+    part_m = tl.full([M], NEVER, tl.float32)
+    part_total = tl.zeros([M], tl.float32)
+    part_acc = tl.zeros([M, DVP], tl.float32)
+    page = page_of(blocks, first * N, on, last, BLOCK, N)
+    # One loop for all parts, because a loop for each part would begin with loads that nothing hides.
+    for j in tl.range(first, masked, num_stages=STAGES):
+        key = j * N + on
+        if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
+            place = page * BLOCK + j * N % BLOCK
+            k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
-            m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+            k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
+        by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
+        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the page of the next tile
+        part_m, part_total, part_acc = see(
+            queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
+            WINDOW, SOFTCAP, SLOPES, IEEE, True, SCALED,
+        )  # fmt: skip
+        if (j + 1) % EACH == 0 or j + 1 == stop:
+            if STORE:
+                _keep(sums, norms, lines + j // EACH, part_m, part_total, part_acc, real, DV, DVP)
+            else:
+                m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+            part_m = tl.full([M], NEVER, tl.float32)
+            part_total = tl.zeros([M], tl.float32)
+            part_acc = tl.zeros([M, DVP], tl.float32)
+    for j in tl.range(masked, stop, num_stages=STAGES):
+        key = j * N + on
+        k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, False)
+        by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
+        page = page_of(blocks, j * N + N, on, last, BLOCK, N)
+        part_m, part_total, part_acc = see(
+            queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
+            WINDOW, SOFTCAP, SLOPES, IEEE, False, SCALED,
+        )  # fmt: skip
+        if (j + 1) % EACH == 0 or j + 1 == stop:
+            if STORE:
+                _keep(sums, norms, lines + j // EACH, part_m, part_total, part_acc, real, DV, DVP)
+            else:
+                m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+            part_m = tl.full([M], NEVER, tl.float32)
+            part_total = tl.zeros([M], tl.float32)
+            part_acc = tl.zeros([M, DVP], tl.float32)
     if not STORE:
         at = (begin + mine) * (KH * G) + heads
         finish(acc, m, total, at, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
