@@ -93,15 +93,15 @@ def frequencies(n: int, device: str) -> None:
     print(f"\n{n} draws each; w: what they find at level {LEVEL:g} with power {POWER}")
     print(f"{'sampler':10}{'parameters':60}{'kept':>6}{'chi-square':>12}{'df':>5}{'p':>8}{'w':>9}")
     logits = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 1.5
-    for sampler, asked in DRAWS:
+    for sampler, requested in DRAWS:
         suite = SamplerConformance()
         suite.plugin, suite.vocab, suite.device = sampler, 64, device
-        prob = suite.must_and_may(SamplingParams(**asked), logits)[2]
+        prob = suite.must_and_may(SamplingParams(**requested), logits)[2]
         if prob is None:
-            print(f"{sampler:10}{asked!s:60} ties leave the probabilities open")
+            print(f"{sampler:10}{requested!s:60} ties leave the probabilities open")
             continue
-        tokens = suite.draws(SamplingParams(**asked), logits, suite.keys(n, 1000)).cpu()
-        report(f"{sampler:10}{asked!s:60}", tokens, prob)
+        tokens = suite.draws(SamplingParams(**requested), logits, suite.keys(n, 1000)).cpu()
+        report(f"{sampler:10}{requested!s:60}", tokens, prob)
     report(f"{'mirostat':10}{'10th token of a sequence, tau 2.9, given the first nine':60}", *tenth(n, device))
 
 

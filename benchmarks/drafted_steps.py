@@ -226,12 +226,12 @@ def drafted(args: argparse.Namespace, drafter: Any, plain: dict[int, float]) -> 
                 timed(args, llm, batch)
                 marks.on = False
                 parts = marks.parts()
-                told = "  ".join(f"{name} {ms:.3f}" for name, ms in parts.items())
+                received = "  ".join(f"{name} {ms:.3f}" for name, ms in parts.items())
                 chosen = after["batch"].get(str(1 << max(batch - 1, 0).bit_length()), after["batch"])
                 print(
                     f"batch {batch:<4} k={k if args.speculate == 'always' else 'auto'} {plain[batch]:9.1f} tokens/s "
                     f"{rate:9.1f} with drafts {rate / plain[batch]:5.2f} x  {after['tokens_per_row']} tokens a row, "
-                    f"{steps} steps with drafts | ms: {told}",
+                    f"{steps} steps with drafts | ms: {received}",
                     flush=True,
                 )
                 if args.speculate == "auto":

@@ -34,8 +34,8 @@ def main() -> None:
         ready = time.perf_counter() - begun
         for i in range(args.rounds):
             found = figures(run_really(llm.engine, read_trace(f"{args.trace},seed={i + 1}")), {}, {})
-            said = ", ".join(f"{name} {found[name]:.2f}" for name in SHOWN)
-            print(f"round {i + 1}: ready {ready:.1f} s, {said}", flush=True)
+            reported = ", ".join(f"{name} {found[name]:.2f}" for name in SHOWN)
+            print(f"round {i + 1}: ready {ready:.1f} s, {reported}", flush=True)
 
 
 if __name__ == "__main__":

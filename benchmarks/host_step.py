@@ -230,7 +230,7 @@ def many(schema: dict) -> dict:
 TEXT, WHOLE = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 999}
 FREE = an_object({"name": TEXT, "age": WHOLE, "tags": {"type": "array", "items": TEXT, "maxItems": 5}})
 TIGHT = {"x": WHOLE, "kind": {"enum": ["red", "green", "blue"]}, "ok": {"type": "boolean"}}
-ASKED = {
+REQUESTED = {
     "objects, free strings": many(FREE),
     "objects, no strings": many(an_object(TIGHT, **{"x-guidance": {"whitespace_flexible": False}})),
     "an array of objects": {"json": {"type": "array", "items": FREE, "minItems": 200}, "disable_any_whitespace": True},
@@ -260,7 +260,7 @@ def main() -> None:
     def asking(**more):
         return prompts, [SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **more) for n in lengths]
 
-    structured = {name: asking(structured_outputs=asked) for name, asked in ASKED.items()}
+    structured = {name: asking(structured_outputs=requested) for name, requested in REQUESTED.items()}
     cases = {"plain": asking(), **(structured if masks else {"logprobs=1": asking(logprobs=1)})}
     with tempfile.TemporaryDirectory() as tmp:
         write_model(Path(tmp), rng)

@@ -39,10 +39,10 @@ def _engine(link: Connection, model: str, sets: list[str], environ: dict[str, st
 
     llm = LLM(config=load_config(sets=sets, keywords={"model": model}))
     link.send(None)
-    while (asked := link.recv()) is not None:
-        params = [SamplingParams(**{name: body[name] for name in OURS}) for body in asked]
+    while (requested := link.recv()) is not None:
+        params = [SamplingParams(**{name: body[name] for name in OURS}) for body in requested]
         begin, cpu = time.perf_counter(), time.process_time()
-        got = llm.generate([body["prompt"] for body in asked], params, use_tqdm=False)
+        got = llm.generate([body["prompt"] for body in requested], params, use_tqdm=False)
         link.send((sum(len(one.tokens) for one in got), time.perf_counter() - begin, time.process_time() - cpu))
     llm.close()
 
@@ -57,8 +57,8 @@ class Offline:
         self._process.start()
         self._link.recv()
 
-    def begin(self, asked: list[dict]) -> None:
-        self._link.send(asked)
+    def begin(self, requested: list[dict]) -> None:
+        self._link.send(requested)
 
     def end(self) -> tuple[int, float, float]:
         return self._link.recv()
@@ -106,12 +106,12 @@ def in_turns(args: argparse.Namespace, environ: dict[str, str]) -> None:
         measure(url, warm, args.clients, health=False, keep=True)
         print("offline tok/s    us   served tok/s  ratio  engine us  http us  load us  others", flush=True)
         for turn in range(1, args.turns + 1):
-            asked = asks(args, turn)
+            requested = asks(args, turn)
             others.begin()
-            offline.begin(flat(asked))
+            offline.begin(flat(requested))
             tokens, seconds, cpu = offline.end()
             before = cpu_times(process.pid)
-            found = measure(url, asked, args.clients, health=False, keep=True)
+            found = measure(url, requested, args.clients, health=False, keep=True)
             after = cpu_times(process.pid)
             if found.wrong:
                 raise SystemExit(f"{len(found.wrong)} answers were wrong; the first: {found.wrong[0]}")
@@ -142,11 +142,11 @@ def beside(args: argparse.Namespace, environ: dict[str, str]) -> None:
         engine.end()
     print("alone tok/s   each of them beside the others   lost beyond the share", flush=True)
     for turn in range(1, args.turns + 1):
-        asked = flat(asks(args, turn))
-        engines[0].begin(asked)
+        requested = flat(asks(args, turn))
+        engines[0].begin(requested)
         tokens, seconds, _ = engines[0].end()
         for engine in engines:
-            engine.begin(asked)
+            engine.begin(requested)
         both = [tokens / took for _, took, _ in [engine.end() for engine in engines]]
         alone = tokens / seconds
         rows.append((alone, *both, 1 - statistics.mean(both) * len(engines) / alone))

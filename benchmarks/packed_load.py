@@ -104,8 +104,8 @@ def write(config: dict[str, Any], out: Path, kind: str) -> None:
     save_file({name: t.contiguous() for name, t in ends.items()}, out / "ends.safetensors")
     weight_map |= dict.fromkeys(ends, "ends.safetensors")
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    said = {"quantization_config": CONFIGS[kind]} if CONFIGS[kind] else {}
-    (out / "config.json").write_text(json.dumps({**config, **said}))
+    reported = {"quantization_config": CONFIGS[kind]} if CONFIGS[kind] else {}
+    (out / "config.json").write_text(json.dumps({**config, **reported}))
 
 
 def status(key: str) -> float:

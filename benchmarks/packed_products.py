@@ -94,8 +94,8 @@ def blocks(tiles: bool) -> None:
                     tile = dict(BM=own["BM"], BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
                     found[str(tuple(tile.values()))] = tried([partial(q.dots, x, tile, y) for q in kernels])
             dense = tried([partial(q.dense, x, y=y) for q in kernels])
-            told = f"own {found['own']:.1f} {tuple(own.values())}, best {best_of(found, 3)}, dense {dense:.1f}"
-            print(f"{name}, {m}: {base:.1f}, {told}", flush=True)
+            received = f"own {found['own']:.1f} {tuple(own.values())}, best {best_of(found, 3)}, dense {dense:.1f}"
+            print(f"{name}, {m}: {base:.1f}, {received}", flush=True)
 
 
 def weight_of(rows: int, inputs: int, form: str, group: int) -> StoredWeight:
@@ -139,8 +139,8 @@ def experts(tiles: bool) -> None:
                 packed_experts.TILES = served if tile is None else dict.fromkeys(served, ((float("inf"), tile, tile),))
                 found["own" if tile is None else str(tile)] = tried([partial(k, *g) for k in made * 2])
             packed_experts.TILES = served
-            told = f"own {found['own']:.1f}, best {best_of(found, 4)}"
-            print(f"{name}, {tokens} tokens: bf16 {base[tokens]:.1f}, {told}", flush=True)
+            received = f"own {found['own']:.1f}, best {best_of(found, 4)}"
+            print(f"{name}, {tokens} tokens: bf16 {base[tokens]:.1f}, {received}", flush=True)
 
 
 def main() -> None:

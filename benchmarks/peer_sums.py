@@ -164,9 +164,9 @@ class Bench:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         vocab = self.size * columns
         ours = {tile: self.us(lambda tile=tile: self.memory.gather(x, vocab, tile), 5) for tile in self.tiles}
-        said = ", ".join(f"{tile} at a time {us:.1f}" for tile, us in ours.items())
+        reported = ", ".join(f"{tile} at a time {us:.1f}" for tile, us in ours.items())
         nccl = self.us(lambda: dist.gather(x, parts, 0), 5)
-        self.say(f"gather of {rows} rows: {said}, nccl {nccl:.1f} us; layers.peer_memory.TILES has {tile_of(rows)}")
+        self.say(f"gather of {rows} rows: {reported}, nccl {nccl:.1f} us; layers.peer_memory.TILES has {tile_of(rows)}")
 
 
 def ended(ranks: Sequence[subprocess.Popen], limit: float) -> int:

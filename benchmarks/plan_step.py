@@ -37,7 +37,7 @@ from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.parallel import Parallel
-from minivllm.registration.spec import PluginQuery as Asked
+from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.testing.session import builtins
 
@@ -132,7 +132,7 @@ def policies() -> dict[str, type]:
     """Return the built-in policies by name."""
     registry = Catalog.discover()["scheduler"]
     return {
-        label.partition("/")[2]: registry.load(registry.select(Asked(), label).require())
+        label.partition("/")[2]: registry.load(registry.select(PluginQuery(), label).require())
         for kind, label in builtins()
         if kind == "scheduler"
     }

@@ -21,7 +21,7 @@ from minivllm.config.resolve import make_part
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
-from minivllm.registration.spec import PluginQuery as Asked
+from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog, build_part
 
 BATCH = 50
@@ -38,7 +38,7 @@ def by_registry(kind: str, name: str, *context):
     from minivllm.config import PluginChoice
 
     registry = Catalog.discover()[kind]
-    chosen = registry.select(Asked(), name).require()
+    chosen = registry.select(PluginQuery(), name).require()
     return build_part(kind, make_part(registry, chosen, PluginChoice(name=name), kind, {}), *context)
 
 

@@ -377,13 +377,13 @@ def table(found: list[dict[str, Any]], base: dict[tuple[str, int], float]) -> No
         if one["form"] not in forms or one["us"] < forms[one["form"]]["us"]:
             forms[one["form"]] = one
     for (shape, fmt, rows), forms in best.items():
-        plain, said = base[shape, rows], []
+        plain, reported = base[shape, rows], []
         for form, one in forms.items():
             ratio = "" if form == "rows" else f" {plain / one['us']:.2f}x"
-            said.append(f"{form} {one['us']:.1f}{ratio} {'/'.join(map(str, one['tile'].values()))}")
+            reported.append(f"{form} {one['us']:.1f}{ratio} {'/'.join(map(str, one['tile'].values()))}")
         fastest = min((one for form, one in forms.items() if form != "rows"), key=lambda one: one["us"])
         speed = fastest["bytes"] / fastest["us"] / 1e3
-        print(f"{shape} {fmt} {rows}: bf16 {plain:.1f}; {'; '.join(said)}; {speed:.0f} GB/s")
+        print(f"{shape} {fmt} {rows}: bf16 {plain:.1f}; {'; '.join(reported)}; {speed:.0f} GB/s")
 
 
 def main() -> None:

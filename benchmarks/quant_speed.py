@@ -154,13 +154,13 @@ def main() -> None:
 
 def show(found: dict[str, Any], first: dict[str, Any]) -> None:
     """Print each figure, and for times the speed relative to the first format."""
-    said = []
+    reported = []
     for key, value in found.items():
         if key.endswith(("_ms", "_s")) and key != "start_s":
-            said.append(f"{key} {value:.3f} ({first.get(key, value) / value:.2f}x)")
+            reported.append(f"{key} {value:.3f} ({first.get(key, value) / value:.2f}x)")
         elif key != "format":
-            said.append(f"{key} {value:.3g}" if value < 100 else f"{key} {value:.0f}")
-    print(f"{found['format']}: " + ", ".join(said), flush=True)
+            reported.append(f"{key} {value:.3g}" if value < 100 else f"{key} {value:.0f}")
+    print(f"{found['format']}: " + ", ".join(reported), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ class Parts(Sdpa):
 KILLED, CRASHES, HANGS = "a rank is killed", "a rank crashes", "a rank hangs"
 PREFILL, FAILS, TWO = "a rank is killed in a prefill", "a rank fails in a step", "a rank and another are killed"
 STARTS, EARLY, AGAIN = "a rank dies while it starts", "the engine dies while it starts", "it is started again"
-SLOW, TOLD = "one is slow", "one is told to end"  # faults that the engine survives
+SLOW, RECEIVED = "one is slow", "one is told to end"  # faults that the engine survives
 ENGINE_KILLED, TERMINATED, CTRL_C = "the engine is killed", "the engine is terminated", "Ctrl-C"
 BOTH, LAUNCHER = "the engine and one are killed", "the launcher is killed"  # the latter exists only with Ray
 FAULTS = (
-    KILLED, CRASHES, HANGS, PREFILL, FAILS, TWO, STARTS, EARLY, AGAIN, SLOW, TOLD, ENGINE_KILLED, TERMINATED, CTRL_C,
+    KILLED, CRASHES, HANGS, PREFILL, FAILS, TWO, STARTS, EARLY, AGAIN, SLOW, RECEIVED, ENGINE_KILLED,
+    TERMINATED, CTRL_C,
     BOTH, LAUNCHER,
 )  # fmt: skip
 RANK = {"multiprocess": "multiprocess_worker", "ray": r"^ray::RankPlace"}  # command lines
@@ -106,7 +107,7 @@ class Row:
     """The results of the tries of one fault."""
 
     tries: int = 0
-    said: float = 0.0  # seconds, the longest
+    reported: float = 0.0  # seconds, the longest
     gone: float = 0.0
     left: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -177,7 +178,7 @@ class Try:
         self.mark, self.folder = secrets.token_hex(8), folder
         self.flag = os.path.join(folder, f"{self.mark}.flag")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, json.dumps(self.asked())],
+            [sys.executable, "-c", ENGINE, json.dumps(self.requested())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -186,7 +187,7 @@ class Try:
             env={**os.environ, "TMPDIR": folder, MARK: self.mark},
         )
 
-    def asked(self) -> dict:
+    def requested(self) -> dict:
         """Return the settings of the engine's process."""
         fault, timeout = self.args.fault, 2.0 if self.args.fault == HANGS else 30.0
         how = {"timeout": timeout, "checked": self.rng.random() < 0.5}
@@ -223,10 +224,10 @@ class Try:
 
     def _run(self, fault: str, row: Row) -> None:
         if fault == AGAIN:
-            told = self.hear()
+            received = self.hear()
             self._left(row, time.monotonic())
-            if "stopped" not in told:
-                row.wrong.append(f"{fault}: it says {told}")
+            if "stopped" not in received:
+                row.wrong.append(f"{fault}: it says {received}")
             return
         if fault == STARTS:
             begun = self._kill_a_starting_rank()
@@ -235,28 +236,28 @@ class Try:
             begun = time.monotonic()
             self.process.kill()
         else:
-            told = self.hear()
-            if "pids" not in told:
-                row.wrong.append(f"{fault}: it says {told}")
+            received = self.hear()
+            if "pids" not in received:
+                row.wrong.append(f"{fault}: it says {received}")
                 return self._left(row, time.monotonic())
             time.sleep(self.rng.uniform(0.0, 1.0))
-            if fault in (SLOW, TOLD):
-                self._bother(fault, told, row)
+            if fault in (SLOW, RECEIVED):
+                self._bother(fault, received, row)
             begun = time.monotonic()
-            self._do(fault, told)
+            self._do(fault, received)
         self._judge(fault, row, begun)
 
     def _judge(self, fault: str, row: Row, begun: float) -> None:
         """Check the last message of the engine, its time, and what remains."""
-        said = {}
-        while self.process.poll() is None or not said:
+        reported = {}
+        while self.process.poll() is None or not reported:
             if not (heard := self.hear()):
                 break
-            said = heard if "error" in heard or "start" in heard else said
-        took = said.get("at", time.monotonic()) - begun
-        row.said = max(row.said, took)
+            reported = heard if "error" in heard or "start" in heard else reported
+        took = reported.get("at", time.monotonic()) - begun
+        row.reported = max(row.reported, took)
         self._left(row, begun)
-        words = said.get("error", said.get("start", ""))
+        words = reported.get("error", reported.get("start", ""))
         if fault.startswith("a rank"):
             # Ray's places get numbers later; if two ranks died, either may be named
             numbered = fault != TWO and (fault != STARTS or self.args.executor == "multiprocess")
@@ -277,9 +278,9 @@ class Try:
         os.kill(sorted(found)[self.rank], signal.SIGKILL)
         return begun
 
-    def _bother(self, fault: str, told: dict, row: Row) -> None:
+    def _bother(self, fault: str, received: dict, row: Row) -> None:
         """Cause a fault that the engine survives, and check that it answers afterwards."""
-        pid = told["pids"][self.rank]
+        pid = received["pids"][self.rank]
         if fault == SLOW:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(self.rng.uniform(0.5, SLOWLY))
@@ -293,16 +294,16 @@ class Try:
         if "tokens" not in heard:
             row.wrong.append(f"{fault} {self.rank}: it says {heard}")
 
-    def _do(self, fault: str, told: dict) -> None:
+    def _do(self, fault: str, received: dict) -> None:
         numbers = {HANGS: signal.SIGSTOP, CRASHES: signal.SIGSEGV}
-        numbers |= dict.fromkeys((TERMINATED, SLOW, TOLD), signal.SIGTERM)
-        number, rank = numbers.get(fault, signal.SIGKILL), told["pids"][self.rank]
+        numbers |= dict.fromkeys((TERMINATED, SLOW, RECEIVED), signal.SIGTERM)
+        number, rank = numbers.get(fault, signal.SIGKILL), received["pids"][self.rank]
         if fault == CTRL_C:
             os.killpg(self.process.pid, signal.SIGINT)  # like a terminal, which also signals the ranks
         elif fault == FAILS:
             Path(self.flag).write_text(str(self.rank))
         elif fault == TWO:
-            for pid in self.rng.sample(told["pids"], 2):
+            for pid in self.rng.sample(received["pids"], 2):
                 os.kill(pid, number)
         elif fault == BOTH:
             for pid in self.rng.sample([rank, self.process.pid], 2):
@@ -310,7 +311,7 @@ class Try:
         elif fault.startswith("a rank"):
             os.kill(rank, number)
         else:
-            os.kill(told["launcher"] if fault == LAUNCHER else self.process.pid, number)
+            os.kill(received["launcher"] if fault == LAUNCHER else self.process.pid, number)
 
     def _left(self, row: Row, begun: float) -> None:
         """Wait until nothing remains, and count remaining objects."""
@@ -359,8 +360,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'fault':31} {'tries':>5} {'said within':>11} {'gone within':>11}  left behind")
     for fault, row in rows.items():
         left = ", ".join(f"{n} {what}" for what, n in row.left.items()) or "nothing"
-        said = f"{row.said:9.2f} s" if fault.startswith(("a rank", "the l")) else f"{'-':>11}"
-        print(f"{fault:31} {row.tries:5} {said} {row.gone:9.2f} s  {left}")
+        reported = f"{row.reported:9.2f} s" if fault.startswith(("a rank", "the l")) else f"{'-':>11}"
+        print(f"{fault:31} {row.tries:5} {reported} {row.gone:9.2f} s  {left}")
     wrong = [line for row in rows.values() for line in row.wrong]
     print("\n".join(wrong))
     return 1 if wrong or any(row.left for row in rows.values()) else 0

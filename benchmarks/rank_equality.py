@@ -107,14 +107,14 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     return [rng.integers(3, vocab, rng.integers(1, 25)).tolist() for _ in range(count)]
 
 
-def answers(folder: Path, ranks: int, asked: Sequence[list[int]], args: argparse.Namespace) -> list[list[int]]:
-    many = len(asked)
+def answers(folder: Path, ranks: int, requested: Sequence[list[int]], args: argparse.Namespace) -> list[list[int]]:
+    many = len(requested)
     options = {**ENGINE, "model": str(folder), "max_num_seqs": many, "num_kvcache_blocks": 8 * many + 8}
     if ranks > 1:
         options |= dict(tensor_parallel_size=ranks, executor={"name": args.executor, "options": {"timeout": 300}})
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     with LLM(**options) as llm:
-        outs = llm.generate(asked, params, use_tqdm=False)
+        outs = llm.generate(requested, params, use_tqdm=False)
     assert not any(out.error for out in outs), next(out.error for out in outs if out.error)
     return [list(out.tokens) for out in outs]
 
@@ -126,29 +126,31 @@ def gap(model: Any, prompt: list[int], tokens: list[int], at: int) -> float:
     return float(best[0] - best[1])
 
 
-def verdict(model: Any, asked: Sequence[list[int]], one: list[list[int]], many: list[list[int]]) -> tuple[str, bool]:
+def verdict(
+    model: Any, requested: Sequence[list[int]], one: list[list[int]], many: list[list[int]]
+) -> tuple[str, bool]:
     """Return a cell of the table, and whether it has no wrong answer."""
-    other = [i for i in range(len(asked)) if one[i] != many[i]]
-    cell = f"{len(asked) - len(other)}/{len(asked)}"
+    other = [i for i in range(len(requested)) if one[i] != many[i]]
+    cell = f"{len(requested) - len(other)}/{len(requested)}"
     if not other:
         return cell, True
     gaps = []
     for i in other:
         at = next(k for k, (a, b) in enumerate(zip(one[i], many[i], strict=True)) if a != b)
-        gaps.append(float("inf") if model is None else gap(model, asked[i], one[i], at))
+        gaps.append(float("inf") if model is None else gap(model, requested[i], one[i], at))
     fine = max(gaps) < TIE
     return f"{cell} {'tie' if fine else 'WRONG'} {max(gaps):.1e}", fine
 
 
 def cells(name: str, folder: Path, model: Any, args: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-    asked = prompts(args.prompts, vocab)
-    one = answers(folder, args.ranks[0], asked, args)
-    assert len({tuple(tokens) for tokens in one}) > len(asked) // 4, f"{name}: the answers are too much alike"
-    yield f"{len(asked)}", True
+    requested = prompts(args.prompts, vocab)
+    one = answers(folder, args.ranks[0], requested, args)
+    assert len({tuple(tokens) for tokens in one}) > len(requested) // 4, f"{name}: the answers are too much alike"
+    yield f"{len(requested)}", True
     for ranks in args.ranks[1:]:
         try:
-            yield verdict(model, asked, one, answers(folder, ranks, asked, args))
+            yield verdict(model, requested, one, answers(folder, ranks, requested, args))
         except MinivllmError as e:
             yield f"{type(e).__name__}: {e}", False
 
@@ -172,8 +174,8 @@ def model_answers(ranks: int, args: argparse.Namespace) -> list[Answer]:
     found = []
     with LLM(config=load_config(sets=args.set, keywords=keywords)) as llm:
         top = min(10_000, llm.engine.capacity.vocab_size)
-        asked = [rng.integers(0, top, rng.integers(1, 400)).tolist() for _ in range(args.prompts)]
-        for out in llm.generate(asked, params, use_tqdm=False):
+        requested = [rng.integers(0, top, rng.integers(1, 400)).tolist() for _ in range(args.prompts)]
+        for out in llm.generate(requested, params, use_tqdm=False):
             answer = out.outputs[0]
             best = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in answer.logprobs]
             found.append(Answer(list(answer.token_ids), [b[0] for b in best], [b[0] - b[1] for b in best]))

@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
         yield "start_s", time.perf_counter() - begun
         rng, top = np.random.default_rng(0), min(10_000, llm.engine.capacity.vocab_size)
 
-        def asked(tokens: int) -> SamplingParams:
+        def requested(tokens: int) -> SamplingParams:
             return SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
         def prompts(count: int) -> list[list[int]]:
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
             """Return the median seconds of a decode step of ``rows`` rows."""
             clock = llm.engine.clock
             before = clock.count
-            llm.generate(prompts(rows), asked(steps), use_tqdm=False)
+            llm.generate(prompts(rows), requested(steps), use_tqdm=False)
             ran = np.arange(max(before, clock.count - clock.size), clock.count) % clock.size
             last = ran[clock.rows[ran] == rows][steps // 4 :]
             return float(np.median(np.diff(clock.start[last])))
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
             times = []
             for _ in range(3):
                 given, start = prompts(many), time.perf_counter()
-                llm.generate(given, asked(1), use_tqdm=False)
+                llm.generate(given, requested(1), use_tqdm=False)
                 times.append(time.perf_counter() - start)
             yield f"prefill_{many}_s", sorted(times)[1]
         for name in args.workloads:
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
             for turn in range(2):
                 shifted = [[(t + 17 * (turn + 1)) % top for t in p] for p in ins]
                 start = time.perf_counter()
-                found = llm.generate(shifted, [asked(n) for n in outs], use_tqdm=False)
+                found = llm.generate(shifted, [requested(n) for n in outs], use_tqdm=False)
                 best = min(best, time.perf_counter() - start)
                 got = sum(len(o.tokens) for o in found)
                 assert got == sum(outs), f"{got} tokens of {sum(outs)}"
@@ -188,9 +188,9 @@ def main() -> int:
                 print(f"{what:16} {name:16} {value:10.4g}{beside}", flush=True)
 
             command = [sys.executable, __file__, *given, "--here", *more]
-            if said := watched(command, args.silence, args.limit, tell):
+            if reported := watched(command, args.silence, args.limit, tell):
                 failed = True
-                print(f"{what:16} {said}", flush=True)
+                print(f"{what:16} {reported}", flush=True)
     return int(failed)
 
 

@@ -128,7 +128,7 @@ class Soak:
     def __init__(self, client: ReplicaClient) -> None:
         self.client = client
         self.rng = random.Random(0)
-        self.asked = 0
+        self.requested = 0
         self.results: Counter[str] = Counter()
         self.expected: list[list[int]] = []
         self.ended = False
@@ -136,9 +136,9 @@ class Soak:
     async def ask(self, number: int, pieces: bool = True) -> tuple[list[int], Exception | None]:
         """Return the tokens of an answer to prompt ``number``, and the error that ended it."""
         tokens: list[int] = []
-        self.asked += 1
+        self.requested += 1
         try:
-            stream = await self.client.stream([1, 2, 3 + number] * 8, TWENTY, f"r{self.asked}", pieces=pieces)
+            stream = await self.client.stream([1, 2, 3 + number] * 8, TWENTY, f"r{self.requested}", pieces=pieces)
             async for piece in stream:
                 tokens += piece.token_ids
         except EngineDeadError as error:

@@ -88,8 +88,8 @@ def simulate(
         heapq.heappush(ends, (one.free + tpot * output, True, number, int(prompt)))
     assert not routing.faults
     runs = [run_cache(one.chains, blocks, block, lambda ctx: Lru(None, ctx)) for one in machines]
-    hits, asked = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("hits", "requested"))
-    return Outcome(hits / max(1, asked), ttft, [len(one.chains) for one in machines])
+    hits, requested = (sum(int(getattr(run, name).sum()) for run in runs) for name in ("hits", "requested"))
+    return Outcome(hits / max(1, requested), ttft, [len(one.chains) for one in machines])
 
 
 def one_cache(trace: Trace, blocks: int) -> float:

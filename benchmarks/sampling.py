@@ -80,10 +80,10 @@ def main() -> None:
         print(f"{name:50}" + "".join(f"{microseconds(make(n, x)):9.1f}" for n, x in logits), flush=True)
 
     print(f"{f'us for rows of {args.vocab} bfloat16 logits':50}" + "".join(f"{n:9}" for n in args.rows))
-    for name, asked in DRAWS.items():
+    for name, requested in DRAWS.items():
 
-        def drawn(n: int, x: torch.Tensor, asked: dict[str, Any] = asked) -> Callable[[], Any]:
-            rows, columns = rows_of(sampler, SamplingParams(**asked), n, 1, args.vocab)
+        def drawn(n: int, x: torch.Tensor, requested: dict[str, Any] = requested) -> Callable[[], Any]:
+            rows, columns = rows_of(sampler, SamplingParams(**requested), n, 1, args.vocab)
             out = Draw(torch.zeros(n, dtype=torch.int64, device="cuda"))
             return lambda: sampler.draw(x, rows, columns, out)
 

@@ -104,13 +104,13 @@ def shares(found: Found, before: dict[str, float], after: dict[str, float]) -> s
 def start_server(model: str, more: list[str], env: dict[str, str] | None = None) -> tuple[subprocess.Popen, str]:
     argv = [sys.executable, "-m", "minivllm", "serve", model, "--port", "0", *more]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
-    said = []
+    reported = []
     for line in process.stderr:
-        said.append(line)
+        reported.append(line)
         if '"url"' in line:
             threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, json.loads(line)["url"]
-    raise SystemExit(f"the server ended with {process.wait()}: {''.join(said[-8:])}")
+    raise SystemExit(f"the server ended with {process.wait()}: {''.join(reported[-8:])}")
 
 
 def offline(model: str, sets: list[str], asks: list[list[dict]]) -> tuple[float, float]:

@@ -216,9 +216,9 @@ async def fill(url: str, address: tuple[str, int]) -> None:
     rng, before, now = random.Random(0), -1, 0
     while now > before:
         for _ in range(500):
-            status, said = await post(address, "/tokenize", {"prompt": text(rng)})
+            status, reported = await post(address, "/tokenize", {"prompt": text(rng)})
             if status != 200:
-                raise SystemExit(f"/tokenize: {status} {said[-300:]!r}")
+                raise SystemExit(f"/tokenize: {status} {reported[-300:]!r}")
         state = json.loads(await asyncio.to_thread(fetch, f"{url}/debug/state"))
         before, now = now, state["server"]["memory"]["token_cache_bytes"] >> 16
 

@@ -117,7 +117,7 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
             found += [drift(llm, costs, args)] if args.drift else []
         by = statistics.fmean(found) if found else 1.0
         run = cases.simulate(case, at, costs.scaled(by), answers=False)
-        said = figures.figures(run, {}, {})
+        reported = figures.figures(run, {}, {})
         if found:
             busy = statistics.median(one["run_cpu_seconds"] for one in real)
             print(f"{'':5}  steps took {by:.2f} of the table ({', '.join(f'{x:.2f}' for x in found)}); ", end="")
@@ -126,13 +126,13 @@ def shares(llm: Any, case: Any, trace: Any, costs: Any, knee: float, args: Any) 
         spread = {
             name: (max(one[name] for one in real) - min(one[name] for one in real)) / middle[name] for name in MUST
         }
-        off = {name: said[name] / middle[name] - 1 for name in MUST}
+        off = {name: reported[name] / middle[name] - 1 for name in MUST}
         met = {name: abs(off[name]) <= most for name, most in MUST.items()}
-        rows.append({"share": share, "said": said, "real": real, "off": off, "spread": spread, "met": met})
+        rows.append({"share": share, "said": reported, "real": real, "off": off, "spread": spread, "met": met})
         print(f"{share:<5}  {'real':8}" + "".join(f"{middle[name]:>18.2f}" for name in MUST))
         print(f"{'':5}  {'spread':8}" + "".join(f"{100 * spread[name]:>16.1f} %" for name in MUST))
-        told = (f"{100 * off[name]:+.1f} % {'ok' if met[name] else 'NOT'}" for name in MUST)
-        print(f"{'':5}  {'off by':8}" + "".join(f"{text:>18}" for text in told), flush=True)
+        received = (f"{100 * off[name]:+.1f} % {'ok' if met[name] else 'NOT'}" for name in MUST)
+        print(f"{'':5}  {'off by':8}" + "".join(f"{text:>18}" for text in received), flush=True)
     print("must be" + " " * 8 + "".join(f"{f'{100 * most:.0f} %':>18}" for most in MUST.values()), flush=True)
     return rows
 
@@ -147,7 +147,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
     every = {f"{scheduler}, {evictor}": case_of(options, costs, scheduler, evictor) for scheduler, evictor in POLICIES}
     mean = lambda run: figures.figures(run, {}, {})["mean_e2el_ms"]  # noqa: E731
     real: dict[str, list[float]] = {name: [] for name in every}
-    said: dict[str, list[float]] = {name: [] for name in every}
+    reported: dict[str, list[float]] = {name: [] for name in every}
     for turn in range(args.repeats):
         names = [*every][turn % len(every) :] + [*every][: turn % len(every)]
         for name in names:
@@ -157,8 +157,8 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
             by = statistics.fmean(looks) if looks else 1.0
             # a slightly longer step changes which requests share a step, so a single run is not reliable
             near = [cases.simulate(every[name], at, costs.scaled(by * x), answers=False) for x in NEAR]
-            said[name].append(statistics.fmean(map(mean, near)))
-    rows = [(n, statistics.fmean(said[n]), statistics.median(real[n]), max(real[n]) - min(real[n])) for n in every]
+            reported[name].append(statistics.fmean(map(mean, near)))
+    rows = [(n, statistics.fmean(reported[n]), statistics.median(real[n]), max(real[n]) - min(real[n])) for n in every]
     noise = statistics.median(row[3] for row in rows)
     print(f"policy at {args.rank:g} of the knee: mean ms of a request, simulated and real")
     for name, one, other, spread in sorted(rows, key=lambda row: row[2]):
@@ -170,7 +170,7 @@ def ranking(llm: Any, options: dict[str, Any], trace: Any, costs: Any, knee: flo
         signs = [sign((a[1] - b[1]) * (a[2] - b[2])) for a, b in some]
         taus[which] = sum(signs) / len(signs) if signs else float("nan")
         print(f"  Kendall's tau over {which} ({len(some)}): {taus[which]:.2f} (must {TAU})", flush=True)
-    return {"rows": rows, "taus": taus, "noise": noise, "said": said, "real": real}
+    return {"rows": rows, "taus": taus, "noise": noise, "said": reported, "real": real}
 
 
 def costs_of(llm: Any, args: argparse.Namespace) -> CostTable:

@@ -76,7 +76,7 @@ class Selection:
     suitable."""
 
     kind: str
-    asked: str
+    requested: str
     request: PluginQuery
     chosen: Candidate | None
     candidates: tuple[Candidate, ...] = ()
@@ -100,9 +100,9 @@ class Selection:
 
     def explain(self) -> str:
         """Return the choice as text: a line for each candidate, with the reasons against it."""
-        asked = f"{self.asked}, prefer {', '.join(self.preferred)}" if self.preferred else self.asked
+        requested = f"{self.requested}, prefer {', '.join(self.preferred)}" if self.preferred else self.requested
         chosen = self.chosen.entry.label if self.chosen else "nothing suitable"
-        lines = [f"{self.kind} -> {chosen}   (asked: {asked})", f"  for {self.request}"]
+        lines = [f"{self.kind} -> {chosen}   (asked: {requested})", f"  for {self.request}"]
         entries = [*(c.entry for c in self.candidates), *self.skipped]
         width = max([len(e.label) for e in entries], default=0)
         for c in self.candidates:
@@ -124,7 +124,7 @@ class Selection:
         facts = {fact: sorted(v) if isinstance(v, (set, frozenset)) else v for fact, v in self.request.facts.items()}
         return {
             "seam": self.kind,
-            "asked": self.asked,
+            "asked": self.requested,
             "preferred": list(self.preferred),
             "facts": facts,
             "features": sorted(self.request.features),
@@ -154,7 +154,7 @@ class Selection:
         """
         if self.chosen is not None:
             return self.chosen
-        if self.asked != "auto" and len(self.candidates) == 1:
+        if self.requested != "auto" and len(self.candidates) == 1:
             refused = self.candidates[0]
             entry = refused.entry
             label = f"{self.kind} {shown(entry.label)}" if entry.builtin else str(entry)

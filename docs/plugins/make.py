@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from minivllm.registration.spec import ASKED, KINDS, OPTION_OF, Kind  # noqa: E402
+from minivllm.registration.spec import KINDS, OPTION_OF, REQUESTED, Kind  # noqa: E402
 from minivllm.testing.scaffold import about  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -215,7 +215,7 @@ def claims(kind: Kind) -> Iterator[str]:
     for head, names in (("Features:", kind.features), ("Traits:", kind.traits)):
         if names:
             yield from (head, "", *(f"* `{name}`: {meaning}" for name, meaning in names.items()), "")
-    if kind.name in ASKED:
+    if kind.name in REQUESTED:
         yield from ("`params`: any [parameters of requests](../plugins.md#what-a-spec-says); `reads = SPEC.reads`.", "")
 
 

@@ -31,7 +31,7 @@ def parser_of(tokenizer: Any) -> ReplyParser | None:
 class Separated:
     """Passes the text and the reasoning of an answer on to a view.
 
-    ``said`` and ``thoughts`` have them so far.  ``opened`` means that the prompt ends within the reasoning.
+    ``reported`` and ``thoughts`` have them so far.  ``opened`` means that the prompt ends within the reasoning.
     """
 
     def __init__(self, view: AnswerView, parser: ReplyParser | None, opened: bool = False) -> None:

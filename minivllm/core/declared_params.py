@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.errors import PluginError
 from minivllm.registration.parameters import Param
-from minivllm.registration.spec import ASKED
+from minivllm.registration.spec import REQUESTED
 
 if TYPE_CHECKING:
     from minivllm.registration.discovery import Entry
@@ -49,7 +49,7 @@ def builtin() -> Mapping[str, Declaration]:
 
     found: dict[str, Declaration] = {}
     for kind, name, target in BUILTINS:
-        if kind in ASKED:
+        if kind in REQUESTED:
             module, _, attribute = target.partition(":")
             spec = getattr(importlib.import_module(module), attribute)
             _add(found, spec.params, f"{kind} {name!r}")
@@ -109,8 +109,8 @@ def fault(kind: str, param: Param, taken: Callable[[str], bool]) -> str:
     Either requests have no parameters for its seam, or the name is a field of ``SamplingParams`` (``taken(name)``), or
     another plug-in declares the name differently.
     """
-    if kind not in ASKED:
-        return f", but a {kind} has no request parameters: expected a {', '.join(ASKED)}"
+    if kind not in REQUESTED:
+        return f", but a {kind} has no request parameters: expected a {', '.join(REQUESTED)}"
     if taken(param.name):
         return ", which all requests have: choose another name"
     other = known(param.name)
@@ -144,7 +144,7 @@ def installed() -> Mapping[str, Declaration]:
 def _of(catalog: Catalog) -> dict[str, Declaration]:
     """Return the parameters of the external plug-ins of a catalog."""
     found: dict[str, Declaration] = {}
-    for kind in ASKED:
+    for kind in REQUESTED:
         registry = catalog[kind]
         for entry in registry.entries:
             if not entry.builtin and not entry.blocked:

@@ -259,7 +259,7 @@ OPTION_OF = {  # kind -> name of its option in the configuration, if that differ
     "processor": "processors", "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
 }  # fmt: skip
 RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
-ASKED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests
+REQUESTED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests
 
 
 @dataclass(frozen=True)

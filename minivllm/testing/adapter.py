@@ -353,17 +353,17 @@ class AdapterConformance(Lasting, SpecConformance):
         folders = [tmp_path / f"served{number}" for number in range(FOLDERS)]
         for number, folder in enumerate(folders):
             self.write(folder, number, layers, points)
-        asked: list[LoRARequest | None] = [LoRARequest(f.name, 1 + n, str(f)) for n, f in enumerate(folders)]
-        asked.append(None)
+        requested: list[LoRARequest | None] = [LoRARequest(f.name, 1 + n, str(f)) for n, f in enumerate(folders)]
+        requested.append(None)
         with self._engine(path, max_loras=PLACES, enable_prefix_caching=False) as llm:
-            alone = [self._scores(llm, [one])[0] for one in asked]
+            alone = [self._scores(llm, [one])[0] for one in requested]
         for number, scores in enumerate(alone):
             same = [other for other in range(number) if alone[other] == scores]
             assert not same, f"adapters {number} and {same[0]} have the same log-probabilities"
         for places in (PLACES, 1):
             with self._engine(path, max_loras=places) as llm:
                 for _ in range(2):
-                    self._compare_scores(alone, self._scores(llm, asked))
+                    self._compare_scores(alone, self._scores(llm, requested))
 
     def _engine(self, path: Path, **options: Any) -> LLM:
         """Return an engine that serves the method."""
@@ -373,10 +373,10 @@ class AdapterConformance(Lasting, SpecConformance):
         plain: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
         return LLM(str(path), adapters=[choice], device=self.place(), max_num_seqs=4, **plain, **options)
 
-    def _scores(self, llm: LLM, asked: list[LoRARequest | None]) -> list[list[float]]:
+    def _scores(self, llm: LLM, requested: list[LoRARequest | None]) -> list[list[float]]:
         """Return the log-probabilities of the generated tokens of a request for each adapter."""
         params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
-        outputs = llm.generate([PROMPT] * len(asked), params, use_tqdm=False, lora_request=asked)
+        outputs = llm.generate([PROMPT] * len(requested), params, use_tqdm=False, lora_request=requested)
         for output in outputs:
             assert output.error is None, f"a request with an adapter ended with an error: {output.error}"
         rows = [output.outputs[0].logprobs or [] for output in outputs]

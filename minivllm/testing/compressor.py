@@ -156,9 +156,9 @@ class CompressorConformance(Lasting, SpecConformance):
             options["allow_targets"] = [self.plugin.partition(":")[0]]
         prompts = [PROMPT, PROMPT[:19], [59, *PROMPT]]
 
-        def tokens(llm: LLM, asked: list[list[int]], budget: float) -> list[list[int]]:
+        def tokens(llm: LLM, requested: list[list[int]], budget: float) -> list[list[int]]:
             params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=1, kv_budget=budget)
-            outputs = llm.generate(asked, params, use_tqdm=False)
+            outputs = llm.generate(requested, params, use_tqdm=False)
             for output in outputs:
                 assert output.error is None, f"a compressed request ended with an error: {output.error}"
             return [list(output.outputs[0].token_ids) for output in outputs]

@@ -338,8 +338,8 @@ class EncoderConformance(Lasting, SpecConformance):
         if ":" in self.plugin:
             options["allow_targets"] = [self.plugin.partition(":")[0]]
 
-        def answers(llm: LLM, *asked: dict[str, Any]) -> list[Any]:
-            outputs = llm.generate(list(asked), params, use_tqdm=False)
+        def answers(llm: LLM, *requested: dict[str, Any]) -> list[Any]:
+            outputs = llm.generate(list(requested), params, use_tqdm=False)
             for output in outputs:
                 assert output.error is None, f"a request with images ended with an error: {output.error}"
             return outputs

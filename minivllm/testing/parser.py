@@ -157,10 +157,10 @@ class ParserConformance(Lasting, SpecConformance):
             text = self.written(parser, "", calls)
             if text is None:
                 pytest.skip("the suite cannot write the format: override written")
-            thought, said, found = self.read(parser, text, ReplyContext(FUNCTIONS), 1)
+            thought, reported, found = self.read(parser, text, ReplyContext(FUNCTIONS), 1)
             parsed = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
             assert parsed == calls, f"{text!r}: found {parsed}"
-            assert not said.strip() and bool(thought) == parser.thinks(), f"{text!r}: {thought!r}, {said!r}"
+            assert not reported.strip() and bool(thought) == parser.thinks(), f"{text!r}: {thought!r}, {reported!r}"
 
     @since(1, 0)
     def test_texts_of_the_grammar_are_calls(self) -> None:
@@ -181,8 +181,8 @@ class ParserConformance(Lasting, SpecConformance):
             compiled = walker.compiled(source)
             texts = [walker.walk(compiled, rng) for _ in range(100 if self.long else 10)]
             for text in filter(None, texts):
-                _, said, calls = self.read(parser, text, walker.context(CLOSED), 1)
-                assert calls and not said.strip(), f"{text!r}: found {calls} and the content {said!r}"
+                _, reported, calls = self.read(parser, text, walker.context(CLOSED), 1)
+                assert calls and not reported.strip(), f"{text!r}: found {calls} and the content {reported!r}"
                 for name, arguments, ended in calls:
                     assert ended and fits(name, json.loads(arguments)), f"{text!r}: {name}({arguments})"
 
@@ -203,5 +203,5 @@ class ParserConformance(Lasting, SpecConformance):
         """Check that prose is content without a change, and that it is not held back."""
         parser = self.build()
         reply = parser.start(ReplyContext(FUNCTIONS))
-        said = "".join(part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))
-        assert said.strip() == PROSE.strip(), f"found the content {said!r}"
+        reported = "".join(part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))
+        assert reported.strip() == PROSE.strip(), f"found the content {reported!r}"

@@ -196,13 +196,13 @@ class PredictorConformance(Lasting, SpecConformance):
 
         engine = sim_engine(slots=3, max_len=60, blocks=40, budget=32, predictor=build)
         prompts = [[i % 7 + 1, *range(1, 3 + i)] for i in range(8)]
-        asked = [request(engine, str(i), p, max_tokens=1 + 3 * i % 20, seed=i) for i, p in enumerate(prompts)]
+        requested = [request(engine, str(i), p, max_tokens=1 + 3 * i % 20, seed=i) for i, p in enumerate(prompts)]
         for _ in range(2000):
             if not engine.busy:
                 break
             engine.step()
         at_rest(engine)
-        for one in asked:
+        for one in requested:
             assert outputs(one) == [answer(one.prompt.tolist(), one.params, s.sample, 60) for s in one.sequences]
         stats = engine.stats()["predictor"]
         assert stats["failed"] == 0, f"a call failed: {stats['error']}"

@@ -152,7 +152,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))  # some come only at the end
         history = tuple(map(int, [*early, *rng.permutation([8] * 300 + [9, 11] * 5), *late[:40]]))
         logits = normal_logits(rng, 3, self.vocab)
-        params = [SamplingParams.make(**asked) for asked in self.tried_rows() or [{}]]
+        params = [SamplingParams.make(**requested) for requested in self.tried_rows() or [{}]]
         for start in (10, len(history) - 10):  # of the output
             seqs = [SampledSeq(p, history[:start], history[start:], logits) for p in params]
             stage = Stage(self, len(seqs), max_len=len(history) + 8)
@@ -189,7 +189,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         for name in sorted(self.reads - set(self.unknown())):
             keywords = self.keywords_with(name)
             names = histories(self.vocab)
-            assert any(self._changes_a_logit(SamplingParams.make(**asked)) for asked in keywords), (
+            assert any(self._changes_a_logit(SamplingParams.make(**requested)) for requested in keywords), (
                 f"reads has {name!r}, and no logit changes with {keywords} after any of {len(names)} histories "
                 f"({', '.join(names)}): if it needs other values, override params()"
             )

@@ -219,7 +219,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the keywords whose parameters the sampler reads."""
-        return [asked for asked in tried if asked.keys() <= self.reads]
+        return [requested for requested in tried if requested.keys() <= self.reads]
 
     @since(1, 0)
     def test_each_limit_is_where_it_should_be(self) -> None:
@@ -229,8 +229,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         limits = self._readable(LIMITS)
         if not limits:
             pytest.skip("it reads no top_k, top_p or min_p")
-        for asked in limits:
-            self.check(SamplingParams.make(**asked), logits, 1 << 13)
+        for requested in limits:
+            self.check(SamplingParams.make(**requested), logits, 1 << 13)
 
     @since(1, 1)
     def test_what_it_says_it_draws_from_is_what_it_draws_from(self) -> None:
@@ -239,14 +239,14 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         if type(self.make(12, MAX_LEN)).drawn_from is Sampler.drawn_from:
             pytest.skip("it has no drawn_from")
         logits = torch.linspace(0.6, 0.0, 12)
-        for asked in [{}, *self._readable(LIMITS)]:
-            params = SamplingParams.make(**asked)
-            row, greedy = self._drawn_from(params, logits, str(asked))
+        for requested in [{}, *self._readable(LIMITS)]:
+            params = SamplingParams.make(**requested)
+            row, greedy = self._drawn_from(params, logits, str(requested))
             near = "temperature" not in self.reads or torch.allclose(greedy, logits.double().softmax(0), atol=1e-6)
             assert near, f"greedy row: {greedy}"
             must, may, want = self.must_and_may(params, logits)
-            assert not (row[~may] > 0).any() and (row[must] > 0).all(), f"{asked}: {row}, drawn are {may}"
-            assert want is None or torch.allclose(row, want, atol=1e-5), f"{asked}: {row}; expected {want}"
+            assert not (row[~may] > 0).any() and (row[must] > 0).all(), f"{requested}: {row}, drawn are {may}"
+            assert want is None or torch.allclose(row, want, atol=1e-5), f"{requested}: {row}; expected {want}"
 
     def _drawn_from(self, params: SamplingParams, logits: Tensor, label: str) -> Tensor:
         """Return the probabilities f64 [2, V] by ``drawn_from`` of a row with some parameters, and of a greedy row."""
@@ -272,13 +272,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         stay, worse tokens never may."""
         logits = torch.tensor([1.0, 2.0, 1.0, 0.5, 1.0, 2.5, 0.5, 1.0])
         tried: list[dict[str, Any]] = [{"top_k": k} for k in (1, 2, 4, 6)]
-        for asked in self._readable([*tried, {"top_p": 0.65}, {"top_k": 4, "top_p": 0.8}]):
-            params = SamplingParams.make(**asked)
+        for requested in self._readable([*tried, {"top_p": 0.65}, {"top_k": 4, "top_p": 0.8}]):
+            params = SamplingParams.make(**requested)
             self.check(params, logits, 1 << 12)
             must = self.must_and_may(params, logits)[0].nonzero().flatten()
             drawn = self.draws(params, logits, self.keys(1 << 12))
             missing = set(must.tolist()) - set(drawn.tolist())
-            assert not missing, f"{asked}: tokens {sorted(missing)} are better than those at the edge and never come"
+            assert not missing, (
+                f"{requested}: tokens {sorted(missing)} are better than those at the edge and never come"
+            )
 
     @since(1, 0)
     def test_logits_keep_the_precision_of_float32(self) -> None:
@@ -318,14 +320,14 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         low = -1e30
         extreme = torch.tensor([[seed, 1, 0] for seed, lane in (*SMALLEST, *LARGEST)])
         keys = torch.cat([extreme, self.keys(1 << 12)])
-        for asked in self.tried_rows():
-            params = SamplingParams.make(**asked)
+        for requested in self.tried_rows():
+            params = SamplingParams.make(**requested)
             for few in ({3: -100.0, 60: -104.0}, {66: low}, {0: 0.0}, {33: 0.0}, {65: 0.0}, {7: low, 8: low}):
                 logits = torch.full((67,), -torch.inf)
                 logits[list(few)] = torch.tensor(list(few.values()))
                 wrong = [t for t in self.draws(params, logits, keys).tolist() if t not in few]
                 shown = f"drew {wrong[:5]}, {len(wrong)} times"
-                assert not wrong, f"{asked}: all logits but those of {few} are -inf; {shown}"
+                assert not wrong, f"{requested}: all logits but those of {few} are -inf; {shown}"
 
     @since(1, 0)
     def test_greedy_takes_a_best_token_and_no_noise(self) -> None:
@@ -337,18 +339,20 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         ties = logits.clone()
         ties[[4, 13, 50]] = 6.0
         limits = self._readable([{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
-        for asked, others in itertools.product(limits, ((), self._others())):
-            params = SamplingParams.make(temperature=0.0, **asked)
+        for requested, others in itertools.product(limits, ((), self._others())):
+            params = SamplingParams.make(temperature=0.0, **requested)
             drawn = set(self.draws(params, logits, self.keys(512), others).tolist())
-            assert drawn == {13}, f"{asked}: drew {sorted(drawn)}; expected 13, the best by one unit in the last place"
+            assert drawn == {13}, (
+                f"{requested}: drew {sorted(drawn)}; expected 13, the best by one unit in the last place"
+            )
             drawn = set(self.draws(params, ties, self.keys(512), others).tolist())
             same = len(drawn) == 1 and drawn < {4, 13, 50}
-            assert same, f"{asked}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
+            assert same, f"{requested}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
 
     def _others(self) -> tuple[SampledSeq, ...]:
         """Return a sequence for each element of ``tried_rows``."""
         logits = torch.linspace(-1, 1, 67)
-        return tuple(_new_sequence(SamplingParams.make(**asked), logits) for asked in self.tried_rows())
+        return tuple(_new_sequence(SamplingParams.make(**requested), logits) for requested in self.tried_rows())
 
     @since(1, 0)
     def test_extreme_temperatures_and_logits(self) -> None:
@@ -358,8 +362,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         for temperature, scale in itertools.product((1e-2, 1e-4, 1.1e-5, 1e-5, 1e-7, 1e-30), (1.0, -1.0, 3.0)):
             logits = torch.where(far.isfinite(), far * scale, far).clamp(max=3e4)
             best = int(logits.argmax())
-            for asked in self._readable([{}, {"top_p": 0.9}]):
-                params = SamplingParams.make(temperature=temperature, **asked)
+            for requested in self._readable([{}, {"top_p": 0.9}]):
+                params = SamplingParams.make(temperature=temperature, **requested)
                 drawn = sorted(set(self.draws(params, logits, self.keys(64)).tolist()))
                 assert drawn == [best], f"temperature={temperature}: drew {drawn} of {logits.tolist()}; expected {best}"
         self.check(SamplingParams(temperature=2.0), torch.linspace(-0.1, 0.1, 8), 1 << 16)
@@ -370,8 +374,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         engine ends such a sequence, and the step must continue."""
         rng = torch.Generator().manual_seed(4)
         fine = [0, 4]
-        for asked in self.tried_rows():
-            params = SamplingParams.make(**asked)
+        for requested in self.tried_rows():
+            params = SamplingParams.make(**requested)
             logits = torch.randn(5, self.vocab, generator=rng)
             stage = Stage(self, 5)
             stage.join(range(5), [_new_sequence(params, row, i) for i, row in enumerate(logits)])
@@ -380,7 +384,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             logits[2] = -torch.inf
             logits[3, 7] = torch.inf
             got = stage.draw(range(5), logits)[fine].tolist()
-            assert got == want, f"{asked}: rows {fine} drew {got}, and {want} beside rows with finite logits"
+            assert got == want, f"{requested}: rows {fine} drew {got}, and {want} beside rows with finite logits"
 
     @since(1, 0)
     def test_a_large_vocabulary(self) -> None:
@@ -389,8 +393,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
         tried = [*self.tried_rows(), *self._readable([{"top_k": 2000}, {"top_p": 0.99}])]
         seqs = []
-        for i, asked in enumerate(tried):
-            seqs.append(_new_sequence(SamplingParams.make(**asked), logits.roll(977 * i), i))
+        for i, requested in enumerate(tried):
+            seqs.append(_new_sequence(SamplingParams.make(**requested), logits.roll(977 * i), i))
         stage = Stage(self, len(seqs), vocab=LARGE)
         stage.join(range(len(seqs)), seqs)
         drawn = stage.draw(range(len(seqs)), stack_logits(seqs)).cpu()
@@ -472,8 +476,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         draws or their order."""
         logits = torch.linspace(-1, 1, 67)
         keys = self.keys(256)
-        for asked in self.tried_rows():
-            params = SamplingParams.make(**asked)
+        for requested in self.tried_rows():
+            params = SamplingParams.make(**requested)
             first = self.draws(params, logits, keys)
             for order, got in (
                 ("again", self.draws(params, logits, keys)),
@@ -485,4 +489,4 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
                 if wrong:
                     at = wrong[0]
                     rows = f"{len(wrong)} of {len(got)} rows, such as row {at}"
-                    pytest.fail(f"{asked}: {order}, other tokens come in {rows}: {got[at]}, not {first[at]}")
+                    pytest.fail(f"{requested}: {order}, other tokens come in {rows}: {got[at]}, not {first[at]}")

@@ -36,9 +36,9 @@ class Batches:
         steps of one row, of three and of many.  The other rows have other parameters, and logits that are peaked, even,
         larger, smaller or nearly all -inf: no maximum, mean, order or length of the batch may enter the limits of a
         row."""
-        for asked in self.tried_rows():
+        for requested in self.tried_rows():
             for spread in SPREADS:
-                self._check_row(SamplingParams.make(**asked), spread)
+                self._check_row(SamplingParams.make(**requested), spread)
 
     def _check_row(self, params: SamplingParams, spread: float) -> None:
         """Compare draws of one row in several batches; ``spread`` is the largest logit."""
@@ -70,8 +70,8 @@ class Batches:
         tried = self.tried_rows()
         kinds = unlike(row)
         for i in range(5 * len(kinds)):
-            asked = tried[(i + i // len(tried)) % len(tried)]
-            yield SampledSeq(SamplingParams.make(**asked), (0,), (), kinds[i % len(kinds)], seed=i)
+            requested = tried[(i + i // len(tried)) % len(tried)]
+            yield SampledSeq(SamplingParams.make(**requested), (0,), (), kinds[i % len(kinds)], seed=i)
 
     def _check_drawn_from(self, seq: SampledSeq, crowd: Sequence[SampledSeq]) -> None:
         """Compare the result of ``drawn_from`` for a row alone with that for the row before and after others."""

@@ -169,13 +169,13 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
         @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
         def holds(data: Any, prompt_len: int) -> None:
-            asked = data.draw(self.keywords(self.vocab))
+            requested = data.draw(self.keywords(self.vocab))
             first, second = self.make(self.vocab), self.make(self.vocab)
-            row = self.bound(first, SamplingParams.make(**asked), prompt_len)
-            check_row(row, first.columns(), str(asked))
+            row = self.bound(first, SamplingParams.make(**requested), prompt_len)
+            check_row(row, first.columns(), str(requested))
             for instance in (first, second):
-                again = self.bound(instance, SamplingParams.make(**asked), prompt_len)
-                assert same_rows(row, again), f"bind({asked}) returned {row}, and {again} when it was called again"
+                again = self.bound(instance, SamplingParams.make(**requested), prompt_len)
+                assert same_rows(row, again), f"bind({requested}) returned {row}, and {again} when it was called again"
 
     @since(1, 0)
     def test_bad_values_are_refused_by_name(self) -> None:
@@ -186,25 +186,25 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         for name in sorted(self.reads & set(STANDARD)):
             for value in wrong_values(name, self.vocab):
                 self._check_refusal(instance, name, {name: value}, True)
-        for asked in self.wrong_params(self.vocab):
-            self._check_refusal(instance, next(iter(asked.get("extra") or asked)), asked, True)
+        for requested in self.wrong_params(self.vocab):
+            self._check_refusal(instance, next(iter(requested.get("extra") or requested)), requested, True)
         for name in sorted(self.reads - PROCESSED):
             for value in GARBAGE:
                 self._check_refusal(instance, name, {"extra": {name: value}}, False)
 
-    def _check_refusal(self, instance: Any, name: str, asked: Mapping[str, Any], required: bool) -> None:
+    def _check_refusal(self, instance: Any, name: str, requested: Mapping[str, Any], required: bool) -> None:
         """Bind parameters, which must be refused by ``name`` if ``required``, and may else be refused or served."""
         try:
-            row = self.bound(instance, SamplingParams.make(**asked))
+            row = self.bound(instance, SamplingParams.make(**requested))
         except RequestError as e:
-            assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: expected {name!r}"
+            assert e.param == name, f"bind({requested}): RequestError names parameter {e.param!r}: expected {name!r}"
         except Exception as e:
-            pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; expected a RequestError", pytrace=False)
+            pytest.fail(f"bind({requested}) raised {type(e).__name__}: {e}; expected a RequestError", pytrace=False)
         else:
             if required:
                 wish = f"expected a RequestError that names {name!r}"
-                pytest.fail(f"bind({asked}) returned {row}: {wish}", pytrace=False)
-            check_row(row, instance.columns(), str(asked))
+                pytest.fail(f"bind({requested}) returned {row}: {wish}", pytrace=False)
+            check_row(row, instance.columns(), str(requested))
 
     @since(1, 0)
     def test_a_parameter_that_it_does_not_read_has_no_effect(self) -> None:
@@ -221,19 +221,19 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
         @self.for_all(20, st.data())
         def holds(data: Any) -> None:
-            asked = data.draw(self.keywords(self.vocab))
-            params = SamplingParams.make(**asked)
-            plain = check_row_type(self.bound(instance, params), str(asked))
-            extra = {**asked.get("extra", {}), "no_one_reads_this": 1.0}
-            row = self.bound(instance, SamplingParams.make(**{**other, **asked, "extra": extra}))
+            requested = data.draw(self.keywords(self.vocab))
+            params = SamplingParams.make(**requested)
+            plain = check_row_type(self.bound(instance, params), str(requested))
+            extra = {**requested.get("extra", {}), "no_one_reads_this": 1.0}
+            row = self.bound(instance, SamplingParams.make(**{**other, **requested, "extra": extra}))
             assert same_rows(plain, row), (
-                f"bind({asked}) returned {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
+                f"bind({requested}) returned {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
             )
             noted = Noted(params.extra)
             self.bound(instance, replace(params, extra=noted))
             hidden = sorted(noted.names - self.reads)
             assert not hidden, (
-                f"bind({asked}) looks up {', '.join(hidden)} in extra, which `reads` does not name: a request that "
+                f"bind({requested}) looks up {', '.join(hidden)} in extra, which `reads` does not name: a request that "
                 "sets it is refused, so declare it there"
             )
 

@@ -335,22 +335,22 @@ def some_prompt(n: int, vocab: int) -> np.ndarray:
     return ids
 
 
-def check_row_type(row: Any, asked: str) -> Row | None:
-    """Return the result of ``bind``, or fail if it is neither a Row nor None; ``asked`` are its parameters."""
+def check_row_type(row: Any, requested: str) -> Row | None:
+    """Return the result of ``bind``, or fail if it is neither a Row nor None; ``requested`` are its parameters."""
     assert row is None or isinstance(row, Row), (
-        f"bind({asked}) returned {shown(row)} ({type(row).__name__}): expected a Row or None"
+        f"bind({requested}) returned {shown(row)} ({type(row).__name__}): expected a Row or None"
     )
     return row
 
 
-def check_row(row: Row | None, columns: Mapping[str, Column], asked: str) -> None:
+def check_row(row: Row | None, columns: Mapping[str, Column], requested: str) -> None:
     """Fail unless the declared columns can hold the values of a row without a change."""
-    if check_row_type(row, asked) is None:
+    if check_row_type(row, requested) is None:
         return
     fits = isinstance(row.variant, int) and 0 <= row.variant < 2**63
-    assert fits, f"bind({asked}) returned variant={row.variant!r}: expected a whole number of at most 63 bits"
+    assert fits, f"bind({requested}) returned variant={row.variant!r}: expected a whole number of at most 63 bits"
     for name, value in row.values.items():
-        label = f"bind({asked}): column {name!r}"
+        label = f"bind({requested}): column {name!r}"
         assert name in columns, f"{label} is not declared: columns() has {sorted(columns) or 'none'}"
         _check_value(value, columns[name], label)
 

@@ -61,12 +61,12 @@ class SamplingSizes(Lasting):
         if "cuda" not in self.values("device", "cpu", "cuda"):
             pytest.skip("it claims only the CPU, where nothing waits")
         logits = normal_logits(np.random.default_rng(4), 2, self.vocab)
-        for asked in self._keywords_to_try():
+        for requested in self._keywords_to_try():
             stage = Stage(self, 1)  # type: ignore[arg-type]
-            stage.join([0], [SampledSeq(SamplingParams.make(**asked), (1, 2, 3), (4, 5), logits, seed=1)])
+            stage.join([0], [SampledSeq(SamplingParams.make(**requested), (1, 2, 3), (4, 5), logits, seed=1)])
             stage.waited = []
             self.output(stage, [0], logits[None])
-            no_wait(stage.waited, f"with {asked} it")
+            no_wait(stage.waited, f"with {requested} it")
 
     def once_more(self, instance: Any, number: int) -> None:
         """Serve a new sequence: bind it, commit its tokens, and change its logits or draw from them."""
@@ -81,7 +81,7 @@ class SamplingSizes(Lasting):
     def test_many_rows_get_what_each_gets_alone(self) -> None:
         """Check a step of 150 rows, as a server has: no grid, buffer or index may end before them."""
         rng = np.random.default_rng(11)
-        params = [SamplingParams.make(**asked) for asked in self._keywords_to_try()]
+        params = [SamplingParams.make(**requested) for requested in self._keywords_to_try()]
         seqs = []
         for i in range(ROWS):
             ids = tuple(rng.integers(0, 9, 7).tolist())
@@ -137,10 +137,10 @@ class ProcessorSizes(SamplingSizes):
         logits = normal_logits(np.random.default_rng(4), 3, WIDE)
         worker = self.make(WIDE)
         served = False
-        for name, asked, end in self._long():
+        for name, requested, end in self._long():
             if name not in self.reads:
                 continue
-            seq = SampledSeq(SamplingParams.make(**asked), (1, 2), end, logits)
+            seq = SampledSeq(SamplingParams.make(**requested), (1, 2), end, logits)
             try:
                 worker.bind_prompt(seq.params, some_prompt(2, WIDE))
             except RequestError as e:
@@ -162,8 +162,8 @@ class ProcessorSizes(SamplingSizes):
         rng = np.random.default_rng(3)
         prompt = (50, *rng.integers(0, 40, HISTORY).tolist(), 51)
         logits = normal_logits(rng, 3, self.vocab)
-        for asked in self._keywords_to_try():
-            seq = SampledSeq(SamplingParams.make(**asked), prompt, (52, 3, 52), logits)
+        for requested in self._keywords_to_try():
+            seq = SampledSeq(SamplingParams.make(**requested), prompt, (52, 3, 52), logits)
             self._check_alone(seq, max_len=HISTORY + 9, history=HISTORY + 9)
 
 
@@ -176,16 +176,16 @@ class SamplerSizes(SamplingSizes):
         only at the best 64 or 1,024 tokens draws too few, and one that takes 0.97 for 1 too many."""
         logits = torch.linspace(0.6, 0.0, WIDE)
         tried: Sequence[dict[str, Any]] = ({"top_k": 100}, {"top_k": 2000}, {"top_p": 0.97})
-        for asked in (a for a in tried if a.keys() <= self.reads):
-            params = SamplingParams.make(**asked)
+        for requested in (a for a in tried if a.keys() <= self.reads):
+            params = SamplingParams.make(**requested)
             must, may, prob = self.must_and_may(params, logits)
             tokens = self.draws(params, logits, self.keys(1 << 10))
             wrong = tokens[~may[tokens]][:5].tolist()
-            assert not wrong, f"{asked} of {WIDE} tokens: drew {wrong}, which the limit excludes"
+            assert not wrong, f"{requested} of {WIDE} tokens: drew {wrong}, which the limit excludes"
             if prob is None and torch.equal(must, may):
                 prob = torch.where(may, logits.double().softmax(0), 0.0)
             if prob is not None:
-                check_draws(tokens, prob / prob.sum(), f"{asked} of {WIDE} tokens", ALPHA)
+                check_draws(tokens, prob / prob.sum(), f"{requested} of {WIDE} tokens", ALPHA)
 
     @since(1, 0)
     def test_tokens_that_are_far_apart_have_noise_of_their_own(self) -> None:

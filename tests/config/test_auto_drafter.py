@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: GPU)
+    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda requested: GPU)
 
 
 def wire(folder, **options):

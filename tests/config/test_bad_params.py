@@ -112,7 +112,7 @@ def test_every_bad_value_is_refused_by_name_and_disturbs_nobody(llm):
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("requested", "param"),
     [
         (dict(n=4, max_tokens=2000), "max_tokens"), (dict(n=9), "n"),
         (dict(min_tokens=9, max_tokens=5), "min_tokens"), (dict(stop="x", detokenize=False), "stop"),
@@ -122,23 +122,23 @@ def test_every_bad_value_is_refused_by_name_and_disturbs_nobody(llm):
         (dict(choose_fn=lambda x, ids: 1, logprobs=1), "choose_fn"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_by_name(llm, asked, param):
+def test_what_does_not_go_together_is_refused_by_name(llm, requested, param):
     """n x max_tokens beyond the pool, text without a tokenizer, a sampler that reads it not."""
     with pytest.raises(RequestError) as e:
-        llm.generate([1, 2, 3], SamplingParams(**asked), use_tqdm=False)
+        llm.generate([1, 2, 3], SamplingParams(**requested), use_tqdm=False)
     assert e.value.param == param and param in str(e.value)
 
 
 def test_ids_are_those_of_the_model_and_not_of_the_tokenizer(llm):
     """The last id of the logits is in the vocabulary even if the tokenizer has no token for it.  The next id is not."""
     last = VOCAB - 1
-    for asked in (
+    for requested in (
         dict(allowed_token_ids=[last]),
         dict(bad_words=[[last]]),
         dict(logit_bias={last: 100}),
         dict(stop_token_ids=[last]),
     ):
-        out = llm.generate([last, 1], SamplingParams(temperature=0, max_tokens=2, **asked), use_tqdm=False)[0]
+        out = llm.generate([last, 1], SamplingParams(temperature=0, max_tokens=2, **requested), use_tqdm=False)[0]
         assert out.error is None
     with pytest.raises(RequestError, match=f"{VOCAB}.*0 to {last}"):
         llm.generate([VOCAB], SamplingParams(), use_tqdm=False)
@@ -147,7 +147,7 @@ def test_ids_are_those_of_the_model_and_not_of_the_tokenizer(llm):
 def test_large_values_that_can_be_served_are_answered(llm):
     """As many as the limits allow, numpy numbers, ranges."""
     start = time.thread_time()
-    for asked in (
+    for requested in (
         dict(allowed_token_ids=range(VOCAB)),
         dict(allowed_token_ids=np.arange(VOCAB)),
         dict(bad_words=[[1] * 16] * 256),
@@ -162,8 +162,8 @@ def test_large_values_that_can_be_served_are_answered(llm):
         dict(stop_token_ids=np.arange(20)),
         dict(repetition_penalty=1e6),
     ):
-        out = llm.generate([1, 2, 3], SamplingParams(max_tokens=2, **asked), use_tqdm=False)[0]
-        assert out.error is None and len(out.tokens) >= 1, asked
+        out = llm.generate([1, 2, 3], SamplingParams(max_tokens=2, **requested), use_tqdm=False)[0]
+        assert out.error is None and len(out.tokens) >= 1, requested
     assert time.thread_time() - start < 13 * 2
 
 

@@ -187,12 +187,12 @@ def test_a_value_on_the_command_line_means_itself(value):
 )  # fmt: skip
 def test_a_fault_in_a_file_is_told_with_its_place(write, text, name, message):
     path = write(text, name)
-    said = refusal(files=[path])
+    reported = refusal(files=[path])
     if message.endswith((":1: Invalid value", "Cannot overwrite a value")):  # the column is the parser's business
         place, _, what = message.rpartition(": ")
-        assert said.startswith(place.replace("{path}", path).rpartition(":")[0]) and said.endswith(what)
+        assert reported.startswith(place.replace("{path}", path).rpartition(":")[0]) and reported.endswith(what)
     else:
-        assert said == message.replace("{path}", path)
+        assert reported == message.replace("{path}", path)
 
 
 def test_a_missing_file_is_told(tmp_path):

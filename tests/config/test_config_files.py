@@ -277,9 +277,9 @@ def test_a_fault_in_a_family_is_told_with_its_place(write, files, message):
 
 
 def test_extends_belongs_into_a_file(write):
-    said = "extends is for files only; here, pass both files with --config"
-    assert refusal(sets=["extends=a.toml"]) == f"--set: {said}"
-    assert refusal(keywords={"extends": "a.toml"}) == said
+    reported = "extends is for files only; here, pass both files with --config"
+    assert refusal(sets=["extends=a.toml"]) == f"--set: {reported}"
+    assert refusal(keywords={"extends": "a.toml"}) == reported
     assert len(read_chain(write("a.toml", "extends = []\n"))) == 1
 
 

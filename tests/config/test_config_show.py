@@ -34,7 +34,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said(capsys, *args):
+def reported(capsys, *args):
     code = main(list(args))
     return (code, *capsys.readouterr())
 
@@ -56,7 +56,7 @@ def test_what_is_shown_can_be_read_again_and_means_the_same(here, capsys):
     (here / "base.toml").write_text(BASE)
     (here / "a.yaml").write_text(CHILD, encoding="utf-8")
     for flags in ([], ["--origin"]):
-        code, out, err = said(capsys, "config", "show", "a.yaml", "--set", "strategies=['single']", *flags)
+        code, out, err = reported(capsys, "config", "show", "a.yaml", "--set", "strategies=['single']", *flags)
         assert (code, err) == (0, "")
         (here / "again.toml").write_text(out, encoding="utf-8")
         first, again = load_config(["a.yaml"], ["strategies=['single']"]), load_config(["again.toml"])
@@ -66,7 +66,7 @@ def test_what_is_shown_can_be_read_again_and_means_the_same(here, capsys):
 def test_each_value_is_shown_with_its_origin_and_a_plugin_with_its_version(here, capsys):
     (here / "base.toml").write_text(BASE)
     (here / "a.yaml").write_text(CHILD)
-    _, out, _ = said(capsys, "config", "show", "a.yaml", "--origin", "--set", "evictor=lru", "--model", "pocket")
+    _, out, _ = reported(capsys, "config", "show", "a.yaml", "--origin", "--set", "evictor=lru", "--model", "pocket")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
         "# base.toml",
@@ -89,12 +89,12 @@ def test_each_value_is_shown_with_its_origin_and_a_plugin_with_its_version(here,
 
 def test_as_json_there_are_plain_values_or_an_object_for_each_option(here, capsys):
     (here / "base.toml").write_text(BASE)
-    shown = json.loads(said(capsys, "config", "show", "--config", "base.toml", "--format", "json")[1])
+    shown = json.loads(reported(capsys, "config", "show", "--config", "base.toml", "--format", "json")[1])
     assert (
         shown["seed"] == 7 and shown["scheduler"]["options"]["weights"] == {"a": 1.5} and shown["max_model_len"] is None
     )
     args = ("--config", "base.toml", "--format", "json", "--origin", "--set", "attention=sdpa")
-    rows = json.loads(said(capsys, "config", "show", *args)[1])
+    rows = json.loads(reported(capsys, "config", "show", *args)[1])
     assert rows["attention.name"] == {
         "value": "sdpa",
         "origin": "--set",
@@ -313,15 +313,15 @@ def test_the_default_configuration_fits_its_schema(complaints):
 
 
 def test_the_schema_is_written_to_a_file_or_to_standard_output(here, capsys):
-    code, out, err = said(capsys, "schema")
+    code, out, err = reported(capsys, "schema")
     assert (code, err) == (0, "") and json.loads(out)["$schema"] == "http://json-schema.org/draft-07/schema#"
-    assert said(capsys, "schema", "-o", "s.json") == (
+    assert reported(capsys, "schema", "-o", "s.json") == (
         0,
         "",
         "written; the first line of a TOML file beside it names it: #:schema ./s.json\n",
     )
     assert json.loads((here / "s.json").read_text()) == json.loads(out)
-    assert said(capsys, "schema", "-o", "no/s.json") == (
+    assert reported(capsys, "schema", "-o", "no/s.json") == (
         2,
         "",
         "minivllm: error: no/s.json: No such file or directory\n",
@@ -335,10 +335,10 @@ def test_a_target_runs_only_where_the_command_line_or_python_allows_it(here, pac
     code = "from minivllm.core.interfaces.scheduler import SchedulerPolicy\nclass Mine(SchedulerPolicy):\n    'mine'\n"
     package("my_policy", code)
     (here / "a.toml").write_text("scheduler = 'my_policy:Mine'\n")
-    code, out, _ = said(capsys, "config", "show", "a.toml", "--origin")
+    code, out, _ = reported(capsys, "config", "show", "a.toml", "--origin")
     assert code == 0 and "# a.toml:1, scheduler: 'my_policy:Mine' is a target, and a target runs code" in out
     assert "my_policy" not in sys.modules
-    _, out, _ = said(capsys, "config", "show", "a.toml", "--origin", "--allow-target", "my_policy")
+    _, out, _ = reported(capsys, "config", "show", "a.toml", "--origin", "--allow-target", "my_policy")
     assert "# a.toml:1, local -" in out
     with pytest.raises(ConfigError, match="a file that names code must not allow it"):
         (here / "b.toml").write_text("extends = 'a.toml'\nallow_targets = ['my_policy']\n")

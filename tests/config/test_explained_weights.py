@@ -37,34 +37,36 @@ def test_the_bytes_that_are_told_are_those_that_the_loaded_model_takes(tmp_path,
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "tie_word_embeddings": tied}
     tiny_dir(tmp_path, "llama", **sizes)
     options = dict(device="cpu", dtype="float32", skip_tokenizer_init=True)
-    said = explained(str(tmp_path), quantizer=chosen, **options)
+    reported = explained(str(tmp_path), quantizer=chosen, **options)
     with LLM(model=str(tmp_path), quantizer=chosen, num_kvcache_blocks=20, graph="off", **options) as llm:
         held = llm.engine.capacity.weight_bytes
-    assert float(said["weights"].split(" MiB")[0]) == pytest.approx(held / 2**20, abs=0.05)
-    plain = re.fullmatch(r"[\d.]+ MiB of ([\d.]+) MiB", said["weights"])
+    assert float(reported["weights"].split(" MiB")[0]) == pytest.approx(held / 2**20, abs=0.05)
+    plain = re.fullmatch(r"[\d.]+ MiB of ([\d.]+) MiB", reported["weights"])
     assert plain and float(plain[1]) * 2**20 >= held - 2**16
 
 
 def test_components_say_what_is_left_unquantized_and_by_which_form_others_are_held():
     rules = {"name": "int4", "options": {"skip": ["*.o"], "bits": {"*.down": 8}}}
-    said = explained("pocket", quantizer=rules, dtype="float32", device="cpu")
-    assert said["attn.o"].endswith("unquantized, float32") and said["embed"].endswith("unquantized, float32")
-    assert said["mlp.down"].endswith("int8 and float32, as int8") and said["mlp.gate_up"].endswith("uint8 and float32")
-    assert said["lm_head"] == "0.0 MiB: the embedding's weight"
-    assert "made numbers of" in said["rows any"]
+    reported = explained("pocket", quantizer=rules, dtype="float32", device="cpu")
+    assert reported["attn.o"].endswith("unquantized, float32") and reported["embed"].endswith("unquantized, float32")
+    assert reported["mlp.down"].endswith("int8 and float32, as int8") and reported["mlp.gate_up"].endswith(
+        "uint8 and float32"
+    )
+    assert reported["lm_head"] == "0.0 MiB: the embedding's weight"
+    assert "made numbers of" in reported["rows any"]
 
 
 def test_rules_by_layer_and_by_part_and_the_embedding_are_told():
     rules = {"embedding": True, "bits": {"layers.[0-2].mlp.down": "nf4", "*.v_proj": 16, "*.o_proj": "llm-int8"}}
-    said = explained("pocket", quantizer={"name": "int4", "options": rules}, dtype="float32", device="cpu")
-    assert said["mlp.down"].endswith("MiB: uint8 and float32, as nf4 (3); uint8 and float32 (5)")
-    assert said["attn.qkv"] == "8 modules, 1.5 MiB of 4.0 MiB: uint8 and float32, as int4 (q, k) and none (v)"
+    reported = explained("pocket", quantizer={"name": "int4", "options": rules}, dtype="float32", device="cpu")
+    assert reported["mlp.down"].endswith("MiB: uint8 and float32, as nf4 (3); uint8 and float32 (5)")
+    assert reported["attn.qkv"] == "8 modules, 1.5 MiB of 4.0 MiB: uint8 and float32, as int4 (q, k) and none (v)"
     assert (
-        said["attn.o"].endswith("int8 and float32, as llm-int8")
-        and said["lm_head"] == "0.0 MiB: the embedding's weight"
+        reported["attn.o"].endswith("int8 and float32, as llm-int8")
+        and reported["lm_head"] == "0.0 MiB: the embedding's weight"
     )
-    assert said["embed"] == "0.3 MiB of 2.0 MiB: uint8 and float32"
-    assert not any("captured" in key for key in said), "the native part reads no packed embedding"
+    assert reported["embed"] == "0.3 MiB of 2.0 MiB: uint8 and float32"
+    assert not any("captured" in key for key in reported), "the native part reads no packed embedding"
     whole = explained("pocket", quantizer="int4", dtype="float32", device="cpu")
     assert "rows of captured steps" in whole
     assert not any(

@@ -122,7 +122,7 @@ def test_a_schema_of_another_kind_is_refused_on_the_command_line(tmp_path, capsy
 
     for path in (tmp_path, "/dev/zero", "/proc/self/mem"):
         assert main(["generate", "hi", "--json-schema", str(path)]) == 2
-        assert "--json-schema" in (said := capsys.readouterr().err) and "bug" not in said
+        assert "--json-schema" in (reported := capsys.readouterr().err) and "bug" not in reported
 
 
 @contextlib.contextmanager

@@ -152,8 +152,8 @@ def test_a_server_uses_the_defaults_for_absent_fields_and_the_file_is_no_limit(m
         ask = {"prompt": "Once upon", "ignore_eos": True}
         short = running.post("/v1/completions", ask).json()
         assert short["usage"]["completion_tokens"] == 7 and short["choices"][0]["finish_reason"] == "length"
-        asked = {**ask, "max_tokens": 12, "temperature": 0, "top_k": 0}
-        assert running.post("/v1/completions", asked).json()["usage"]["completion_tokens"] == 12
+        requested = {**ask, "max_tokens": 12, "temperature": 0, "top_k": 0}
+        assert running.post("/v1/completions", requested).json()["usage"]["completion_tokens"] == 12
     finally:
         running.close()
     assert (seen[0].temperature, seen[0].top_k, seen[0].min_p) == (0.6, 20, 0.1)

@@ -101,7 +101,7 @@ def test_a_cached_model_is_found_at_each_of_its_revisions_without_a_network(cach
 def test_a_cached_model_is_not_asked_for(cache, hub):
     put_into_cache(cache, "some/model", POCKET)
     hub.served["some/model"] = (DRAFT, {"main": OTHER})  # a newer one is there
-    assert find_model("some/model").name == COMMIT and hub.asked == []
+    assert find_model("some/model").name == COMMIT and hub.requested == []
 
 
 def test_a_download_dir_is_the_cache_that_is_used(cache, tmp_path, monkeypatch):
@@ -143,9 +143,9 @@ def test_a_download_is_of_safetensors_configuration_and_tokenizer_only(cache, hu
     there = {p.name for p in POCKET.iterdir()} - {"README.md"}
     assert {p.name for p in folder.iterdir()} == there | {"vocab.txt", "spiece.model", "chat_template.jinja"}
     assert (folder / "model.safetensors").read_bytes() == (POCKET / "model.safetensors").read_bytes()
-    assert not any(path.endswith(bad) for path in hub.asked)
-    asked = len(hub.asked)
-    assert find_model("some/model") == folder and len(hub.asked) == asked  # from now on it is in the cache
+    assert not any(path.endswith(bad) for path in hub.requested)
+    requested = len(hub.requested)
+    assert find_model("some/model") == folder and len(hub.requested) == requested  # from now on it is in the cache
     assert files.snapshot_of(folder) == ("some/model", COMMIT)
 
 
@@ -155,16 +155,16 @@ def test_what_a_cached_snapshot_lacks_is_fetched(cache, hub, tmp_path):
     hub.served["some/model"] = (whole, {"main": COMMIT})
     folder = find_model("some/model")
     assert (folder / "model-00002-of-00002.safetensors").is_file()
-    assert not any(path.endswith("model-00001-of-00002.safetensors") for path in hub.asked)
+    assert not any(path.endswith("model-00001-of-00002.safetensors") for path in hub.requested)
 
 
 def test_no_weights_are_fetched_to_explain_or_for_dummies(cache, hub):
     hub.served["some/model"] = (POCKET, {"main": COMMIT})
     assert f"some/model at {COMMIT}" in str(explain("some/model", device="cpu"))
     assert wire(model="some/model", load_format="dummy").tokenizer_dir
-    assert not any(path.endswith(".safetensors") for path in hub.asked)
+    assert not any(path.endswith(".safetensors") for path in hub.requested)
     wire(model="some/model")
-    assert any(path.endswith(".safetensors") for path in hub.asked)
+    assert any(path.endswith(".safetensors") for path in hub.requested)
 
 
 def test_a_download_shows_no_bars_but_on_a_terminal(cache, hub, capfd):
@@ -178,10 +178,10 @@ def test_a_download_shows_no_bars_but_on_a_terminal(cache, hub, capfd):
 
 def test_an_id_that_is_nowhere_is_refused_with_where_it_was_looked_for(cache, monkeypatch):
     end = "give a directory, or try `--model pocket`"
-    said = f"some/model: no such directory, not in the Hugging Face cache {cache}, and"
-    assert refusal("some/model") == f"{said} the hub ({NOWHERE}) cannot be reached; {end}"
+    reported = f"some/model: no such directory, not in the Hugging Face cache {cache}, and"
+    assert refusal("some/model") == f"{reported} the hub ({NOWHERE}) cannot be reached; {end}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert refusal("some/model") == f"{said} HF_HUB_OFFLINE is set; {end}"
+    assert refusal("some/model") == f"{reported} HF_HUB_OFFLINE is set; {end}"
 
 
 def test_a_revision_that_is_not_cached_is_refused_with_those_that_are(cache):
@@ -215,8 +215,10 @@ def test_a_download_that_was_interrupted_is_known_by_the_list_that_it_left(cache
     assert find_model("some/model") == folder and (folder / "tokenizer_config.json").is_file()
     (folder / "tokenizer_config.json").unlink()
     to(monkeypatch, NOWHERE)
-    said = refusal("some/model")
-    assert said.startswith(f"some/model: the cached snapshot {folder} is not whole, and the hub ({NOWHERE}) cannot be")
+    reported = refusal("some/model")
+    assert reported.startswith(
+        f"some/model: the cached snapshot {folder} is not whole, and the hub ({NOWHERE}) cannot be"
+    )
 
 
 def test_what_the_hub_refuses_is_told_with_what_to_do(cache, hub, tmp_path):
@@ -237,8 +239,8 @@ def test_what_the_hub_refuses_is_told_with_what_to_do(cache, hub, tmp_path):
 @pytest.mark.parametrize("status", [403, 418, 500])
 def test_a_hub_that_fails_is_told_apart_from_one_that_is_not_there(cache, hub, status):
     hub.broken = status
-    said = refusal("some/model")
-    assert f"not in the Hugging Face cache {cache}, and the hub ({constants.ENDPOINT}) answers {status};" in said
+    reported = refusal("some/model")
+    assert f"not in the Hugging Face cache {cache}, and the hub ({constants.ENDPOINT}) answers {status};" in reported
 
 
 def test_a_repository_without_safetensors_is_refused(cache, hub, tmp_path):
@@ -263,8 +265,8 @@ def test_pickled_weights_are_fetched_where_they_are_asked_for(cache, hub, tmp_pa
 
 @pytest.mark.parametrize("revision", ["../../x", "/etc/passwd", "a b", "x" * 300, "a\n", "..", "-x\0"])
 def test_a_revision_that_is_no_name_of_one_is_refused(cache, revision):
-    said = refusal("some/model", error=ConfigError, revision=revision)
-    assert said.startswith("revision=") and said.endswith(": expected a branch, a tag or a commit")
+    reported = refusal("some/model", error=ConfigError, revision=revision)
+    assert reported.startswith("revision=") and reported.endswith(": expected a branch, a tag or a commit")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_a_tokenizer_that_a_cached_model_lacks_is_fetched_at_its_commit(cache, h
     folder = put_into_cache(cache, "some/model", POCKET, without=tokenizer)
     hub.served["some/model"] = (POCKET, {"main": OTHER, COMMIT: COMMIT})
     assert wire(model="some/model").tokenizer_dir == str(folder)
-    assert (folder / "tokenizer.json").is_file() and not any(path.endswith(".safetensors") for path in hub.asked)
+    assert (folder / "tokenizer.json").is_file() and not any(path.endswith(".safetensors") for path in hub.requested)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

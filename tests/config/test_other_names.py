@@ -97,7 +97,7 @@ def test_a_fault_in_a_json_file_names_file_and_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         ("[1]", "expected a JSON object"),
         ("{", "broken JSON"),
@@ -105,7 +105,7 @@ def test_a_fault_in_a_json_file_names_file_and_line(tmp_path):
         ('{"nothing_like_it": 1}', "unknown option"),
     ],
 )
-def test_a_json_file_that_is_no_table_of_options_is_refused(text, said, tmp_path):
+def test_a_json_file_that_is_no_table_of_options_is_refused(text, reported, tmp_path):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reported):
         load_config([tmp_path / "a.json"], environ={})

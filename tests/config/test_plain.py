@@ -23,7 +23,7 @@ DOTS = ".".join(["a"] * 5000)
 MOST = 1000  # characters of a message
 
 
-def said(*args, **more):
+def reported(*args, **more):
     with pytest.raises(ConfigError) as info:
         load_config(*args, **{"environ": {}, **more})
     assert len(str(info.value)) < MOST
@@ -46,11 +46,11 @@ PLACES = ("seed", "model", "max_num_seqs", "dtype", "attention.name", "attention
 @pytest.mark.parametrize("place", PLACES)
 def test_a_value_that_nothing_can_hold_is_refused_wherever_it_is_given(tmp_path, place, flaw):
     text = FLAWED[flaw]
-    said(sets=[f"{place}={text}"])
-    said(environ={"MINIVLLM__" + place.upper().replace(".", "__"): text})
+    reported(sets=[f"{place}={text}"])
+    reported(environ={"MINIVLLM__" + place.upper().replace(".", "__"): text})
     if plain.is_text(text):
         (tmp_path / "a.toml").write_text(f"{place} = {text}\n")
-        assert "a.toml" in said([tmp_path / "a.toml"])
+        assert "a.toml" in reported([tmp_path / "a.toml"])
 
 
 YAML = {
@@ -63,21 +63,21 @@ YAML = {
 @pytest.mark.parametrize("key", ["seed", "model", "sampling", "run"])
 def test_of_yaml_and_a_record_too(tmp_path, key, flaw):
     (tmp_path / "a.yaml").write_text(f"{key}: {YAML[flaw]}\n")
-    assert "a.yaml" in said([tmp_path / "a.yaml"])
-    assert "a.yaml" in said([tmp_path / "a.yaml"], sets=["seed=1"])
+    assert "a.yaml" in reported([tmp_path / "a.yaml"])
+    assert "a.yaml" in reported([tmp_path / "a.yaml"], sets=["seed=1"])
 
 
 @pytest.mark.parametrize("value", [10**5000, 1 << 20000, "\ud800", {"\ud800": 1}, ["\udfff"]], ids=range(5))
 @pytest.mark.parametrize("name", ["seed", "model", "attention", "processors", "sampling", "server", "nobody"])
 def test_of_keywords_too(name, value):
-    said(keywords={name: value})
+    reported(keywords={name: value})
 
 
 @pytest.mark.parametrize(
     "key", [DOTS, "sampling." + DOTS, "attention.options." + DOTS, "x" * 100_000, "\udcff", "a..b"]
 )
 def test_a_key_that_nobody_has_is_refused(key):
-    said(sets=[f"{key}=1"])
+    reported(sets=[f"{key}=1"])
 
 
 def test_dotted_keys_of_toml_are_bounded_before_they_are_read(tmp_path):
@@ -90,12 +90,12 @@ def test_dotted_keys_of_toml_are_bounded_before_they_are_read(tmp_path):
         ".".join(["'a b'"] * 100_000) + " = 1",
     ):
         (tmp_path / "a.toml").write_text(text)
-        assert "more than 128 parts" in said([tmp_path / "a.toml"])
+        assert "more than 128 parts" in reported([tmp_path / "a.toml"])
 
 
 def test_long_names_of_variables_are_refused():
-    said(environ={"MINIVLLM__" + "A__" * 5000 + "A": "1"})
-    said(environ={"MINIVLLM__ATTENTION__OPTIONS__" + "A" * 5000: "1"})
+    reported(environ={"MINIVLLM__" + "A__" * 5000 + "A": "1"})
+    reported(environ={"MINIVLLM__ATTENTION__OPTIONS__" + "A" * 5000: "1"})
 
 
 # ---------------------------------------------------------------- messages

@@ -46,7 +46,7 @@ class Model(BaseModel):
         return value
 
 
-def told(**values):
+def received(**values):
     with pytest.raises(ValidationError) as info:
         Model(**{"needed": 1, **values})
     return faults(info.value, Model, {"needed": 1, **values}, "x.options")
@@ -83,7 +83,7 @@ def told(**values):
     ],
 )
 def test_a_fault_says_which_value_is_wrong_and_what_the_option_takes(values, text):
-    assert [fault.text for fault in told(**values)] == [text]
+    assert [fault.text for fault in received(**values)] == [text]
 
 
 def test_a_missing_value_is_told_with_what_it_would_be():

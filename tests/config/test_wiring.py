@@ -198,11 +198,11 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
         "quantizer -> nothing suitable   (asked: auto)",
         "  for device=cpu, dtype=float32, checkpoint=gptq, features={batch_invariant}",
     ]
-    said = [" ".join(line.split()) for line in lines]
-    assert "x minivllm/none checkpoint: expected gptq, supports {none}" in said
-    assert "x minivllm/gptq feature 'batch_invariant' not declared" in said
+    reported = [" ".join(line.split()) for line in lines]
+    assert "x minivllm/none checkpoint: expected gptq, supports {none}" in reported
+    assert "x minivllm/gptq feature 'batch_invariant' not declared" in reported
     why = "checkpoint: expected gptq, supports {none}; feature 'batch_invariant' not declared"
-    assert f"x minivllm/int8 {why}" in said
+    assert f"x minivllm/int8 {why}" in reported
 
 
 # ---------------------------------------------------------------- batch_invariant
@@ -213,8 +213,8 @@ GPU = Device("cuda", "a GPU", 90, 1 << 36, "a test")
 def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by_default(model):
     found = wire(model, batch_invariant=True)
     assert found.wiring.batch_invariant and found.parts["attention"].name == "minivllm/sdpa"
-    asked = {s.kind for s in found.selections if "batch_invariant" in s.request.features}
-    assert asked == {"model", "quantizer", "attention"}
+    requested = {s.kind for s in found.selections if "batch_invariant" in s.request.features}
+    assert requested == {"model", "quantizer", "attention"}
     assert not any("batch_invariant" in s.request.features for s in wire(model).selections)
     with pytest.raises(PluginError, match=r"'minivllm/int8' does not fit: feature 'batch_invariant' not declared"):
         wire(model, batch_invariant=True, quantizer="int8")
@@ -228,14 +228,14 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
     (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* set tensor_parallel"),
 ])  # fmt: skip
 def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
-    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: device)
+    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda requested: device)
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(model=model, batch_invariant=True, **options), CATALOG)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the mode is refused before: needs triton")
 def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
-    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: GPU)
+    monkeypatch.setattr("minivllm.config.resolve.find_device", lambda requested: GPU)
     with pytest.raises(PluginError, match=r"device with batch_invariant: expected cuda, supports {cpu}"):
         resolve(EngineConfig(model=model, batch_invariant=True, attention="sdpa", dtype="float32"), CATALOG)
 

@@ -312,9 +312,9 @@ def test_stop_strings_end_beams_as_they_end_samples():
     with LLM("pocket", max_num_seqs=8, max_num_batched_tokens=256, dtype="float32") as llm:
         stop = "who"  # every story contains it after a few words
         for include in (False, True):
-            asked = dict(stop=[stop], include_stop_str_in_output=include, ignore_eos=True, max_tokens=24)
+            requested = dict(stop=[stop], include_stop_str_in_output=include, ignore_eos=True, max_tokens=24)
             out = llm.generate(
-                "Once upon a time", SamplingParams(beam_width=3, n=3, early_stopping=True, **asked), use_tqdm=False
+                "Once upon a time", SamplingParams(beam_width=3, n=3, early_stopping=True, **requested), use_tqdm=False
             )[0]
             ended = [o for o in out.outputs if o.finish_reason == "stop"]
             assert ended, "the test has no power: no beam met the stop string"
@@ -322,7 +322,7 @@ def test_stop_strings_end_beams_as_they_end_samples():
                 assert o.stop_reason == stop and o.text.endswith(stop) == include
                 assert (stop in o.text) == include
             assert all(o.finish_reason == "length" and stop not in o.text for o in out.outputs if o not in ended)
-            greedy = SamplingParams(beam_width=1, **asked)
-            sample = SamplingParams(temperature=0, **asked)
+            greedy = SamplingParams(beam_width=1, **requested)
+            sample = SamplingParams(temperature=0, **requested)
             a, b = (llm.generate("Once upon a time", p, use_tqdm=False)[0].outputs[0] for p in (greedy, sample))
             assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)

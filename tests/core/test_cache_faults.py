@@ -168,9 +168,9 @@ def a_trim_gives_back_what_the_window_still_sees(real, self, slots):
 @fault(KVCache)
 def the_device_is_not_told_of_a_new_block(real, self, slots, missing):
     """In ``grow``, the row's table on the device lacks a new block."""
-    told = len(self.table)
+    received = len(self.table)
     real(self, slots, missing)
-    del self.table[told:]
+    del self.table[received:]
 
 
 def test_the_block_manager_keeps_its_invariants_whatever_happens():
@@ -192,9 +192,9 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
     monkeypatch.setattr(cls, method, planted)
     with pytest.raises(Exception) as caught:
         drive(600, shrink=False)
-    told = f"{type(caught.value).__name__}: {caught.value}"
-    print(f"{name}: {told.splitlines()[0][:160]}")
+    received = f"{type(caught.value).__name__}: {caught.value}"
+    print(f"{name}: {received.splitlines()[0][:160]}")
     assert used
-    assert not any(e in told for e in ("TypeError", "AttributeError", "NameError")), (
-        f"the fault itself is wrong: {told}"
+    assert not any(e in received for e in ("TypeError", "AttributeError", "NameError")), (
+        f"the fault itself is wrong: {received}"
     )

@@ -75,8 +75,8 @@ def test_in_an_async_engine_everyone_else_goes_on(folder, field):
             want = [(await last(llm, p, plain())).tokens for p in PROMPTS]
             for exc in RAISED:
                 bad = plain(**{field: FIELDS[field](after(2, lambda exc=exc: throw(exc)))})
-                asked = [last(llm, p, sp) for p, sp in zip(PROMPTS, (plain(), bad, plain()), strict=True)]
-                a, broken, b = await asyncio.wait_for(asyncio.gather(*asked), 30)
+                requested = [last(llm, p, sp) for p, sp in zip(PROMPTS, (plain(), bad, plain()), strict=True)]
+                a, broken, b = await asyncio.wait_for(asyncio.gather(*requested), 30)
                 assert [a.tokens, b.tokens] == [want[0], want[2]]
                 assert broken.finish_reason == "error" and f"{field}: {type(exc).__name__}: " in broken.error
             assert llm._thread.is_alive() and (await llm.stats())["running"] == 0
@@ -123,11 +123,11 @@ def test_what_a_strategy_raises_ends_its_own_request(where, exc):
     strategy.where, strategy.exc = where, exc
     engine = sim_engine(strategy=strategy)
     made = [request(engine, f"r{i}", [i, 2], n=2, max_tokens=5, ignore_eos=True) for i in range(2)]
-    told = []
+    received = []
     interrupts = isinstance(exc, KeyboardInterrupt)
     if where == "result":
         bad = request(engine, "bad", [1, 3], n=2, max_tokens=5, ignore_eos=True, tenant="bad")
-        bad.on_done = told.append
+        bad.on_done = received.append
         if interrupts:
             with pytest.raises(KeyboardInterrupt):
                 run(engine)
@@ -137,7 +137,7 @@ def test_what_a_strategy_raises_ends_its_own_request(where, exc):
         assert interrupts or type(exc).__name__ in str(refused.value)
     run(engine, check=True)
     if where == "result":
-        assert told == [bad] and all(s.finish_reason == "error" for s in bad.sequences)
+        assert received == [bad] and all(s.finish_reason == "error" for s in bad.sequences)
         assert bad.sequences[0].error.startswith(f"strategy Raising: {type(exc).__name__}: ")
     for r in made:
         assert outputs(r) == [answer(r.prompt, r.params, i) for i in range(2)]
@@ -205,14 +205,14 @@ def test_a_policy_that_raises_anything_costs_a_turn(where, exc):
 @pytest.mark.parametrize("where", ["add", "hold", "free", "victims", "hit"])
 def test_an_evictor_that_raises_anything_ends_the_engine_and_everyone_is_told(where, exc):
     bad = type("Bad", (Lru,), {where: lambda self, *args: throw(exc)})
-    engine, told = sim_engine(evictor=bad, blocks=14, slots=3), []
+    engine, received = sim_engine(evictor=bad, blocks=14, slots=3), []
     for i in range(12):
         r = request(engine, f"r{i}", range(i % 3, i % 3 + 17), max_tokens=12, ignore_eos=True)
-        r.on_done = lambda r: told.append(r.id)
+        r.on_done = lambda r: received.append(r.id)
     with pytest.raises((KeyboardInterrupt, EngineDeadError)):
         while True:
             engine.step()
-    assert len(told) == 12 and f"evictor Bad failed in {where}: {type(exc).__name__}: " in engine.dead
+    assert len(received) == 12 and f"evictor Bad failed in {where}: {type(exc).__name__}: " in engine.dead
 
 
 @pytest.mark.parametrize("exc", RAISED, ids=NAMED)

@@ -145,15 +145,15 @@ def test_a_thread_that_ends_ends_everyone_who_waits_with_the_reason(folder, monk
             else:
                 dies = once(type(llm._loop).do_jobs, [SystemExit(3)])
                 monkeypatch.setattr(llm._loop, "do_jobs", dies.__get__(llm._loop))
-            asked = asyncio.create_task(llm.stats())
+            requested = asyncio.create_task(llm.stats())
             waiting = asyncio.create_task(_last(llm, [3, 4], plain()))
             await asyncio.sleep(0)
             go.set()
-            found = await asyncio.wait_for(asyncio.gather(running, waiting, asked, return_exceptions=True), 20)
+            found = await asyncio.wait_for(asyncio.gather(running, waiting, requested, return_exceptions=True), 20)
             await asyncio.to_thread(llm._thread.join, 10)
             assert not llm._thread.is_alive()
-            told = [str(f) if isinstance(f, BaseException) else getattr(f, "error", None) for f in found]
-            assert "SystemExit: 3" in told[0] and "SystemExit: 3" in told[1], told
+            received = [str(f) if isinstance(f, BaseException) else getattr(f, "error", None) for f in found]
+            assert "SystemExit: 3" in received[0] and "SystemExit: 3" in received[1], received
             with pytest.raises(EngineDeadError, match="SystemExit: 3"):
                 await llm.stats()
         finally:
@@ -198,7 +198,7 @@ class Held:
         header = dict(id=f"r{number}", number=number, params=params, arrival=0.0, watch=False)
         self.commands.append(Frame("add", header, {"prompt": np.arange(1, 5, dtype=np.int32)}))
 
-    def said(self, word):
+    def reported(self, word):
         return [entry for header, _ in self.frames for entry in header.get(word, ())]
 
     def done(self):
@@ -218,10 +218,10 @@ def test_the_servers_loop_tells_everyone_whatever_plugins_raise(exc):
     link.add(1, max_tokens=4, ignore_eos=True)
     link.add(2, max_tokens=4, ignore_eos=True, tenant="bad")
     link.add(3, max_tokens=4, ignore_eos=True)
-    while len(link.said("accepted")) < 2:  # a turn reads commands for some milliseconds, and then steps
+    while len(link.reported("accepted")) < 2:  # a turn reads commands for some milliseconds, and then steps
         loop.turn()
-    assert link.said("accepted") == [1, 3] and link.said("refused")[0][0] == 2
-    assert type(exc).__name__ in link.said("refused")[0][2]
+    assert link.reported("accepted") == [1, 3] and link.reported("refused")[0][0] == 2
+    assert type(exc).__name__ in link.reported("refused")[0][2]
     strategy.where = "result"
     link.add(4, max_tokens=4, ignore_eos=True, tenant="bad", n=2)
     engine.stats, true = lambda: throw(exc), engine.stats
@@ -236,9 +236,9 @@ def test_the_servers_loop_tells_everyone_whatever_plugins_raise(exc):
     link.receive = lambda seconds: receive(seconds) + stop_at_rest()
     loop.run()
     engine.stats = true
-    assert sorted(link.done()) == [1, 3, 4] and [number for number, _ in link.said("failed")][:1] == [4]
-    assert link.said("answers")[0][2][0] == type(exc).__name__
-    assert "strategy Bad: " in link.said("failed")[0][1] and engine.dead == "the engine was stopped"
+    assert sorted(link.done()) == [1, 3, 4] and [number for number, _ in link.reported("failed")][:1] == [4]
+    assert link.reported("answers")[0][2][0] == type(exc).__name__
+    assert "strategy Bad: " in link.reported("failed")[0][1] and engine.dead == "the engine was stopped"
 
 
 def test_a_servers_loop_that_cannot_go_on_tells_everyone_why():
@@ -252,7 +252,7 @@ def test_a_servers_loop_that_cannot_go_on_tells_everyone_why():
     thread.start()
     thread.join(10)
     assert not thread.is_alive() and engine.dead == "the engine's thread ended: SystemExit: 3"
-    assert link.done() == [1] and link.said("errors")[0][2] == engine.dead
+    assert link.done() == [1] and link.reported("errors")[0][2] == engine.dead
     assert any(header.get("dead") == engine.dead for header, _ in link.frames)
 
 

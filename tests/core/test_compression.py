@@ -282,11 +282,11 @@ def test_rows_are_compressed_under_pressure_before_one_is_preempted():
     preempted = {}
     for pressure in (0, 0.4):
         made = engine(slots=6, blocks=40, pressure=pressure, prefix=pressure > 0)
-        asked = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
+        requested = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
         run(made, check=True)
         at_rest(made)
         preempted[pressure] = made.planner.preemptions
-        for r in asked:
+        for r in requested:
             assert outputs(r)[0] == answer(r.prompt, r.params, max_len=128)
     assert preempted[0.4] == 0 < preempted[0]
 
@@ -309,8 +309,8 @@ def test_a_request_that_forbids_compression_is_never_compressed_under_pressure()
 
 def test_pressure_compresses_a_row_with_a_budget_to_its_budget():
     made = engine(slots=6, blocks=40, compress=(20, 0), pressure=0.1)
-    asked = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
-    seqs = [r.sequences[0] for r in asked]
+    requested = [request(made, str(i), range(i + 1, i + 13), max_tokens=28, ignore_eos=True) for i in range(6)]
+    seqs = [r.sequences[0] for r in requested]
     run(made, check=True)
     at_rest(made)
     assert {kept for seq in seqs for kept in seq.compressions.values()} == {20}
@@ -340,10 +340,12 @@ def test_a_request_is_refused_if_the_cache_cannot_hold_its_prompt_and_the_kept_t
     at_rest(made)
 
 
-@pytest.mark.parametrize(("budget", "said"), [(1.5, "a whole number of tokens"), (-1, "kv_budget"), ("x", "kv_budget")])
-def test_a_budget_that_is_no_number_of_tokens_is_refused(budget, said):
+@pytest.mark.parametrize(
+    ("budget", "reported"), [(1.5, "a whole number of tokens"), (-1, "kv_budget"), ("x", "kv_budget")]
+)
+def test_a_budget_that_is_no_number_of_tokens_is_refused(budget, reported):
     made = engine()
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=reported):
         request(made, "a", range(1, 9), kv_budget=budget)
     assert not made.requests
 
@@ -357,12 +359,12 @@ class Guided(DecodingStrategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more", "said"),
+    ("strategy", "more", "reported"),
     [(Beam(), {"beam_width": 2}, "beam search is not compressed"), (Guided(), {}, "with a guide is not compressed")],
 )
-def test_rows_of_searches_and_guides_are_refused_by_name(strategy, more, said):
+def test_rows_of_searches_and_guides_are_refused_by_name(strategy, more, reported):
     made = engine(strategy=strategy)
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=reported):
         request(made, "a", range(1, 9), kv_budget=4, **more)
 
 

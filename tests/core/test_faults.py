@@ -124,12 +124,12 @@ def test_an_evictor_that_fails_ends_the_engine_and_everyone_is_told(where):
             return super().__getattribute__(name)
 
     engine = sim_engine(evictor=Bad, blocks=14, slots=3)
-    told = []
+    received = []
     for i in range(12):
         r = request(engine, f"r{i}", range(i % 3, i % 3 + 17), max_tokens=12, ignore_eos=True)
-        r.on_done = lambda r: told.append(r.id)
+        r.on_done = lambda r: received.append(r.id)
     run(engine)
-    assert len(told) == 12 and f"evictor Bad failed in {where}: RuntimeError: boom" in engine.dead
+    assert len(received) == 12 and f"evictor Bad failed in {where}: RuntimeError: boom" in engine.dead
     with pytest.raises(EngineDeadError, match="boom"):
         request(engine, "late", [1])
 

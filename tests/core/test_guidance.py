@@ -35,7 +35,7 @@ def models(tmp_path_factory):
     return made
 
 
-def asked(seed, n=8, longest=18, vocab=96):
+def requested(seed, n=8, longest=18, vocab=96):
     """Return (prompt, negative prompt or None, scale)."""
     r = random.Random(seed)
     ids = lambda: [r.randrange(1, vocab) for _ in range(r.randint(1, longest))]  # noqa: E731
@@ -88,7 +88,7 @@ def tokens(llm, items, params):
 )
 def test_tokens_are_those_of_transformers(models, options):
     for seed, (folder, model) in models.items():
-        items = asked(seed, vocab=model.config.vocab_size)
+        items = requested(seed, vocab=model.config.vocab_size)
         with LLM(folder, **{**SMALL, **options}) as llm:
             for _ in range(2):  # in the second round both prompts are in the prefix cache
                 got = tokens(llm, [p for p, _, _ in items], [params_of(q, s) for _, q, s in items])
@@ -104,7 +104,7 @@ def test_what_shapes_a_draw_acts_once_on_what_both_rows_say(models):
     folder, model = models[0]
     eos = 7
     with LLM(folder, **SMALL) as llm:
-        for prompt, negative, scale in asked(5, 5, vocab=model.config.vocab_size):
+        for prompt, negative, scale in requested(5, 5, vocab=model.config.vocab_size):
             plain = transformers_tokens(model, prompt, negative, scale)
             word = plain[2]
             more = dict(repetition_penalty=1.4, bad_words=[[word]], stop_token_ids=[eos], min_tokens=9)
@@ -124,7 +124,7 @@ def test_what_shapes_a_draw_acts_once_on_what_both_rows_say(models):
 
 def test_a_mask_and_log_probabilities_are_of_what_both_rows_say(models):
     folder, model = models[1]
-    (prompt, negative, scale), *_ = asked(9, 3, vocab=model.config.vocab_size)[1:]
+    (prompt, negative, scale), *_ = requested(9, 3, vocab=model.config.vocab_size)[1:]
     vocab = model.config.vocab_size
     even = params_of(negative, scale, logprobs=3, allowed_tokens_fn=lambda ids: range(0, vocab, 2))
     with LLM(folder, **SMALL) as llm:
@@ -144,7 +144,7 @@ def test_a_mask_and_log_probabilities_are_of_what_both_rows_say(models):
 def test_draws_do_not_depend_on_neighbours_with_and_without_guides(models):
     """Check draws of the guided request beside guided neighbours and neighbours without a guide."""
     folder, model = models[0]
-    items = asked(3, 7, vocab=model.config.vocab_size)
+    items = requested(3, 7, vocab=model.config.vocab_size)
     with LLM(folder, **SMALL, batch_invariant=True) as llm:
         drawn = [
             SamplingParams.make(
@@ -164,7 +164,7 @@ def test_draws_do_not_depend_on_neighbours_with_and_without_guides(models):
 
 def test_samples_have_a_guide_each_and_best_of_gives_the_likeliest(models):
     folder, model = models[1]
-    (prompt, negative, scale), *_ = asked(19, 2, vocab=model.config.vocab_size)[1:]
+    (prompt, negative, scale), *_ = requested(19, 2, vocab=model.config.vocab_size)[1:]
     more = dict(temperature=1.0, seed=5, logprobs=0, max_tokens=8, ignore_eos=True)
     ask = {**more, "guidance_scale": scale or 2.0, "negative_prompt_token_ids": negative}
     found = []
@@ -190,7 +190,7 @@ def test_samples_have_a_guide_each_and_best_of_gives_the_likeliest(models):
 def test_a_guided_request_has_no_drafts_and_its_neighbours_keep_theirs(models):
     folder, model = models[0]
     loop = [1, 2] * 10
-    (prompt, negative, scale), *_ = asked(11, 2, vocab=model.config.vocab_size)[1:]
+    (prompt, negative, scale), *_ = requested(11, 2, vocab=model.config.vocab_size)[1:]
     more = dict(drafter="ngram", num_speculative_tokens=3, speculate="always")
     plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM(folder, **SMALL) as llm:
@@ -206,7 +206,7 @@ def test_a_guided_request_has_no_drafts_and_its_neighbours_keep_theirs(models):
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_processor_that_fails_on_a_guided_row_ends_its_request_alone(models, where, ahead):
     folder, model = models[0]
-    items = asked(13, 6, vocab=model.config.vocab_size)
+    items = requested(13, 6, vocab=model.config.vocab_size)
     faulty = dict(processors=["minivllm.testing.faulty:Faulty"], allow_targets=["minivllm.testing.faulty"])
     params = [
         params_of(q, s, **({"extra": {"fault": where}} if i in (1, 4) else {})) for i, (_, q, s) in enumerate(items)
@@ -224,7 +224,7 @@ def test_a_processor_that_fails_on_a_guided_row_ends_its_request_alone(models, w
 
 def test_what_a_sampler_keeps_of_a_guided_row_comes_back_after_a_preemption(models):
     folder, model = models[1]
-    items = asked(17, 8, vocab=model.config.vocab_size)
+    items = requested(17, 8, vocab=model.config.vocab_size)
     params = [
         SamplingParams.make(seed=i, max_tokens=14, ignore_eos=True, mirostat_tau=3.0, mirostat_eta=0.4, **more)
         for i, more in enumerate({"guidance_scale": s, "negative_prompt_token_ids": q} for _, q, s in items)

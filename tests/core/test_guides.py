@@ -198,11 +198,11 @@ def test_both_prompts_are_found_in_the_prefix_cache():
 
 
 class FailsOnTheSecond(Fcfs):
-    asked = 0
+    requested = 0
 
     def key(self, view):
-        self.asked += 1
-        if self.asked == 2:
+        self.requested += 1
+        if self.requested == 2:
             raise RuntimeError("no")
         return super().key(view)
 
@@ -218,7 +218,7 @@ def test_a_policy_that_fails_on_the_second_pair_leaves_nothing_of_the_first():
 
 
 @pytest.mark.parametrize(
-    "values, param, said",
+    "values, param, reported",
     [
         (dict(beam_width=2, guidance_scale=2.0), "beam_width", "beam_width=2: expected no beam_width"),
         (dict(guidance_scale=200.0), "guidance_scale", "expected a number from 0 to 100"),
@@ -234,9 +234,9 @@ def test_a_policy_that_fails_on_the_second_pair_leaves_nothing_of_the_first():
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[1], negative_prompt="a"), "negative_prompt", "one of"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_by_name(values, param, said):
+def test_what_it_cannot_serve_is_refused_by_name(values, param, reported):
     engine = sim_engine(strategy=Guidance(), slots=4)
-    with pytest.raises(RequestError, match=said) as e:
+    with pytest.raises(RequestError, match=reported) as e:
         request(engine, "a", [1, 2, 3], max_tokens=5, **values)
     assert e.value.param == param
     at_rest(engine)
@@ -255,7 +255,7 @@ def test_a_pool_a_batch_and_an_executor_that_cannot_hold_a_pair_refuse_it():
 
 
 @pytest.mark.parametrize(
-    "guide, n, said",
+    "guide, n, reported",
     [
         ("x", 1, "expected a Guide"),
         (Guide(float("nan")), 1, "expected a finite number"),
@@ -263,10 +263,10 @@ def test_a_pool_a_batch_and_an_executor_that_cannot_hold_a_pair_refuse_it():
         ([Guide(1.5), None], 2, "a Guide for each branch, or for none"),
     ],
 )
-def test_a_guide_that_is_none_ends_the_request_with_its_strategy_named(guide, n, said):
+def test_a_guide_that_is_none_ends_the_request_with_its_strategy_named(guide, n, reported):
     strategy = Either()
     strategy.start = lambda params: [Branch(i, guide[i] if n > 1 else guide) for i in range(n)]
     engine = sim_engine(strategy=strategy)
-    with pytest.raises(RequestError, match=f"Either failed on this request: .*{said}"):
+    with pytest.raises(RequestError, match=f"Either failed on this request: .*{reported}"):
         request(engine, "a", [1, 2], n=n, max_tokens=2)
     assert not engine.requests and np.all(engine.slots.serial == -1)

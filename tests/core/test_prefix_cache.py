@@ -117,14 +117,14 @@ def test_counts_that_do_not_add_up_end_the_engine_at_once():
 
 def test_the_full_walk_runs_after_every_step_if_asked_for(monkeypatch):
     ended = {}
-    for asked in ("", "1"):
-        monkeypatch.setenv(CHECK, asked)
+    for requested in ("", "1"):
+        monkeypatch.setenv(CHECK, requested)
         engine = sim_engine()
         request(engine, "r", range(9), max_tokens=9)
         engine.step()
         engine.cache.pools[0].ref[engine.slots.table[0, 0, 0]] += 1  # no counter changes yet
         engine.step()
-        ended[asked] = engine.dead
+        ended[requested] = engine.dead
     assert ended[""] is None and "AssertionError" in ended["1"]
     with pytest.raises(AssertionError, match="reference counts"):
         engine.check()
@@ -143,15 +143,19 @@ def test_blocks_published_at_once_are_cached_like_blocks_published_one_by_one(sa
             patched.setattr(pool, "publish_run", lambda *a, p=publish_run, r=runs: r.append(p(*a)) or r[-1])
             add = pool.evictor.add
             patched.setattr(
-                pool.evictor, "add", lambda keys, told, a=add, i=info: i.append((keys, told)) or a(keys, told)
+                pool.evictor,
+                "add",
+                lambda keys, received, a=add, i=info: i.append((keys, received)) or a(keys, received),
             )
             for i, prompt in enumerate([range(40), [*range(20), *range(15, 45)], [9] * 41, range(49), range(40)]):
                 serve(engine, f"r{i}", prompt, **({"cache_salt": "s"} if salted and i % 2 else {}))
         columns = [pool.key, pool.parent, pool.stamp, pool.tokens, pool.ref]
         state = [x.tolist() for x in (*columns, pool.first)]
         state += [pool.children, pool.youngest, pool.older, pool.younger, pool.index, pool.stamps, pool.lost.number]
-        told = [(keys.tolist(), {name: column.tolist() for name, column in vars(each).items()}) for keys, each in info]
-        found.append([*state, told])
+        received = [
+            (keys.tolist(), {name: column.tolist() for name, column in vars(each).items()}) for keys, each in info
+        ]
+        found.append([*state, received])
         assert runs.count(True) >= 3 if at_once else not runs
     assert found[0] == found[1]
 

@@ -122,17 +122,17 @@ def test_what_bind_returns_is_checked_against_the_columns_and_refuses_its_reques
         patch.setattr(Faulty, "apply", lambda self, logits, rows, state: None)
         patch.setattr(Faulty, "commit", lambda self, tokens, count, rows, state: None)
         with LLM(folder, **SMALL, **faulty) as llm:
-            asked = [plain(), plain(extra={"fault": "x"}), plain()]
+            requested = [plain(), plain(extra={"fault": "x"}), plain()]
             want = [o.tokens for o in llm.generate(PROMPTS, plain(), use_tqdm=False)]
             for row in RIGHT_ROWS:
                 given[:] = [row]
-                assert [o.tokens for o in llm.generate(PROMPTS, asked, use_tqdm=False)] == want, row
+                assert [o.tokens for o in llm.generate(PROMPTS, requested, use_tqdm=False)] == want, row
             for at, row in enumerate(WRONG_ROWS):
                 given[:] = [row]
                 beside = llm.stream(PROMPTS[0], plain())
                 next(beside)
                 with pytest.raises(RequestError, match="Faulty failed on this request: "):
-                    llm.generate(PROMPTS[1], asked[1], use_tqdm=False)
+                    llm.generate(PROMPTS[1], requested[1], use_tqdm=False)
                 assert sum(len(p.token_ids) for p in beside) == 5, at
                 at_rest(llm.engine)
 
@@ -248,8 +248,8 @@ def test_what_is_no_compiled_grammar_refuses_its_request(made):
     helper = SimpleNamespace(start=lambda: None, check=lambda source: None, close=lambda: None)
     service.helpers = Helpers(lambda: helper, 1)
     service.__dict__.update(plugin=SimpleNamespace(compile=lambda source: made))
-    asked = SimpleNamespace(source=SimpleNamespace(kind="regex", text="a"))
-    asked.source = ("regex",)
+    requested = SimpleNamespace(source=SimpleNamespace(kind="regex", text="a"))
+    requested.source = ("regex",)
     with pytest.raises(RequestError, match="own/fake failed: TypeError: compile"):
         service._make(GrammarSource("regex", "a"), ("", ""))
 

@@ -286,10 +286,10 @@ def test_steps_with_prompts_are_judged_by_their_own_times(more, wins):
     def table(rows, k, prompt):
         return of_8b(rows, k, prompt) + (more if k and prompt else 0.0)
 
-    asked = {"tokens": 12, "requests": 300, "prompt": 100}
-    plain, _ = paced(8, table, lambda n: 0.9, "none", **asked)
-    found, engine = paced(8, table, lambda n: 0.9, "auto", **asked)
-    always, _ = paced(8, table, lambda n: 0.9, "always", **asked)
+    requested = {"tokens": 12, "requests": 300, "prompt": 100}
+    plain, _ = paced(8, table, lambda n: 0.9, "none", **requested)
+    found, engine = paced(8, table, lambda n: 0.9, "auto", **requested)
+    always, _ = paced(8, table, lambda n: 0.9, "always", **requested)
     assert found > (1.15 if wins else 0.8) * plain and (wins or always < 0.6 * plain)
     assert any(kind.prompt for kind in engine.speculation.classes)
 

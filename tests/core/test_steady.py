@@ -83,15 +83,15 @@ def test_a_step_made_from_the_last_one_is_the_one_that_would_be_planned(setup, s
 
 def test_a_policy_that_shapes_steps_is_asked_in_each():
     class Shapes(Fcfs):
-        asked = 0
+        requested = 0
 
         def shape(self, load, now):
-            type(self).asked += 1
+            type(self).requested += 1
             return super().shape(load, now)
 
     engine = sim_engine(policy=Shapes)
     request(engine, "a", [1, 2, 3], max_tokens=20, ignore_eos=True)
-    assert run(engine) == Shapes.asked == 20
+    assert run(engine) == Shapes.requested == 20
 
 
 def test_a_sequence_that_ends_in_the_queue_is_told_in_the_next_step():

@@ -58,9 +58,9 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
     prompt = prompts(61, [21])[0]
     tap = Tap("layers.0.mlp", add=np.linspace(-1, 1, 32))
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    asked = replace(greedy, temperature=float("beam_width" not in extra), seed=1, **extra)
+    requested = replace(greedy, temperature=float("beam_width" not in extra), seed=1, **extra)
     with LLM(folder, **SMALL) as llm:
-        steered = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+        steered = llm.generate([prompt], requested, use_tqdm=False, taps=[tap])[0]
     with LLM(folder, **SMALL) as llm:
         plain = llm.generate([prompt], greedy, use_tqdm=False)[0].tokens
         state = llm.engine.executor.runner.taps
@@ -69,12 +69,12 @@ def test_a_row_for_whose_vector_there_is_no_memory_fails_alone_and_is_never_unst
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(state, "_rows", full)
-        failed, beside = llm.generate([prompt] * 2, [asked, greedy], use_tqdm=False, taps=[[tap], []])
+        failed, beside = llm.generate([prompt] * 2, [requested, greedy], use_tqdm=False, taps=[[tap], []])
         assert failed.finish_reason == "error" and "no memory left for what is added at layers.0.mlp" in failed.error
         assert not any(out.tokens for out in failed.outputs) and beside.tokens == plain
         monkeypatch.undo()
         assert llm.generate([prompt], greedy, use_tqdm=False)[0].tokens == plain  # the slot works afterwards
-        again = llm.generate([prompt], asked, use_tqdm=False, taps=[tap])[0]
+        again = llm.generate([prompt], requested, use_tqdm=False, taps=[tap])[0]
     assert again.error is None and [o.tokens for o in again.outputs] == [o.tokens for o in steered.outputs]
 
 
@@ -82,10 +82,10 @@ class Ranks:
     """A communicator of two ranks, whose other rank has memory or has none."""
 
     def __init__(self, room: bool) -> None:
-        self.room, self.asked = room, 0
+        self.room, self.requested = room, 0
 
     def least(self, numbers: list[int]) -> list[int]:
-        self.asked += 1
+        self.requested += 1
         return [min(int(number), int(self.room)) for number in numbers]
 
 
@@ -97,10 +97,10 @@ def test_ranks_of_which_one_has_no_memory_for_a_vector_add_it_on_none(folder, mo
     with LLM(folder, **SMALL) as llm:
         state = llm.engine.executor.runner.taps
         monkeypatch.setattr(state, "ranks", Ranks(other))
-        for asked in (1, 2):
+        for requested in (1, 2):
             (out,) = llm.generate([prompt], greedy, use_tqdm=False, taps=[[tap]])
             assert (out.error is None) == (list(state.steering) == ["layers.0.mlp"]) == other
-            assert state.ranks.asked == (1 if other else asked)
+            assert state.ranks.requested == (1 if other else requested)
 
 
 @pytest.mark.parametrize(("dtype", "beyond", "most"), [("bfloat16", 3.4e38, 3.38e38), ("float16", 65540.0, 65500.0)])

@@ -71,17 +71,17 @@ def tapped_sim():
 
 def check(r: Request, add: list[float]) -> None:
     for seq, (ids, _) in zip(r.sequences, outputs(r), strict=True):
-        told, known = values_of(seq), [*r.prompt.tolist(), *ids]
+        received, known = values_of(seq), [*r.prompt.tolist(), *ids]
         if r.tapped is None or not r.tapped.read:
-            assert told is None
+            assert received is None
             continue
-        assert list(told) == [name for name in POINTS if name in {t.point for t in r.taps if t.read}]
-        if "place" in told:
-            assert told["place"].tolist() == [[token, i] for i, token in enumerate(known[:-1])]
-        if "stream" in told:
-            assert told["stream"].tolist() == [add] * (len(known) - 1)
-        if "logits" in told:
-            assert told["logits"][:, 0].tolist() == list(range(len(r.prompt), len(known)))
+        assert list(received) == [name for name in POINTS if name in {t.point for t in r.taps if t.read}]
+        if "place" in received:
+            assert received["place"].tolist() == [[token, i] for i, token in enumerate(known[:-1])]
+        if "stream" in received:
+            assert received["stream"].tolist() == [add] * (len(known) - 1)
+        if "logits" in received:
+            assert received["logits"][:, 0].tolist() == list(range(len(r.prompt), len(known)))
 
 
 @st.composite
@@ -99,8 +99,8 @@ def asks(draw):
 def play(items, depth, blocks, budget, aborts=False):
     """Run all requests, check the values that each received, and return the number of preemptions."""
     engine = sim_engine(slots=5, max_len=60, blocks=blocks, depth=depth, budget=max(budget, 5), reads=("n",))
-    asked, turn = [], 0
-    while len(asked) < len(items) or engine.busy:
+    requested, turn = [], 0
+    while len(requested) < len(items) or engine.busy:
         for i, (prompt, n, tokens, read, adds, when, after, host) in enumerate(items):
             if when == turn:
                 add = [1.0 + i, 0.5, -2.0]
@@ -109,13 +109,13 @@ def play(items, depth, blocks, budget, aborts=False):
                 params = SamplingParams.make(n=n, max_tokens=tokens, seed=0, **chooses)
                 r = Request(str(i), np.array(prompt, np.int32), params, float(turn), taps=tuple(taps))
                 engine.add(r)
-                asked.append((r, add if adds else [0.0] * 3))
+                requested.append((r, add if adds else [0.0] * 3))
             if aborts and when + after == turn and after % 3 == 0:
                 engine.abort(str(i))
         engine.step()
         turn += 1
         assert turn < 5000
-    for r, add in asked:
+    for r, add in requested:
         if all(s.finish_reason != "abort" for s in r.sequences):
             assert outputs(r) == [answer(r.prompt.tolist(), r.params, s.sample, 60) for s in r.sequences]
             check(r, add)
@@ -169,15 +169,15 @@ def test_decode_steps_that_read_are_made_from_the_one_before(depth, monkeypatch)
     engine = sim_engine(slots=5, max_len=60, blocks=200, depth=depth, budget=64)
     read = tuple(Tap(point, read=True) for point in POINTS)
     params = SamplingParams.make(max_tokens=30, seed=0, ignore_eos=True)
-    asked = [Request(str(i), np.array([i, 2, 3], np.int32), params, 0.0, taps=read) for i in range(4)]
-    for r in asked:
+    requested = [Request(str(i), np.array([i, 2, 3], np.int32), params, 0.0, taps=read) for i in range(4)]
+    for r in requested:
         engine.add(r)
     steps = 0
     while engine.busy:
         engine.step()
         steps += 1
     assert len(made) <= 3 + depth and steps >= 30, "each step looked up anew what is read"
-    for r in asked:
+    for r in requested:
         check(r, [0.0] * 3)
         found = values_of(r.sequences[0])
         assert r.tap_bytes == sum(values.nbytes for values in found.values())

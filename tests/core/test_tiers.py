@@ -177,10 +177,10 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
     plant(monkeypatch, name)
     with pytest.raises(Exception) as caught:
         drive(1000)
-    told = f"{type(caught.value).__name__}: {caught.value}"
-    print(f"{name}: {told.splitlines()[0][:160]}")
+    received = f"{type(caught.value).__name__}: {caught.value}"
+    print(f"{name}: {received.splitlines()[0][:160]}")
     wrong = ("TypeError", "AttributeError", "NameError")
-    assert not any(error in told for error in wrong), f"the fault itself is wrong: {told}"
+    assert not any(error in received for error in wrong), f"the fault itself is wrong: {received}"
 
 
 def test_tiers_change_no_token_and_lose_no_page():

@@ -113,7 +113,7 @@ def test_what_the_cache_holds_is_looked_up_only_for_a_policy_that_reads_it(monke
             assert len(head.cached) == len(head.blocks)
             return super().order(head, running, now)
 
-    for policy, asked in ((Looks, False), (Reads, True)):
+    for policy, requested in ((Looks, False), (Reads, True)):
         engine, calls = sim_engine(policy=policy, slots=2), []
         hints = engine.cache.hints
         monkeypatch.setattr(
@@ -122,7 +122,7 @@ def test_what_the_cache_holds_is_looked_up_only_for_a_policy_that_reads_it(monke
         right_ones = [request(engine, f"r{i}", [1, 2, i], max_tokens=4) for i in range(6)]
         run(engine)
         right(right_ones)
-        assert bool(calls) == asked
+        assert bool(calls) == requested
 
 
 WRONG_VICTIMS = {

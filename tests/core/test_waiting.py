@@ -58,13 +58,13 @@ def test_every_lane_is_shown_and_beyond_the_window_those_served_longest_ago():
     assert [s.lane for _, _, s, _ in queue.first(4)] == [1, 2, 3, 4]
 
 
-class Told(Fcfs):
+class Received(Fcfs):
     def __init__(self, options, ctx):
         super().__init__(options, ctx)
-        self.gone, self.asked = [], 0
+        self.gone, self.requested = [], 0
 
     def order(self, head, running, now):
-        self.asked += 1
+        self.requested += 1
         return super().order(head, running, now)
 
     def ended(self, gone):
@@ -72,7 +72,7 @@ class Told(Fcfs):
 
 
 def test_a_policy_is_told_once_of_each_sequence_that_ends_however_it_ends():
-    engine = sim_engine(policy=Told, slots=4, blocks=18, depth=2)
+    engine = sim_engine(policy=Received, slots=4, blocks=18, depth=2)
     rng, made = random.Random(2), []
     for i in range(30):
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 8))]
@@ -83,22 +83,22 @@ def test_a_policy_is_told_once_of_each_sequence_that_ends_however_it_ends():
     engine.executor.fail_at.add(engine.planner.step_id + 2)
     run(engine)
     engine.planner.next(0.0)
-    told = engine.planner.policy.gone
-    assert engine.planner.preemptions and len(told) == len(dict(told))
+    received = engine.planner.policy.gone
+    assert engine.planner.preemptions and len(received) == len(dict(received))
     branches = {s.id: s for r in made for s in r.sequences}
-    assert set(dict(told)) <= set(branches)
-    assert {s.id for r in made for s in r.sequences if s.serial >= 0} <= set(dict(told))
-    assert all(branches[i].known == known for i, known in told)
+    assert set(dict(received)) <= set(branches)
+    assert {s.id for r in made for s in r.sequences if s.serial >= 0} <= set(dict(received))
+    assert all(branches[i].known == known for i, known in received)
     at_rest(engine)
 
 
 def test_the_order_is_not_asked_for_while_nobody_can_enter():
-    engine = sim_engine(policy=Told, slots=2)
+    engine = sim_engine(policy=Received, slots=2)
     for i in range(6):
         request(engine, f"r{i}", [i], max_tokens=50, ignore_eos=True)
     for _ in range(20):
         engine.step()
-    assert engine.planner.policy.asked == 1
+    assert engine.planner.policy.requested == 1
     run(engine)
 
 

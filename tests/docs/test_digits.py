@@ -20,8 +20,8 @@ def test_a_model_that_was_trained_here_reads_digits_that_it_has_not_seen(tmp_pat
     spec.loader.exec_module(digits)
     assert digits.train(tmp_path, steps=300) > 0.8
     rng = random.Random(5)
-    asked = [rng.randrange(10) for _ in range(60)]
-    pictures = [digits.draw(digit, rng) for digit in asked]
+    requested = [rng.randrange(10) for _ in range(60)]
+    pictures = [digits.draw(digit, rng) for digit in requested]
     files = []
     for picture in pictures:
         out = io.BytesIO()
@@ -30,6 +30,6 @@ def test_a_model_that_was_trained_here_reads_digits_that_it_has_not_seen(tmp_pat
     options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
     with LLM(str(tmp_path), encoder=digits.DigitEncoder, **options) as llm:
         found = digits.read(llm, pictures)
-        assert sum(a == b for a, b in zip(found, asked, strict=True)) > 48
+        assert sum(a == b for a, b in zip(found, requested, strict=True)) > 48
         assert digits.read(llm, files) == found
         assert llm.stats()["images"]["encoded"] == len(pictures)

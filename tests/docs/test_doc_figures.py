@@ -134,8 +134,8 @@ def test_limits_of_sampling_parameters_are_those_that_are_refused_beyond():
 
 def test_defaults_of_the_generator_are_those_of_the_code():
     page = (DOCS / "eviction.md").read_text(encoding="utf-8")
-    said = page[page.index("The generator's keys, with defaults") :].partition("\n\n")[0]
-    shown = {name: float(value) for name, value in re.findall(r"`(\w+)` ([\d.]*\d)", said)}
+    reported = page[page.index("The generator's keys, with defaults") :].partition("\n\n")[0]
+    shown = {name: float(value) for name, value in re.findall(r"`(\w+)` ([\d.]*\d)", reported)}
     assert shown == {f.name: float(f.default) for f in dataclasses.fields(Synthetic)}
 
 

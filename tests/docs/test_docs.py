@@ -149,8 +149,8 @@ def test_the_stories_of_the_readme_are_what_the_model_tells(here):
     for prompt, story in quotes:
         with both() as out:
             assert main(["generate", "--chat", prompt, *flags, "--max-tokens", "400"]) == 0
-        told = out.getvalue().rpartition("\n")[0].rpartition("\n")[0]  # without the line of figures
-        assert " ".join(told.split()) == " ".join(story.replace("\n> ", " ").split())
+        received = out.getvalue().rpartition("\n")[0].rpartition("\n")[0]  # without the line of figures
+        assert " ".join(received.split()) == " ".join(story.replace("\n> ", " ").split())
 
 
 def test_every_page_is_run():
@@ -333,9 +333,9 @@ def hooks_table() -> list[str]:
         first = contract.minivllm_spec["firstresult"]
         kind = "first result" if first else "wrapper" if name in WRAPPERS else "observer"
         kind = "figures" if name == FIGURES else kind
-        told = [f"`{p.name}: {p.annotation}`" for p in inspect.signature(contract).parameters.values()][1:]
+        received = [f"`{p.name}: {p.annotation}`" for p in inspect.signature(contract).parameters.values()][1:]
         when = " ".join(contract.__doc__.split()).replace("``", "`")
-        rows.append(f"| `{name}` | {kind} | {', '.join(told).replace('| None', 'or None')} | {when} |")
+        rows.append(f"| `{name}` | {kind} | {', '.join(received).replace('| None', 'or None')} | {when} |")
     return rows
 
 

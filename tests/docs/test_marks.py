@@ -91,18 +91,18 @@ def wrong(mark: str, strict: bool) -> str:
 
 @pytest.mark.parametrize("page", STRICT, ids=lambda page: page.stem)
 def test_all_that_a_page_about_the_inside_names_is_there(page):
-    said = [why for mark in marks(page.read_text(encoding="utf-8")) if (why := wrong(mark, strict=True))]
-    assert not said, f"{page.name}: " + "; ".join(said)
+    reported = [why for mark in marks(page.read_text(encoding="utf-8")) if (why := wrong(mark, strict=True))]
+    assert not reported, f"{page.name}: " + "; ".join(reported)
 
 
 def test_names_in_files_that_other_pages_give_are_there():
-    said = [
+    reported = [
         f"{page.name}: {why}"
         for page in PAGES
         for mark in marks(page.read_text(encoding="utf-8"))
         if (why := wrong(mark, strict=False))
     ]
-    assert not said, "\n".join(said)
+    assert not reported, "\n".join(reported)
 
 
 @pytest.mark.parametrize(

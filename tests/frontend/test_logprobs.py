@@ -67,9 +67,9 @@ def assert_prompt(out, model, k):
 def test_a_prompts_log_probabilities_are_those_of_transformers(small, llm):
     items = prompts(1, 2, 16, 17, 40, 40)
     items[5] = items[4]  # it could hit the prefix cache
-    asked = [SamplingParams(max_tokens=3, prompt_logprobs=k, n=1 + (k == 2)) for k in (0, 1, 2, 5, 20, 20)]
+    requested = [SamplingParams(max_tokens=3, prompt_logprobs=k, n=1 + (k == 2)) for k in (0, 1, 2, 5, 20, 20)]
     for _ in range(2):
-        for out, params in zip(llm.generate(items, asked, use_tqdm=False), asked, strict=True):
+        for out, params in zip(llm.generate(items, requested, use_tqdm=False), requested, strict=True):
             assert_prompt(out, small[1], params.prompt_logprobs)
             assert out.num_cached_tokens == 0
     assert llm.generate(items[4], SamplingParams(max_tokens=1), use_tqdm=False)[0].num_cached_tokens > 0
@@ -136,10 +136,10 @@ def test_they_are_settled_in_time_where_rows_do_not_draw_in_every_step():
 
 
 def test_they_leave_the_garbage_collector_no_object_a_token():
-    def objects(**asked):
+    def objects(**requested):
         sim = sim_engine(depth=2, slots=8, blocks=400)
         asking = [
-            Tracked(list(range(i)), SamplingParams(max_tokens=100, ignore_eos=True, **asked), None)
+            Tracked(list(range(i)), SamplingParams(max_tokens=100, ignore_eos=True, **requested), None)
             for i in range(4, 12)
         ]
         before = len(gc.get_objects())
@@ -211,12 +211,12 @@ def test_raw_log_probabilities_know_nothing_of_what_is_drawn_from(small, llm):
         assert all(abs(v.logprob - lp[i, t].item()) < 1e-4 for t, v in entry.items())
 
 
-@pytest.mark.parametrize("sampler, asked", [("typical", {"typical_p": 0.4}), ("mirostat", {"mirostat_tau": 1.5})])
-def test_samplers_that_leave_tokens_out_say_so_and_score_beams_beside_them_as_any_other(small, sampler, asked):
+@pytest.mark.parametrize("sampler, requested", [("typical", {"typical_p": 0.4}), ("mirostat", {"mirostat_tau": 1.5})])
+def test_samplers_that_leave_tokens_out_say_so_and_score_beams_beside_them_as_any_other(small, sampler, requested):
     prompt = prompts(9)[0]
     beam, plain = SamplingParams(beam_width=3, max_tokens=6, logprobs=3), SamplingParams(temperature=1.0, max_tokens=6)
     with engine(small[0], logprobs_mode="processed_logprobs", sampler=sampler) as llm:
-        row = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=20, **asked)
+        row = SamplingParams(temperature=1.0, seed=4, max_tokens=12, logprobs=20, **requested)
         mixed, scored, _ = llm.generate([prompt] * 3, [row, beam, plain], use_tqdm=False)
         alone = llm.generate(prompt, beam, use_tqdm=False)[0]
     assert [o.token_ids for o in scored.outputs] == [o.token_ids for o in alone.outputs]
@@ -275,8 +275,8 @@ def test_what_is_ranked_is_streamed_at_its_end(llm):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("asked", [{"logprobs": 0}, {}], ids=["asked for", "of the strategy"])
-def test_a_sum_of_log_probabilities_misses_no_token_of_a_preempted_row(depth, asked):
+@pytest.mark.parametrize("requested", [{"logprobs": 0}, {}], ids=["requested for", "of the strategy"])
+def test_a_sum_of_log_probabilities_misses_no_token_of_a_preempted_row(depth, requested):
     class Ranks(DecodingStrategy):
         def topk(self, params):
             return 0
@@ -288,7 +288,7 @@ def test_a_sum_of_log_probabilities_misses_no_token_of_a_preempted_row(depth, as
             return [e.sample for e in ends]
 
     engine = sim_engine(slots=6, blocks=16, block=2, depth=depth, strategy=Ranks())
-    made = [request(engine, f"r{i}", [i, 3, 5], n=2, max_tokens=9, ignore_eos=True, **asked) for i in range(4)]
+    made = [request(engine, f"r{i}", [i, 3, 5], n=2, max_tokens=9, ignore_eos=True, **requested) for i in range(4)]
     run(engine)
     assert engine.planner.preemptions, "the test has no power: nothing was preempted"
     for r in made:

@@ -73,10 +73,10 @@ class Scripted(TurnLoop):
 )
 def test_what_a_turn_raises_ends_the_loop_and_every_request_with_the_reason(error):
     engine = sim_engine()
-    asked = request(engine, "r", [1, 2], max_tokens=9, ignore_eos=True)
+    requested = request(engine, "r", [1, 2], max_tokens=9, ignore_eos=True)
     loop = Scripted(engine, [None, error, None])
     loop.run()
-    assert str(error) in engine.dead and asked.sequences[0].error == engine.dead
+    assert str(error) in engine.dead and requested.sequences[0].error == engine.dead
     assert loop.left == [(error, engine.dead)] and loop.script == [None]
 
 
@@ -91,9 +91,9 @@ def test_the_loop_is_left_even_if_not_everyone_could_be_told(monkeypatch):
 
 def test_an_interrupt_of_a_plug_in_ends_nothing():
     engine = sim_engine()
-    asked = request(engine, "r", [1, 2], max_tokens=9, ignore_eos=True)
+    requested = request(engine, "r", [1, 2], max_tokens=9, ignore_eos=True)
     Scripted(engine, [KeyboardInterrupt(), *[None] * 9]).run()
-    assert asked.sequences[0].finish_reason == "length" and engine.dead == "the engine was stopped"
+    assert requested.sequences[0].finish_reason == "length" and engine.dead == "the engine was stopped"
 
 
 def test_an_idle_loop_waits_and_a_busy_one_does_not():

@@ -106,14 +106,14 @@ def test_every_way_into_a_chat_gives_the_same_prompt(llm):
     goes_on = llm.chat([*chat, {"role": "assistant", "content": "So"}], ONE, False, continue_final_message=True)[0]
     assert goes_on.prompt.endswith("So")
 
-    async def asked():
+    async def requested():
         made = AsyncLLM(model="pocket", **SIZES)
         try:
             return [piece async for piece in made.chat(chat, ONE, **more)][-1].output.prompt
         finally:
             made.close()
 
-    assert asyncio.run(asked()) == want.text
+    assert asyncio.run(requested()) == want.text
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,7 @@ class Run:
             self.broken.append(("dead", engine.dead))
             return
         self.stats.append(engine.stats())
-        said = {
+        reported = {
             "requests": len(engine.requests),
             "steps in flight": len(engine.in_flight),
             "running": len(engine.slots.running),
@@ -396,8 +396,8 @@ class Run:
         }
         if engine.images is not None:
             contents = engine.images.contents.values()
-            said |= {"rows of images": len(engine.images.held), "images": sum(one.requests for one in contents)}
-        left = {name: n for name, n in said.items() if n}
+            reported |= {"rows of images": len(engine.images.held), "images": sum(one.requests for one in contents)}
+        left = {name: n for name, n in reported.items() if n}
         for g, pool in enumerate(engine.cache.pools):
             if pool.held or pool.free + pool.idle != pool.total - 1:
                 left[f"blocks of pool {g}"] = pool.held

@@ -39,15 +39,15 @@ JSON_CHECKS: dict[str, Callable[[str], bool]] = {
 }  # fmt: skip
 
 
-def fits(asked: dict[str, Any], text: str, ended: bool) -> bool:
+def fits(requested: dict[str, Any], text: str, ended: bool) -> bool:
     """Return whether an answer has the requested form.  An answer that was cut off is mostly accepted."""
-    if "choice" in asked:
-        return text in asked["choice"] if ended else any(c.startswith(text) for c in asked["choice"])
+    if "choice" in requested:
+        return text in requested["choice"] if ended else any(c.startswith(text) for c in requested["choice"])
     if not ended:
         return True
-    if "regex" in asked:
-        return re.fullmatch(asked["regex"], text) is not None
-    name = next(g["name"] for g in GRAMMARS if g["asked"] == asked)
+    if "regex" in requested:
+        return re.fullmatch(requested["regex"], text) is not None
+    name = next(g["name"] for g in GRAMMARS if g["asked"] == requested)
     try:
         return JSON_CHECKS[name](text)
     except (ValueError, AttributeError, KeyError, TypeError):
@@ -123,14 +123,14 @@ def taps_of(params: dict[str, Any], points: Mapping[str, int]) -> list[Any]:
 
     if "taps" not in params:
         return []
-    asked = params["taps"]
-    names = [name for name in points if name.rpartition(".")[2] not in asked.get("without", ())]
-    rng, made = random.Random(f"taps {asked['seed']}"), []
-    if asked["add"]:
+    requested = params["taps"]
+    names = [name for name in points if name.rpartition(".")[2] not in requested.get("without", ())]
+    rng, made = random.Random(f"taps {requested['seed']}"), []
+    if requested["add"]:
         for name in rng.sample([name for name in names if not read_only(name)], rng.choice([1, 1, 2])):
             vector = np.random.default_rng(rng.randrange(1000)).standard_normal(points[name])
             made.append(Tap(name, add=vector, scale=rng.choice([0.1, 0.5])))
-    if asked["read"]:
+    if requested["read"]:
         made += [
             Tap(name, read=True) for name in rng.sample(names, rng.choice([1, 3])) + names[-1:] * (rng.random() < 0.5)
         ]

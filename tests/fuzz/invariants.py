@@ -155,10 +155,10 @@ def _masks(params: dict[str, Any], model: str, prompt: list[int], tokens: list[i
 
 
 def _form(params: dict[str, Any], out: Output) -> Iterator[Said]:
-    asked = params.get("structured_outputs")
+    requested = params.get("structured_outputs")
     cut = out.stop is not None  # the output ended at a stop string or stop id of the request
-    if asked is not None and not cut and not functions.fits(asked, out.text, out.finish == "stop"):
-        yield "mask", f"{out.text!r} ({out.finish}) does not fit {asked}"
+    if requested is not None and not cut and not functions.fits(requested, out.text, out.finish == "stop"):
+        yield "mask", f"{out.text!r} ({out.finish}) does not fit {requested}"
 
 
 def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
@@ -173,10 +173,10 @@ def _numbers(params: dict[str, Any], mode: str, out: Output) -> Iterator[Said]:
         return
     total = 0.0
     for i, (token, entry) in enumerate(zip(out.tokens, out.logprobs, strict=True)):
-        said = entry_faults(entry, token, k, mode)
+        reported = entry_faults(entry, token, k, mode)
         # a guided row has finer logits than a half dtype, so two different logits may have equal log-probabilities
-        if said and not (said.startswith(TIES) and "guidance_scale" in params):
-            yield scores_kind(said), f"token {i}: {said}"
+        if reported and not (reported.startswith(TIES) and "guidance_scale" in params):
+            yield scores_kind(reported), f"token {i}: {reported}"
             return
         total += entry[0][1]
     if out.cumulative is None or not abs(out.cumulative - total) <= 1e-3 * max(1.0, abs(total)):
@@ -238,6 +238,6 @@ def _prompt_scores(params: dict[str, Any], prompt: list[int], answer: Answer) ->
         if entry is None:
             yield "logprob", f"prompt token {i} has none"
             return
-        if said := entry_faults(entry, token, k):
-            yield scores_kind(said), f"prompt token {i}: {said}"
+        if reported := entry_faults(entry, token, k):
+            yield scores_kind(reported), f"prompt token {i}: {reported}"
             return

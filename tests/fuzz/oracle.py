@@ -49,7 +49,7 @@ class Oracle:
         self.device, self.dtype, self.folder, self.shared = device, dtype, folder, shared
         self.engines: OrderedDict[str, Any] = OrderedDict()
         self.answers: dict[str, Answer] = {}
-        self.computed = self.asked = 0
+        self.computed = self.requested = 0
 
     def close(self) -> None:
         while self.engines:
@@ -82,7 +82,7 @@ class Oracle:
 
         ``anew`` computes it even if it is stored.  ``other`` is described at ``plain_of``.
         """
-        self.asked += 1
+        self.requested += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
         options = with_method(options, params)
         if "kv_budget" not in params:
@@ -163,12 +163,12 @@ def differences(
                 found.append(("text" if name == "text" else "finish", f"output {a.index}: {name} {x!r}, alone {y!r}"))
         found += _scores(a, b, near, tie is None)
         for point, x in (a.taps or {}).items():
-            if said := _values(x, (b.taps or {}).get(point), times * READ[dtype]):
-                found.append(("taps", f"output {a.index}: {point} {said}"))
+            if reported := _values(x, (b.taps or {}).get(point), times * READ[dtype]):
+                found.append(("taps", f"output {a.index}: {point} {reported}"))
     if not split and (got.prompt_logprobs is None) == (want.prompt_logprobs is None):
         for i, (x, y) in enumerate(zip(got.prompt_logprobs or (), want.prompt_logprobs or (), strict=False)):
-            if x is not None and y is not None and (said := _entry(x, y, near, tie is None)):
-                found.append((scores_kind(said), f"prompt token {i}: {said}"))
+            if x is not None and y is not None and (reported := _entry(x, y, near, tie is None)):
+                found.append((scores_kind(reported), f"prompt token {i}: {reported}"))
                 break
     return found
 
@@ -223,8 +223,8 @@ def _beginnings(got: Answer, want: Answer, tie: Tie | None) -> list[tuple[str, s
 
 def _scores(a: Output, b: Output, near: float, same_ids: bool) -> list[tuple[str, str]]:
     for i, (x, y) in enumerate(zip(a.logprobs or (), b.logprobs or (), strict=False)):
-        if said := _entry(x, y, near, same_ids):
-            return [(scores_kind(said), f"output {a.index}, token {i}: {said}")]
+        if reported := _entry(x, y, near, same_ids):
+            return [(scores_kind(reported), f"output {a.index}, token {i}: {reported}")]
     for name in ("cumulative", "score"):
         x, y = getattr(a, name), getattr(b, name)
         if (x is None) != (y is None) or (x is not None and abs(x - y) > near * max(1, len(a.tokens))):
@@ -232,18 +232,18 @@ def _scores(a: Output, b: Output, near: float, same_ids: bool) -> list[tuple[str
     return []
 
 
-def scores_kind(said: str) -> str:
+def scores_kind(reported: str) -> str:
     """Return the kind of a fault in log-probabilities; a different choice of equal ones is a kind of its own."""
-    return "ties" if said.startswith(TIES) else "logprob"
+    return "ties" if reported.startswith(TIES) else "logprob"
 
 
 def _entry(x: list[Any], y: list[Any], near: float, same_ids: bool) -> str:
     """Describe the differences between two entries of log-probabilities."""
     a, b = {t: (v, r) for t, v, r in x}, {t: (v, r) for t, v, r in y}
     if same_ids and [t for t, *_ in x] != [t for t, *_ in y]:
-        said = f"best {[(t, round(v, 4)) for t, v, _ in x]}, alone {[(t, round(v, 4)) for t, v, _ in y]}"
+        reported = f"best {[(t, round(v, 4)) for t, v, _ in x]}, alone {[(t, round(v, 4)) for t, v, _ in y]}"
         equal = {v for _, v, _ in x} == {v for _, v, _ in y} and all(a[t][0] == b[t][0] for t in a.keys() & b.keys())
-        return f"{TIES} others: {said}" if equal else said
+        return f"{TIES} others: {reported}" if equal else reported
     for t in a.keys() & b.keys():
         (v, r), (w, s) = a[t], b[t]
         if v != w and not abs(v - w) <= near * max(1.0, abs(w)):

@@ -163,11 +163,11 @@ class Pool:
         *lines, worker.buffer = (worker.buffer + (data or b"")).split(b"\n")
         for line in lines:
             worker.heard = time.monotonic()
-            said = json.loads(line)
-            if "stage" in said:
-                worker.stage, worker.ready = said["stage"], True
+            reported = json.loads(line)
+            if "stage" in reported:
+                worker.stage, worker.ready = reported["stage"], True
             elif worker.case is not None:
-                case, worker.case, result = worker.case, None, said["done"]
+                case, worker.case, result = worker.case, None, reported["done"]
                 self.slowest = max(0.95 * self.slowest, result["seconds"])
                 worker.ready = not result["replace"]
                 self.enough |= bool(done(case, result))
@@ -187,14 +187,14 @@ class Pool:
         with contextlib.suppress(ProcessLookupError):
             worker.process.send_signal(signal.SIGUSR1)  # faulthandler writes all stacks
         time.sleep(1.0)
-        said = f"hung: no end of {worker.stage!r} within {self.silence:.0f} s: {worker.tail()}"
+        reported = f"hung: no end of {worker.stage!r} within {self.silence:.0f} s: {worker.tail()}"
         self.workers.remove(worker)
         _kill(worker)
         worker.process.wait()
         if worker.case is None:
             self._unused(worker, "did not start")
             return
-        self.enough |= bool(done(worker.case, self._lost(worker, "hung", said)))
+        self.enough |= bool(done(worker.case, self._lost(worker, "hung", reported)))
 
     def _unused(self, worker: Worker, what: str) -> None:
         """Count a worker that ended without a case, which is accepted unless it happens often."""

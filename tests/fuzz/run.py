@@ -58,7 +58,7 @@ class Tally:
     met: Counter[str] = field(default_factory=Counter)
     spent: Counter[str] = field(default_factory=Counter)  # seconds of the workers by stage
     failed: list[tuple[int, str, str, str]] = field(default_factory=list)  # seed, dtype, kind, message
-    said: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
 
     def add(self, case: Case, result: Result) -> None:
         for kind in {kind for kind, *_ in result["faults"]} & set(self.ignored):
@@ -76,10 +76,10 @@ class Tally:
             print(f"FAULT seed {case.seed} {case.dtype} {kind}: {' '.join(message.split())[:300]}", flush=True)
 
     def tick(self) -> None:
-        if time.monotonic() - self.said > PROGRESS:
-            self.said = time.monotonic()
+        if time.monotonic() - self.reported > PROGRESS:
+            self.reported = time.monotonic()
             print(
-                f"{self.said - STARTED:6.0f} s: {self.configs} configurations, {self.requests} requests, "
+                f"{self.reported - STARTED:6.0f} s: {self.configs} configurations, {self.requests} requests, "
                 f"{sum(self.faults.values())} failed",
                 flush=True,
             )

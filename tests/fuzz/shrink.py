@@ -36,7 +36,7 @@ class Shrinker:
     until: float
     ignored: list[str] = field(default_factory=list)  # kinds that are no failure
     tried: int = 0
-    said: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
     pool: Pool | None = None
 
     def fails(self, case: Case) -> bool:
@@ -52,14 +52,14 @@ class Shrinker:
 
         self.pool.run(iter([case] * self.times), done, keep=True)
         if found:
-            self.said = {"kind": found[0][0], "message": found[0][1]}
+            self.reported = {"kind": found[0][0], "message": found[0][1]}
         return bool(found)
 
     def counts(self, kind: str) -> bool:
         """Return whether a fault counts, which must have the kind of the first, or both may be faults of the device."""
-        if not self.said:
+        if not self.reported:
             return kind not in self.ignored
-        return kind == self.said["kind"] or (kind in WILD and self.said["kind"] in WILD)
+        return kind == self.reported["kind"] or (kind in WILD and self.reported["kind"] in WILD)
 
     def run(self) -> Case | None:
         """Return the smallest case found in time, None if the whole case does not fail."""
@@ -67,7 +67,7 @@ class Shrinker:
         try:
             if not any(self.fails(best) for _ in range(3)):
                 return None
-            print(f"it fails: {self.said['kind']}: {self.said['message'][:200]}", flush=True)
+            print(f"it fails: {self.reported['kind']}: {self.reported['message'][:200]}", flush=True)
             for candidates in (fewer, fewer_engines, plainer_engines, plainer_asks, fewer):
                 best = self._smaller(best, candidates)
         finally:
@@ -86,7 +86,9 @@ class Shrinker:
                     break
                 if smaller != best and self.fails(smaller):
                     best, changed = smaller, True  # the next candidate now has the same index
-                    print(f"{len(best.asks)} requests, {len(best.engines)} engines, {self.said['kind']}", flush=True)
+                    print(
+                        f"{len(best.asks)} requests, {len(best.engines)} engines, {self.reported['kind']}", flush=True
+                    )
                 else:
                     at += 1
             else:
@@ -96,7 +98,7 @@ class Shrinker:
     def program(self, case: Case) -> str:
         """Return the case as a Python program that runs it."""
         what = pprint.pformat(case, width=118, compact=True)
-        return f"""# {self.said["kind"]}: {self.said["message"][:200]}
+        return f"""# {self.reported["kind"]}: {self.reported["message"][:200]}
 # in tests/, with the package on the path:
 import tempfile
 from pathlib import Path

@@ -102,9 +102,9 @@ def test_each_form_of_an_answer_is_told_from_others():
     good = {"digits": "123-4567", "letters": "abcabd", "words": "The fox ran.", "choice": "no", "integer": "7",
             "object": '{"name":"x","old":true}', "array": '["a","b"]'}  # fmt: skip
     for grammar in GRAMMARS:
-        asked = grammar["asked"]
-        assert fits(asked, good[grammar["name"]], True)
-        assert not fits(asked, good[grammar["name"]] + "!", True)
+        requested = grammar["asked"]
+        assert fits(requested, good[grammar["name"]], True)
+        assert not fits(requested, good[grammar["name"]] + "!", True)
     assert fits({"choice": ["yes"]}, "ye", False) and not fits({"choice": ["yes"]}, "yo", False)
 
 
@@ -121,8 +121,8 @@ def test_a_sound_engine_has_no_fault(player, seed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_configurations_have_no_fault(dtype, tmp_path):
     ledger = tmp_path / "ledger.jsonl"
-    asked = f"--configs 40 --processes 2 --seconds 900 --dtypes {dtype} --first-seed 500 --ledger {ledger}"
-    done = subprocess.run([sys.executable, run.__file__, *asked.split()], capture_output=True, text=True)
+    requested = f"--configs 40 --processes 2 --seconds 900 --dtypes {dtype} --first-seed 500 --ledger {ledger}"
+    done = subprocess.run([sys.executable, run.__file__, *requested.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "failing seeds: none" in done.stdout
     assert json.loads(ledger.read_text().splitlines()[-1])["run"]["configurations"] == 40
@@ -368,7 +368,9 @@ def test_shrinking_leaves_the_request_that_fails(player, monkeypatch, folder):
 
     open_mask(monkeypatch)
     made = Shrinker(keep(workload(), [1, 3, 4]), folder, 1, 1, 60.0, time.monotonic() + 300)
-    made.fails = lambda case: bool(player.play(case)["faults"]) and made.said.update(kind="mask", message="") is None
+    made.fails = lambda case: (
+        bool(player.play(case)["faults"]) and made.reported.update(kind="mask", message="") is None
+    )
     small = made.run()
     assert [set(a.params) for a in small.asks] == [{"seed", "max_tokens", "allowed_tokens_fn"}]
     assert len(small.asks[0].prompt) == 1 and small.asks[0].params["max_tokens"] <= 2

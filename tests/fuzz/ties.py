@@ -74,10 +74,10 @@ class Ties:
 
         drop = ("logits_processors", "allowed_tokens_fn", "structured_outputs", "logprobs", "prompt_logprobs", "n",
                 "stop", "stop_token_ids", "min_tokens", "typical_p", "choose_fn")  # fmt: skip
-        asked = {k: v for k, v in p.items() if k not in drop}
-        asked.update(max_tokens=len(forced) + 1, ignore_eos=True)
+        requested = {k: v for k, v in p.items() if k not in drop}
+        requested.update(max_tokens=len(forced) + 1, ignore_eos=True)
         vocab = VOCAB[self.options["model"]]
-        made = functions.sampling_params(asked, vocab)
+        made = functions.sampling_params(requested, vocab)
         made.choose_fn = follow
         llm = self.oracle.engine(with_method(self.options, p))
         lora = lora_of(p, self.oracle.folder, self.options["model"])

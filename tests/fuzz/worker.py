@@ -76,9 +76,9 @@ class Player:
             played.run()
         except Exception as e:
             where = traceback.extract_tb(e.__traceback__)[-1]
-            said = f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})"
+            reported = f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})"
             traceback.print_exc()
-            faults.append(Fault(kind_of(said), said))
+            faults.append(Fault(kind_of(reported), reported))
         doubt = any(f.kind == "device assert" for f in faults) or not _device_is_well(case.device, faults)
         if faults and not doubt:
             self.close()  # the plain engines may be damaged
@@ -127,12 +127,12 @@ class Play:
         with delays.planted(self.case.late, self.case.seed, self.case.device):
             self.driven.play()
         self.faults += [
-            Fault(kind_of(said) if kind == "dead" and kind_of(said) != "exception" else kind, said)
-            for kind, said in self.driven.broken
+            Fault(kind_of(reported) if kind == "dead" and kind_of(reported) != "exception" else kind, reported)
+            for kind, reported in self.driven.broken
         ]
         for i, answer in enumerate(self.driven.answers):
             self.stage(f"request {i} is compared")
-            self.faults += [Fault(kind, f"request {i}: {said}", i) for kind, said in self.judge(i, answer)]
+            self.faults += [Fault(kind, f"request {i}: {reported}", i) for kind, reported in self.judge(i, answer)]
             if any(f.kind == "device assert" for f in self.faults):
                 break  # nothing more can run in this process
         self.met += power.count(self.case, self.driven, self.prompts)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from captured_steps import asked, columns, compare, engine
+from captured_steps import columns, compare, engine, requested
 from cpu_captures import cpu_captures
 from greedy import prompts
 from prediction_heads import Eagle3Reference, MTPReference, watch_drafts
@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 # few captures, because interpreted kernels are slow
 ALWAYS = {"captured_drafts": True, "speculate": "always", "num_speculative_tokens": 2, "run_ahead": 1}
 ALWAYS |= {"graph": "decode", "max_num_seqs": 2}
-GREEDY = asked(*[{"temperature": 0}] * 3, max_tokens=9, ignore_eos=True)
+GREEDY = requested(*[{"temperature": 0}] * 3, max_tokens=9, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["soon", "late"])
@@ -201,7 +201,7 @@ NGRAM = {"name": "ngram", "options": {"prompt_lookup_min": 1}}
 @pytest.mark.parametrize(("drafter", "processors"), [(NGRAM, ["penalties"]), ("model", ["penalties", "logit_bias"])])
 def test_captured_steps_with_drafts_draw_what_separate_launches_draw(noisy, drafter, processors, ahead):
     model, draft = noisy
-    params = [p for p in asked(*SETTINGS, max_tokens=9) if p.logit_bias is None or "logit_bias" in processors]
+    params = [p for p in requested(*SETTINGS, max_tokens=9) if p.logit_bias is None or "logit_bias" in processors]
     graphs = compare(model, params, drafter=draft if drafter == "model" else drafter, processors=processors, **ALWAYS)
     assert_all_captured(graphs)
     kinds = [kind for _, kind in graphs.runner.drafted.samples]

@@ -149,7 +149,7 @@ def compare(folder, params, **options):
     return graphs
 
 
-def asked(*settings, **common):
+def requested(*settings, **common):
     return [SamplingParams(**{"seed": i, "max_tokens": 2 + 2 * i, **common, **s}) for i, s in enumerate(settings)]
 
 
@@ -166,7 +166,7 @@ PLAIN = ({}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0}, {"temperature": 0.5
     ],
 )
 def test_rows_that_end_one_after_another_draw_the_same_in_every_captured_size(models, model, options):
-    graphs = compare(models[model], asked(*PLAIN, {}, ignore_eos=True), **options)
+    graphs = compare(models[model], requested(*PLAIN, {}, ignore_eos=True), **options)
     used = {(key.kind, key.rows) for key in graphs.forwards}
     assert {("decode", n) for n in (1, 2, 4, SEQS)} <= used
     assert (("mixed", SEQS) in used) == ("graph" not in options)
@@ -179,7 +179,7 @@ def test_prompts_around_every_size_of_long_steps_draw_the_same_as_in_separate_la
     monkeypatch.setattr(captured_sizes, "LONG_TOKENS", (128, 192, 256))
     options = dict(max_num_batched_tokens=320, max_model_len=320, num_kvcache_blocks=150)
     items = prompts(61, [n + d for n in (64, 128, 192, 256) for d in (-1, 0, 1)])
-    params = asked(*[{"temperature": 0}] * len(items), max_tokens=3, logprobs=2)
+    params = requested(*[{"temperature": 0}] * len(items), max_tokens=3, logprobs=2)
     found = []
     for graph in ("off", "auto"):
         with cpu_captures(), engine(models["long"], graph=graph, **options) as llm:
@@ -223,7 +223,7 @@ SETTINGS = (
 
 
 def test_processors_masks_stop_ids_and_log_probabilities_are_captured_as_they_are(models):
-    params = asked(*SETTINGS, max_tokens=7)
+    params = requested(*SETTINGS, max_tokens=7)
     graphs = compare(models["qwen3"], params, run_ahead=1, processors=["logit_bias", "penalties"])
     kinds = [kind for _, kind in graphs.samples]
     assert any(kind.late for kind in kinds) and any(kind.wants_min for kind in kinds)
@@ -233,7 +233,7 @@ def test_processors_masks_stop_ids_and_log_probabilities_are_captured_as_they_ar
 def test_draws_read_float32_logits_where_no_draw_of_their_limits_read_others(models):
     """Top-k and min-p are first drawn together beside a penalty, which needs float32, then without one, then apart."""
     with_penalty = {"top_k": 9, "repetition_penalty": 1.3, "max_tokens": 3}
-    params = asked(with_penalty, {"top_k": 9, "max_tokens": 8}, {"min_p": 0.1, "max_tokens": 12})
+    params = requested(with_penalty, {"top_k": 9, "max_tokens": 8}, {"min_p": 0.1, "max_tokens": 12})
     graphs = compare(models["qwen3"], params, processors=["penalties"])
     kinds = {kind.variants for _, kind in graphs.samples}
     limits = {variants[-1] & ~(GREEDY | DRAWN) for variants in kinds if variants[0] < 0} - {0}
@@ -242,14 +242,16 @@ def test_draws_read_float32_logits_where_no_draw_of_their_limits_read_others(mod
 
 
 def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):
-    params = asked({"logprobs": 3, "top_k": 9}, {"logprobs": 1, "logit_bias": {5: 3.0}}, {"temperature": 0})
+    params = requested({"logprobs": 3, "top_k": 9}, {"logprobs": 1, "logit_bias": {5: 3.0}}, {"temperature": 0})
     graphs = compare(models["qwen3"], params, logprobs_mode="processed_logprobs", processors=["logit_bias"])
     assert any(kind.topk == 3 for _, kind in graphs.samples)
 
 
 @pytest.mark.parametrize("options", [{"sampler": "mirostat"}, {"drafter": "ngram", "speculate": "always"}])
 def test_a_sampler_with_state_and_rows_with_drafts_are_those_of_separate_launches(models, options):
-    graphs = compare(models["qwen3"], asked({"mirostat_tau": 3.0} if "sampler" in options else {}, *PLAIN), **options)
+    graphs = compare(
+        models["qwen3"], requested({"mirostat_tau": 3.0} if "sampler" in options else {}, *PLAIN), **options
+    )
     assert len(graphs.samples) > 4 and graphs.runner.drafted is None
 
 
@@ -264,7 +266,7 @@ def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypa
     """Separate launches without kernels give the results of captures with the interpreted kernels."""
     folder, _, model = tiny_dir(tmp_path / "adapted", "qwen3")
     one, two = adapters_of(folder, model, 2)
-    params = asked(*[{"temperature": 0}] * 6, max_tokens=6, ignore_eos=True, logprobs=2)
+    params = requested(*[{"temperature": 0}] * 6, max_tokens=6, ignore_eos=True, logprobs=2)
     lora, options = [one, None, two, one, None, two], {"enable_lora": True, **options}
     want, none = play(folder, params, False, lora=lora, **options)
     monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
@@ -293,7 +295,7 @@ def test_adapters_of_several_methods_are_those_of_separate_launches(tmp_path, mo
     steering = [request(write_steering(tmp_path / f"s{n}", one), 7 + n) for n, one in enumerate(vectors)]
     ia3 = request(write_ia3(model, tmp_path / "ia3"), 9)
     low_rank = adapters_of(folder, model, 1)[0]
-    params = asked(*[{"temperature": 0}] * 7, max_tokens=8, ignore_eos=True, logprobs=2)
+    params = requested(*[{"temperature": 0}] * 7, max_tokens=8, ignore_eos=True, logprobs=2)
     lora = [low_rank, None, ia3, steering[0], steering[1], ia3, steering[0]]
     options = {"adapters": ["ia3", "steering", "lora"], **options}
     want, none = play(folder, params, False, lora=lora, **options)
@@ -325,7 +327,7 @@ def test_hidden_states_of_captured_steps_are_read_by_a_head(tmp_path, monkeypatc
 
     monkeypatch.setattr(MTP, "propose", propose)
     options = {"drafter": "mtp", "num_speculative_tokens": 2, "speculate": "auto", "run_ahead": 1}
-    graphs = compare(folder, asked(*[{"temperature": 0}] * 6, max_tokens=24, ignore_eos=True), **options)
+    graphs = compare(folder, requested(*[{"temperature": 0}] * 6, max_tokens=24, ignore_eos=True), **options)
     assert {key.kind for key in graphs.forwards} == {"decode", "mixed"}
     drafted = [(row, drafts[:n]) for row, drafts, n in seen if n]
     assert len(drafted) > 100
@@ -335,7 +337,7 @@ def test_hidden_states_of_captured_steps_are_read_by_a_head(tmp_path, monkeypatc
 @pytest.mark.parametrize("depth", [0, 2])
 def test_rows_with_guides_are_drawn_as_separate_launches_behind_captured_layers(models, depth):
     guided = ({"guidance_scale": 2.0, "negative_prompt_token_ids": [5, 9, 2]}, {"guidance_scale": 0.5, "logprobs": 2})
-    params = asked(*guided, *PLAIN[:2], ignore_eos=True)
+    params = requested(*guided, *PLAIN[:2], ignore_eos=True)
     graphs = compare(models["qwen3"], params, run_ahead=depth, strategies=["single", "guidance"])
     assert {key.kind for key in graphs.forwards} == {"decode", "mixed"}
 
@@ -346,7 +348,7 @@ def test_rows_with_taps_run_in_captures_of_their_points_beside_rows_without(mode
     steer, read = Tap("layers.0.residual", add=add), [Tap(p, read=True) for p in ("layers.1.q", "norm", "embedding")]
     graphs = compare(
         models["qwen3"],
-        asked(*[{"temperature": 0}, {"logprobs": 2}] * 3, max_tokens=22, ignore_eos=True),
+        requested(*[{"temperature": 0}, {"logprobs": 2}] * 3, max_tokens=22, ignore_eos=True),
         taps=[[steer], [], [*read, steer], [], [Tap("layers.1.mlp", add=add, read=True), Tap("logits", read=True)], []],
         run_ahead=depth,
     )
@@ -363,7 +365,7 @@ def all_experts(self, h, ids, weights):
 
 def compare_routes(folder, routes, depth):
     """Compare rows with routes beside others in captured steps with separate launches; return the captures."""
-    params = asked(*[{"temperature": 0, "routes": r} for r in routes], max_tokens=22, ignore_eos=True)
+    params = requested(*[{"temperature": 0, "routes": r} for r in routes], max_tokens=22, ignore_eos=True)
     want, _ = play(folder, params, False, run_ahead=depth)
     with cpu_captures():
         got, graphs = play(folder, params, True, run_ahead=depth)
@@ -413,7 +415,7 @@ def test_captures_with_wrong_given_routes_are_found(models, monkeypatch, give):
 
 def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):
     taps = [[Tap("layers.0.residual", add=np.ones(32))], [], [], [], []]
-    more = asked(*PLAIN, ignore_eos=True, max_tokens=30)
+    more = requested(*PLAIN, ignore_eos=True, max_tokens=30)
     graphs = compare(models["qwen3"], more, taps=taps, max_num_batched_tokens=16)
     assert any(isinstance(key, TappedKey) and key.kind == "mixed" for key in graphs.forwards)
 
@@ -423,14 +425,14 @@ def test_steps_that_only_add_are_captured_in_mixed_steps_too(models):
 def test_compressed_rows_draw_the_same_in_captured_steps(models, model, name):
     if (model, name) == ("windows", "rerotated"):
         pytest.skip("layers with a window keep their positions")
-    more = asked(*PLAIN, ignore_eos=True, max_tokens=20, kv_budget=0.5)
+    more = requested(*PLAIN, ignore_eos=True, max_tokens=20, kv_budget=0.5)
     compressor = {"name": "streaming", "options": {"rerotate": True}} if name == "rerotated" else name
     graphs = compare(models[model], more, compressor=compressor, compress_every=7, run_ahead=1)
     assert {"decode", "mixed"} <= {key.kind for key in graphs.forwards}
 
 
 def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):
-    params = asked({"extra": {"waits": 1}}, *PLAIN)
+    params = requested({"extra": {"waits": 1}}, *PLAIN)
     want, _ = play(models["qwen3"], params, False, processors=[f"{__name__}:Waits"])
     with cpu_captures():
         got, graphs = play(models["qwen3"], params, True, processors=[f"{__name__}:Waits"])

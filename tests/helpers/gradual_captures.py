@@ -10,7 +10,7 @@ import random
 import captured_steps
 import pytest
 import torch
-from captured_steps import PLAIN, asked, engine, play
+from captured_steps import PLAIN, engine, play, requested
 from cpu_captures import CpuRecorder, cpu_captures
 from greedy import prompts
 
@@ -76,7 +76,7 @@ def test_the_start_has_a_capture_for_each_decode_step_and_idle_turns_make_those_
 
 def test_captures_after_sleep_are_those_that_first_requests_need_and_measure_nothing(model, monkeypatch):
     """The start makes all captures.  A runner that captures again uses its measurements; idle turns make the others."""
-    params = asked(*PLAIN, ignore_eos=True)
+    params = requested(*PLAIN, ignore_eos=True)
     items = prompts(61, [1 + 13 * i for i in range(len(params))])
     options = {**SIZES, "graph_captures": "start"}
     with cpu_captures(), engine(model, **options) as llm:
@@ -105,7 +105,7 @@ def test_captures_between_any_two_steps_change_no_token(model, monkeypatch, dept
             self.executor.runner.graphs.later.capture()
         return step(self)
 
-    params = asked(*PLAIN, *PLAIN, {}, {"temperature": 0}, ignore_eos=True)
+    params = requested(*PLAIN, *PLAIN, {}, {"temperature": 0}, ignore_eos=True)
     want, _ = play(model, params, False, run_ahead=depth, **SIZES)
     monkeypatch.setattr(Engine, "step", stepped)
     monkeypatch.setattr(graphs, "DECODE_SIGHTS", 3)
@@ -117,7 +117,7 @@ def test_captures_between_any_two_steps_change_no_token(model, monkeypatch, dept
 
 def test_a_size_that_is_used_often_gets_its_capture_without_an_idle_turn(model, monkeypatch):
     monkeypatch.setattr(graphs, "DECODE_SIGHTS", 3)
-    params = asked(*[{"temperature": 0}] * 4, ignore_eos=True, max_tokens=12)
+    params = requested(*[{"temperature": 0}] * 4, ignore_eos=True, max_tokens=12)
     want, _ = play(model, params, False, **SIZES)
     with cpu_captures():
         got, used = play(model, params, True, **SIZES)
@@ -129,7 +129,7 @@ def test_a_size_that_is_used_often_gets_its_capture_without_an_idle_turn(model, 
 @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("no memory")])
 def test_a_capture_that_fails_while_serving_is_tried_once_and_its_steps_run_in_a_larger_one(model, monkeypatch, error):
     monkeypatch.setattr(graphs, "DECODE_SIGHTS", 2)
-    params = asked(*[{"temperature": 0}] * 4, ignore_eos=True, max_tokens=12)
+    params = requested(*[{"temperature": 0}] * 4, ignore_eos=True, max_tokens=12)
     want, _ = play(model, params, False, **SIZES)
     tried, capture = [], CpuRecorder.capture
 
@@ -158,7 +158,7 @@ def test_a_capture_that_fails_while_serving_is_tried_once_and_its_steps_run_in_a
 
 
 def test_a_request_that_ends_by_an_abort_leaves_the_captures_that_follow_intact(model):
-    params = asked(*[{"temperature": 0}] * 3, ignore_eos=True, max_tokens=14)
+    params = requested(*[{"temperature": 0}] * 3, ignore_eos=True, max_tokens=14)
     want, _ = play(model, params, False, run_ahead=2, **SIZES)
     items = prompts(61, [1 + 13 * i % 50 for i in range(3)])
     with cpu_captures(), engine(model, run_ahead=2, **SIZES) as llm:
@@ -177,7 +177,7 @@ def test_a_request_that_ends_by_an_abort_leaves_the_captures_that_follow_intact(
 
 def test_an_idle_engine_makes_all_captures_by_itself_and_serves_in_between(model):
     async def serve(llm):
-        pieces = llm.generate(prompts(61, [7])[0], asked({"temperature": 0}, max_tokens=9)[0])
+        pieces = llm.generate(prompts(61, [7])[0], requested({"temperature": 0}, max_tokens=9)[0])
         return [token async for piece in pieces for token in piece.token_ids]
 
     async def main():

@@ -10,7 +10,7 @@ from minivllm.runtime.hooks.manager import NAMES, HookManager
 from minivllm.testing.sim import VOCAB, request, sim_engine
 
 
-class Told(Hooks):
+class Received(Hooks):
     """A hook plug-in that records all hooks."""
 
     def __init__(self, options=None):

@@ -35,13 +35,13 @@ def put_into_cache(cache, name, source, commit=COMMIT, refs=("main",), without=(
 class Hub:
     """A hub.
 
-    ``served`` maps an id to (folder, {revision: commit}).  ``asked`` has the paths of all requests.  ``refuses`` maps
-    an id to the code (``GatedRepo``) with which its files are refused.  ``broken`` is the status of every answer, if
+    ``served`` maps an id to (folder, {revision: commit}).  ``requested`` has the paths of all requests.
+    ``refuses`` maps an id to the code (``GatedRepo``) with which its files are refused.  ``broken`` is the status of every answer, if
     not 0.
     """
 
     def __init__(self):
-        self.served, self.asked, self.refuses, self.broken = {}, [], {}, 0
+        self.served, self.requested, self.refuses, self.broken = {}, [], {}, 0
 
     def answer(self, path):
         """Return (status, headers, body) for a path."""
@@ -76,7 +76,7 @@ def served_hub():
     class Handler(BaseHTTPRequestHandler):
         def _reply(self, with_body):
             path = unquote(urlsplit(self.path).path)
-            hub.asked.append(path)
+            hub.requested.append(path)
             status, headers, body = hub.answer(path)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
             self.send_response(status)

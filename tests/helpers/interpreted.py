@@ -138,7 +138,7 @@ def draws(logits, limits, fused, first=0):
     n, width = logits.shape
     sampler = DefaultSampler(None, SamplingContext(width, 100, ()))
     state, row = ProcessorState(sampler, n, logits.device), torch.arange(n, device=logits.device)
-    bound = [sampler.bind(SamplingParams(**asked), 1) for asked in limits]
+    bound = [sampler.bind(SamplingParams(**requested), 1) for requested in limits]
     state.join(np.arange(n), torch.arange(n, device=logits.device), dict(enumerate(bound)))
     key, variant = row + first, int(np.bitwise_or.reduce([b.variant for b in bound]))
     rows = Rows(row, key * 3 + 1, row * 0 + 1, (key << 33) - 7919 * key, key % 3, variant, torch.zeros(n, 101), 100)

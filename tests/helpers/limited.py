@@ -36,9 +36,9 @@ def limited(call, seconds=SECONDS, megabytes=MEGABYTES):
             os._exit(0)
     os.close(write)
     with open(read, "rb") as pipe:
-        said = pipe.read()
+        reported = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         ended = os.WTERMSIG(status)
         return ("time" if ended in (signal.SIGPROF, signal.SIGALRM) else "bug", f"signal {ended}")
-    return tuple(json.loads(said))
+    return tuple(json.loads(reported))

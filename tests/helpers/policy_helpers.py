@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minivllm.registration.spec import PluginQuery as Asked
+from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import Clock, request, sim_engine
@@ -13,7 +13,7 @@ POLICIES = sorted(label.partition("/")[2] for kind, label in builtins() if kind 
 def policy(name, **options):
     """Return the argument of ``sim_engine`` for a built-in policy by name, with options."""
     registry = Catalog.discover()["scheduler"]
-    chosen = registry.select(Asked(), f"minivllm/{name}").require()
+    chosen = registry.select(PluginQuery(), f"minivllm/{name}").require()
     made = registry.load(chosen)
     set_to = registry.options_model(chosen.entry, chosen.spec)(**options) if options else None
     return lambda none, ctx: made(set_to, ctx)

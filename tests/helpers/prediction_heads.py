@@ -94,9 +94,9 @@ class MTPReference(torch.nn.Module):
 class Eagle3Reference(torch.nn.Module):
     """An EAGLE-3 head for 40 of the model's tokens that is computed from the whole text for each draft."""
 
-    def __init__(self, model, layers, told=True, drafted=40, seed=7):
+    def __init__(self, model, layers, received=True, drafted=40, seed=7):
         super().__init__()
-        self.of, self.layers, self.told = model.config, layers, told
+        self.of, self.layers, self.received = model.config, layers, received
         size, vocab = model.config.hidden_size, model.config.vocab_size
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
         sizes |= {"num_hidden_layers": 1, "max_position_embeddings": 256, "tie_word_embeddings": False}
@@ -166,7 +166,7 @@ class Eagle3Reference(torch.nn.Module):
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         outputs = [i - 1 for i in self.layers]
-        more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs}} if self.told else {}
+        more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs}} if self.received else {}
         values = {**self.cfg.to_dict(), "draft_vocab_size": len(self.d2t), **more, **config}
         values["architectures"] = ["LlamaForCausalLMEagle3"]
         (folder / "config.json").write_text(json.dumps(values))

@@ -258,19 +258,19 @@ def found(reply, pieces, cut=False):
 
 def summed(parts):
     """Return the reasoning, the content and the calls of parts."""
-    thought, said, made = "", "", []
+    thought, reported, made = "", "", []
     for part in parts:
         if isinstance(part, Thought):
             thought += part.text
         elif isinstance(part, Said):
-            said += part.text
+            reported += part.text
         elif isinstance(part, Begun):
             made.append([part.name, "", False])
         elif isinstance(part, Written):
             made[-1][1] += part.text
         elif isinstance(part, Ended):
             made[-1][2] = True
-    return thought, said, made
+    return thought, reported, made
 
 
 def divided(text, places):

@@ -77,11 +77,11 @@ def off(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Scaled(WeightScheme):
-    """A weight and rows of 8 bits.  ``asked`` counts products of unrounded rows."""
+    """A weight and rows of 8 bits.  ``requested`` counts products of unrounded rows."""
 
     def __init__(self, n: int, k: int, eight: torch.dtype, device: str) -> None:
         weight = drawn(n + k, n, k).mul_(40).clamp_(-127, 127).to(eight).to(device)
-        self.of, self.asked = ScaledProduct(weight, (drawn(n, n).abs() / 500 + 1e-4).to(device)), 0
+        self.of, self.requested = ScaledProduct(weight, (drawn(n, n).abs() / 500 + 1e-4).to(device)), 0
         self.tensors: dict[str, torch.Tensor] = {}
 
     def params(self) -> dict[str, tuple[int, ...]]:
@@ -91,7 +91,7 @@ class Scaled(WeightScheme):
         raise AssertionError("nothing is loaded")
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None, adapter: Any = None) -> torch.Tensor:
-        self.asked += 1
+        self.requested += 1
         return self.of(x, out)
 
     def joined(self, bias: torch.Tensor | None, mode: int, activation: str) -> Any:
@@ -135,8 +135,8 @@ def check_followed(device: str, dtype: torch.dtype, eight: torch.dtype, m: int, 
     for plain in ((), ("up",), ("down",), ("qkv",)):
         schemes = {n: (Plain if n in plain else Scaled)(*size, eight, device) for n, size in SIZES.items()}
         want = run(schemes, False, x, residual, shards)
-        assert [one.asked for one in schemes.values()] == [1, 1, 1, 1]
+        assert [one.requested for one in schemes.values()] == [1, 1, 1, 1]
         got = run(schemes, True, x, residual, shards)
         assert same(got, want) if device == "cpu" else all(off(a, b) < 0.02 for a, b in zip(got, want, strict=True))
-        handed = [name for name, one in schemes.items() if one.asked == 1]
+        handed = [name for name, one in schemes.items() if one.requested == 1]
         assert handed == ([n for n in SIZES if n != "o" and n not in plain] if m > 8 else [])

@@ -15,7 +15,7 @@ import numpy as np
 from minivllm.core.engine import blocks, engine, waiting
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import RequestError
-from minivllm.registration.spec import PluginQuery as Asked
+from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
@@ -28,7 +28,7 @@ def all_of(seam):
     registry = Catalog.discover()[seam]
     for kind, label in builtins():
         if kind == seam:
-            chosen = registry.select(Asked(), label).require()
+            chosen = registry.select(PluginQuery(), label).require()
             options = registry.options_model(chosen.entry, chosen.spec)() if chosen.spec.options else None
             made = registry.load(chosen)
             yield lambda none, ctx, made=made, options=options: made(options, ctx)

@@ -19,7 +19,7 @@ ROW = {
     "failed": 0,
 }
 TIMES = {"request_throughput": 2.0, "p99_ttft_ms": 9.0, "median_tpot_ms": 1.0, "p99_tpot_ms": 2.0}
-ASKED = {"ttfts": [0.001, 0.002, 0.0], "e2els": [0.1, 0.2, 0.0], "errors": ["", "", "gone"]}
+REQUESTED = {"ttfts": [0.001, 0.002, 0.0], "e2els": [0.1, 0.2, 0.0], "errors": ["", "", "gone"]}
 WORTH = {"output_throughput": {"ratio": 1.5, "low": 1.2, "high": 1.9, "p": 0.01, "says": "a difference"}}
 NAME = '<script>alert("x")</script> & co'
 
@@ -28,11 +28,11 @@ def result(kind, **more):
     return {**repeats.result(kind, [ROW], [{"energy_joules": None}], {}, None), **more}
 
 
-LOADED = {**ROW, **TIMES, "max_concurrency": None, "requests": ASKED}
+LOADED = {**ROW, **TIMES, "max_concurrency": None, "requests": REQUESTED}
 BATCH = {**ROW, "input_len": 4, "batch_size": 2, "latency": 0.1, "median_tpot_ms": 1.0}
 FIRST = {**ROW, "name": NAME, "quality": None, "against_first": {}, "weight_bytes": 1 << 20}
 SECOND = {**FIRST, "name": "b", "quality": {"perplexity": 3.0, "kl": 0.1}, "against_first": WORTH}
-TIMED = {**LOADED, "requests": {**ASKED, "start_times": [0.0, 0.05, 0.1]}}
+TIMED = {**LOADED, "requests": {**REQUESTED, "start_times": [0.0, 0.05, 0.1]}}
 KERNEL = {
     "operation": NAME, "batch_size": 1, "tokens": 1, "context": 8, "calls": 2, "us": 9.0, "floor_us": 3.0,
     "bound_by": "memory", "share_of_floor": 1 / 3, "torch_us": None, "torch_over_own": None,

@@ -83,7 +83,7 @@ def test_auto_takes_it(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("reported", "wanted"),
     [
         ({"version": "gemv"}, r"AWQ of version='gemv': its words lie in another order; use the same .* version=gemm"),
         ({"version": "gemv_fast"}, r"AWQ of version='gemv_fast'"),
@@ -94,9 +94,12 @@ def test_auto_takes_it(checkpoint):
         ({"modules_to_not_convert": "mlp"}, r"modules_to_not_convert='mlp': expected a list of names"),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(checkpoint, said, wanted):
+def test_settings_that_do_not_fit_are_refused(checkpoint, reported, wanted):
     path = checkpoint[0]
-    say(path, config(**said) if "bits" not in said and "group_size" not in said else {**config(), **said})
+    say(
+        path,
+        config(**reported) if "bits" not in reported and "group_size" not in reported else {**config(), **reported},
+    )
     with pytest.raises(ModelError, match=wanted):
         LLM(model=str(path), **LLM_SIZES)
 

@@ -69,10 +69,10 @@ def config(*groups, form="pack-quantized", ignore=("lm_head",), **more):
 def test_what_is_held_is_what_the_packed_tensors_say(bits, group, symmetric, form):
     torch.manual_seed(bits + group)
     strategy = "channel" if group == -1 else "group"
-    said = config((["Linear"], weights(bits, "int", strategy, group if group > 0 else None, symmetric)))
+    reported = config((["Linear"], weights(bits, "int", strategy, group if group > 0 else None, symmetric)))
     parts = {"a": coded(32, 160, bits, group, symmetric), "b": coded(64, 160, bits, group, symmetric)}
     given = {part: compressed(one, bits, symmetric) for part, one in parts.items()}
-    scheme = loaded(CompressedTensors(None, said), info((32, 64), 160), given)
+    scheme = loaded(CompressedTensors(None, reported), info((32, 64), 160), given)
     want = torch.cat([one.weight for one in parts.values()]).double()
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
     assert forms(scheme) == [form]
@@ -96,18 +96,18 @@ def test_words_of_older_libraries_that_no_field_crosses_are_read(bits, symmetric
     if not symmetric:
         old["weight_zero_point"] = within(one.zero.t(), bits).t().contiguous()
     assert (old["weight_packed"].shape == given["weight_packed"].shape) is (32 % bits == 0), "the test has no power"
-    said = config((["Linear"], weights(bits, "int", "group", 32, symmetric)))
+    reported = config((["Linear"], weights(bits, "int", "group", 32, symmetric)))
     for shard in (None, Shard(1, 2)):
         more = {} if shard is None else {"shard": shard, "split": "column"}
         m = info((64 if shard is None else 32,), 160, **more)
         want = one.weight if shard is None else one.weight[32:]
-        found = [held(loaded(CompressedTensors(None, said), m, {"a": made})) for made in (given, old)]
+        found = [held(loaded(CompressedTensors(None, reported), m, {"a": made})) for made in (given, old)]
         assert torch.equal(found[0], found[1])
         torch.testing.assert_close(found[1], want.double(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "said", "rows", "columns", "zero", "form"),
+    ("dtype", "reported", "rows", "columns", "zero", "form"),
     [
         (torch.int8, weights(8, "int", "channel", None), 1, 192, False, ByteRows),
         (torch.int8, weights(8, "int", "channel", None, False), 1, 192, True, GroupedBytes),
@@ -121,11 +121,11 @@ def test_words_of_older_libraries_that_no_field_crosses_are_read(bits, symmetric
 )  # fmt: skip
 @pytest.mark.parametrize("split", ["column", "row"])
 def test_weights_in_bytes_are_held_as_they_are_and_each_process_holds_its_slice(
-    dtype, said, rows, columns, zero, form, split
+    dtype, reported, rows, columns, zero, form, split
 ):
     torch.manual_seed(rows + columns)
     tensors, weight = scaled(dtype, rows, columns, zero=zero)
-    quantizer = CompressedTensors(None, config((["Linear"], said), form="naive-quantized"))
+    quantizer = CompressedTensors(None, config((["Linear"], reported), form="naive-quantized"))
     for size in (1, 2, 3):
         for rank in range(size):
             shape = (96 // size, 192) if split == "column" else (96, 192 // size)
@@ -138,10 +138,10 @@ def test_weights_in_bytes_are_held_as_they_are_and_each_process_holds_its_slice(
 
 def test_inputs_that_were_sorted_by_activations_are_sorted_again():
     one = coded(32, 128, 4, 32, symmetric=False, order=True)
-    said = config((["Linear"], weights(symmetric=False, actorder="group")))
+    reported = config((["Linear"], weights(symmetric=False, actorder="group")))
     sources = {"a": source_of(compressed(one, 4, False, act_order=True))}
     scheme = loaded(
-        CompressedTensors(None, said),
+        CompressedTensors(None, reported),
         info((32,), 128, sources=sources),
         {"a": compressed(one, 4, False, act_order=True)},
     )
@@ -156,10 +156,10 @@ def test_inputs_of_bytes_that_were_sorted_by_activations_are_sorted_again(dtype,
     order = torch.arange(128)[torch.randperm(128)] // 32
     tensors["weight_g_idx"] = order.int()
     want = tensors["weight"].double() * tensors["weight_scale"].double()[:, order]
-    said = config((["Linear"], weights(8, kind, actorder="group"), {"format": f"{kind}-quantized"}))
+    reported = config((["Linear"], weights(8, kind, actorder="group"), {"format": f"{kind}-quantized"}))
     m = info((32,), 128, sources={"a": source_of(tensors)})
     torch.testing.assert_close(
-        held(loaded(CompressedTensors(None, said), m, {"a": tensors})), want, rtol=1e-6, atol=1e-7
+        held(loaded(CompressedTensors(None, reported), m, {"a": tensors})), want, rtol=1e-6, atol=1e-7
     )
 
 
@@ -179,7 +179,7 @@ def test_logits_of_groups_of_several_kinds_are_those_of_the_weights_in_floating_
         (["model.layers.1.mlp.gate_proj"], weights(4, group_size=64)),
         (["re:.*down_proj"], weights(8, "float", "tensor", None), {"format": "float-quantized"}),
     ]
-    said = config(*groups, form="mixed-precision", ignore=["lm_head", "re:.*layers.0.self_attn.o"])
+    reported = config(*groups, form="mixed-precision", ignore=["lm_head", "re:.*layers.0.self_attn.o"])
     symmetric = ("k_proj", "layers.1.mlp.gate_proj")
 
     def code(name, n, k):
@@ -200,7 +200,7 @@ def test_logits_of_groups_of_several_kinds_are_those_of_the_weights_in_floating_
             return {"weight": around.float().to(FP8), "weight_scale": c.scale[:1, 0], "input_scale": torch.ones(1)}
         return compressed(c, 4, name.endswith(symmetric))
 
-    cfg, hf = packed_dir(tmp_path, said, code, write)
+    cfg, hf = packed_dir(tmp_path, reported, code, write)
     harness, got, want = logits_of(tmp_path, cfg, hf, CompressedTensors)
     assert (got - want).abs().max() <= 1e-4
     modules = harness.parts.modules
@@ -236,19 +236,19 @@ def test_zero_points_beside_symmetric_are_taken_where_they_are_0_and_refused_els
     torch.manual_seed(bits)
     if bits:
         one = coded(32, 96, bits, 32)
-        given, want, said = compressed(one, bits, True), one.weight, weights(bits)
+        given, want, reported = compressed(one, bits, True), one.weight, weights(bits)
         middle = torch.full((32, 3), 1 << (bits - 1), dtype=torch.uint8)
         zeros = [torch.zeros(32, 3, dtype=torch.int8), packed(middle.t(), bits).t().contiguous()]
         wrong = packed((middle - (torch.arange(96).view(32, 3) == 95).byte()).t(), bits).t().contiguous()
     else:
         given, want = scaled(torch.int8, 1, 192)
-        given, said = dict(given), weights(8, strategy="channel", group_size=None)
+        given, reported = dict(given), weights(8, strategy="channel", group_size=None)
         zeros, wrong = [torch.zeros(96, 1, dtype=torch.int8)], torch.ones(96, 1, dtype=torch.int8)
     for zero in (*zeros, wrong):
         tensors = {**given, "weight_zero_point": zero}
         seen = {name: (tuple(t.shape), NAMES[t.dtype]) for name, t in tensors.items()}
         m = info(want.shape[:1], want.shape[1], sources={"a": PartSource("model.layers.3.o_proj", seen)})
-        quantizer = CompressedTensors(None, config((["Linear"], said)))
+        quantizer = CompressedTensors(None, config((["Linear"], reported)))
         if zero is wrong:
             with pytest.raises(ModelError, match=r"weight_zero_point is not 0.*expected symmetric=false"):
                 loaded(quantizer, m, {"a": tensors})
@@ -268,7 +268,7 @@ LINEAR = (["Linear"], weights())
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("reported", "wanted"),
     [
         (config(LINEAR, form="nvfp4-pack-quantized"),
          r"format='nvfp4-pack-quantized': expected null or 'pack-quantized'"),
@@ -289,8 +289,8 @@ LINEAR = (["Linear"], weights())
          r"block_structure=None: expected two numbers"),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(checkpoint, said, wanted):
-    say(checkpoint[0], said)
+def test_settings_that_do_not_fit_are_refused(checkpoint, reported, wanted):
+    say(checkpoint[0], reported)
     with pytest.raises(ModelError, match=wanted):
         LLM(model=str(checkpoint[0]), **LLM_SIZES)
 
@@ -303,20 +303,22 @@ def test_files_of_the_library_itself_are_read_as_it_reads_them():
     packed = [("pack-quantized", weights(b, "int", "group", 32, s)) for b in (2, 3, 4, 5, 8) for s in (True, False)]
     others = [("int-quantized", weights(8, "int", "channel", None))]
     others += [("float-quantized", weights(8, "float", strategy, None)) for strategy in ("channel", "tensor")]
-    for form, said in (*packed, *others):
-        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**said))
-        columns = {"group": 3, "channel": 1, "tensor": 0}[said["strategy"]]
-        half = 2 ** (said["num_bits"] - 1)
-        top = 448 if said["type"] == "float" else half
+    for form, reported in (*packed, *others):
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**reported))
+        columns = {"group": 3, "channel": 1, "tensor": 0}[reported["strategy"]]
+        half = 2 ** (reported["num_bits"] - 1)
+        top = 448 if reported["type"] == "float" else half
         scale = torch.rand(64, columns) * 3 / top + 0.001 if columns else torch.tensor([3 / top])
         zero = torch.zeros(scale.shape, dtype=torch.int8)
-        if not said["symmetric"]:
+        if not reported["symmetric"]:
             zero = torch.randint(-half, half, scale.shape).to(torch.int8)
         state = {"weight": torch.randn(64, 96), "weight_scale": scale, "weight_zero_point": zero}
         compressor = BaseCompressor.get_value_from_registry(form)
         given = compressor.compress(state, scheme)
         want = compressor.decompress(dict(given), scheme)["weight"].double()
-        if said["symmetric"]:
+        if reported["symmetric"]:
             given.pop("weight_zero_point", None)
-        scheme = loaded(CompressedTensors(None, config((["Linear"], said), form=form)), info((64,), 96), {"a": given})
+        scheme = loaded(
+            CompressedTensors(None, config((["Linear"], reported), form=form)), info((64,), 96), {"a": given}
+        )
         torch.testing.assert_close(held(scheme), want, rtol=1e-5, atol=1e-6)

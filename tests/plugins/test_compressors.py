@@ -71,9 +71,9 @@ def test_pressure_compresses_a_row_before_it_preempts_one_and_changes_no_uncompr
     with engine(path, name, compress_every=0) as llm:
         expected = run(llm, [plain[0]], kv_budget=0, max_tokens=30)[0]
     recorder = Recorder(monkeypatch, cfg.num_hidden_layers)
-    asked = params(kv_budget=None, max_tokens=30, logprobs=1)
+    requested = params(kv_budget=None, max_tokens=30, logprobs=1)
     with engine(path, name, compress_every=0, pressure_budget=0.5, num_kvcache_blocks=25, **options) as llm:
-        own, other = llm.generate([PROMPT, plain[0]], [asked, plain[1]], use_tqdm=False)
+        own, other = llm.generate([PROMPT, plain[0]], [requested, plain[1]], use_tqdm=False)
         assert llm.stats()["preemptions"] == 0 and llm.stats()["compression"]["compressions"] > 0
     assert list(other.outputs[0].token_ids) == list(expected)
     assert all(stored > kept >= computed // 2 for computed, stored, kept in recorder.events)
@@ -146,9 +146,9 @@ def test_a_preempted_row_keeps_the_tokens_that_it_has_kept_before(pressed, optio
     preempt_compressed(monkeypatch)
     budget = {"kv_budget": None} if pressed else {}
     more = {"pressure_budget": 0.5, "num_kvcache_blocks": 25, "compress_every": 0} if pressed else {}
-    asked = [params(logprobs=1, max_tokens=24, **budget), params(kv_budget=0, max_tokens=24)]
+    requested = [params(logprobs=1, max_tokens=24, **budget), params(kv_budget=0, max_tokens=24)]
     with engine(path, Draws, **options, **more) as llm:
-        own, _ = llm.generate([PROMPT, PROMPT[::-1]], asked, use_tqdm=False, taps=KEPT)
+        own, _ = llm.generate([PROMPT, PROMPT[::-1]], requested, use_tqdm=False, taps=KEPT)
         stats = llm.stats()
         assert own.error is None
         assert stats["preemptions"] >= 3 and stats["compression"]["compressions"] > len(recorder.events) > 0
@@ -240,8 +240,8 @@ def test_a_branch_in_a_slot_that_another_row_leaves_has_the_queries_of_its_paren
         # one of the short rows ends in the step before the fork, with each number of tokens in flight
         for tokens in range(1, 6):
             llm.reset_prefix_cache()
-            asked = [params(max_tokens=tokens, kv_budget=0), two]
-            *_, out = llm.generate([PROMPT[:3], PROMPT], asked, use_tqdm=False)
+            requested = [params(max_tokens=tokens, kv_budget=0), two]
+            *_, out = llm.generate([PROMPT[:3], PROMPT], requested, use_tqdm=False)
             assert out.error is None, f"beside a row of {tokens} tokens: {out.error}"
             assert [one.token_ids for one in out.outputs] == [one.token_ids for one in alone.outputs]
 
@@ -264,22 +264,22 @@ def raises(stored):
 FAULTS = {"no scores today": raises, "gave (3,)": lambda stored: stored.keys.new_ones(3), "gave int": lambda stored: 7}
 
 
-@pytest.mark.parametrize("said", FAULTS)
-def test_a_scorer_that_fails_ends_its_own_request_only(said, tmp_path):
+@pytest.mark.parametrize("reported", FAULTS)
+def test_a_scorer_that_fails_ends_its_own_request_only(reported, tmp_path):
     class Mine(Compressor):
         def score(self, stored):
-            return FAULTS[said](stored)
+            return FAULTS[reported](stored)
 
     path, *_ = tiny_dir(tmp_path)
     with engine(path, Mine) as llm:
         failed, fine = llm.generate([PROMPT, PROMPT], [params(), params(kv_budget=0)], use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error" and fine.outputs[0].finish_reason == "length"
-        assert said in failed.error
+        assert reported in failed.error
         assert run(llm, [PROMPT], kv_budget=0)[0] == fine.outputs[0].token_ids
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reported"),
     [
         ({"compressor": "none", "kv_budget": 8}, "compressor=none compresses nothing"),
         ({"compressor": "none", "compress_every": 8}, "compressor=none compresses nothing"),
@@ -292,16 +292,16 @@ def test_a_scorer_that_fails_ends_its_own_request_only(said, tmp_path):
         ({"compressor": {"name": "snapkv", "options": {"kernel": 4}}}, "expected an odd number"),
     ],
 )
-def test_what_is_not_compressed_together_is_refused_by_name(options, said, tmp_path):
+def test_what_is_not_compressed_together_is_refused_by_name(options, reported, tmp_path):
     path, *_ = tiny_dir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reported):
         LLM(str(path), skip_tokenizer_init=True, **options)
 
 
-@pytest.mark.parametrize(("family", "said"), [("qwen3_5", "recurrent states"), ("mpt", "ALiBi")])
-def test_models_that_are_not_compressed_are_refused_by_name(family, said, tmp_path):
+@pytest.mark.parametrize(("family", "reported"), [("qwen3_5", "recurrent states"), ("mpt", "ALiBi")])
+def test_models_that_are_not_compressed_are_refused_by_name(family, reported, tmp_path):
     path, *_ = tiny_dir(tmp_path, family)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reported):
         LLM(str(path), skip_tokenizer_init=True, compressor="knorm")
 
 
@@ -314,7 +314,9 @@ def test_a_request_budget_is_refused_where_nothing_is_compressed(tmp_path):
 def test_explain_says_when_requests_are_compressed_and_to_how_many_tokens(tmp_path):
     path, *_ = tiny_dir(tmp_path)
     with engine(path, "knorm", kv_budget=0.5, compress_every=8, pressure_budget=64) as llm:
-        said = llm.explain("compressor")
-    assert "0.5 of the prompt at the end of the prompt, and after every 8 generated tokens; 64 tokens when KV" in said
+        reported = llm.explain("compressor")
+    assert (
+        "0.5 of the prompt at the end of the prompt, and after every 8 generated tokens; 64 tokens when KV" in reported
+    )
     with engine(path, "knorm", compress_every=0) as llm:
         assert "as the kv_budget of a request says, at the end of its prompt" in llm.explain("compressor")

@@ -49,16 +49,16 @@ def tensors_of(way):
 
 
 def sources(tensors):
-    said = {name: (tuple(x.shape), NAMES.get(x.dtype, "BOOL")) for name, x in tensors["a"].items()}
-    return {"a": PartSource("model.layers.0.mlp.up_proj", said)}
+    reported = {name: (tuple(x.shape), NAMES.get(x.dtype, "BOOL")) for name, x in tensors["a"].items()}
+    return {"a": PartSource("model.layers.0.mlp.up_proj", reported)}
 
 
 def outcomes(way, tensors, where):
     """Return (weight, None) or (None, error) of a module whose headers were checked, or not."""
-    quantizer, said = WAYS[way]
+    quantizer, reported = WAYS[way]
     m = info((64,), 160, **({"sources": sources(tensors)} if where == "headers" else {}))
     try:
-        return held(loaded(quantizer(None, said), m, tensors)), None
+        return held(loaded(quantizer(None, reported), m, tensors)), None
     except ModelError as exc:
         return None, str(exc)
 
@@ -157,11 +157,11 @@ def test_float8_experts_without_scales_are_refused(tmp_path, which):
 def test_a_checkpoint_of_which_only_the_cache_is_quantized_is_read(tmp_path, groups):
     path, cfg, _ = tiny_dir(tmp_path)
     want = Harness(path, Llama(), cfg).step({0: [5, 17, 3, 44]})[0]
-    said = {"quant_method": "compressed-tensors", "config_groups": groups, "kv_cache_scheme": {"num_bits": 8}}
+    reported = {"quant_method": "compressed-tensors", "config_groups": groups, "kv_cache_scheme": {"num_bits": 8}}
     scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.ones(1) for i in (0, 1) for x in "kv"}
     change(path, lambda tensors: tensors.update(scales))
-    cfg.quantization_config = said
-    quantizer = CompressedTensors(None, said)
+    cfg.quantization_config = reported
+    quantizer = CompressedTensors(None, reported)
     assert torch.equal(Harness(path, Llama(), cfg, quantizer=quantizer).step({0: [5, 17, 3, 44]})[0], want)
     assert any("scales of keys and values are not used" in note for note in quantizer.notes)
 

@@ -22,7 +22,7 @@ from minivllm.core.interfaces.params import NAMES, is_own
 from minivllm.errors import ConfigError, PluginError
 from minivllm.frontend.record.tally import plain_params
 from minivllm.registration.parameters import Param
-from minivllm.registration.spec import ASKED, KINDS, Spec
+from minivllm.registration.spec import KINDS, REQUESTED, Spec
 from minivllm.registry import Catalog
 from minivllm.server.openai.bodies import CompletionBody, read
 from minivllm.server.openai.fields import check
@@ -110,14 +110,14 @@ def test_a_value_out_of_range_is_refused_by_name_where_it_is_given(away, how):
 
 def test_a_parameter_that_nothing_here_reads_is_refused_with_who_does(away, folder):
     with engine(folder) as llm:
-        for asked, who in (
+        for requested, who in (
             (dict(xtc_probability=1.0), "processor 'acme/away'"),
             (dict(mirostat_tau=2.0), "sampler 'mirostat'"),
             (dict(typical_p=0.5), "sampler 'typical'"),
         ):
-            (name,) = asked
+            (name,) = requested
             with pytest.raises(RequestError, match=f"{name} is set, but no .* add one that does, {who}") as info:
-                llm.generate([1, 2], SamplingParams(**asked), use_tqdm=False)
+                llm.generate([1, 2], SamplingParams(**requested), use_tqdm=False)
             assert info.value.param == name
 
 
@@ -142,12 +142,12 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
 
 
 @pytest.mark.parametrize("name", ["mirostat_tau", "xtc_probability"])
-@pytest.mark.parametrize("how", [lambda asked: asked, lambda asked: {"vllm_xargs": asked}])
+@pytest.mark.parametrize("how", [lambda requested: requested, lambda requested: {"vllm_xargs": requested}])
 def test_a_body_counts_before_the_defaults_of_a_server(away, name, how):
     declared_params.installed()
     info, state = SimpleNamespace(vocab_size=64, max_logprobs=5), {"tenant": "", "trace": None}
-    for asked, want in (({}, 0.5), ({name: 0.25}, 0.25)):
-        body = read(CompletionBody, {"prompt": "a", **how(asked)})
+    for requested, want in (({}, 0.5), ({name: 0.25}, 0.25)):
+        body = read(CompletionBody, {"prompt": "a", **how(requested)})
         passed, _ = check(body, [name])
         made = make_params(body, passed, None, None, state, info, ServerConfig(), {name: 0.5})
         assert made.extra == {name: want}
@@ -157,13 +157,13 @@ def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(aw
     """A name in ``extra`` that no chosen plug-in declares is unchanged, because an import would delay all requests."""
     monkeypatch.setattr(Catalog, "discover", lambda *_: pytest.fail("the metadata was asked"))
     assert SamplingParams(extra={"xtc_probability": "x"}).extra == {"xtc_probability": "x"}
-    assert SamplingParams(mirostat_tau=3, typical_p=0.5).asked() == ["mirostat_tau", "typical_p"]
+    assert SamplingParams(mirostat_tau=3, typical_p=0.5).changed_parameters() == ["mirostat_tau", "typical_p"]
 
 
 # ---- what can be declared --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["min_p", "n", "extra", "asked", "make", "greedy"])
+@pytest.mark.parametrize("name", ["min_p", "n", "extra", "changed_parameters", "make", "greedy"])
 def test_a_name_that_all_requests_have_cannot_be_declared(name):
     assert "choose another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
 
@@ -182,7 +182,7 @@ def test_a_name_has_one_meaning(away):
         declared_params.choose("processor", Candidate(entry, wrong), is_own)
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(ASKED)))
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - set(REQUESTED)))
 def test_only_seams_that_see_requests_declare_parameters(kind):
     assert "has no request parameters" in declared_params.fault(kind, Param("surely_new", float, 0.0), is_own)
 
@@ -190,7 +190,7 @@ def test_only_seams_that_see_requests_declare_parameters(kind):
 def test_what_is_built_in_declares_what_its_class_reads():
     from minivllm.registry import import_target
 
-    for kind in ASKED:
+    for kind in REQUESTED:
         registry = Catalog.discover(environ={})[kind]
         for entry in (e for e in registry.entries if e.builtin):
             spec = registry.spec(entry)
@@ -242,34 +242,34 @@ def test_a_kind_takes_its_values_and_refuses_others_in_words(param, good, bad, w
 
 
 def test_a_declared_parameter_is_kept_where_it_is_not_neutral():
-    asked = SamplingParams(mirostat_tau=5, mirostat_eta=0.1, typical_p=1.0, no_repeat_ngram_size=0)
-    assert asked.extra == {"mirostat_tau": 5.0} and asked.asked() == ["mirostat_tau"]
-    assert (asked.mirostat_eta, asked.typical_p, asked.temperature_schedule) == (0.1, 1.0, None)
-    assert dataclasses.replace(asked, mirostat_tau=None) == SamplingParams()
+    requested = SamplingParams(mirostat_tau=5, mirostat_eta=0.1, typical_p=1.0, no_repeat_ngram_size=0)
+    assert requested.extra == {"mirostat_tau": 5.0} and requested.changed_parameters() == ["mirostat_tau"]
+    assert (requested.mirostat_eta, requested.typical_p, requested.temperature_schedule) == (0.1, 1.0, None)
+    assert dataclasses.replace(requested, mirostat_tau=None) == SamplingParams()
     assert SamplingParams(mirostat_tau=4.0, extra={"mirostat_tau": 2.0}).mirostat_tau == 4.0
-    for again in (copy.copy(asked), copy.deepcopy(asked), pickle.loads(pickle.dumps(asked))):
-        assert again == asked and again.mirostat_tau == 5.0
+    for again in (copy.copy(requested), copy.deepcopy(requested), pickle.loads(pickle.dumps(requested))):
+        assert again == requested and again.mirostat_tau == 5.0
 
 
 def test_numbers_of_other_libraries_become_plain_ones():
     import numpy as np
 
-    asked = SamplingParams(typical_p=np.float32(0.5), no_repeat_ngram_size=np.int64(3))
-    assert json.dumps(plain_params(asked)) == '{"typical_p": 0.5, "no_repeat_ngram_size": 3}'
+    requested = SamplingParams(typical_p=np.float32(0.5), no_repeat_ngram_size=np.int64(3))
+    assert json.dumps(plain_params(requested)) == '{"typical_p": 0.5, "no_repeat_ngram_size": 3}'
 
 
 def test_a_declared_parameter_can_be_set_later_and_an_unknown_name_cannot():
-    asked = SamplingParams()
-    asked.typical_p = 0.5
-    assert asked == SamplingParams(typical_p=0.5)
-    asked.typical_p = 1.0
-    assert asked == SamplingParams()
+    requested = SamplingParams()
+    requested.typical_p = 0.5
+    assert requested == SamplingParams(typical_p=0.5)
+    requested.typical_p = 1.0
+    assert requested == SamplingParams()
     with pytest.raises(RequestError, match="typical_p"):
-        asked.typical_p = 5
+        requested.typical_p = 5
     for name in ("temprature", "_private"):
         with pytest.raises(AttributeError, match="has no parameter"):
-            setattr(asked, name, 1)
-        assert not hasattr(asked, name)
+            setattr(requested, name, 1)
+        assert not hasattr(requested, name)
 
 
 def test_an_unknown_keyword_is_refused_with_the_nearest_of_all_names():

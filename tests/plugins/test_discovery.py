@@ -74,7 +74,7 @@ def test_a_package_without_a_name_offers_nothing(path, metadata):
 
 
 @pytest.mark.parametrize(
-    "group, told",
+    "group, received",
     [
         ("minivllm.evictors", "'minivllm.evictors', and there is no such seam. Did you mean 'minivllm.evictor'?"),
         ("minivllm_evictor", "'minivllm_evictor', and there is no such seam. Did you mean 'minivllm.evictor'?"),
@@ -83,11 +83,11 @@ def test_a_package_without_a_name_offers_nothing(path, metadata):
         ("minivllm.telepathy", "'minivllm.telepathy', and there is no such seam."),
     ],
 )
-def test_a_misspelt_group_is_told_with_the_nearest_seam(path, capsys, group, told):
+def test_a_misspelt_group_is_told_with_the_nearest_seam(path, capsys, group, received):
     install(path, "acme", {group: {"arc": "acme_spec:S"}})
-    assert faults() == [f"acme 1.0: 'arc' is in the entry-point group {told}"]
+    assert faults() == [f"acme 1.0: 'arc' is in the entry-point group {received}"]
     assert main(["plugins"]) == 0
-    assert f"not used: acme 1.0: 'arc' is in the entry-point group {told}\n" in capsys.readouterr().out
+    assert f"not used: acme 1.0: 'arc' is in the entry-point group {received}\n" in capsys.readouterr().out
 
 
 def test_a_group_of_somebody_else_is_no_concern(path):

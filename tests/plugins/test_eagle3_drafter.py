@@ -23,11 +23,11 @@ SMALL = {"device": DEVICE, "dtype": "float32", "skip_tokenizer_init": True, "max
 class Case:
     def __init__(self, folder, family):
         # the layers of config.json, or EAGLE-3's for a model of 8 layers
-        layers, told = ((1, 2, 3), True) if family != "llama" else ((2, 4, 5), False)
+        layers, received = ((1, 2, 3), True) if family != "llama" else ((2, 4, 5), False)
         self.folder, _, self.model = tiny_dir(
-            folder / "model", family, eos_token_id=60, num_hidden_layers=4 if told else 8
+            folder / "model", family, eos_token_id=60, num_hidden_layers=4 if received else 8
         )
-        self.head = Eagle3Reference(self.model, layers, told)
+        self.head = Eagle3Reference(self.model, layers, received)
         self.files = self.head.write(folder / "head")
         g = torch.Generator().manual_seed(4)
         draw = lambda n: torch.randint(3, 60, (n,), generator=g).tolist()  # noqa: E731
@@ -155,7 +155,7 @@ def test_a_map_that_leads_elsewhere_is_refused(case, d2t, words, tmp_path):
 
 
 def test_a_map_of_token_ids_in_place_of_differences_is_refused(case, tmp_path):
-    head = Eagle3Reference(case.model, case.head.layers, case.head.told, drafted=20)
+    head = Eagle3Reference(case.model, case.head.layers, case.head.received, drafted=20)
     ids = torch.arange(20) + 1
     files = head.write(tmp_path / "head", {"d2t": ids, "t2d": None})
     with pytest.raises(ModelError, match="d2t of the drafter's head holds token ids; expected their differences"):

@@ -83,9 +83,9 @@ def test_pocket_does_its_tasks_in_8_bits():
     from minivllm.pocket.evaluate import Minivllm, evaluate
     from minivllm.pocket.tasks import cases
 
-    asked = [case for task in ("copy", "sums", "json") for case in cases(task, 4)]
+    requested = [case for task in ("copy", "sums", "json") for case in cases(task, 4)]
     sizes = dict(device="cpu", dtype="float32", num_kvcache_blocks=400, max_num_seqs=16)
     for name in ("fp8", "int8-w8a8"):
         with LLM(model="pocket", quantizer=name, **sizes) as llm:
-            rows = evaluate(Minivllm(llm).generate, asked)
+            rows = evaluate(Minivllm(llm).generate, requested)
         assert [right for _, _, right in rows] == [1.0] * 4, (name, rows)

@@ -33,8 +33,8 @@ def prompt(*pictures, token=TOKEN):
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": list(pictures)}}
 
 
-def answer(llm, asked):
-    (output,) = llm.generate([asked], PARAMS, use_tqdm=False)
+def answer(llm, requested):
+    (output,) = llm.generate([requested], PARAMS, use_tqdm=False)
     assert output.error is None, output.error
     return output.outputs[0].token_ids, [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
 

@@ -69,10 +69,10 @@ def test_the_package_of_a_plug_in_counts_with_all_its_modules_and_is_not_importe
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    asked = wiring(model, attention="acme_ranks.inner")
-    first = fingerprint(asked)
+    requested = wiring(model, attention="acme_ranks.inner")
+    first = fingerprint(requested)
     (package / "helper.py").write_text("x = 1")
-    assert differences(first, fingerprint(asked)).startswith("plug-in package acme_ranks is ")
+    assert differences(first, fingerprint(requested)).startswith("plug-in package acme_ranks is ")
     assert "acme_ranks" not in sys.modules
     assert fingerprint(wiring(model, sampler="no_such_package"))["plug-in package no_such_package"] == NONE
 
@@ -84,14 +84,14 @@ def test_many_differences_are_counted():
     assert differences(first, dict(first)) == ""
 
 
-def said(**words):
+def reported(**words):
     return Message(FINGERPRINT, bytearray(json.dumps(words).encode()))
 
 
 @pytest.mark.parametrize(
     ("second", "error", "words"),
     [
-        (Rank(said(torch="2.12.0")), ResourceError, "^rank 1 of 2 .* than rank 0 of 2 .*: torch is 2.12.0, "),
+        (Rank(reported(torch="2.12.0")), ResourceError, "^rank 1 of 2 .* than rank 0 of 2 .*: torch is 2.12.0, "),
         (Ending(), EngineDeadError, "rank 1 of 2 .* has ended, exit code 0"),
         (Rank(), ResourceError, "not started within 0 s: rank 1 of 2"),
         (Rank(Message(99, bytearray())), EngineDeadError, "unexpected message of kind 99"),
@@ -101,10 +101,10 @@ def said(**words):
 def test_a_start_goes_on_only_with_ranks_that_have_said_the_same(second, error, words):
     executor = Multiprocess()
     executor.options.start_timeout = 0.2
-    executor._child, executor._others = Rank(said(torch="2.13.0")), [second]
+    executor._child, executor._others = Rank(reported(torch="2.13.0")), [second]
     with pytest.raises(error, match=words):
         executor._compare_all(2)
-    executor._child, executor._others = Rank(said(torch="2.13.0")), [Rank(said(torch="2.13.0"))]
+    executor._child, executor._others = Rank(reported(torch="2.13.0")), [Rank(reported(torch="2.13.0"))]
     executor._compare_all(2)
 
 

@@ -96,7 +96,7 @@ def test_auto_takes_it(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("reported", "wanted"),
     [
         (config((128, 128)), r"weight_scale_inv': shape \[2, 2\] of F32, expected \[1, 1\] .*size=\[128, 128\]"),
         (config((32,)), r"weight_block_size=\[32\]: expected two numbers"),
@@ -105,8 +105,8 @@ def test_auto_takes_it(checkpoint):
         (config((32, 48), modules_to_not_convert=["model.layers.0.mlp.up_proj"]), r"has model.*up_proj.weight_scale_i"),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_are_refused(checkpoint, said, wanted):
-    say(checkpoint[0], said)
+def test_settings_that_do_not_fit_are_refused(checkpoint, reported, wanted):
+    say(checkpoint[0], reported)
     with pytest.raises(ModelError, match=wanted):
         LLM(model=str(checkpoint[0]), **LLM_SIZES)
 

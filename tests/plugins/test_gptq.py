@@ -61,9 +61,9 @@ def test_what_is_held_is_what_the_tensors_say(bits, group, symmetric, order, for
     if v1:  # which has no zero point of 0
         for one in parts.values():
             one.zero.clamp_(min=1)
-    said = config(bits, group, desc_act=order, checkpoint_format="gptq" if v1 else "gptq_v2")
+    reported = config(bits, group, desc_act=order, checkpoint_format="gptq" if v1 else "gptq_v2")
     m = info((32, 64), 160)
-    scheme = loaded(Gptq(None, said), m, {part: gptq(one, bits, v1) for part, one in parts.items()})
+    scheme = loaded(Gptq(None, reported), m, {part: gptq(one, bits, v1) for part, one in parts.items()})
     want = torch.cat([one.weight for one in parts.values()]).double()
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
     assert forms(scheme)[0] is form
@@ -76,11 +76,11 @@ def test_what_is_held_is_what_the_tensors_say(bits, group, symmetric, order, for
 def test_a_merged_layer_may_have_three_sizes_of_groups_and_stays_one_product():
     torch.manual_seed(1)
     dynamic = {"+:.*k_proj": {"group_size": 32}, r".*v_proj$": {"group_size": 64, "sym": False}}
-    said = config(4, 128, checkpoint_format="gptq_v2", dynamic=dynamic)
+    reported = config(4, 128, checkpoint_format="gptq_v2", dynamic=dynamic)
     parts = {"a": coded(32, 256, 4, 128), "b": coded(32, 256, 4, 32), "c": coded(32, 256, 4, 64, False)}
     names = dict(zip(parts, ("q_proj", "k_proj", "v_proj"), strict=True))
     tensors = {part: gptq(one, 4, v1=False) for part, one in parts.items()}
-    scheme = loaded(Gptq(None, said), info((32, 32, 32), 256, sources=sources(tensors, names)), tensors)
+    scheme = loaded(Gptq(None, reported), info((32, 32, 32), 256, sources=sources(tensors, names)), tensors)
     want = torch.cat([one.weight for one in parts.values()]).double()
     torch.testing.assert_close(held(scheme), want, rtol=1e-6, atol=1e-7)
     assert forms(scheme) == [Int4Rows] and scheme.tensors["scale"].shape == (96, 8)
@@ -104,8 +104,8 @@ def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
     one = coded(32, 64, 4, 32, symmetric=False)
     one.zero[:, 0], one.zero[:, 1] = 0, 15
     for v1 in (False, True):
-        said = config(checkpoint_format="gptq" if v1 else "gptq_v2")
-        quantizer = Gptq(None, said)
+        reported = config(checkpoint_format="gptq" if v1 else "gptq_v2")
+        quantizer = Gptq(None, reported)
         scheme = quantizer.scheme(info((32,)))
         for param, tensor in gptq(one, 4, v1).items():
             scheme.load(param, tensor, "a")
@@ -116,12 +116,12 @@ def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
 
 def test_the_format_is_read_where_tools_write_no_checkpoint_format():
     one = coded(32, 64, 4, 32, symmetric=False)
-    said = config(format="gptq_v2")
-    said.pop("checkpoint_format", None)
-    scheme = loaded(Gptq(None, said), info((32,)), {"a": gptq(one, 4, v1=False)})
+    reported = config(format="gptq_v2")
+    reported.pop("checkpoint_format", None)
+    scheme = loaded(Gptq(None, reported), info((32,)), {"a": gptq(one, 4, v1=False)})
     torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
     with pytest.raises(ModelError, match="checkpoint_format='marlin'"):
-        Gptq(None, {**said, "format": "marlin"})
+        Gptq(None, {**reported, "format": "marlin"})
 
 
 def test_symmetric_zero_points_say_which_version_they_are_of_where_config_is_wrong():
@@ -147,8 +147,8 @@ def test_a_packed_weight_that_is_one_product_has_the_kernel_that_takes_what_surr
         parts["b"] = parts["a"]
     dynamic = {"+:.*b_proj": {"bits": 8}} if different else {}
     tensors = {part: gptq(one, 8 if different and part == "b" else 4, False) for part, one in parts.items()}
-    said = config(checkpoint_format="gptq_v2", desc_act=order, dynamic=dynamic)
-    scheme = loaded(Gptq(None, said), info((32, 32), 64, sources=sources(tensors)), tensors)
+    reported = config(checkpoint_format="gptq_v2", desc_act=order, dynamic=dynamic)
+    scheme = loaded(Gptq(None, reported), info((32, 32), 64, sources=sources(tensors)), tensors)
     bias = torch.zeros(64)
     got = joined_by(scheme, bias, 1, "gelu")
     assert got == (None if order or different else (None, bias, 1, "gelu")), "kernels, bias, mode, activation"
@@ -195,7 +195,9 @@ def test_inputs_whose_groups_cannot_be_sorted_into_blocks_are_unpacked_and_told(
 @pytest.mark.parametrize(("kind", "order"), [("llama", False), ("qwen2", True)])
 def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, order):
     torch.manual_seed(3)
-    said = config(desc_act=order, sym=False, lm_head=True, dynamic={"-:.*layers.1.mlp": {}, r".*o_proj": {"bits": 8}})
+    reported = config(
+        desc_act=order, sym=False, lm_head=True, dynamic={"-:.*layers.1.mlp": {}, r".*o_proj": {"bits": 8}}
+    )
 
     def code(name, n, k):
         bits = 8 if "o_proj" in name else 4
@@ -203,7 +205,7 @@ def test_logits_are_those_of_the_weights_in_floating_numbers(tmp_path, kind, ord
         one.zero.clamp_(min=1)
         return None if "layers.1.mlp" in name else one
 
-    cfg, hf = packed_dir(tmp_path, said, code, lambda c, name: gptq(c, 8 if "o_proj" in name else 4), kind)
+    cfg, hf = packed_dir(tmp_path, reported, code, lambda c, name: gptq(c, 8 if "o_proj" in name else 4), kind)
     harness, got, want = logits_of(tmp_path, cfg, hf, Gptq, kind)
     assert (got - want).abs().max() <= 1e-4
     modules = harness.parts.modules
@@ -243,16 +245,16 @@ def test_auto_takes_it_and_the_head_that_is_tied_stays_plain(tmp_path):
     _, hf = packed_dir(tmp_path, config(desc_act=False), code, write, tie_word_embeddings=True)
     with LLM(model=str(tmp_path), **LLM_SIZES) as llm:
         assert "minivllm/gptq" in llm.explain("quantizer")
-        said = [note for note in llm.engine.capacity.notes if "not captured" in note]
-        assert not said or library.load() is None
+        reported = [note for note in llm.engine.capacity.notes if "not captured" in note]
+        assert not reported or library.load() is None
         ids = llm.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=8, temperature=0))[0].outputs[0]
     with torch.inference_mode():
         want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
     assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize(("method", "said"), [(Gptq, config(checkpoint_format="gptq_v2")), (Fp8Checkpoint, FP8)])
-def test_parts_that_lie_in_one_tensor_are_cut_where_they_end(tmp_path, method, said):
+@pytest.mark.parametrize(("method", "reported"), [(Gptq, config(checkpoint_format="gptq_v2")), (Fp8Checkpoint, FP8)])
+def test_parts_that_lie_in_one_tensor_are_cut_where_they_end(tmp_path, method, reported):
     torch.manual_seed(8)
 
     def code(name, n, k):
@@ -265,8 +267,8 @@ def test_parts_that_lie_in_one_tensor_are_cut_where_they_end(tmp_path, method, s
             return gptq(c, 4, v1=False)
         return {"weight": (c.codes - 8).float().to(torch.float8_e4m3fn), "weight_scale": c.scale[:1, 0]}
 
-    cfg, hf = packed_dir(tmp_path, said, code, write, "phi3")
-    harness = Harness(tmp_path, Phi3(), cfg, quantizer=method(None, said))
+    cfg, hf = packed_dir(tmp_path, reported, code, write, "phi3")
+    harness = Harness(tmp_path, Phi3(), cfg, quantizer=method(None, reported))
     with torch.inference_mode():
         got, want = harness.step({0: PROMPT})[0], hf(torch.tensor([PROMPT])).logits[0]
     assert (got - want).abs().max() <= 1e-4
@@ -344,7 +346,7 @@ NAME = "model.layers.1.self_attn.k_proj"
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("reported", "wanted"),
     [
         ({"bits": 5}, r"bits=5: expected 2 or 3 or 4 or 8"),
         ({"bits": "4"}, r"bits='4': expected 2 or 3 or 4 or 8"),
@@ -362,9 +364,12 @@ NAME = "model.layers.1.self_attn.k_proj"
         ({"sym": 3}, r"sym=3: expected True or False"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(checkpoint, said, wanted, monkeypatch):
+def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(checkpoint, reported, wanted, monkeypatch):
     monkeypatch.setattr(PackedWeight, "load", lambda *args: pytest.fail("something is loaded"))
-    say(checkpoint, config(**said) if "bits" not in said and "group_size" not in said else {**config(), **said})
+    say(
+        checkpoint,
+        config(**reported) if "bits" not in reported and "group_size" not in reported else {**config(), **reported},
+    )
     with pytest.raises(ModelError, match=wanted):
         LLM(model=str(checkpoint), **LLM_SIZES)
     say(checkpoint, config())
@@ -420,8 +425,8 @@ def test_a_file_that_ends_early_is_refused_before_anything_is_loaded(checkpoint,
         )
         == 3
     )
-    said = capfd.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and "not a whole safetensors file" in said[0]
+    reported = capfd.readouterr().err.strip().splitlines()
+    assert len(reported) == 1 and "not a whole safetensors file" in reported[0]
 
 
 def test_a_method_that_no_quantizer_reads_is_refused_by_name_with_those_that_are_read(checkpoint, capfd):
@@ -429,8 +434,8 @@ def test_a_method_that_no_quantizer_reads_is_refused_by_name_with_those_that_are
 
     say(checkpoint, config(quant_method="hqq"))
     assert main(["generate", "x", "--model", str(checkpoint), "--set", "device=cpu"]) == 3
-    said = capfd.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and "quant_method='hqq': no quantizer reads it; use awq, " in said[0]
+    reported = capfd.readouterr().err.strip().splitlines()
+    assert len(reported) == 1 and "quant_method='hqq': no quantizer reads it; use awq, " in reported[0]
     say(checkpoint, config())
 
 

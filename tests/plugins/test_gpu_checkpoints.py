@@ -65,10 +65,10 @@ def greedy(hf, prompt):
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", list(MADE))
 def test_tokens_are_those_of_the_weights_in_floating_numbers(tmp_path, name, eager):
-    said, code, write, kind = MADE[name]
+    reported, code, write, kind = MADE[name]
     torch.manual_seed(4)
     more = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {"hidden_size": 64, "intermediate_size": 192}
-    _, hf = packed_dir(tmp_path, said, code, write, kind, **more)
+    _, hf = packed_dir(tmp_path, reported, code, write, kind, **more)
     wanted = [greedy(hf, prompt) for prompt in PROMPTS]
     with LLM(model=str(tmp_path), **{**LLM_SIZES, "device": "cuda"}, enforce_eager=eager) as llm:
         found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
@@ -77,14 +77,14 @@ def test_tokens_are_those_of_the_weights_in_floating_numbers(tmp_path, name, eag
 
 @pytest.mark.parametrize("name", ["gptq", "gptq experts", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
 def test_bfloat16_runs_captured_near_the_weights_in_floating_numbers(tmp_path, name):
-    said, code, write, kind = MADE[name]
+    reported, code, write, kind = MADE[name]
     torch.manual_seed(4)
     more = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {"hidden_size": 64, "intermediate_size": 192}
-    _, hf = packed_dir(tmp_path, said, code, write, kind, **more)
-    asked = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
+    _, hf = packed_dir(tmp_path, reported, code, write, kind, **more)
+    requested = SamplingParams(max_tokens=1, temperature=0, logprobs=5)
     with LLM(model=str(tmp_path), **{**LLM_SIZES, "device": "cuda", "dtype": "bfloat16"}) as llm:
         for prompt in PROMPTS:
-            (found,) = llm.generate([{"prompt_token_ids": prompt}], asked)
+            (found,) = llm.generate([{"prompt_token_ids": prompt}], requested)
             with torch.inference_mode():
                 want = hf(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
             near = 0.06 * float(want.max() - want.min())  # bfloat16 rounds logits of any size

@@ -192,10 +192,10 @@ def test_of_a_prompt_of_32k_a_window_keeps_its_own_blocks_alone(tmp_path):
         step = engine.step
 
         def stepped(*args, **kw):
-            told = step(*args, **kw)
+            received = step(*args, **kw)
             stats = engine.stats()
             least.append((stats["blocks_total"] - stats["blocks_free"]) * engine.wiring.block)
-            return told
+            return received
 
         engine.step = stepped
         (out,) = play(llm, [prompt])

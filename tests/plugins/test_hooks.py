@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hook_helpers import Told, crowd, hooked
+from hook_helpers import Received, crowd, hooked
 from plugin_helpers import write_package
 from wrong.hooks import Mirror
 
@@ -48,30 +48,30 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_the_tokens_that_steps_tell_of_are_those_of_each_sequence(depth):
-    told = Told()
-    engine = hooked(told, depth=depth, blocks=20, budget=24, max_len=64)
+    received = Received()
+    engine = hooked(received, depth=depth, blocks=20, budget=24, max_len=64)
     made = crowd(engine)
     run(engine)
     assert engine.planner.preemptions > 0, "the test has no power: nothing was preempted"
     got, computed = {}, 0
-    for step in told.of["minivllm_step_finished"]:
+    for step in received.of["minivllm_step_finished"]:
         assert len(step.q_len) == step.rows and len(step.token) == len(step.count) == len(step.drawn)
         computed += step.tokens
         for j, row in enumerate(step.drawn.tolist()):
             if step.count[j]:
                 got.setdefault(int(step.sequence[row]), []).append(int(step.token[j]))
-    by_request = {view.id: view.sequences for view in told.of["minivllm_request_added"]}
+    by_request = {view.id: view.sequences for view in received.of["minivllm_request_added"]}
     for r in made:
         (number,) = by_request[r.id]
         assert got[number] == answer(r.prompt, r.params, max_len=64)[0]
-    last = told.of["minivllm_step_finished"][-1]
+    last = received.of["minivllm_step_finished"][-1]
     assert last.generated == engine.stats()["generated_tokens"] and last.running == 0 == last.waiting
     assert computed == engine.clock.tokens[: engine.clock.count].sum()
 
 
 def test_every_request_that_was_added_is_finished_once_with_its_figures():
-    told = Told()
-    engine = hooked(told, depth=1, blocks=20, max_len=64)
+    received = Received()
+    engine = hooked(received, depth=1, blocks=20, max_len=64)
     made = crowd(engine)
     made.append(request(engine, "two", range(9), n=2, max_tokens=4, ignore_eos=True))
     for _ in range(3):
@@ -80,24 +80,24 @@ def test_every_request_that_was_added_is_finished_once_with_its_figures():
     with pytest.raises(Exception, match="empty"):
         request(engine, "refused", [])
     run(engine)
-    added = told.of["minivllm_request_added"]
-    ended = {view.id: end for view, end in told.of["minivllm_request_finished"]}
+    added = received.of["minivllm_request_added"]
+    ended = {view.id: end for view, end in received.of["minivllm_request_finished"]}
     assert [view.id for view in added] == [r.id for r in made] and len(ended) == len(made)
     assert ended["r5"].reasons == ("abort",) and ended["two"].reasons == ("length", "length")
     for r in made:
         end = ended[r.id]
         assert list(end.tokens) == [len(ids) for ids, _ in outputs(r)] and end.finished == r.finished
         assert end.preempted == sum(s.preempted for s in r.sequences) and end.error is None
-    assert len(told.of["minivllm_preempted"]) == engine.planner.preemptions > 0
+    assert len(received.of["minivllm_preempted"]) == engine.planner.preemptions > 0
     assert sum(end.preempted for end in ended.values()) == engine.planner.preemptions
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_stored_less_removed_is_what_can_be_found(windows):
-    mirror, told = Mirror(), Told()
-    engine = hooked(mirror, told, depth=1, windows=windows, blocks=20, max_len=64)
+    mirror, received = Mirror(), Received()
+    engine = hooked(mirror, received, depth=1, windows=windows, blocks=20, max_len=64)
     crowd(engine)
-    evicted = lambda: sum(len(b.keys) for b in told.of["minivllm_evicted"])  # noqa: E731
+    evicted = lambda: sum(len(b.keys) for b in received.of["minivllm_evicted"])  # noqa: E731
     while engine.busy:
         engine.step()
         for g, pool in enumerate(engine.cache.pools):
@@ -105,18 +105,18 @@ def test_stored_less_removed_is_what_can_be_found(windows):
     assert evicted() == engine.stats()["evictions"] > 0
     engine.reset_prefix_cache()
     assert not any(mirror.keys.values()) and not any(p.index for p in engine.cache.pools)
-    assert {b.reason for b in told.of["minivllm_removed"]} == {"evicted", "dropped"}
+    assert {b.reason for b in received.of["minivllm_removed"]} == {"evicted", "dropped"}
 
 
 def test_views_are_frozen_and_lead_nowhere():
-    told = Told()
-    engine = hooked(told, blocks=20, max_len=64)
+    received = Received()
+    engine = hooked(received, blocks=20, max_len=64)
     crowd(engine)
     run(engine)
     engine.stop()
-    seen = list(told.of["minivllm_engine_started"])
-    seen += [told.of[name][0] for name in ("minivllm_preempted", "minivllm_step_finished", "minivllm_evicted")]
-    seen += told.of["minivllm_request_finished"][0]
+    seen = list(received.of["minivllm_engine_started"])
+    seen += [received.of[name][0] for name in ("minivllm_preempted", "minivllm_step_finished", "minivllm_evicted")]
+    seen += received.of["minivllm_request_finished"][0]
     for view in seen:
         for f in dataclasses.fields(view):
             value = getattr(view, f.name)
@@ -126,29 +126,29 @@ def test_views_are_frozen_and_lead_nowhere():
                 assert not value.flags.writeable, f.name
         assert all(found is not engine for found in gc.get_referents(*gc.get_referents(view)))
     with pytest.raises(TypeError):
-        told.of["minivllm_request_added"][0].params["max_tokens"] = 9
+        received.of["minivllm_request_added"][0].params["max_tokens"] = 9
 
 
 def test_the_engine_is_started_and_stopped_once_and_says_what_ended_it():
-    told = Told()
-    engine = hooked(told)
+    received = Received()
+    engine = hooked(received)
     request(engine, "r", range(5))
     engine._die("the evictor failed")
     engine.stop()
     engine.stop()
-    (view,) = told.of["minivllm_engine_started"]
+    (view,) = received.of["minivllm_engine_started"]
     assert (view.max_num_seqs, view.block, view.blocks) == (8, 4, (63,))
-    assert told.of["minivllm_engine_stopped"] == [(view, "the evictor failed")]
-    assert told.of["minivllm_request_finished"][0][1].error == "the evictor failed"
+    assert received.of["minivllm_engine_stopped"] == [(view, "the evictor failed")]
+    assert received.of["minivllm_request_finished"][0][1].error == "the evictor failed"
 
 
 def test_a_failed_step_is_told_with_its_error():
-    told = Told()
-    engine = hooked(told)
+    received = Received()
+    engine = hooked(received)
     engine.executor.fail_at = {2}
     request(engine, "r", range(5), max_tokens=9)
     run(engine)
-    assert [step.error for step in told.of["minivllm_step_finished"]] == [None, "sim: planned failure"]
+    assert [step.error for step in received.of["minivllm_step_finished"]] == [None, "sim: planned failure"]
 
 
 def test_hooks_run_on_the_thread_of_the_engine(package):
@@ -203,14 +203,14 @@ class Fails(Hooks):
 
 
 def test_an_observer_that_raises_is_logged_with_its_package_and_disabled_after_three_times(caplog):
-    fails, told = Fails(), Told()
-    engine = hooked(fails, told)
+    fails, received = Fails(), Received()
+    engine = hooked(fails, received)
     made = crowd(engine)
     with caplog.at_level(logging.WARNING, "minivllm.hooks"):
         run(engine, check=True)
     assert all(outputs(r) == [answer(r.prompt, r.params)] for r in made)
     assert engine.stats()["hook_failures"] == {"acme/a": 3, "acme/b": 0} and fails.calls <= 3
-    assert len(told.of["minivllm_request_finished"]) == len(made), "the other plug-in goes without"
+    assert len(received.of["minivllm_request_finished"]) == len(made), "the other plug-in goes without"
     first, *_, last = caplog.messages
     assert first == "hooks 'acme/a' (acme -) failed in minivllm_step_finished (1 of 3): ValueError: no disk"
     assert last == "hooks 'acme/a' (acme -) is disabled: it failed 3 times" and len(caplog.messages) == 4
@@ -301,11 +301,11 @@ def test_a_wrapper_cannot_change_what_happens(fault):
 
 
 def test_a_hook_that_cannot_start_is_the_error_of_the_start_and_the_others_are_told(tmp_path):
-    told = Told()
+    received = Received()
     log = StepLog(StepLogOptions(path=str(tmp_path / "none" / "s.csv")))
     with pytest.raises(ConfigError, match=r"hooks step_log: .*s.csv: No such file or directory"):
-        hooked(told, log)
-    ((_, error),) = told.of["minivllm_engine_stopped"]
+        hooked(received, log)
+    ((_, error),) = received.of["minivllm_engine_stopped"]
     assert "a hook failed at start" in error
 
     class Broken(Hooks):
@@ -355,20 +355,20 @@ def test_a_policy_that_sleeps_shows_under_its_seam_and_nowhere_else():
 
 
 def test_a_hook_within_an_evictors_call_counts_for_the_hook():
-    told = []
+    received = []
 
     class Slow(Hooks):
         @hookimpl
         def minivllm_stored(self):
-            told.append(1)
+            received.append(1)
             time.sleep(0.002)
 
     engine = hooked(Slow())
     crowd(engine, 4)
     run(engine)
     seams = engine.stats()["seam_ms"]
-    assert seams["hooks:acme/a"] * engine.clock.count >= 2 * len(told) > 0
-    assert seams["evictor"] * engine.clock.count < 2 * len(told)
+    assert seams["hooks:acme/a"] * engine.clock.count >= 2 * len(received) > 0
+    assert seams["evictor"] * engine.clock.count < 2 * len(received)
 
 
 def test_a_real_engine_counts_the_time_of_each_plug_in():

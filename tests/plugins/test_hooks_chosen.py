@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from hook_helpers import Told, crowd, hooked
+from hook_helpers import Received, crowd, hooked
 from plugin_helpers import discover, point, write_package
 
 from minivllm.cli import main
@@ -166,15 +166,15 @@ def test_a_hook_reads_a_configuration_in_another_format(tmp_path, package):
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 def test_the_step_log_has_a_line_for_each_step_with_the_engines_figures(tmp_path, suffix):
     path = tmp_path / f"s.{suffix}"
-    told = Told()
-    engine = hooked(StepLog(StepLogOptions(path=str(path))), told, depth=1, blocks=20, max_len=64)
+    received = Received()
+    engine = hooked(StepLog(StepLogOptions(path=str(path))), received, depth=1, blocks=20, max_len=64)
     crowd(engine)
     run(engine)
     text = path.read_text()  # before the engine stops: it can be followed
     engine.stop()
     lines = text.splitlines()
     rows = list(csv.DictReader(lines)) if suffix == "csv" else [json.loads(line) for line in lines]
-    steps = told.of["minivllm_step_finished"]
+    steps = received.of["minivllm_step_finished"]
     assert [int(r["step"]) for r in rows] == [s.id for s in steps] and all(tuple(r) == COLUMNS for r in rows)
     for name in ("rows", "tokens", "running", "waiting", "blocks_free", "blocks_cached", "preemptions", "evictions"):
         assert [int(r[name]) for r in rows] == [getattr(s, name) for s in steps], name

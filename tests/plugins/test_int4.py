@@ -250,10 +250,10 @@ def test_bits_are_those_of_the_first_pattern_that_names_a_module_and_skip_goes_b
 def test_a_pattern_of_bits_that_names_nothing_is_refused(tmp_path):
     tiny_dir(tmp_path, "llama", **SIZES)
     base = dict(model=str(tmp_path), skip_tokenizer_init=True, num_kvcache_blocks=10, dtype="float32", device="cpu")
-    for bits, said in (({"*.o": 8, "layer.*": 8}, "layer"), ({"lm_head": 8}, "lm_head")):
+    for bits, reported in (({"*.o": 8, "layer.*": 8}, "layer"), ({"lm_head": 8}, "lm_head")):
         with pytest.raises(
             PluginError,
-            match=rf"bits=\['{said}.*names no module.*more are with lm_head=true",
+            match=rf"bits=\['{reported}.*names no module.*more are with lm_head=true",
         ):
             LLM(**base, quantizer={"name": "int4", "options": {"bits": bits}})
     with pytest.raises(PluginError, match=r"skip=\['layer.*'\] names no module"):
@@ -274,9 +274,11 @@ def test_inputs_that_a_group_does_not_divide_are_refused_with_what_would(inp, gr
     options = {"group_size": group}
     with pytest.raises(OptionError) as caught:
         Int4(Int4Options(**options)).scheme(info(inp))
-    said = str(caught.value)
-    assert said.startswith(f"int4: layers.3.mlp.down has {inp} inputs here, which group_size={group} does not divide")
-    assert f"expected {wanted}" in said and "skip=['layers.3.mlp.down']" in said
+    reported = str(caught.value)
+    assert reported.startswith(
+        f"int4: layers.3.mlp.down has {inp} inputs here, which group_size={group} does not divide"
+    )
+    assert f"expected {wanted}" in reported and "skip=['layers.3.mlp.down']" in reported
     for how in ({"skip": ["*.down"]}, {"bits": {"*.down": 8}}, {"bits": {"*.down": 16}}):
         assert type(Int4(Int4Options(**options, **how)).scheme(info(inp))) in (type(None), Int8Weight)
 
@@ -298,12 +300,14 @@ def test_the_head_is_quantized_only_if_asked(tmp_path, tied):
     path, cfg, hf = tiny_dir(tmp_path, tie_word_embeddings=tied, **SIZES)
     with torch.inference_mode():
         want = hf(torch.tensor([PROMPT])).logits[0]
-    for asked in (False, True):
-        harness = Harness(path, ARCHS["llama"](), cfg, quantizer=Int4(Int4Options(lm_head=asked, skip=["layers.*"])))
+    for requested in (False, True):
+        harness = Harness(
+            path, ARCHS["llama"](), cfg, quantizer=Int4(Int4Options(lm_head=requested, skip=["layers.*"]))
+        )
         head, embedding = harness.parts.modules["lm_head"], harness.parts.modules["embed"]
-        assert ("scale" in head.tensors) == asked and embedding.weight.dtype == torch.float32
+        assert ("scale" in head.tensors) == requested and embedding.weight.dtype == torch.float32
         error = (harness.step({0: PROMPT})[0] - want).abs().max()
-        assert (error > 1e-4) == asked and error < 0.4 * want.abs().max()
+        assert (error > 1e-4) == requested and error < 0.4 * want.abs().max()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -329,10 +333,10 @@ def test_pocket_does_its_tasks_in_int4():
     from minivllm.pocket.evaluate import Minivllm, evaluate
     from minivllm.pocket.tasks import cases
 
-    asked = [case for task in ("copy", "sums", "json") for case in cases(task, 6)]
+    requested = [case for task in ("copy", "sums", "json") for case in cases(task, 6)]
     sizes = dict(device="cpu", dtype="float32", num_kvcache_blocks=400, max_num_seqs=16)
     with LLM(model="pocket", quantizer="int4", **sizes) as llm:
-        rows = evaluate(Minivllm(llm).generate, asked)
+        rows = evaluate(Minivllm(llm).generate, requested)
     assert [right for _, _, right in rows] == [1.0] * 4, rows
 
 

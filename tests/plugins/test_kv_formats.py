@@ -47,8 +47,8 @@ def test_a_head_with_nan_is_nan_and_one_of_zeros_is_zeros(fmt):
 
 def test_they_are_taken_by_name_alone(tmp_path):
     path = str(tiny_dir(tmp_path, "llama")[0])
-    for asked, want in (({}, "fp32"), ({"kv_format": "int8"}, "int8"), ({"kv_cache_dtype": "fp8"}, "fp8")):
-        found = resolve(EngineConfig(model=path, device="cpu", **asked), Catalog.discover(environ={}))
+    for requested, want in (({}, "fp32"), ({"kv_format": "int8"}, "int8"), ({"kv_cache_dtype": "fp8"}, "fp8")):
+        found = resolve(EngineConfig(model=path, device="cpu", **requested), Catalog.discover(environ={}))
         assert found.parts["kvformat"].name == f"minivllm/{want}"
 
 

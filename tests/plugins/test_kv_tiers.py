@@ -247,24 +247,24 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
         saved = llm.save_prefix("fox é", TEXT)
         tokens(llm)
 
-    def said(*args):
+    def reported(*args):
         code = main(["cache", *map(str, args)])
         return code, capsys.readouterr()
 
-    code, shown = said("ls", "--path", here)
+    code, shown = reported("ls", "--path", here)
     assert code == 0
     assert "prefix fox é" in shown.out
     assert f"float32 on {DEVICE}" in shown.out
-    assert said("verify", "--path", here)[0] == 0
+    assert reported("verify", "--path", here)[0] == 0
     target = tmp_path / "fox.tar"
-    code, shown = said("export", "fox é", target, "--path", here)
+    code, shown = reported("export", "fox é", target, "--path", here)
     assert (code, shown.out) == (0, f"{saved // 16} pages in {target}\n")
-    assert said("export", "hen", target, "--path", here)[1].err.startswith(
+    assert reported("export", "hen", target, "--path", here)[1].err.startswith(
         "minivllm: error: no model has a prefix 'hen'"
     )
     os.chmod(target, 0o644)
-    assert said("export", "fox é", target, "--path", here)[0] == 0
-    assert said("import", target, "--path", there)[0] == 0
+    assert reported("export", "fox é", target, "--path", here)[0] == 0
+    assert reported("import", target, "--path", there)[0] == 0
     private = [target, *files_of(there), *there.glob("*/*.name")]
     assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
     with LLM(**SMALL, kvstore=disk_at(there)) as llm:
@@ -273,7 +273,7 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     raw = bytearray(target.read_bytes())
     raw[len(raw) // 2] ^= 1
     target.write_bytes(raw)
-    code, shown = said("import", target, "--path", tmp_path / "third")
+    code, shown = reported("import", target, "--path", tmp_path / "third")
     assert code != 0
     assert "it is damaged" in shown.err
     assert not (tmp_path / "third").exists()
@@ -281,11 +281,11 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     raw = bytearray(file.read_bytes())
     raw[-5] ^= 1
     file.write_bytes(raw)
-    code, shown = said("verify", "--path", there)
+    code, shown = reported("verify", "--path", there)
     assert code == 1
     assert "1 pages damaged" in shown.out
-    assert said("ls", "--path", tmp_path / "nowhere")[1].err.endswith("expected the option path of a disk store\n")
-    assert said("export", "fox", "--path", here)[1].err == "minivllm: error: cache export: expected NAME FILE\n"
+    assert reported("ls", "--path", tmp_path / "nowhere")[1].err.endswith("expected the option path of a disk store\n")
+    assert reported("export", "fox", "--path", here)[1].err == "minivllm: error: cache export: expected NAME FILE\n"
 
 
 ENGINE = """

@@ -24,15 +24,15 @@ class Recorder:
     """A runner that records its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
+        self.requested: list[tuple[str, int]] = []
         self.masks: dict[int, Any] = {}
 
     def forward(self, plan: Any) -> Any:
-        self.asked.append(("forward", plan.id))
+        self.requested.append(("forward", plan.id))
         return SimpleNamespace(plan=plan, sampled=False, finished=lambda: True, result=lambda: plan.id)
 
     def sample(self, running: Any, late: LateInputs | None = None) -> None:
-        self.asked.append(("sample", running.plan.id))
+        self.requested.append(("sample", running.plan.id))
         running.sampled = True
         if late is not None:
             self.masks[running.plan.id] = int(late.mask[0, 0])
@@ -58,7 +58,7 @@ def test_each_step_draws_under_its_masks_before_the_next_one_begins(late: list[b
         assert not [step for step in got if step >= first_waiting], "a step came back before its masks"
     got += executor.collect(0)
     assert got == list(range(len(late))), "each result once, in the order of submission"
-    assert runner.asked == [(what, step) for step in range(len(late)) for what in ("forward", "sample")]
+    assert runner.requested == [(what, step) for step in range(len(late)) for what in ("forward", "sample")]
     assert runner.masks == {step: step for step, is_late in enumerate(late) if is_late and not follows}
 
 

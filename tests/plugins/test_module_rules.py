@@ -233,8 +233,8 @@ def test_a_tied_head_that_was_saved_with_a_weight_of_its_own_is_quantized_by_its
     tensors = read_tensors(path)
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
     write_tensors(path, tensors)
-    for asked, kind in ((False, Dense), (True, Int8Weight)):
-        options = {"embedding": True, "lm_head": asked}
+    for requested, kind in ((False, Dense), (True, Int8Weight)):
+        options = {"embedding": True, "lm_head": requested}
         head = Harness(path, ARCHS["llama"](), cfg, quantizer=made(Int8, **options)).parts.modules["lm_head"]
         assert type(head.own.scheme) is kind and head.shared is None
 
@@ -259,10 +259,10 @@ def test_pocket_does_its_tasks_with_its_embedding_in_8_bits(options):
     from minivllm.pocket.evaluate import Minivllm, evaluate
     from minivllm.pocket.tasks import cases
 
-    asked = [case for task in ("copy", "sums", "json") for case in cases(task, 4)]
+    requested = [case for task in ("copy", "sums", "json") for case in cases(task, 4)]
     chosen = {"name": "int8", "options": {"embedding": True, **options}}
     with LLM(model="pocket", quantizer=chosen, device="cpu", dtype="float32", num_kvcache_blocks=400) as llm:
-        rows = evaluate(Minivllm(llm).generate, asked)
+        rows = evaluate(Minivllm(llm).generate, requested)
     assert [right for _, _, right in rows] == [1.0] * 4, rows
 
 
@@ -290,8 +290,8 @@ def test_a_bad_rule_is_one_line_and_exit_code_2(name, options, words, capsys):
     if options:
         given += ["--set", "quantizer.options=" + json.dumps(options).replace('": ', '"=')]
     assert main(["explain", "quantizer", *given, *ON_CPU]) == 2
-    said = capsys.readouterr()
-    assert words in said.err + said.out and said.err.count("\n") <= 1
+    reported = capsys.readouterr()
+    assert words in reported.err + reported.out and reported.err.count("\n") <= 1
 
 
 def test_groups_that_do_not_divide_are_refused_as_options(tmp_path, capsys):

@@ -79,15 +79,21 @@ def requests():
     """Greedy and drawn, guided, penalised, with a mask that comes late, a token that the host chooses, branches."""
     allowed = {"allowed_tokens_fn": lambda ids: range(3, 50)}
     chosen = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}
-    asked = [{}, allowed, chosen, {"temperature": 0.9, "seed": 5, "n": 2}, {"repetition_penalty": 1.3, "logprobs": 2}]
-    return [SamplingParams(**{"temperature": 0, "max_tokens": 14, "ignore_eos": True, **more}) for more in asked]
+    requested = [
+        {},
+        allowed,
+        chosen,
+        {"temperature": 0.9, "seed": 5, "n": 2},
+        {"repetition_penalty": 1.3, "logprobs": 2},
+    ]
+    return [SamplingParams(**{"temperature": 0, "max_tokens": 14, "ignore_eos": True, **more}) for more in requested]
 
 
 def answers(llm, rounds=2):
     outs = [llm.generate(PROMPTS, requests(), use_tqdm=False) for _ in range(rounds)]  # the second with a prefix cache
     if rounds > 1:
-        asked = SamplingParams(max_tokens=3, prompt_logprobs=1, temperature=0)
-        outs.append(llm.generate(PROMPTS[:1], asked, use_tqdm=False))
+        requested = SamplingParams(max_tokens=3, prompt_logprobs=1, temperature=0)
+        outs.append(llm.generate(PROMPTS[:1], requested, use_tqdm=False))
     faults = [out.error for one in outs for out in one if out.error]
     assert not faults, faults
     return [[list(o.token_ids) for o in out.outputs] for one in outs for out in one]
@@ -217,8 +223,8 @@ class Rank:
 
 
 def parted(step, calls, where="forward", lost=False):
-    said = {"step": step, "calls": calls, "where": where, "message": "boom", "lost": lost}
-    return Message(PARTED, bytearray(json.dumps(said).encode()))
+    reported = {"step": step, "calls": calls, "where": where, "message": "boom", "lost": lost}
+    return Message(PARTED, bytearray(json.dumps(reported).encode()))
 
 
 def result(executor, failed):
@@ -267,22 +273,27 @@ class Ending(Rank):
         return None if self.messages else ChildEnded("the worker process 7 has ended, exit code 0")
 
 
-def said(kind, error):
+def reported(kind, error):
     return Message(kind, bytearray(_failure(0, error)))
 
 
 @pytest.mark.parametrize(
     ("first", "second", "error", "words"),
     [
-        ([], [said(FAILED, ResourceError("no room"))], ResourceError, "^rank 1 of 2 .*: no room"),
+        ([], [reported(FAILED, ResourceError("no room"))], ResourceError, "^rank 1 of 2 .*: no room"),
         (
-            [said(LOST, RuntimeError("gone"))],
-            [said(FAILED, ResourceError("no room"))],
+            [reported(LOST, RuntimeError("gone"))],
+            [reported(FAILED, ResourceError("no room"))],
             ResourceError,
             "rank 1 .*no room",
         ),
-        ([said(FAILED, ResourceError("none"))], [said(FAILED, ResourceError("no room"))], ResourceError, "^none"),
-        ([said(LOST, RuntimeError("gone"))], [], EngineDeadError, "rank 1 of 2 .* has ended, exit code 0"),
+        (
+            [reported(FAILED, ResourceError("none"))],
+            [reported(FAILED, ResourceError("no room"))],
+            ResourceError,
+            "^none",
+        ),
+        ([reported(LOST, RuntimeError("gone"))], [], EngineDeadError, "rank 1 of 2 .* has ended, exit code 0"),
     ],
 )
 def test_what_is_wrong_while_ranks_start_is_what_the_one_with_a_reason_said(monkeypatch, first, second, error, words):

@@ -97,15 +97,15 @@ def test_ranks_cut_packed_experts_between_their_groups(tmp_path, quantizer):
     packed_dir(tmp_path, inner=64)
     path = tmp_path / "packed"
     cfg = AutoConfig.from_pretrained(path)
-    said = {"quant_method": "mxfp4"}
+    reported = {"quant_method": "mxfp4"}
     make = partial(Harness, path, GptOss(), cfg)
-    want = make(quantizer=quantizer(None, said)).step({0: PROMPT})[0]
+    want = make(quantizer=quantizer(None, reported)).step({0: PROMPT})[0]
     group = seats(2)
-    shares = [make(quantizer=quantizer(None, said), group=seat) for seat in group]
+    shares = [make(quantizer=quantizer(None, reported), group=seat) for seat in group]
     got = play(group, [partial(share.step, {0: PROMPT}) for share in shares])[0][0]
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
     with pytest.raises(ModelError, match="has 16 inputs here: expected a multiple of 32, which share a scale"):
-        make(quantizer=quantizer(None, said), group=seats(4)[0])
+        make(quantizer=quantizer(None, reported), group=seats(4)[0])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_every_form_of_a_family_gives_the_logits_of_transformers(family, tmp_pat
         str(values): one.judge(one.first(), tmp_path / str(i), values, (4, 5, 11))
         for i, values in enumerate(EQUAL[family])
     }
-    assert {values: said for values, said in found.items() if said != ("equal", "")} == {}
+    assert {values: reported for values, reported in found.items() if reported != ("equal", "")} == {}
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -98,14 +98,14 @@ ALSO = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neo", "
 def test_tokens_do_not_depend_on_captures_chunks_prefix_hits_or_preemption(family, tmp_path):
     one = suite(family)
     case = one.case(one.first(), tmp_path, **RUN[family])
-    asked = [PROMPT * 2, PROMPT * 2 + [7, 9], [7, 8, 9], [11]]
-    want = [greedy(case.hf, ids, 20) for ids in asked]
+    requested = [PROMPT * 2, PROMPT * 2 + [7, 9], [7, 8, 9], [11]]
+    want = [greedy(case.hf, ids, 20) for ids in requested]
     for way, more in WAYS.items():
         with LLM(model=str(case.path), device="cpu", dtype="float32", **SIZES, **more) as llm:
             assert llm.engine.wiring.parts["model"].name == f"minivllm/{family}"
             params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
             for again in range(2):
-                outs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+                outs = llm.generate([{"prompt_token_ids": ids} for ids in requested], params, use_tqdm=False)
                 assert [out.outputs[0].token_ids for out in outs] == want, (way, again)
             assert way == "preempted" or any(out.num_cached_tokens for out in outs), "no prefix was hit"
             assert way != "preempted" or llm.engine.planner.preemptions, "nothing was preempted"

@@ -361,7 +361,7 @@ def test_every_policy_gives_the_same_tokens(name):
 
 def test_a_policy_is_told_which_sequences_were_aborted():
     """Include requests that wait, that run, and that end by themselves; for the last the view has 0."""
-    told, others = {}, []
+    received, others = {}, []
 
     class Listens(SchedulerPolicy):
         def key(self, new):
@@ -373,7 +373,7 @@ def test_a_policy_is_told_which_sequences_were_aborted():
             return super().order(head, running, now)
 
         def ended(self, gone):
-            told.update(zip(gone.arrival.tolist(), gone.aborted.tolist(), strict=True))
+            received.update(zip(gone.arrival.tolist(), gone.aborted.tolist(), strict=True))
             assert gone.take(np.arange(len(gone))).aborted.tolist() == gone.aborted.tolist()
 
     engine = sim_engine(slots=2, policy=Listens)
@@ -386,7 +386,7 @@ def test_a_policy_is_told_which_sequences_were_aborted():
     run(engine)
     request(engine, "last", [1], arrival=9.0, max_tokens=2)
     run(engine)
-    assert {at: told.get(at) for at in (0.0, 1.0, 2.0, 3.0)} == {0.0: 1, 1.0: 0, 2.0: 0, 3.0: 1}
+    assert {at: received.get(at) for at in (0.0, 1.0, 2.0, 3.0)} == {0.0: 1, 1.0: 0, 2.0: 0, 3.0: 1}
     assert others and not any(others)
 
 

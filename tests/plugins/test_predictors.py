@@ -66,16 +66,18 @@ def test_policies_receive_predictions_within_the_limit_and_ends_are_reported():
         return made[0]
 
     engine = sim_engine(slots=3, max_len=60, blocks=60, policy=Watches, predictor=build)
-    asked = [request(engine, str(i), [i + 1, 2, 3], max_tokens=20, expected_tokens=7, seed=i) for i in range(4)]
+    requested = [request(engine, str(i), [i + 1, 2, 3], max_tokens=20, expected_tokens=7, seed=i) for i in range(4)]
     assert [predicted for _, predicted, _ in Watches.seen] == [10, 20, 20, 20]
     run(engine)
-    ends = {(int(r.id), len(ids), reason == "length") for r in asked for ids, reason in outputs(r)}
+    ends = {(int(r.id), len(ids), reason == "length") for r in requested for ids, reason in outputs(r)}
     assert set(made[0].learned) == ends and len(made[0].learned) == 4
-    true = [len(outputs(r)[0][0]) for r in asked if outputs(r)[0][1] != "length"]
+    true = [len(outputs(r)[0][0]) for r in requested if outputs(r)[0][1] != "length"]
     predicted = [one for _, one, _ in Watches.seen]
-    whole = [outputs(r)[0][1] != "length" for r in asked]
+    whole = [outputs(r)[0][1] != "length" for r in requested]
     errors = [
-        abs(math.log(p / len(outputs(r)[0][0]))) for r, p, ended in zip(asked, predicted, whole, strict=True) if ended
+        abs(math.log(p / len(outputs(r)[0][0])))
+        for r, p, ended in zip(requested, predicted, whole, strict=True)
+        if ended
     ]
     stats = engine.stats()["predictor"]
     assert stats["made"] == 4 and stats["failed"] == 0
@@ -96,10 +98,10 @@ class Breaks(ByFirstToken):
 def test_a_predictor_that_fails_or_answers_nonsense_changes_nothing_and_is_reported():
     Watches.seen.clear()
     engine = sim_engine(slots=3, max_len=60, blocks=60, policy=Watches, predictor=lambda ctx: Breaks(None, ctx))
-    asked = [request(engine, str(i), [i + 1, 2, 3], max_tokens=20, expected_tokens=7, seed=i) for i in range(8)]
+    requested = [request(engine, str(i), [i + 1, 2, 3], max_tokens=20, expected_tokens=7, seed=i) for i in range(8)]
     run(engine)
     assert [predicted for _, predicted, _ in Watches.seen] == [7] * 8
-    assert [outputs(r)[0] for r in asked] == [answer(r.prompt.tolist(), r.params, 0, 60) for r in asked]
+    assert [outputs(r)[0] for r in requested] == [answer(r.prompt.tolist(), r.params, 0, 60) for r in requested]
     at_rest(engine)
     stats = engine.stats()["predictor"]
     assert stats["made"] == 0 and stats["failed"] >= 8 + 8 and "nobody" in stats["error"]

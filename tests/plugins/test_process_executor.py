@@ -201,8 +201,8 @@ def test_messages_out_of_turn_and_answers_that_nobody_awaits(monkeypatch):
 
     executor = Process()
     executor._child = Scripted()
-    said = [{"call": 0, "answer": "late"}, {"call": 1, "answer": "mine"}]
-    messages += [Message(process.ANSWER, bytearray(json.dumps(one).encode())) for one in said]
+    reported = [{"call": 0, "answer": "late"}, {"call": 1, "answer": "mine"}]
+    messages += [Message(process.ANSWER, bytearray(json.dumps(one).encode())) for one in reported]
     assert executor.call("verb") == "mine"
     error = {"call": 2, "error": {"name": "KeyError", "message": "KeyError: 'path'", "param": None}}
     messages.append(Message(process.FAILED, bytearray(json.dumps(error).encode())))

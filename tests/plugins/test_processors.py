@@ -113,8 +113,8 @@ def test_the_penalty_of_the_prompt_is_that_of_transformers(penalty):
         logits[seed % VOCAB] = -torch.inf
         prompt, output = tokens[: 2 + seed // 2], tokens[2 + seed // 2 :]
         want = EncoderRepetitionPenaltyLogitsProcessor(penalty, prompt[None])(tokens[None], logits[None].clone())[0]
-        asked = SamplingParams(encoder_repetition_penalty=penalty)
-        got = suite.alone(SampledSeq(asked, tuple(prompt.tolist()), tuple(output.tolist()), logits))
+        requested = SamplingParams(encoder_repetition_penalty=penalty)
+        got = suite.alone(SampledSeq(requested, tuple(prompt.tolist()), tuple(output.tolist()), logits))
         torch.testing.assert_close(got, want)
 
 
@@ -182,7 +182,7 @@ def test_words_are_banned_as_they_begin_a_text_and_after_a_space():
 
 
 def test_bans_and_schedules_reach_an_engine_elsewhere_and_functions_are_refused():
-    asked = dict(
+    requested = dict(
         bad_words=[[5, 6], (7,)],
         allowed_token_ids=range(9),
         no_repeat_ngram_size=3,
@@ -190,8 +190,8 @@ def test_bans_and_schedules_reach_an_engine_elsewhere_and_functions_are_refused(
         mirostat_eta=0.2,
         temperature_schedule=dict(kind="linear", start=1.5, end=0.5, tokens=9),
     )
-    wire = json.loads(json.dumps(params_to_json(SamplingParams(**asked))))
-    assert wire == {**asked, "bad_words": [[5, 6], [7]], "allowed_token_ids": list(range(9))}
+    wire = json.loads(json.dumps(params_to_json(SamplingParams(**requested))))
+    assert wire == {**requested, "bad_words": [[5, 6], [7]], "allowed_token_ids": list(range(9))}
     assert params_to_json(SamplingParams.make(**wire)) == wire
     with pytest.raises(RequestError, match="logits_processors") as e:
         params_to_json(SamplingParams(logits_processors=[lambda ids, x: x]))

@@ -54,12 +54,12 @@ def test_the_head_is_quantized_only_if_asked(tmp_path, tied):
     path, cfg, hf = tiny_dir(tmp_path, tie_word_embeddings=tied)
     with torch.inference_mode():
         want = hf(torch.tensor([PROMPT])).logits[0]
-    for asked in (False, True):
-        options = Int8Options(lm_head=asked, skip=["layers.*"])
+    for requested in (False, True):
+        options = Int8Options(lm_head=requested, skip=["layers.*"])
         harness = Harness(path, ARCHS["llama"](), cfg, quantizer=Int8(options))
-        assert ("scale" in harness.parts.modules["lm_head"].tensors) == asked
+        assert ("scale" in harness.parts.modules["lm_head"].tensors) == requested
         error = (harness.step({0: PROMPT})[0] - want).abs().max()
-        assert (error > 1e-4) == asked and error < 0.1 * want.abs().max()
+        assert (error > 1e-4) == requested and error < 0.1 * want.abs().max()
 
 
 def test_skip_is_a_list_of_shell_patterns_over_module_names():

@@ -36,8 +36,8 @@ needs_ray = pytest.mark.skipif(not HAVE, reason='Ray is not installed: pip insta
 
 
 def ray(size=2, **more):
-    asked = {"checked": True, "timeout": 30, **more}
-    return {"executor": {"name": "ray", "options": asked}, "tensor_parallel_size": size}
+    requested = {"checked": True, "timeout": 30, **more}
+    return {"executor": {"name": "ray", "options": requested}, "tensor_parallel_size": size}
 
 
 # ---- without a cluster -----------------------------------------------------------------------------------------------
@@ -116,19 +116,19 @@ def test_why_ray_does_not_start_is_told_in_one_line():
     assert "no Ray cluster answers there" in refused("auto", ConnectionError("none"))
 
 
-@pytest.mark.parametrize(("limit", "told"), [(40, True), (4096, False), (-1, False)])
-def test_a_limit_of_open_files_that_is_too_small_for_ray_is_told(monkeypatch, limit, told):
+@pytest.mark.parametrize(("limit", "received"), [(40, True), (4096, False), (-1, False)])
+def test_a_limit_of_open_files_that_is_too_small_for_ray_is_told(monkeypatch, limit, received):
     monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
-    assert (f"there may be {limit}: ulimit -n raises that" in refused("", RuntimeError("Timed out"))) == told
+    assert (f"there may be {limit}: ulimit -n raises that" in refused("", RuntimeError("Timed out"))) == received
 
 
 def test_devices_that_this_machine_does_not_see_count_where_an_address_was_given():
     def device(size, executor):
         return tensor_parallel.check(size, [], SimpleNamespace(devices=1, kind="cuda"), executor, {})
 
-    asked = {"traits": {"cluster": "address"}}
-    device(4, Part("minivllm/ray", "x:Y", {"address": "auto"}, **asked))
-    for executor in (Part("minivllm/ray", "x:Y", {"address": ""}, **asked), Part("minivllm/multiprocess", "x:Y")):
+    requested = {"traits": {"cluster": "address"}}
+    device(4, Part("minivllm/ray", "x:Y", {"address": "auto"}, **requested))
+    for executor in (Part("minivllm/ray", "x:Y", {"address": ""}, **requested), Part("minivllm/multiprocess", "x:Y")):
         with pytest.raises(ConfigError, match=r"tensor_parallel_size=4: .*torch sees 1 on cuda; expected at most 1"):
             device(4, executor)
 
@@ -141,9 +141,9 @@ def test_ranks_of_a_machine_stand_together_with_their_gpus_in_order_and_the_engi
     order = sorted(guests, key=cluster._order(guests))
     assert [places[i] for i in order] == [("a", ["9"]), ("a", ["10"]), ("b", ["0"]), ("b", ["1"])]
     cluster._ranks = [SimpleNamespace(node=places[i][0], gpus=places[i][1], here=places[i][0] == "a") for i in order]
-    told = [cluster.settings_of(rank) for rank in range(4)]
-    assert [(one["visible"], one["device"]) for one in told] == [("9,10", 0), ("9,10", 1), ("0,1", 0), ("0,1", 1)]
-    assert all(one["apart"] for one in told), "they cannot meet by a file"
+    received = [cluster.settings_of(rank) for rank in range(4)]
+    assert [(one["visible"], one["device"]) for one in received] == [("9,10", 0), ("9,10", 1), ("0,1", 0), ("0,1", 1)]
+    assert all(one["apart"] for one in received), "they cannot meet by a file"
 
 
 def test_a_node_that_does_not_answer_is_lost_and_one_that_does_is_not(monkeypatch):

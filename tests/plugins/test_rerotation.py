@@ -243,8 +243,8 @@ def test_batches_chunks_hits_forks_and_preemptions_change_no_token(scorer, tmp_p
     path, *_ = tiny_dir(tmp_path)
     prompts = [PROMPT, PROMPT[:19], [59, *PROMPT], PROMPT]
 
-    def run(llm, asked, **values):
-        return [out.outputs[0].token_ids for out in llm.generate(asked, params(**values), use_tqdm=False)]
+    def run(llm, requested, **values):
+        return [out.outputs[0].token_ids for out in llm.generate(requested, params(**values), use_tqdm=False)]
 
     with engine(path, SCORERS[scorer], enable_prefix_caching=False) as llm:
         alone = [run(llm, [prompt])[0] for prompt in prompts]
@@ -290,7 +290,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "options", "said"),
+    ("family", "changes", "options", "reported"),
     [
         ("llama", {}, {"kv_format": "int8"}, "kv_format=int8 stores rounded keys"),
         ("llama", {}, {"kv_format": "fp8"}, "kv_format=fp8 stores rounded keys"),
@@ -303,12 +303,12 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 )
 @pytest.mark.parametrize("scorer", ["streaming", "values"])
 def test_choices_without_new_positions_are_refused_by_name_before_weights_are_read(
-    scorer, family, changes, options, said, tmp_path
+    scorer, family, changes, options, reported, tmp_path
 ):
     path, *_ = tiny_dir(tmp_path, family, **changes)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reported):
         LLM(str(path), skip_tokenizer_init=True, compressor=SCORERS[scorer], **options)
 
 

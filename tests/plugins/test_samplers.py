@@ -106,11 +106,18 @@ def test_mirostat_holds_the_surprise_at_its_target():
 def test_without_their_parameters_they_are_the_default_sampler():
     rng = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 67, generator=rng) * 2
-    asked = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.6, "top_p": 0.9}]
+    requested = [
+        {},
+        {"temperature": 0},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 0.6, "top_p": 0.9},
+    ]
     got = []
     for plugin in ("default", "typical", "mirostat"):
         stage = Stage(suite(plugin, 67), 6)
-        stage.join(range(6), [SampledSeq(SamplingParams(**a), (0,), (), logits[i], i) for i, a in enumerate(asked)])
+        stage.join(range(6), [SampledSeq(SamplingParams(**a), (0,), (), logits[i], i) for i, a in enumerate(requested)])
         got.append(stage.draw(range(6), logits).tolist())
     assert got[0] == got[1] == got[2]
 
@@ -136,7 +143,7 @@ def test_what_mirostat_has_learnt_survives_preemption(folder, run_ahead, n):
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("requested", "param"),
     [
         (dict(mirostat_tau=2.0, top_k=4), "mirostat_tau"), (dict(mirostat_tau=2.0, top_p=0.5), "mirostat_tau"),
         (dict(mirostat_tau=2.0, min_p=0.5), "mirostat_tau"), (dict(mirostat_tau=2.0, temperature=0), "mirostat_tau"),
@@ -144,7 +151,7 @@ def test_what_mirostat_has_learnt_survives_preemption(folder, run_ahead, n):
         (dict(mirostat_tau=2.0, beam_width=2), "mirostat_tau"), (dict(mirostat_eta=0.3), "mirostat_eta"),
     ],
 )  # fmt: skip
-def test_what_mirostat_would_ignore_is_refused(asked, param):
+def test_what_mirostat_would_ignore_is_refused(requested, param):
     with pytest.raises(RequestError) as e:
-        MirostatSampler(None, CTX).bind(SamplingParams(**asked), 3)
+        MirostatSampler(None, CTX).bind(SamplingParams(**requested), 3)
     assert e.value.param == param

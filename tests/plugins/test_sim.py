@@ -119,16 +119,16 @@ def test_on_a_virtual_clock_nobody_waits():
 @pytest.mark.slow
 def test_answers_are_functions_of_the_prompt_and_end_after_so_many_tokens_in_the_mean(llm):
     prompts = [[i, i + 1, 7] for i in range(120)]
-    asked = SamplingParams(max_tokens=400, temperature=0.7, top_p=0.9)
-    first, again = (llm.generate(some, asked, use_tqdm=False) for some in (prompts, prompts[::-1]))
+    requested = SamplingParams(max_tokens=400, temperature=0.7, top_p=0.9)
+    first, again = (llm.generate(some, requested, use_tqdm=False) for some in (prompts, prompts[::-1]))
     assert [o.tokens for o in first] == [o.tokens for o in again[::-1]]
     assert all(o.finish_reason == "stop" for o in first)
     assert 14 < np.mean([len(o.tokens) for o in first]) < 28
 
 
 def test_no_token_that_ends_an_answer_comes_before_min_tokens(llm):
-    asked = SamplingParams(max_tokens=80, min_tokens=60)
-    outs = llm.generate([[i] for i in range(8)], asked, use_tqdm=False)
+    requested = SamplingParams(max_tokens=80, min_tokens=60)
+    outs = llm.generate([[i] for i in range(8)], requested, use_tqdm=False)
     ends = {i for o in outs for i in o.tokens[:60]} & set(llm.engine.eos_ids)
     assert not ends and all(len(o.tokens) >= 60 for o in outs) and any(o.finish_reason == "stop" for o in outs)
 

@@ -29,10 +29,10 @@ def forced(tags, budget, prompt, output, eos=()):
     spent = 0
     for n in range(1, len(output) + 1):
         spent += inside
-        said = tuple(output[:n])
-        if said[-len(end) :] == end:
+        reported = tuple(output[:n])
+        if reported[-len(end) :] == end:
             inside = False
-        elif said[-len(start) :] == start:
+        elif reported[-len(start) :] == start:
             inside = True
     if not inside or spent < budget:
         return None
@@ -77,8 +77,8 @@ def test_the_next_token_is_that_of_the_definition(data):
     budget = data.draw(st.integers(0, 6))
     prompt, output = data.draw(st.lists(few, min_size=1, max_size=8)), data.draw(st.lists(few, max_size=20))
     logits = torch.randn(8)
-    asked = SamplingParams(thinking_token_budget=budget, thinking_tags=tags)
-    got = suite.alone(SampledSeq(asked, tuple(prompt), tuple(output), logits))
+    requested = SamplingParams(thinking_token_budget=budget, thinking_tags=tags)
+    got = suite.alone(SampledSeq(requested, tuple(prompt), tuple(output), logits))
     token = forced(tags, budget, prompt, output, suite.make(8).ctx.eos_ids)
     want = logits if token is None else torch.where(torch.arange(8) == token, logits, -torch.inf)
     assert torch.equal(got, want)
@@ -101,8 +101,8 @@ def test_a_prompt_opens_the_reasoning():
 def test_no_limit_binds_nothing():
     processor = ThinkingBudget(None, SamplingContext(200, 24, EOS))
     prompt = np.array([1], np.int32)
-    for asked in ({}, {"thinking_token_budget": None}, {"thinking_token_budget": -1, "thinking_tags": TAGS}):
-        assert processor.bind_prompt(SamplingParams(**asked), prompt) is None
+    for requested in ({}, {"thinking_token_budget": None}, {"thinking_token_budget": -1, "thinking_tags": TAGS}):
+        assert processor.bind_prompt(SamplingParams(**requested), prompt) is None
     with pytest.raises(RequestError, match="start is missing, and this engine has no tokenizer") as e:
         processor.bind_prompt(SamplingParams(thinking_token_budget=1), prompt)
     assert e.value.param == "thinking_tags"
@@ -126,8 +126,8 @@ def tokenizer_with(*added):
 
 
 def test_the_tags_of_a_model_are_its_added_tokens():
-    def ids(tokenizer, **asked):
-        return with_thinking_ids(SamplingParams(**asked), tokenizer).thinking_tags
+    def ids(tokenizer, **requested):
+        return with_thinking_ids(SamplingParams(**requested), tokenizer).thinking_tags
 
     qwen = tokenizer_with("<think>", "</think>")
     assert ids(qwen, thinking_token_budget=3) == {"start": [5], "end": [6]}
@@ -140,9 +140,9 @@ def test_the_tags_of_a_model_are_its_added_tokens():
     assert tags_of(bare) is None
     assert ids(bare, thinking_tags={"start": "x", "end": [3]}) == {"start": [2], "end": [3]}
     for name, value in (("thinking_token_budget", 0), ("thinking_tags", {})):
-        asked = {name: value}
+        requested = {name: value}
         with pytest.raises(RequestError, match=f"{name}: the tokenizer of this model has no tags of reasoning") as e:
-            ids(bare, **asked)
+            ids(bare, **requested)
         assert e.value.param == name
     for wrong in ("", "x " * 17, "x" * 300):
         with pytest.raises(RequestError, match=r"thinking_tags.end=.*: expected a text of 1 to 16 tokens"):
@@ -156,20 +156,20 @@ CLOSED = [10, 11, 12]
 SEEDED = {"seed": 3, "temperature": 0.9, "ignore_eos": True}
 
 
-def generated(llm, prompts, **asked):
+def generated(llm, prompts, **requested):
     """The token ids of all samples of each prompt."""
-    params = SamplingParams(**{**SEEDED, "max_tokens": 24, **asked})
+    params = SamplingParams(**{**SEEDED, "max_tokens": 24, **requested})
     answers = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [[output.token_ids for output in answer.outputs] for answer in answers]
 
 
-def expected(llm, prompt, budget, tags, **asked):
+def expected(llm, prompt, budget, tags, **requested):
     """The tokens up to the budget without a budget, the tag, and the tokens that follow them without a budget."""
-    (free,) = generated(llm, [prompt], **asked)
+    (free,) = generated(llm, [prompt], **requested)
     samples = []
     for sample, ids in enumerate(free):
         begun = [*ids[:budget], *tags["end"]]
-        more = asked | {"max_tokens": 24 - len(begun), "n": sample + 1}
+        more = requested | {"max_tokens": 24 - len(begun), "n": sample + 1}
         (rest,) = generated(llm, [prompt + begun], **more)  # draws depend on position, seed and sample
         samples.append(begun + rest[sample])
     return samples
@@ -185,21 +185,21 @@ def llm():
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_tokens_up_to_the_budget_are_those_without_one(llm, budget, n):
     want = expected(llm, OPENED, budget, TAGS, n=n)
-    asked = {"thinking_token_budget": budget, "thinking_tags": TAGS, "n": n}
-    assert generated(llm, [OPENED], **asked) == [want]
-    assert generated(llm, [OPENED] * 3, **asked) == [want] * 3  # after a prefix hit, and in a batch
+    requested = {"thinking_token_budget": budget, "thinking_tags": TAGS, "n": n}
+    assert generated(llm, [OPENED], **requested) == [want]
+    assert generated(llm, [OPENED] * 3, **requested) == [want] * 3  # after a prefix hit, and in a batch
     without = generated(llm, [CLOSED], n=n)
-    assert generated(llm, [CLOSED], **asked) == without  # there is no reasoning
+    assert generated(llm, [CLOSED], **requested) == without  # there is no reasoning
 
 
 def test_reasoning_that_ends_itself_is_left_alone(llm):
     (free,) = generated(llm, [OPENED])[0]
     tags = {"start": [50], "end": [free[5]]}
     first = free.index(free[5])
-    asked = {"thinking_tags": tags}
-    assert generated(llm, [OPENED], thinking_token_budget=first + 1, **asked) == [[free]]
-    assert generated(llm, [OPENED], thinking_token_budget=first, **asked) == [[free]]
-    assert generated(llm, [OPENED], thinking_token_budget=first - 1, **asked) != [[free]]
+    requested = {"thinking_tags": tags}
+    assert generated(llm, [OPENED], thinking_token_budget=first + 1, **requested) == [[free]]
+    assert generated(llm, [OPENED], thinking_token_budget=first, **requested) == [[free]]
+    assert generated(llm, [OPENED], thinking_token_budget=first - 1, **requested) != [[free]]
     begins = {"start": [free[2]], "end": [100]}  # the model opens the reasoning itself
     (got,) = generated(llm, [CLOSED[:1] + OPENED[1:]], thinking_token_budget=4, thinking_tags=begins)[0]
     (plain,) = generated(llm, [CLOSED[:1] + OPENED[1:]])[0]
@@ -209,16 +209,16 @@ def test_reasoning_that_ends_itself_is_left_alone(llm):
 
 def test_drafts_preemption_and_run_ahead_change_nothing(llm):
     prompts = [[10 + i, *[11, 12, 13] * (i % 3 + 1), 50, 12] for i in range(8)]
-    asked = {"thinking_token_budget": 6, "thinking_tags": TAGS, "max_tokens": 40}
+    requested = {"thinking_token_budget": 6, "thinking_tags": TAGS, "max_tokens": 40}
     for temperature in (0, 0.9):
-        want = generated(llm, prompts, temperature=temperature, **asked)
+        want = generated(llm, prompts, temperature=temperature, **requested)
         assert all(ids[6:8] == TAGS["end"] for (ids,) in want)
         options = dict(model="pocket")
         with LLM(drafter="ngram", num_kvcache_blocks=128, **options) as drafting:
-            assert generated(drafting, prompts, temperature=temperature, **asked) == want
+            assert generated(drafting, prompts, temperature=temperature, **requested) == want
             assert temperature or drafting.stats()["speculation"]["proposed"] > 0
         with LLM(num_kvcache_blocks=10, run_ahead=2, **options) as small:
-            assert generated(small, prompts, temperature=temperature, **asked) == want
+            assert generated(small, prompts, temperature=temperature, **requested) == want
             assert small.stats()["preemptions"] > 0
 
 
@@ -227,8 +227,8 @@ def test_a_form_begins_behind_the_reasoning(llm, prompt):
     pytest.importorskip("llguidance")
     form = {"structured_outputs": {"json": {"enum": ["one", "two"]}, "disable_any_whitespace": True}}
     for more in ({}, {"n": 3}, {"thinking_token_budget": 4}, {"thinking_token_budget": 0}):
-        asked = {"thinking_tags": TAGS, "max_tokens": 60, "ignore_eos": False, **form, **more}
-        for ids in generated(llm, [prompt], **asked)[0]:
+        requested = {"thinking_tags": TAGS, "max_tokens": 60, "ignore_eos": False, **form, **more}
+        for ids in generated(llm, [prompt], **requested)[0]:
             thinks = prompt is OPENED or ids[0] == 50
             end = next((i for i in range(len(ids)) if ids[i : i + 2] == TAGS["end"]), None)
             if thinks and end is None:  # the model does not end the reasoning by itself

@@ -161,8 +161,8 @@ WAYS = {
 @pytest.mark.parametrize("model_type", ["exaone4", "gpt_neox", "olmoe"])
 def test_tokens_do_not_depend_on_batching_chunks_prefix_hits_or_preemption(model_type, tmp_path):
     path, hf = make(tmp_path, model_type, **OTHERS[model_type][0])
-    asked = [PROMPT * 2, PROMPT * 2 + [7, 9], [7, 8, 9], [11]]
-    want = [greedy(hf, ids, 24) for ids in asked]
+    requested = [PROMPT * 2, PROMPT * 2 + [7, 9], [7, 8, 9], [11]]
+    want = [greedy(hf, ids, 24) for ids in requested]
     for way, more in WAYS.items():
         if way == "process" and model_type != "gpt_neox":
             continue
@@ -170,7 +170,7 @@ def test_tokens_do_not_depend_on_batching_chunks_prefix_hits_or_preemption(model
             assert llm.engine.wiring.parts["model"].name == "minivllm/transformers"
             params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
             for again in range(2):
-                outs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+                outs = llm.generate([{"prompt_token_ids": ids} for ids in requested], params, use_tqdm=False)
                 assert [out.outputs[0].token_ids for out in outs] == want, (way, again)
             assert way == "preempted" or any(out.num_cached_tokens for out in outs), "no prefix was hit"
             assert way != "preempted" or llm.engine.planner.preemptions, "nothing was preempted"

@@ -310,5 +310,5 @@ def test_the_model_does_its_tasks():
     rows += evaluate.evaluate(model.generate, tasks.cases("needle", 4))
     assert all(share >= 0.75 for _, _, share in rows), evaluate.table(rows)
     assert evaluate.perplexity(model.log_likelihood, 10) < 1.6
-    (said,) = model.generate([tasks.user("Copy these words:\n\U0001f98a\U0001f332")], 16)
-    assert isinstance(said, str)
+    (reported,) = model.generate([tasks.user("Copy these words:\n\U0001f98a\U0001f332")], 16)
+    assert isinstance(reported, str)

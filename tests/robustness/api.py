@@ -143,10 +143,10 @@ def drawn(ground: Ground, rng: random.Random, id: str) -> Any:
         def check(path: str = path, body: Any = body, field: str = field) -> None:
             answer = ground.post(path, body)
             refused(answer, 400)
-            said = answer.json()["error"]
-            about = f"{said['param']} {said['message']}"
+            reported = answer.json()["error"]
+            about = f"{reported['param']} {reported['message']}"
             finite = any(word in about for word in ("NaN", "Infinity", "out of range", "deep"))
-            assert field in about or finite or field in ("prompt", "messages", "stop"), said
+            assert field in about or finite or field in ("prompt", "messages", "stop"), reported
 
         yield f"{number_}: {field}={str(value)[:60]}", check
 

@@ -217,13 +217,13 @@ def a35(ground: Ground, rng: random.Random) -> Any:
             schema = {"type": text, text: text, "properties": {text: {"role": text, "default": text}}}
             tools = [{"type": "function", "function": {"name": "f", "description": text, "parameters": schema}}]
             harmless = json.loads(json.dumps(tools).replace("<|im", "im").replace("<|end", "end"))
-            told = [
+            received = [
                 ground.post(
                     "/tokenize", {"messages": HI, "tools": t, "chat_template_kwargs": {"bos_token": text}}
                 ).json()
                 for t in (tools, harmless)
             ]
-            assert all(told[0]["tokens"].count(i) == told[1]["tokens"].count(i) for i in ids), text
+            assert all(received[0]["tokens"].count(i) == received[1]["tokens"].count(i) for i in ids), text
             answer = ground.post(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 2})
             assert answer.status_code == 200, answer.text[:200]
 

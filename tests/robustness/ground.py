@@ -229,9 +229,9 @@ class Served(Ground):
                 row = json.loads(line)
             except ValueError:
                 raise AssertionError(f"I14: a line of the log is no JSON: {line[:300]}") from None
-            said = json.dumps(row)
-            assert "traceback" not in row and "Traceback" not in said, f"I14: {said[-600:]}"
-            assert "Task was destroyed" not in said and "never retrieved" not in said, f"I14: {said[:600]}"
+            reported = json.dumps(row)
+            assert "traceback" not in row and "Traceback" not in reported, f"I14: {reported[-600:]}"
+            assert "Task was destroyed" not in reported and "never retrieved" not in reported, f"I14: {reported[:600]}"
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of each process after it has freed unused memory.

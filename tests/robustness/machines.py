@@ -170,9 +170,9 @@ class Machines:
         start = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; main()"
         few = ["--block", "--num-cpus=1", "--object-store-memory=83886080", "--disable-usage-stats"]
         at = f"--node-ip-address={self.ips[where]}"
-        said = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+        reported = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
         command = [sys.executable, "-c", start, "start", at, *few, *words]
-        self.nodes.append(self.start(where, *command, instead=instead, **said))
+        self.nodes.append(self.start(where, *command, instead=instead, **reported))
 
     @property
     def address(self) -> str:
@@ -195,8 +195,8 @@ class Machines:
             raise OSError("Ray's node on the second machine has not joined")
 
     def options(self, **more: Any) -> dict[str, Any]:
-        asked = {"address": self.address, "timeout": 30, **more}
-        return {**SIZES, "tensor_parallel_size": 2, "executor": {"name": "ray", "options": asked}}
+        requested = {"address": self.address, "timeout": 30, **more}
+        return {**SIZES, "tensor_parallel_size": 2, "executor": {"name": "ray", "options": requested}}
 
     def of_node(self, where: int) -> list[int]:
         """Return the processes of Ray on a machine, including its workers."""
@@ -221,14 +221,14 @@ class Engine:
     """An engine on the first machine."""
 
     def __init__(self, machines: Machines, options: dict[str, Any], tokens: int = 200, once: bool = False) -> None:
-        asked = {"options": options, "tokens": tokens, "once": once, "prompts": PROMPTS}
+        requested = {"options": options, "tokens": tokens, "once": once, "prompts": PROMPTS}
         self.machines = machines
         self.process = machines.start(
             0,
             sys.executable,
             "-c",
             ENGINE,
-            json.dumps(asked),
+            json.dumps(requested),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -242,18 +242,18 @@ class Engine:
 
     def ready(self) -> list[list[Any]]:
         """Return process and host of each rank."""
-        said = self.hear()
-        if "ready" not in said:
-            raise AssertionError(f"it has not started: {said or self.process.stderr.read()[-500:]}")
-        return said["ready"]
+        reported = self.hear()
+        if "ready" not in reported:
+            raise AssertionError(f"it has not started: {reported or self.process.stderr.read()[-500:]}")
+        return reported["ready"]
 
     def end(self, since: float) -> tuple[str, float]:
         """Return its last message, and its time in seconds after ``since``."""
-        said: dict[str, Any] = {}
+        reported: dict[str, Any] = {}
         while heard := self.hear():
-            said = heard if "error" in heard or "start" in heard else said
+            reported = heard if "error" in heard or "start" in heard else reported
         self.process.wait()
-        return said.get("error", said.get("start", "")), said.get("at", time.monotonic()) - since
+        return reported.get("error", reported.get("start", "")), reported.get("at", time.monotonic()) - since
 
 
 class Server:
@@ -280,9 +280,9 @@ class Server:
         end = time.monotonic() + STARTS
         while True:
             asks = self.ask(tokens)
-            said, _ = asks.communicate()
+            reported, _ = asks.communicate()
             if asks.returncode == 0:
-                choices = sorted(json.loads(said)["choices"], key=lambda one: one["index"])
+                choices = sorted(json.loads(reported)["choices"], key=lambda one: one["index"])
                 return [choice["token_ids"] for choice in choices]
             assert self.process.poll() is None, f"the server has ended: {self.process.communicate()[1][-500:]}"
             assert time.monotonic() < end, "the server does not answer"

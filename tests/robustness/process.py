@@ -93,8 +93,8 @@ def f16(ground: Any, rng: random.Random) -> Any:
                     got = receive(link)
                     assert b"[DONE]" not in got and b'"code":503' in got.replace(b" ", b""), got[-300:]
                     link.close()
-                said = status_of(receive(half)), status_of(receive(body))
-                assert said[0] in (0, 400) and said[1] in (0, 400, 408, 503), said
+                reported = status_of(receive(half)), status_of(receive(body))
+                assert reported[0] in (0, 400) and reported[1] in (0, 400, 408, 503), reported
                 ended(server, inner, 6, 6)
 
             yield name, check

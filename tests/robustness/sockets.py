@@ -170,7 +170,7 @@ def a49(ground: Ground, rng: random.Random) -> Any:
         part = b"a" * (1 << 20)
         closes(ground, frame(TEXT, part, final=False) + frame(MORE, part, final=False) * 16, 1009)
 
-    def said() -> None:
+    def reported() -> None:
         head = bytes([0x81, 0xFF]) + struct.pack(">Q", rng.choice([2**40, 2**62, 2**63])) + bytes(4)
         closes(ground, head + b"aaaa", 1009, 1002)
 
@@ -179,7 +179,7 @@ def a49(ground: Ground, rng: random.Random) -> Any:
 
     yield "17 MiB", large
     yield "in pieces", pieces
-    yield "said only", said
+    yield "said only", reported
     yield "50,000 empty pieces", crumbs
     for name, data in (
         ("not masked", frame(TEXT, b"{}", masked=False)),

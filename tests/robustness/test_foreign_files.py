@@ -56,8 +56,13 @@ def test_a_tokenizer_whose_steps_multiply_a_text_is_refused_before_it_sees_one(t
     for name, parts in AMPLIFIERS.items():
         for n, part in enumerate(parts):
             folder = folder_of(tmp_path / f"{name}{n}", **{name: part})
-            kind, said = limited(lambda folder=folder: load_tokenizer(folder).decode([0, 0, 0]))
-            assert kind == "ModelError" and said.startswith(f"{folder}: ") and name in said and "expected" in said, said
+            kind, reported = limited(lambda folder=folder: load_tokenizer(folder).decode([0, 0, 0]))
+            assert (
+                kind == "ModelError"
+                and reported.startswith(f"{folder}: ")
+                and name in reported
+                and "expected" in reported
+            ), reported
 
 
 def test_a_token_as_long_as_a_book_is_refused(tmp_path):
@@ -66,8 +71,8 @@ def test_a_token_as_long_as_a_book_is_refused(tmp_path):
     added.add_tokens([AddedToken("c" * 10**6)])
     of_words = models.BPE({"a": 0}, [], end_of_word_suffix="w" * 1000)
     for folder in (long, folder_of(tmp_path / "added", added), folder_of(tmp_path / "w", Tokenizer(of_words))):
-        kind, said = limited(lambda folder=folder: load_tokenizer(folder))
-        assert kind == "ModelError" and said.startswith(f"{folder}: ") and "expected at most" in said
+        kind, reported = limited(lambda folder=folder: load_tokenizer(folder))
+        assert kind == "ModelError" and reported.startswith(f"{folder}: ") and "expected at most" in reported
 
 
 def test_steps_that_published_tokenizers_have_are_accepted(tmp_path):
@@ -100,8 +105,8 @@ def test_steps_that_published_tokenizers_have_are_accepted(tmp_path):
 def test_a_pattern_that_backtracks_for_ever_fails_the_prompt_and_nothing_else(tmp_path):
     splits = pre_tokenizers.Split(Regex("(b+)+$"), "isolated")
     tokenizer = load_tokenizer(folder_of(tmp_path / "t", pre_tokenizer=splits))
-    kind, said = limited(lambda: tokenizer.encode("b" * 40 + "a"))
-    assert kind == "RequestError" and "retry-limit" in said
+    kind, reported = limited(lambda: tokenizer.encode("b" * 40 + "a"))
+    assert kind == "RequestError" and "retry-limit" in reported
     assert tokenizer.encode("ab") == [0, 1]
     again = load_tokenizer(folder_of(tmp_path / "d", decoder=decoders.Replace(Regex("(b+)+$"), "x")))
     with pytest.raises(RequestError, match="retry-limit"):
@@ -118,8 +123,12 @@ def test_added_tokens_that_are_none_are_refused_with_the_name_of_their_file(tmp_
     ]  # fmt: skip
     for config in wrong:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        kind, said = limited(lambda: load_tokenizer(folder))
-        assert (kind, said.split(":")[0]) == ("ModelError", str(folder / "tokenizer_config.json")), (config, kind, said)
+        kind, reported = limited(lambda: load_tokenizer(folder))
+        assert (kind, reported.split(":")[0]) == ("ModelError", str(folder / "tokenizer_config.json")), (
+            config,
+            kind,
+            reported,
+        )
 
 
 @pytest.mark.slow
@@ -172,8 +181,8 @@ def test_a_shard_whose_header_lies_is_refused_by_name(tmp_path):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(content)
         for read in (checkpoint_headers, lambda folder: list(checkpoint_tensors(folder))):
-            kind, said = limited(lambda folder=folder, read=read: read(folder), seconds=2)
-            assert kind == "ModelError" and str(folder / "model.safetensors") in said, (name, kind, said)
+            kind, reported = limited(lambda folder=folder, read=read: read(folder), seconds=2)
+            assert kind == "ModelError" and str(folder / "model.safetensors") in reported, (name, kind, reported)
 
 
 def test_an_index_leads_to_no_file_outside_and_to_no_device(tmp_path):
@@ -196,12 +205,12 @@ def test_an_index_leads_to_no_file_outside_and_to_no_device(tmp_path):
     )
     for name in (*names, "pipe.safetensors", "zero.safetensors", "loop.safetensors", "sparse.safetensors"):
         index.write_text(json.dumps({"weight_map": {"w": name}}))
-        kind, said = limited(lambda: checkpoint_headers(tmp_path), seconds=2)
-        assert kind == "ModelError" and str(tmp_path) in said, (name, kind, said)
+        kind, reported = limited(lambda: checkpoint_headers(tmp_path), seconds=2)
+        assert kind == "ModelError" and str(tmp_path) in reported, (name, kind, reported)
     for text in ("[]", "{}", '{"weight_map": 7}', "[" * 100_000, '{"weight_map": {"w"', '{"weight_map": null}'):
         index.write_text(text)
-        kind, said = limited(lambda: checkpoint_headers(tmp_path), seconds=2)
-        assert kind == "ModelError" and str(index) in said, (text[:30], kind, said)
+        kind, reported = limited(lambda: checkpoint_headers(tmp_path), seconds=2)
+        assert kind == "ModelError" and str(index) in reported, (text[:30], kind, reported)
 
 
 def test_a_configuration_of_no_size_or_depth_is_refused_by_name(tmp_path):
@@ -223,8 +232,8 @@ def test_a_configuration_of_no_size_or_depth_is_refused_by_name(tmp_path):
     ]
     for text in texts:
         path.write_text(text)
-        kind, said = limited(lambda: open_checkpoint(str(tmp_path)).hf_config(), seconds=5)
-        assert kind == "ModelError" and str(path) in said and len(said) < 1000, (text[:30], kind, said)
+        kind, reported = limited(lambda: open_checkpoint(str(tmp_path)).hf_config(), seconds=5)
+        assert kind == "ModelError" and str(path) in reported and len(reported) < 1000, (text[:30], kind, reported)
     with open(path, "wb") as file:
         file.truncate(1 << 40)
     assert limited(lambda: open_checkpoint(str(tmp_path)), seconds=2)[0] == "ModelError"
@@ -243,8 +252,12 @@ def test_a_trace_that_claims_a_request_of_billions_of_tokens_is_refused_with_its
     for name, text in texts.items():
         path = tmp_path / name
         path.write_text(text)
-        kind, said = limited(lambda path=path: read_trace(str(path)).tokens(1).size, seconds=2)
-        assert kind == "ConfigError" and f"{path}:{2 if name == 'hashed.jsonl' else 3}: " in said, (name, kind, said)
+        kind, reported = limited(lambda path=path: read_trace(str(path)).tokens(1).size, seconds=2)
+        assert kind == "ConfigError" and f"{path}:{2 if name == 'hashed.jsonl' else 3}: " in reported, (
+            name,
+            kind,
+            reported,
+        )
 
 
 def test_ids_that_end_an_answer_are_few_and_fit_the_device(tmp_path):
@@ -262,7 +275,10 @@ def test_the_command_names_the_file_in_one_line(tmp_path, capsys):
     folder = folder_of(tmp_path / "m", decoder=AMPLIFIERS["decoder"][0])
     (folder / "config.json").write_text(open_checkpoint("pocket").folder.joinpath("config.json").read_text())
     code = main(["generate", "--model", str(folder), "--set", "load_format=dummy", "--set", "device=cpu", "a"])
-    said = capsys.readouterr().err
-    assert code == 3 and said.count("\n") == 1 and str(folder) in said and f"expected at most {MOST_GROWTH}" in said, (
-        said
-    )
+    reported = capsys.readouterr().err
+    assert (
+        code == 3
+        and reported.count("\n") == 1
+        and str(folder) in reported
+        and f"expected at most {MOST_GROWTH}" in reported
+    ), reported

@@ -75,8 +75,8 @@ class Tools:
         if not line:
             self._child = None
             raise AssertionError(f"minivllm {' '.join(argv)} ended its process with {child.wait()}")
-        told = json.loads(line)
-        return Done(told["code"], told["out"], told["err"], time.monotonic() - start)
+        received = json.loads(line)
+        return Done(received["code"], received["out"], received["err"], time.monotonic() - start)
 
     def really(self, *argv: str, path: Sequence[Path] = (), env: Mapping[str, str] | None = None) -> Done:
         env = {**environment(), **(env or {})}

@@ -56,8 +56,8 @@ def equal(machines: Machines, cut: float = 0.0, transport: str = "auto") -> str:
             machines.link("down")
             time.sleep(cut)
             machines.link("up")
-        said = engine.hear()
-        assert said.get("tokens") == want, f"round {turn}: {said}, one process gives {want}"
+        reported = engine.hear()
+        assert reported.get("tokens") == want, f"round {turn}: {reported}, one process gives {want}"
         rounds += 1
     engine.process.terminate()
     assert engine.process.wait(20) in (-signal.SIGTERM, 143), f"exit code {engine.process.returncode}"
@@ -93,9 +93,9 @@ def serve_and_cut(machines: Machines) -> str:
     time.sleep(1.0)
     begun = time.monotonic()
     machines.link("down")
-    said, _ = asks.communicate(timeout=60)
+    reported, _ = asks.communicate(timeout=60)
     took = time.monotonic() - begun
-    assert said.startswith("503 ") and took < SOON, f"the client is told after {took:.1f} s: {said}"
+    assert reported.startswith("503 ") and took < SOON, f"the client is told after {took:.1f} s: {reported}"
     words = server.process.communicate(timeout=60)[1]
     ended = time.monotonic() - begun
     assert server.process.returncode == 7 and WHO in words, f"exit code {server.process.returncode}: {words[-500:]}"
@@ -111,13 +111,13 @@ def breaks(machines: Machines, do: Callable[[Machines, list[list[Any]]], None], 
     time.sleep(0.3)
     begun = time.monotonic()
     do(machines, ranks)
-    said, took = engine.end(begun)
-    missing = [word for word in words if word not in said]
-    assert not missing, f"said after {took:.1f} s: {said!r}; it lacks {missing}"
-    assert took < SOON, f"said after {took:.1f} s: {said}"
+    reported, took = engine.end(begun)
+    missing = [word for word in words if word not in reported]
+    assert not missing, f"said after {took:.1f} s: {reported!r}; it lacks {missing}"
+    assert took < SOON, f"said after {took:.1f} s: {reported}"
     left = gone([pid for pid, _ in ranks], begun + SOON)
     assert not left, f"ranks {left} live on {SOON:.0f} s later"
-    return f"{took:.1f} s: {said}"
+    return f"{took:.1f} s: {reported}"
 
 
 def gone(pids: Sequence[int], end: float) -> list[int]:
@@ -142,10 +142,10 @@ def without_node(machines: Machines) -> str:
     kill_all(machines.of_node(1))
     begun = time.monotonic()
     engine = Engine(machines, machines.options(placement_timeout=3))
-    said, took = engine.end(begun)
-    assert engine.process.returncode == 5, f"exit code {engine.process.returncode}: {said}"
-    assert "places" in said, said
-    return f"{took:.1f} s, exit code 5: {said}"
+    reported, took = engine.end(begun)
+    assert engine.process.returncode == 5, f"exit code {engine.process.returncode}: {reported}"
+    assert "places" in reported, reported
+    return f"{took:.1f} s, exit code 5: {reported}"
 
 
 def other_sources(machines: Machines) -> tuple[str, str]:
@@ -161,10 +161,10 @@ def refused(machines: Machines, *words: str) -> str:
     """Check that the engine does not start, reports these words soon and ends with exit code 5."""
     begun = time.monotonic()
     engine = Engine(machines, machines.options(), once=True)
-    said, took = engine.end(begun)
-    missing = [word for word in words if word not in said]
-    assert not missing and engine.process.returncode == 5, f"exit code {engine.process.returncode}: {said}"
-    return f"{took:.1f} s, exit code 5: {said}"
+    reported, took = engine.end(begun)
+    missing = [word for word in words if word not in reported]
+    assert not missing and engine.process.returncode == 5, f"exit code {engine.process.returncode}: {reported}"
+    return f"{took:.1f} s, exit code 5: {reported}"
 
 
 def cut_while_starting(machines: Machines) -> str:
@@ -177,10 +177,10 @@ def cut_while_starting(machines: Machines) -> str:
     time.sleep(random.uniform(0.0, 3.0))
     begun = time.monotonic()
     machines.link("down")
-    said, took = engine.end(begun)
-    assert engine.process.returncode == 5, f"exit code {engine.process.returncode}: {said}"
-    assert took < 2 * SOON, f"said after {took:.1f} s: {said}"
-    return f"{took:.1f} s, exit code 5: {said}"
+    reported, took = engine.end(begun)
+    assert engine.process.returncode == 5, f"exit code {engine.process.returncode}: {reported}"
+    assert took < 2 * SOON, f"said after {took:.1f} s: {reported}"
+    return f"{took:.1f} s, exit code 5: {reported}"
 
 
 def raylet(machines: Machines, where: int) -> list[int]:
@@ -224,12 +224,12 @@ def play(name: str) -> str:
     before = belongings()
     with Machines() as machines:
         machines.cluster(other_sources(machines) if name == ANOTHER else ())
-        said = SCENES[name](machines)
+        reported = SCENES[name](machines)
     own = (machines.mark, Path(machines.folder).name, "minivllm")
     left = [what for what in belongings() - before if any(name in what for name in own)]
     left += [f"process {pid}" for pid in of_mark(machines.mark)]
     assert not left, f"left behind: {', '.join(left)}"
-    return said
+    return reported
 
 
 def main() -> int:

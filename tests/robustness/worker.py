@@ -9,16 +9,16 @@ import os
 import sys
 
 
-def run(asked: dict) -> dict:
+def run(requested: dict) -> dict:
     from minivllm.cli import main
 
     before, modules, environ = list(sys.path), set(sys.modules), dict(os.environ)
     out, err = io.StringIO(), io.StringIO()
-    sys.path[:0] = asked["path"]
-    os.environ.update(asked["env"])
+    sys.path[:0] = requested["path"]
+    os.environ.update(requested["env"])
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(asked["argv"])
+            code = main(requested["argv"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     finally:
@@ -26,7 +26,7 @@ def run(asked: dict) -> dict:
         os.environ.clear()
         os.environ.update(environ)
         for name in set(sys.modules) - modules:  # remove the modules of the case's package
-            if any((getattr(sys.modules[name], "__file__", None) or "").startswith(p) for p in asked["path"]):
+            if any((getattr(sys.modules[name], "__file__", None) or "").startswith(p) for p in requested["path"]):
                 del sys.modules[name]
     return {"code": code, "out": out.getvalue()[-4000:], "err": err.getvalue()[-4000:]}
 

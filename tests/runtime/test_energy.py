@@ -136,33 +136,33 @@ def test_the_counter_is_read_seldom_and_never_where_nobody_asked():
 
 def test_an_end_is_told_once_its_joules_are_known_and_without_them_if_the_counter_stands_still():
     engine, account, clock, counter = counted()
-    told = []
+    received = []
     r = request(engine, "a", [1, 2], max_tokens=3, ignore_eos=True)
-    r.on_done = lambda r: account.when_known(r, lambda: told.append(r.energy.joules))
+    r.on_done = lambda r: account.when_known(r, lambda: received.append(r.energy.joules))
     run(engine)
-    assert account.settling and not told
+    assert account.settling and not received
     settle(account, clock)
-    assert told == [r.energy.measured] and told[0] > 0
+    assert received == [r.energy.measured] and received[0] > 0
     counter.watts = 0.0
     account._last = 0.0
     begin = clock.now
     r = request(engine, "b", [1, 2], max_tokens=3, ignore_eos=True)
-    r.on_done = lambda r: account.when_known(r, lambda: told.append(r.energy.joules))
+    r.on_done = lambda r: account.when_known(r, lambda: received.append(r.energy.joules))
     run(engine)
     settle(account, clock)
-    assert told[1:] == [None] and SETTLE < clock.now - begin < SETTLE + 0.1
+    assert received[1:] == [None] and SETTLE < clock.now - begin < SETTLE + 0.1
 
 
 def test_a_counter_that_breaks_is_said_and_nobody_waits_for_it(caplog):
     engine, account, _clock, counter = counted()
-    told = []
+    received = []
     r = request(engine, "a", [1, 2], max_tokens=60, ignore_eos=True)
-    r.on_done = lambda r: account.when_known(r, lambda: told.append(r.energy.joules))
+    r.on_done = lambda r: account.when_known(r, lambda: received.append(r.energy.joules))
     for _ in range(20):
         engine.step()
     counter.broken = True
     run(engine)
-    assert told == [None] and not account.settling
+    assert received == [None] and not account.settling
     assert engine.stats()["energy"]["fault"] == "gone" and "made up cannot be read: gone" in caplog.text
 
 
@@ -252,6 +252,6 @@ def test_outputs_stats_and_records_have_joules_and_a_diff_does_not_count_them(tm
     assert sum(one["joules"]) == pytest.approx(one["stats"]["energy"]["busy_joules"], abs=1e-5)
     assert len(one["joules"]) == 3 and "joules" not in other
     assert main(["diff", *map(str, paths)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("nothing that decides the tokens differs\nthe tokens are the same")
-    assert "energy.busy_joules" in said
+    reported = capsys.readouterr().out
+    assert reported.startswith("nothing that decides the tokens differs\nthe tokens are the same")
+    assert "energy.busy_joules" in reported

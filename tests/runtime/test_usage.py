@@ -59,8 +59,12 @@ def test_runs_are_summed_by_model_day_and_part_without_a_word_of_what_was_asked(
     assert stat.S_IMODE(os.stat(usage.path()).st_mode) == 0o600
     capsys.readouterr()
     assert main(["stats"]) == 0
-    said = capsys.readouterr().out
-    assert "usage statistics: on" in said and "2 runs, 3 requests" in said and "minivllm/prefill-first 5" in said
+    reported = capsys.readouterr().out
+    assert (
+        "usage statistics: on" in reported
+        and "2 runs, 3 requests" in reported
+        and "minivllm/prefill-first 5" in reported
+    )
 
 
 def test_switched_off_nothing_is_added_and_deleted_nothing_is_left(home, capsys):

@@ -61,12 +61,15 @@ class NearPool:
     """A worker pool without processes.  Jobs and results are bytes all the same."""
 
     def __init__(self, tokenizer):
-        told = None if tokenizer is None else tokenizer.to_json()
-        self.work, self.asked = make(json.dumps({"tokenizer": told, "seconds": 5, "megabytes": 256}).encode()), []
+        received = None if tokenizer is None else tokenizer.to_json()
+        self.work, self.requested = (
+            make(json.dumps({"tokenizer": received, "seconds": 5, "megabytes": 256}).encode()),
+            [],
+        )
 
-    async def shape(self, asked, packed, who):
-        self.asked.append(sum(map(len, packed)))
-        return self.work({"op": "shape", **asked}, packed)[1:]
+    async def shape(self, requested, packed, who):
+        self.requested.append(sum(map(len, packed)))
+        return self.work({"op": "shape", **requested}, packed)[1:]
 
     async def places(self, tokens, skip, begin, prompt, who):
         job = {"op": "places", "skip": skip, "begin": begin, "given": prompt is not None}
@@ -110,7 +113,7 @@ def test_an_answer_is_the_same_however_its_scores_are_cut(monkeypatch, tokenizer
         monkeypatch.setattr(answers, "PIECE", 100)
         pool = NearPool(tokenizer)
         assert json.loads(b"".join(written(answer, pool, tokenizer, speller))) == want
-        assert bool(pool.asked) == (at_once == 0 and n > 0) or at_once == 100
+        assert bool(pool.requested) == (at_once == 0 and n > 0) or at_once == 100
 
 
 def test_the_event_loop_shapes_few_scores_of_an_answer_whatever_its_size(tokenizer, monkeypatch):
@@ -134,14 +137,14 @@ def test_the_event_loop_shapes_few_scores_of_an_answer_whatever_its_size(tokeniz
     monkeypatch.setattr(answers, "shaped", counted)
     for n, k in ((5, 3), (3000, 20), (30, 250)):
         here.clear()
-        near.asked.clear()
+        near.requested.clear()
         leaf = answers.CompletionScores([Stretch(columns(n, k), False, 0, None, 10**6)], k)
         answer = {
             "choices": [{"logprobs": leaf, "prompt_logprobs": TokenScores("prompt", leaf.stretches[0].scored)}] * 3
         }
         found = written(answer, near, tokenizer)
         assert sum(here) <= answers.AT_ONCE
-        assert all(size <= 8 * answers.JOB + 16 * 8192 for size in near.asked) and (n < 100 or near.asked)
+        assert all(size <= 8 * answers.JOB + 16 * 8192 for size in near.requested) and (n < 100 or near.requested)
         assert all(len(piece) < answers.PIECE + 256 * answers.JOB for piece in found)
 
 
@@ -204,9 +207,10 @@ def test_a_turn_sends_bounded_frames_and_an_answer_is_the_same_in_however_many(m
                 send(header, columns)
 
             client.send = counted
-            asked = dict(max_tokens=40, ignore_eos=True, prompt_logprobs=4, seed=3, **params)
+            requested = dict(max_tokens=40, ignore_eos=True, prompt_logprobs=4, seed=3, **params)
             tasks = [
-                asyncio.create_task(client.stream(range(50), made(**asked), f"r{i}", pieces=watch)) for i in range(2)
+                asyncio.create_task(client.stream(range(50), made(**requested), f"r{i}", pieces=watch))
+                for i in range(2)
             ]
             await asyncio.sleep(0)
             while client.loop.live or client.inbox:
@@ -229,10 +233,10 @@ def test_a_turn_sends_bounded_frames_and_an_answer_is_the_same_in_however_many(m
         assert len(small) > len(sizes)
 
 
-def made(**asked):
+def made(**requested):
     from minivllm import SamplingParams
 
-    return SamplingParams.make(**asked)
+    return SamplingParams.make(**requested)
 
 
 # ---- how long others wait --------------------------------------------------------------------------------------------

@@ -130,17 +130,17 @@ class Tagged:
 def test_thinking_blocks_are_streamed_and_passed_back():
     openai_tools.register("tagged", Tagged)
     running = Running(tool_parser="tagged", engine={"batch_invariant": False, "max_num_seqs": 8})
-    asked = {**HI, "tools": [WEATHER], "thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2048}
+    requested = {**HI, "tools": [WEATHER], "thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2048}
     with (
         anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client,
         scripted(running, ["I think.</think>Yes."] * 3, context=4096),
     ):
-        message = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
+        message = client.messages.create(**requested)
+        with client.messages.stream(**requested) as stream:
             kinds = [event.type for event in stream]
             streamed = stream.get_final_message()
         chat = [*HI["messages"], {"role": "assistant", "content": message.content}, {"role": "user", "content": "why?"}]
-        again = client.messages.create(**{**asked, "messages": chat})
+        again = client.messages.create(**{**requested, "messages": chat})
     running.close()
     del openai_tools.PARSERS["tagged"]
     thought, text = message.content

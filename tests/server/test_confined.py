@@ -36,8 +36,8 @@ def test_a_job_beyond_its_limits_is_ended_and_the_next_ones_are_answered(kind, w
             await made.ask(0, {"kind": kind}, **LIMITS)
         assert ended.value.what == what
         assert (await beside)[0]["say"] == "me"
-        told, parts = await made.ask(0, {"kind": "say", "say": 7}, [b"a" * 300_000, b""], **LIMITS)
-        assert told["say"] == 7 and parts == [b"a" * 300_000, b""]
+        received, parts = await made.ask(0, {"kind": "say", "say": 7}, [b"a" * 300_000, b""], **LIMITS)
+        assert received["say"] == 7 and parts == [b"a" * 300_000, b""]
         assert (await made.ask(1, {"kind": "say"}, **LIMITS))[0]["done"] == 2
 
     confined(test)

@@ -29,7 +29,7 @@ def post(body=BODY, more=b"", version=b"1.1"):
     return head + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def said(server, data, ends=False):
+def reported(server, data, ends=False):
     """Return all bytes from the server until it closes.  With ``ends`` the client closes its sending side."""
     with socket.create_connection((server.host, server.port), timeout=60) as link:
         got = b""
@@ -44,28 +44,28 @@ def said(server, data, ends=False):
 
 @pytest.mark.parametrize("many", [65, 66, 300])
 def test_every_request_that_is_sent_ahead_is_answered_in_order(server, many):
-    got = said(server, (VERSION + b"\r\n") * (many - 1) + VERSION + CLOSE + b"\r\n")
+    got = reported(server, (VERSION + b"\r\n") * (many - 1) + VERSION + CLOSE + b"\r\n")
     assert got.count(b"HTTP/1.1 200 OK") == many and got.count(b'"version"') == many
 
 
 def test_a_large_body_behind_another_request_waits_for_its_turn(server):
     padded = BODY[:-1] + b" " * (3 * connection.AHEAD_BYTES) + b"}"
-    got = said(server, post(LONG) + post(padded) + post(more=CLOSE))
+    got = reported(server, post(LONG) + post(padded) + post(more=CLOSE))
     assert got.count(b"HTTP/1.1 200 OK") == 3
 
 
 def test_what_is_no_request_is_answered_behind_the_answers_that_are_due(server):
-    got = said(server, post(LONG) + post() + b"NONSENSE\r\n\r\n")
+    got = reported(server, post(LONG) + post() + b"NONSENSE\r\n\r\n")
     assert re.findall(rb"HTTP/1\.1 (\d+) ", got) == [b"200", b"200", b"400"]
     assert got.count(b'"usage"') == 2, "both are whole"
 
 
 @pytest.mark.parametrize("stream", [b"", b',"stream":true'])
 def test_a_client_that_ends_its_side_gets_all_answers(server, stream):
-    got = said(server, post(BODY[:-1] + stream + b"}") + post(), ends=True)
+    got = reported(server, post(BODY[:-1] + stream + b"}") + post(), ends=True)
     assert got.count(b"HTTP/1.1 200 OK") == 2 and got.count(b"HTTP/1.1 100 Continue") <= 1
     assert (b"[DONE]" in got) == bool(stream)
-    assert b"400 Bad Request" in said(server, post()[:-3], ends=True), "nor is a half body left without a word"
+    assert b"400 Bad Request" in reported(server, post()[:-3], ends=True), "nor is a half body left without a word"
 
 
 @pytest.mark.parametrize("stream", [b"", b',"stream":true'])
@@ -85,7 +85,7 @@ def test_a_client_that_has_left_is_still_noticed(server, stream):
 
 def test_an_answer_to_http_1_0_has_no_chunks_and_ends_with_its_connection(server):
     for body in (BODY, BODY[:-1] + b',"stream":true}', BODY[:-1] + b',"logprobs":5,"n":3}'):
-        head, _, answer = said(server, post(body, version=b"1.0")).partition(b"\r\n\r\n")
+        head, _, answer = reported(server, post(body, version=b"1.0")).partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
         assert answer.endswith((b"}", b"[DONE]\n\n")) and not answer[:1].isdigit()
 
@@ -118,7 +118,7 @@ NONE = {
 @pytest.mark.parametrize("name", NONE)
 def test_what_is_not_served_gets_the_status_that_says_so(server, name):
     data, status = NONE[name]
-    got = said(server, data)
+    got = reported(server, data)
     assert got.startswith(b"HTTP/1.1 %d " % status), got[:100]
     assert b'"code": %d' % status in got and got.count(b"HTTP/1.1 ") == 1
 
@@ -129,7 +129,7 @@ def test_a_request_that_offers_http_2_is_served_as_any_other(server, method):
     offer = (
         b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
     )
-    got = said(server, post(more=offer) if method == "POST" else VERSION + offer + b"\r\n")
+    got = reported(server, post(more=offer) if method == "POST" else VERSION + offer + b"\r\n")
     assert got.startswith(b"HTTP/1.1 200 OK"), got[:200]
 
 

@@ -247,15 +247,15 @@ def test_a_server_with_few_descriptors_stands_a_flood_and_its_log_stays_short():
 
     argv = [sys.executable, "-m", "minivllm", "serve", "pocket", "--max-model-len", "512", "--port", "0"]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=limited)
-    said, links = [], []
+    reported, links = [], []
     try:
         for line in process.stderr:
-            said.append(line)
+            reported.append(line)
             if '"url"' in line:
                 break
-        told = json.loads(said[-1])
-        assert 100 < told["connections"] < 256, "soft was raised to hard"
-        where = httpx.URL(told["url"])
+        received = json.loads(reported[-1])
+        assert 100 < received["connections"] < 256, "soft was raised to hard"
+        where = httpx.URL(received["url"])
         for number in range(600):
             links.append(socket.socket())
             links[-1].setblocking(False)

@@ -276,9 +276,9 @@ def test_a_process_that_is_killed_is_told_to_everybody_at_once(signal_):
             async for _ in stream:
                 pass
 
-        told = await asyncio.gather(*map(read, streams), asking, return_exceptions=True)
+        received = await asyncio.gather(*map(read, streams), asking, return_exceptions=True)
         assert time.monotonic() - killed < 20
-        for error in told:
+        for error in received:
             assert isinstance(error, EngineDeadError) and signal_.name in str(error)
         healthy, why = client.healthy()
         assert not healthy and signal_.name in why

@@ -17,7 +17,7 @@ from minivllm.server.link.engine_loop import EngineLoop
 from minivllm.server.link.frames import decode, encode
 from minivllm.testing.sim import answer, at_rest, sim_engine
 
-TOLD = dict(
+RECEIVED = dict(
     model="sim",
     max_model_len=256,
     vocab_size=50,
@@ -52,7 +52,7 @@ class Wired(EngineClient):
         super().__init__()
         self.engine, self.inbox = engine, deque()
         self.loop = EngineLoop(engine, self)
-        self._opened(TOLD)
+        self._opened(RECEIVED)
 
     def _send(self, kind, header, columns=None):
         self.inbox.append(decode(encode(kind, header, columns)[4:]))

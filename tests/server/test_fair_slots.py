@@ -378,15 +378,15 @@ def test_decodes_say_nothing_of_the_pace_and_one_slow_step_is_forgotten():
 def test_the_loop_bounds_the_prompt_tokens_of_a_step_by_its_pace():
     async def main():
         client = Wired(sim_engine(slots=8, budget=64, blocks=400))
-        fixed = SimpleNamespace(most=lambda context, *turn: asked.append(context) or 10)
+        fixed = SimpleNamespace(most=lambda context, *turn: requested.append(context) or 10)
         fixed.note = lambda tokens, context, seconds: noted.append((tokens, context))
         client.loop.paces = fixed, fixed
-        asked, noted = [], []
+        requested, noted = [], []
         stream = await client.add(range(40), "r", max_tokens=3, ignore_eos=True)
         for _ in range(8):
             client.loop.turn()
         assert noted == [(10, 5.0), (10, 15.0), (10, 25.0), (10, 35.0)]
-        assert asked[:4] == [0, 10, 20, 30]
+        assert requested[:4] == [0, 10, 20, 30]
         await stream.aclose()
         client.rest()
 

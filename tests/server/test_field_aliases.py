@@ -146,9 +146,9 @@ def test_every_field_without_effect_is_told_unless_it_asks_for_nothing(server):
     for path, ask, some in asks:
         answer = server.post(path, {**ask, **dict.fromkeys(some, 0.37)})
         assert answer.status_code == 200, answer.text
-        told = answer.json()["warnings"]
-        assert sorted(w["field"] for w in told) == some == sorted(answer.headers["x-warnings"].split(","))
-        assert all(w["message"].startswith(f"{w['field']} has no effect here: ") for w in told)
+        received = answer.json()["warnings"]
+        assert sorted(w["field"] for w in received) == some == sorted(answer.headers["x-warnings"].split(","))
+        assert all(w["message"].startswith(f"{w['field']} has no effect here: ") for w in received)
     for row in ignored:
         for value in (None, *row.neutral):
             made = translated(**{row.name: value})
@@ -308,7 +308,7 @@ def test_mapped_fields_do_what_ours_do(server):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "received"),
     [
         ({"typical_p": 0.5}, ["typical_p"]),
         ({"typical_p": 1.0}, []),
@@ -326,11 +326,11 @@ def test_mapped_fields_do_what_ours_do(server):
         ({"length_penalty": 2.0, "num_beams": 2}, []),
     ],
 )
-def test_what_the_configured_engine_does_not_read_is_told_and_not_refused(server, body, told):
+def test_what_the_configured_engine_does_not_read_is_told_and_not_refused(server, body, received):
     """The server has the default sampler, which reads neither parameter."""
     answer = server.post(COMPLETIONS, {**TALE, **body})
     assert answer.status_code == 200, answer.text
-    assert [w["field"] for w in answer.json().get("warnings", [])] == told
+    assert [w["field"] for w in answer.json().get("warnings", [])] == received
 
 
 def test_an_engine_with_the_sampler_is_given_them():

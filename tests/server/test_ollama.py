@@ -123,8 +123,8 @@ def test_a_raw_answer_may_use_the_rest_of_the_context(server):
 
 def test_options_are_those_of_sampling(server):
     options = {"num_predict": 3, "temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "seed": 7}
-    asked = {**HI, "stream": False, "options": {**options, "repeat_penalty": 1.1, "stop": ["zzz"]}}
-    first, second = (server.post(CHAT, asked).json() for _ in range(2))
+    requested = {**HI, "stream": False, "options": {**options, "repeat_penalty": 1.1, "stop": ["zzz"]}}
+    first, second = (server.post(CHAT, requested).json() for _ in range(2))
     assert first["message"] == second["message"] and first["eval_count"] == 3 and first["done_reason"] == "length"
     assert "warnings" not in first
     stopped = server.post(CHAT, {**HI, "stream": False, "options": {"temperature": 0, "stop": [" ="]}}).json()

@@ -187,17 +187,17 @@ def test_the_engine_is_not_asked_without_an_open_page(open_server):
     while live_states.count:
         assert time.monotonic() < end
         time.sleep(0.02)
-    asked, ask = [], client._ask
-    client._ask = lambda what, **args: asked.append(what) or ask(what, **args)
+    requested, ask = [], client._ask
+    client._ask = lambda what, **args: requested.append(what) or ask(what, **args)
     try:
         time.sleep(0.5)
-        assert asked == []
+        assert requested == []
         with live(open_server) as socket:
             begin = time.monotonic()
             for _ in range(6):
                 hear(socket)
             assert time.monotonic() - begin > 0.3, "at most one state in live_interval"
-        assert 6 <= len(asked) <= 9 and set(asked) == {"snapshot"}
+        assert 6 <= len(requested) <= 9 and set(requested) == {"snapshot"}
     finally:
         del client._ask
 

@@ -93,12 +93,12 @@ def test_input_items_are_pages(server):
 def test_references_name_items_of_stored_responses(server):
     with scripted(server, ["one", "two"]) as script:
         first = ask(server, input=[{"role": "user", "content": "first question"}])
-        asked = get(server, f"{first['id']}/input_items")["data"][0]["id"]
-        said = first["output"][0]["id"]
-        items = [{"type": "item_reference", "id": asked}, {"id": said}, {"role": "user", "content": "and?"}]
+        requested = get(server, f"{first['id']}/input_items")["data"][0]["id"]
+        reported = first["output"][0]["id"]
+        items = [{"type": "item_reference", "id": requested}, {"id": reported}, {"role": "user", "content": "and?"}]
         ask(server, input=items)
     assert "first question" in script.prompts[1] and "one" in script.prompts[1]
-    for ident in ("msg_1", said + "0", "resp_x", "../../etc/passwd"):
+    for ident in ("msg_1", reported + "0", "resp_x", "../../etc/passwd"):
         error = ask(server, 404, input=[{"type": "item_reference", "id": ident}])
         assert error["param"] == "input[0]" and "not found" in error["message"]
 

@@ -257,12 +257,12 @@ def test_a_terminal_is_told_in_sentences_what_goes_on(tmp_path):
     path = tmp_path / "s.sock"
     process = start("--uds", str(path), "--enable-auto-tool-choice", stdin=theirs, stderr=theirs, stdout=theirs)
     os.close(theirs)
-    said = b""
+    reported = b""
     try:
-        while b"ready at" not in said:
-            said += os.read(ours, 4096)
-        while not said.endswith(b"\n"):
-            said += os.read(ours, 4096)
+        while b"ready at" not in reported:
+            reported += os.read(ours, 4096)
+        while not reported.endswith(b"\n"):
+            reported += os.read(ours, 4096)
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://localhost") as client:
             assert client.get("/ready").status_code == 200
@@ -270,12 +270,12 @@ def test_a_terminal_is_told_in_sentences_what_goes_on(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         os.close(ours)
-    lines = [line for line in said.decode().splitlines() if line.startswith("minivllm: ")]  # the others are bars
+    lines = [line for line in reported.decode().splitlines() if line.startswith("minivllm: ")]  # the others are bars
     note, loading, loaded, parsed, ready = (line.removeprefix("minivllm: ") for line in lines)
     assert note == "--enable-auto-tool-choice: tool_choice=auto is always served"
     assert loading == f"loading pocket; unix:{path} answers 503 until it is loaded"
     assert "KV cache holds" in loaded and "256" in loaded and parsed.startswith("replies are parsed as")
-    assert "weights: " in said.decode() and "\r" in said.decode(), "there is a bar"
+    assert "weights: " in reported.decode() and "\r" in reported.decode(), "there is a bar"
     assert ready.startswith(f"ready at unix:{path} as pocket (no key is required)")
     assert not path.exists()
 

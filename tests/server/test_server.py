@@ -127,13 +127,13 @@ def test_events_that_are_written_at_once_are_those_of_the_streams_own_task(serve
     def choices(write):
         """Return the text and the rest of the last event of each choice.  Text that comes together is one event."""
         monkeypatch.setattr(connection.Direct, "write", write)
-        told = {}
+        received = {}
         for event in server.events(path, body)[:-1]:
             for choice in event["choices"]:
-                text, _ = told.get(choice["index"], ("", None))
+                text, _ = received.get(choice["index"], ("", None))
                 new = choice.pop("text", None) or choice.pop("delta", {}).get("content") or ""
-                told[choice["index"]] = text + new, choice
-        return told
+                received[choice["index"]] = text + new, choice
+        return received
 
     direct = connection.Direct.write
     slow = choices(lambda self, part: False)
@@ -242,17 +242,17 @@ SPELLED_IN = {  # place of the text of a special token -> fields beside the ques
 
 @pytest.mark.parametrize("place", SPELLED_IN)
 def test_no_field_of_a_request_brings_a_special_token_unless_it_asks_for_that(server, place):
-    def count(asked, **more):
-        ids = server.post("/tokenize", {"messages": [{"role": "user", "content": "a"}], **asked, **more}).json()[
+    def count(requested, **more):
+        ids = server.post("/tokenize", {"messages": [{"role": "user", "content": "a"}], **requested, **more}).json()[
             "tokens"
         ]
         return ids.count(2)  # <|im_end|>
 
-    asked = SPELLED_IN[place]
-    harmless = json.loads(json.dumps(asked).replace("<|im_end|>", "").replace("<|im_start|>", ""))
-    assert count(asked) == count(harmless) == count(asked, split_special_tokens=None)
+    requested = SPELLED_IN[place]
+    harmless = json.loads(json.dumps(requested).replace("<|im_end|>", "").replace("<|im_start|>", ""))
+    assert count(requested) == count(harmless) == count(requested, split_special_tokens=None)
     spelled = place != "variables"  # which pocket's template does not print
-    assert (count(asked, split_special_tokens=False) > count(harmless)) == spelled
+    assert (count(requested, split_special_tokens=False) > count(harmless)) == spelled
 
 
 def test_a_chat_that_asks_for_it_ends_its_turn_as_with_transformers(server):

@@ -40,12 +40,12 @@ def test_prompts_of_a_batch_are_told_one_by_one_with_parameters_that_are_written
     made, send = client_module.params_to_json, client._send
     monkeypatch.setattr(client_module, "params_to_json", lambda params: (written.append(params), made(params))[1])
 
-    def told(kind, *rest):
+    def received(kind, *rest):
         if kind == "add":
             sent.append(turns[0])
         return send(kind, *rest)
 
-    monkeypatch.setattr(client, "_send", told)
+    monkeypatch.setattr(client, "_send", received)
 
     async def count():
         while len(sent) < 32:

@@ -121,9 +121,9 @@ def test_values_are_counted_as_they_are_nested(value):
 
 @pytest.mark.parametrize("prompt", [[7] * 300_000, [[7] * 1000, [8], [9] * 900], list(range(1 << 20))])
 def test_token_ids_travel_as_they_are_however_many(prompt):
-    told, rest, column = pool_jobs.read(json.dumps({"prompt": prompt, "n": 1}).encode(), "")
+    received, rest, column = pool_jobs.read(json.dumps({"prompt": prompt, "n": 1}).encode(), "")
     (name, lengths), flat = (
-        json.loads(told)["columns"][0],
+        json.loads(received)["columns"][0],
         [i for one in prompt for i in one] if lengths_of(prompt) else prompt,
     )
     assert (name, lengths) == ("prompt", lengths_of(prompt)) and json.loads(rest) == {"prompt": None, "n": 1}
@@ -148,10 +148,12 @@ def test_what_is_no_list_of_token_ids_stays_what_it_is(prompt):
 @pytest.fixture
 def searches(monkeypatch):
     """Return a list that receives the arguments of each call of difflib."""
-    asked = []
+    requested = []
     search = difflib.get_close_matches
-    monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **more: asked.append(args) or search(*args, **more))
-    return asked
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda *args, **more: requested.append(args) or search(*args, **more)
+    )
+    return requested
 
 
 @pytest.mark.parametrize("name", ["zz_{}", "max_tokenq_{}_" + "x" * 60, "é{}"])

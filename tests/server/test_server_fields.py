@@ -177,8 +177,8 @@ def test_a_request_is_one_line_of_the_log_with_its_counts_and_times_and_no_text(
 
 
 def test_drafts_are_counted_once_however_often_somebody_looks(server):
-    told, shown = server.app.service.metrics, server.stats()
+    received, shown = server.app.service.metrics, server.stats()
     for proposed, accepted in ((7, 3), (7, 3), (12, 4)):
-        text = told.text({**shown, "speculation": {"proposed": proposed, "accepted": accepted}}).decode()
+        text = received.text({**shown, "speculation": {"proposed": proposed, "accepted": accepted}}).decode()
         for what, count in (("draft", proposed), ("accepted", accepted)):
             assert f'vllm:spec_decode_num_{what}_tokens_total{{engine="0",model_name="pocket"}} {count}.0\n' in text

@@ -44,7 +44,7 @@ def test_a_client_of_an_engine_in_a_process_reads_the_tokenizer_that_the_engine_
         cache, "some/words", find_model("pocket"), OTHER, refs=("v1",), without=["model.safetensors"]
     )
 
-    async def told():
+    async def received():
         options = {**TINY, "model": "some/model", "tokenizer": "some/words", "tokenizer_revision": "v1"}
         client = ProcessClient(load(None, options))
         await client.open()
@@ -53,7 +53,7 @@ def test_a_client_of_an_engine_in_a_process_reads_the_tokenizer_that_the_engine_
         finally:
             await client.close()
 
-    assert asyncio.run(asyncio.wait_for(told(), 120)) == ("some/model", words)
+    assert asyncio.run(asyncio.wait_for(received(), 120)) == ("some/model", words)
 
 
 def test_spans_name_a_model_by_its_id_and_not_by_its_commit(cache):

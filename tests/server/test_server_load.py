@@ -155,9 +155,9 @@ def test_the_events_of_a_stream_hold_what_its_chunks_hold(usage, warned):
     events, chunks = asyncio.run(main())
     lines = b"".join(events).decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
-    told = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert told == json.loads(json.dumps(chunks).replace("\\ud800", "?"))
-    assert [chunk.get("warnings") is not None for chunk in told] == [warned] + [False] * (len(told) - 1)
+    received = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert received == json.loads(json.dumps(chunks).replace("\\ud800", "?"))
+    assert [chunk.get("warnings") is not None for chunk in received] == [warned] + [False] * (len(received) - 1)
 
 
 def test_what_waits_of_a_stream_is_one_event_and_no_token_of_it_is_lost():
@@ -238,7 +238,7 @@ def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken
         await asyncio.wait_for(task, 5)
         return b"".join(found), answer.sent
 
-    found, told = asyncio.run(main())
+    found, received = asyncio.run(main())
     lines = found.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -249,5 +249,5 @@ def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken
         assert [choice["reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
         assert empty or all(choice["text"] for choice in mine[:-1])
     assert {tuple(event) for event in events} == {("id", "object", "created", "model", "choices", "usage")}
-    assert told == 2 * len(ids) == events[-1]["usage"]["completion_tokens"]
+    assert received == 2 * len(ids) == events[-1]["usage"]["completion_tokens"]
     assert bool(direct) == (taken != "never") and len(offered) > len(ids) / 2

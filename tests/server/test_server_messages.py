@@ -90,8 +90,8 @@ def test_fields_of_openais_clients_are_taken_and_keys_without_effect_are_warned_
     }
     answer = server.post(CHAT, {**body, "messages": [message], "max_tokens": 1})
     assert answer.status_code == 200
-    told = [warning["field"] for warning in answer.json()["warnings"]]
-    assert {"messages[0].foo", "messages[0].content[0].bar"} <= set(told) and "messages[0].name" not in told
+    received = [warning["field"] for warning in answer.json()["warnings"]]
+    assert {"messages[0].foo", "messages[0].content[0].bar"} <= set(received) and "messages[0].name" not in received
 
 
 def test_empty_and_null_keys_of_a_message_change_no_prompt(server):
@@ -107,8 +107,8 @@ def test_empty_and_null_keys_of_a_message_change_no_prompt(server):
 def test_an_anthropic_choice_can_forbid_parallel_calls(server):
     from minivllm.server.openai.tools import read_tools
 
-    asked = read_tools([ADD], {"type": "any", "disable_parallel_tool_use": True}, None)
-    assert asked.choice == "required" and not asked.parallel
+    requested = read_tools([ADD], {"type": "any", "disable_parallel_tool_use": True}, None)
+    assert requested.choice == "required" and not requested.parallel
     assert read_tools([ADD], {"type": "any"}, None).parallel
 
 
@@ -126,8 +126,8 @@ def test_the_server_chooses_a_template_by_the_tools_or_by_its_name():
                 (None, {"documents": documents, "template": "rag"}),
                 ([ADD], {"template": "default"}),
             ):
-                asked = {"chat_template": more.get("template"), "documents": more.get("documents"), "tools": tools}
-                want = tokenizer.encode_chat(tokenizer.chat_prompt(ASK, **asked))
+                requested = {"chat_template": more.get("template"), "documents": more.get("documents"), "tools": tools}
+                want = tokenizer.encode_chat(tokenizer.chat_prompt(ASK, **requested))
                 assert await tokens.chat(ASK, tools, True, None, NOBODY, **more) == want
             with pytest.raises(ApiError, match=r"default, rag, tool_use") as refused:
                 await tokens.chat(ASK, None, True, None, NOBODY, template="other")

@@ -58,7 +58,7 @@ def test_what_fits_leaves_room_for_the_answer(server):
         made = ask(server, path, prompt=prompt, truncate_prompt_tokens=-1, max_tokens=3, ignore_eos=True)
         assert made["usage"]["prompt_tokens"] == 1021 and made["usage"]["completion_tokens"] == 3
     body = CompletionBody(prompt="a", truncate_prompt_tokens=-1)
-    assert [truncation(body, asked, 1024) for asked in (24, 1000, 1023, None)] == [1000, 24, 1, 1023]
+    assert [truncation(body, requested, 1024) for requested in (24, 1000, 1023, None)] == [1000, 24, 1, 1023]
     assert truncated([1, 2], 5, None) == [1, 2] and truncated(range(9), 2, "right") == [0, 1]
 
 
@@ -212,7 +212,7 @@ def capped():
 def test_max_tokens_of_the_configuration_is_the_default_and_the_most(capped):
     for path, body in ((CHAT, {"messages": ASK}), (COMPLETIONS, {"prompt": "Once upon a time"})):
         body = {**body, "ignore_eos": True}
-        for more, count, told in (
+        for more, count, received in (
             ({}, 6, "the answer ends after 6 tokens"),
             ({"max_tokens": 4}, 4, None),
             ({"max_tokens": 6}, 6, None),
@@ -224,7 +224,7 @@ def test_max_tokens_of_the_configuration_is_the_default_and_the_most(capped):
             made = ask(capped, path, **body, **more)
             assert made["usage"]["completion_tokens"] == count
             messages = [w["message"] for w in made.get("warnings", [])]
-            assert [told in message for message in messages] == [True] * (told is not None), (more, messages)
+            assert [received in message for message in messages] == [True] * (received is not None), (more, messages)
     answer = ask(capped, CHAT, messages=ASK, max_completion_tokens=50, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 6 and answer["warnings"][0]["field"] == "max_completion_tokens"
     near = ask(capped, COMPLETIONS, prompt=[5] * 1021, ignore_eos=True)
@@ -295,8 +295,8 @@ def test_ids_of_a_chats_prompt_are_beside_its_choices(server):
     assert not any("prompt_token_ids" in event for event in rest)
     assert "prompt_token_ids" not in ask(server, CHAT, messages=ASK, max_tokens=2)
     completion = server.events(COMPLETIONS, {"prompt": [5, 6], "max_tokens": 3, "return_token_ids": True, "n": 2})[:-1]
-    told = [event["choices"][0] for event in completion if "prompt_token_ids" in event["choices"][0]]
-    assert sorted(choice["index"] for choice in told) == [0, 1] and told[0]["prompt_token_ids"] == [5, 6]
+    received = [event["choices"][0] for event in completion if "prompt_token_ids" in event["choices"][0]]
+    assert sorted(choice["index"] for choice in received) == [0, 1] and received[0]["prompt_token_ids"] == [5, 6]
 
 
 SCHEMA = {"properties": {"ok": {"enum": [True]}}, "required": ["ok"]}

@@ -31,18 +31,18 @@ TEXT = f"<think>\nTwo and\nthree.\n</think>\n\nI look.\n{CALL}\n{CALL}"
 
 def streamed(server, body):
     """Return the joined deltas of an answer: reasoning, content, calls, and the finish reason."""
-    thought, said, calls, reason, pieces = "", "", {}, None, 0
+    thought, reported, calls, reason, pieces = "", "", {}, None, 0
     for event in server.events(CHAT, {**body, "stream": True})[:-1]:
         for choice in event["choices"]:
             delta = choice["delta"]
             assert delta.get("reasoning") == delta.get("reasoning_content")
             thought += delta.get("reasoning") or ""
-            said += delta.get("content") or ""
+            reported += delta.get("content") or ""
             reason = choice["finish_reason"] or reason
             for call in delta.get("tool_calls", ()):
                 pieces += 1
                 calls.setdefault(call["index"], [call["function"].get("name"), ""])[1] += call["function"]["arguments"]
-    return thought, said, list(calls.values()), reason, pieces
+    return thought, reported, list(calls.values()), reason, pieces
 
 
 def answers(server, text, **more):
@@ -51,12 +51,12 @@ def answers(server, text, **more):
         answer = server.post(CHAT, {**ASK, **more}).json()
         (choice,) = answer["choices"]
         message = choice["message"]
-        thought, said, calls, reason, _ = streamed(server, {**ASK, **more})
+        thought, reported, calls, reason, _ = streamed(server, {**ASK, **more})
     assert thought == (message.get("reasoning") or "") and message.get("reasoning") == message.get("reasoning_content")
-    assert said.strip() == (message["content"] or "").strip() and reason == choice["finish_reason"]
-    told = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    assert calls[: len(told)] == told
-    return message, told, choice["finish_reason"], answer["usage"]
+    assert reported.strip() == (message["content"] or "").strip() and reason == choice["finish_reason"]
+    received = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+    assert calls[: len(received)] == received
+    return message, received, choice["finish_reason"], answer["usage"]
 
 
 def test_reasoning_content_and_calls_are_members_of_a_message(server):

@@ -106,10 +106,10 @@ def test_what_is_read_over_http_is_what_an_llm_reads_pooled(operator, llm):
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", TALE), ("/v1/chat/completions", CHAT)])
 def test_a_stream_reads_what_the_whole_answer_reads_for_each_choice(path, body, operator):
-    asked = {**body, "n": 2, "temperature": 1, "seed": 3, "taps": [MEAN, LAST]}
-    whole = operator.ask(asked, path).json()["choices"]
+    requested = {**body, "n": 2, "temperature": 1, "seed": 3, "taps": [MEAN, LAST]}
+    whole = operator.ask(requested, path).json()["choices"]
     assert [choice["index"] for choice in whole] == [0, 1]
-    chunks = [c for event in operator.events(asked, path) for c in event["choices"] if "taps" in c]
+    chunks = [c for event in operator.events(requested, path) for c in event["choices"] if "taps" in c]
     assert [c["index"] for c in chunks] == [0, 1] and all(c["finish_reason"] is None for c in chunks)
     for got, want in zip(chunks, whole, strict=True):
         for a, b in zip(values(got), values(want), strict=True):
@@ -123,10 +123,10 @@ def test_a_stream_reads_what_the_whole_answer_reads_for_each_choice(path, body, 
 
 def test_logits_of_a_scored_prompt_are_pooled_for_each_branch_with_its_own(operator, llm):
     both = [{"point": "logits", "read": how} for how in ("mean", "last")]
-    asked = {**TALE, "n": 2, "temperature": 1, "seed": 3, "prompt_logprobs": 0, "taps": both}
+    requested = {**TALE, "n": 2, "temperature": 1, "seed": 3, "prompt_logprobs": 0, "taps": both}
     params = SamplingParams(max_tokens=5, temperature=1, seed=3, ignore_eos=True, n=2, prompt_logprobs=0)
     (want,) = llm.generate(TALE["prompt"], params, use_tqdm=False, taps=[Tap("logits", read=True)])
-    for choice, output in zip(operator.ask(asked).json()["choices"], want.outputs, strict=True):
+    for choice, output in zip(operator.ask(requested).json()["choices"], want.outputs, strict=True):
         mean, last = values(choice)
         assert len(output.taps["logits"]) == len(want.prompt_token_ids) + 4
         np.testing.assert_allclose(mean, output.taps["logits"].mean(0), rtol=1e-4, atol=1e-4)
@@ -146,11 +146,11 @@ def test_a_named_vector_steers_as_the_vector_itself_does_in_an_llm(stream, opera
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     taps = [Tap(POINT, add=np.load(vectors / "calm.npy"), scale=30.0)]
     (want,) = llm.generate(TALE["prompt"], params, use_tqdm=False, taps=taps)
-    asked = {**TALE, "taps": [add]}
+    requested = {**TALE, "taps": [add]}
     if stream:
-        text = "".join(c["text"] for event in operator.events(asked) for c in event["choices"])
+        text = "".join(c["text"] for event in operator.events(requested) for c in event["choices"])
     else:
-        (choice,) = operator.ask(asked).json()["choices"]
+        (choice,) = operator.ask(requested).json()["choices"]
         assert "taps" not in choice  # nothing was read
         text = choice["text"]
     assert text == want.text != operator.ask(TALE).json()["choices"][0]["text"]

@@ -149,7 +149,7 @@ PEOPLE = {
 }  # fmt: skip
 
 
-def told(answer):
+def received(answer):
     message = answer.choices[0].message
     return [message.content] if message.content else [call.function.arguments for call in message.tool_calls]
 
@@ -176,8 +176,8 @@ def test_schemas_that_say_nothing_of_other_properties_end(openai, maker):
         for seed in range(4):
             ask = {"model": "pocket", **CHAT, "temperature": 1.0, "seed": seed, "max_tokens": 150}
             answer = openai.chat.completions.create(**ask, **more)
-            assert answer.choices[0].finish_reason in ("stop", "tool_calls"), (maker, more, told(answer))
-            for text in told(answer):
+            assert answer.choices[0].finish_reason in ("stop", "tool_calls"), (maker, more, received(answer))
+            for text in received(answer):
                 assert set(json.loads(text)) <= names | {"a", "b"}, text
 
 
@@ -189,8 +189,8 @@ def test_strict_false_is_the_letter_of_json_schema(openai):
     for strict, opens in ((None, False), (True, False), (False, True)):
         more = {} if strict is None else {"strict": strict}
         form = {"type": "json_schema", "json_schema": {"name": "f", "schema": PEOPLE["llm"], **more}}
-        asked = form_of(ChatBody(messages=[], response_format=form))
-        assert asked["disable_additional_properties"] != opens and asked["json"] == PEOPLE["llm"]
+        requested = form_of(ChatBody(messages=[], response_format=form))
+        assert requested["disable_additional_properties"] != opens and requested["json"] == PEOPLE["llm"]
         tool = {"type": "function", "function": {"name": "f", "parameters": PEOPLE["llm"], **more}}
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):
             made = read_tools([tool], choice, True).form()["json"]

@@ -23,8 +23,8 @@ server = served(max_header_bytes=4096, max_body_bytes=MOST, body_timeout=3, keys
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: k\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-ASKED = b'{"prompt":"a","max_tokens":1}'
-LENGTH = b"Content-Length: %d\r\n\r\n" % len(ASKED)
+REQUESTED = b'{"prompt":"a","max_tokens":1}'
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(REQUESTED)
 
 
 def talk(server, first, rest, most=64 << 20):
@@ -51,7 +51,7 @@ BESIDE = {
     "extensions": (CHUNKED, (b"1;" + b"b" * 1000 + b"\r\n \r\n") * 8),
     "chunks of one byte": (CHUNKED, b"1\r\n \r\n" * 1000),
     "the next request's headers": (HEAD + b"Content-Length: 9\r\n\r\nGET / HTTP/1.1\r\nx: ", b"b" * 8192),
-    "a header behind an answer": (HEAD + LENGTH + ASKED + b"GET / HTTP/1.1\r\nx: ", b"b" * 8192),
+    "a header behind an answer": (HEAD + LENGTH + REQUESTED + b"GET / HTTP/1.1\r\nx: ", b"b" * 8192),
     "a line": (b"GET /", b"b" * 8192),
     "empty lines": (b"", b"\r\n" * 4096),
 }
@@ -64,7 +64,7 @@ def test_what_a_request_has_beside_its_body_ends_its_connection_once_it_is_too_m
 
 
 def test_a_body_in_chunks_with_extensions_and_trailers_is_read_and_its_trailers_are_no_headers(server):
-    pieces = [ASKED[at : at + 3] for at in range(0, len(ASKED), 3)]
+    pieces = [REQUESTED[at : at + 3] for at in range(0, len(REQUESTED), 3)]
     chunks = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(one), one) for one in pieces)
     trailers = b"0\r\nHost: evil.example\r\nx-api-key: other\r\nContent-Type: text/plain\r\n\r\n"
     end = b"GET /version HTTP/1.1\r\nHost: localhost\r\nx-api-key: k\r\nConnection: close\r\n\r\n"

@@ -234,8 +234,8 @@ def test_a_failure_of_a_websocket_is_the_error_object_too(server, monkeypatch):
     with connected(server) as (_, _, send, receive), monkeypatch.context() as patch:
         patch.setattr(websocket.Connection, "_take", broken)
         send('{"type": "completions", "id": "a", "body": {"prompt": "a"}}')
-        said = receive()
-        assert said["id"] == "a" and said["error"]["message"] == INTERNAL and said["error"]["code"] == 500
+        reported = receive()
+        assert reported["id"] == "a" and reported["error"]["message"] == INTERNAL and reported["error"]["code"] == 500
     with connected(server) as (_, _, send, receive), monkeypatch.context() as patch:
         patch.setattr(completions.Completion, "prepare", broken)
         send('{"type": "completions", "id": "b", "body": {"prompt": "a"}}')
@@ -291,8 +291,8 @@ def test_half_a_character_in_a_name_or_as_raw_bytes_is_a_400_and_a_whole_one_is_
 def test_on_a_websocket_the_id_whose_body_is_no_text_hears_of_it(server):
     with connected(server) as (_, _, send, receive):
         send('{"type": "completions", "id": "a", "body": {"prompt": "\\ud800"}}')
-        said = receive()
-        assert (said["type"], said["id"], said["error"]["code"]) == ("error", "a", 400)
+        reported = receive()
+        assert (reported["type"], reported["id"], reported["error"]["code"]) == ("error", "a", 400)
         for message in (
             '{"type": "cancel", "id": "\\ud800"}',
             '{"type": "\\ud800", "id": "b"}',

@@ -90,7 +90,7 @@ def test_a_traceback_of_the_engines_process_is_one_message(pieces):
     record = logging.LogRecord("minivllm", logging.ERROR, "", 0, "the engine ends", (), chain())
     printed = "".join(logging.Formatter().formatException(chain()))
     text = f"a line\n{LineFormatter().format(record)}\nminivllm: x\n{printed}\nanother\n"
-    found, said = records(text, pieces)
+    found, reported = records(text, pieces)
     assert [(level, message) for level, message, _ in found] == [
         (logging.WARNING, "a line"),
         (logging.ERROR, "the engine ends"),
@@ -100,7 +100,7 @@ def test_a_traceback_of_the_engines_process_is_one_message(pieces):
     ]
     assert "RuntimeError: outer" in found[1][2] and "inner" in found[1][2]
     assert "RuntimeError: outer" in found[3][1] + found[3][2] and found[3][2].startswith("Traceback")
-    assert "Traceback" not in said and said.endswith("another\n")
+    assert "Traceback" not in reported and reported.endswith("another\n")
 
 
 def test_several_keys_are_served_by_the_policy_fair_unless_another_is_named():
@@ -210,8 +210,8 @@ def test_throughput_is_told_for_the_time_in_which_something_was_done():
     assert again["generation_tokens_per_s"] == 0.0
 
     async def main():
-        told = asyncio.create_task(throughput.report(SimpleNamespace(stats=None), 0))
-        await asyncio.wait_for(told, 1)  # never
+        received = asyncio.create_task(throughput.report(SimpleNamespace(stats=None), 0))
+        await asyncio.wait_for(received, 1)  # never
 
     asyncio.run(main())
 

@@ -96,8 +96,8 @@ def test_a_json_answer_beside_tools_is_the_json_or_calls(server, parser):
     assert made[0]["finish_reason"] == "tool_calls" and made[0]["message"]["content"] is None
     assert [one["message"]["content"] for one in made[1:]] == ['{"n": 1}', tagged]
     assert not any("tool_calls" in one["message"] for one in made[1:])
-    said = ["".join(e["choices"][0]["delta"].get("content") or "" for e in found[:-1]) for found in events]
-    assert said == ["", '{"n": 1}', tagged]
+    reported = ["".join(e["choices"][0]["delta"].get("content") or "" for e in found[:-1]) for found in events]
+    assert reported == ["", '{"n": 1}', tagged]
     for seed in range(4):
         choice = server.post(CHAT, {**body, "seed": seed, "temperature": 1.5}).json()["choices"][0]
         if "tool_calls" in choice["message"]:

@@ -25,10 +25,10 @@ POINT = "layers.3.residual"
 
 def test_taps_are_the_same_on_both_ends_of_the_link():
     adds = (Tap("a", add=[1.0, 2.0], scale=3.0), Tap("b", add=[4.0]), Tap("a", add=[5.0, 6.0]))
-    asked = PooledTaps(adds, (("c", "mean"), ("a", "last"), ("c", "last")))
-    frame = frames.decode(frames.encode("add", asked.header(), asked.columns())[4:])
+    requested = PooledTaps(adds, (("c", "mean"), ("a", "last"), ("c", "last")))
+    frame = frames.decode(frames.encode("add", requested.header(), requested.columns())[4:])
     made = PooledTaps.of(**frame.header, **frame.columns)
-    assert made.reads == asked.reads
+    assert made.reads == requested.reads
     assert [(t.point, t.scale, t.add.tolist()) for t in made.adds] == [(t.point, t.scale, t.add.tolist()) for t in adds]
     assert [(t.point, t.read) for t in made.taps] == [
         ("a", False),
@@ -145,14 +145,14 @@ def test_taps_of_a_process_read_and_steer_as_those_of_generate_do():
         taps = [steering, Tap("norm", read=True), Tap("layers.0.q", read=True)]
         want, plain = llm.generate([TALE] * 2, params, use_tqdm=False, taps=[taps, []])
         ids = want.prompt_token_ids
-    asked = PooledTaps((steering,), (("norm", "mean"), ("layers.0.q", "last")))
+    requested = PooledTaps((steering,), (("norm", "mean"), ("layers.0.q", "last")))
 
     async def main():
         client = ProcessClient(load_config(keywords=options))
         await client.open()
         try:
-            stream = await client.stream(ids, dataclasses.replace(params, n=2), "tapped", taps=asked)
-            gone = await client.stream(ids, dataclasses.replace(params, max_tokens=500), "gone", taps=asked)
+            stream = await client.stream(ids, dataclasses.replace(params, n=2), "tapped", taps=requested)
+            gone = await client.stream(ids, dataclasses.replace(params, max_tokens=500), "gone", taps=requested)
             alone = await client.stream(ids, params, "alone")
             await client.abort("gone")
             for one in (stream, gone, alone):

@@ -76,9 +76,9 @@ def test_a_streams_places_are_those_of_the_whole_with_stop_strings_too(server):
 
 def placed(tokenizer, ids, size, **params):
     """Places of ids as a choice gives them, in pieces of ``size`` tokens, and the text."""
-    asked = SamplingParams(logprobs=None, **params)
-    text = SequenceText(tokenizer, asked)
-    rows, found = Placed(Places(tokenizer, asked.skip_special_tokens)), []
+    requested = SamplingParams(logprobs=None, **params)
+    text = SequenceText(tokenizer, requested)
+    rows, found = Placed(Places(tokenizer, requested.skip_special_tokens)), []
     for at in range(0, len(ids), size):
         final = at + size >= len(ids)
         delta = text.feed(ids[at : at + size], final)

@@ -46,9 +46,9 @@ def test_https_serves_with_the_certificate_and_only_with_it(certificate):
         with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
             httpx.get(f"{server.url}/health", trust_env=False)
         for body in (b"", b"x" * 3_000_000):  # the client gets the answer although it has more to send
-            asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-            told = server.raw(asked)
-            assert told.startswith(b"HTTP/1.1 400 ") and b"expected a URL that begins with https://" in told
+            requested = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            received = server.raw(requested)
+            assert received.startswith(b"HTTP/1.1 400 ") and b"expected a URL that begins with https://" in received
         server.at_rest()
     finally:
         server.close()

@@ -37,12 +37,12 @@ def cut(text, size):
 
 def read(choice, pieces, reason, parser=Hermes, **more):
     """(the message, the deltas put together) of an answer that comes in pieces."""
-    asked = Tools([], choice, **more)
-    streamed, whole = Reader(asked, parser), Reader(asked, parser)
-    said, calls = "", {}
+    requested = Tools([], choice, **more)
+    streamed, whole = Reader(requested, parser), Reader(requested, parser)
+    reported, calls = "", {}
     for number, piece in enumerate(pieces):
         delta = streamed.deltas(piece, reason if number == len(pieces) - 1 else None)
-        said += delta.get("content", "")
+        reported += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             name, arguments = call["function"].get("name"), call["function"]["arguments"]
             assert ("id" in call) == (call["index"] not in calls) == (name is not None)
@@ -50,10 +50,10 @@ def read(choice, pieces, reason, parser=Hermes, **more):
             before[1] += arguments
     whole.deltas("".join(pieces), reason)
     message = whole.message()
-    told = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    received = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
     kept = [[c["function"]["name"], c["function"]["arguments"]] for c in streamed.message().get("tool_calls", ())]
-    assert told == kept and whole.reason(reason) == streamed.reason(reason)
-    return (message["content"], told, whole.reason(reason)), (said, [calls[i] for i in sorted(calls)])
+    assert received == kept and whole.reason(reason) == streamed.reason(reason)
+    return (message["content"], received, whole.reason(reason)), (reported, [calls[i] for i in sorted(calls)])
 
 
 WRITTEN = [
@@ -124,18 +124,18 @@ def test_a_required_call_is_given_once_however_often_the_model_repeats_it(size):
         ended = end_of_calls(Tools([], "required"), None)
         ends = [ended(0, piece) for piece in cut(text, size)]
         first = next(i for i in range(len(made)) if made[i] in made[:i])
-        told = "".join(cut(text, size)[: ends.index(True) + 1])
-        assert told.count('"name"') >= first + 1 and (size > 7 or told.count('"name"') == first + 1)
+        received = "".join(cut(text, size)[: ends.index(True) + 1])
+        assert received.count('"name"') >= first + 1 and (size > 7 or received.count('"name"') == first + 1)
         assert not any(ended(1, piece) for piece in cut(text, size)[: ends.index(True)])  # each branch has its own
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_without_parallel_calls_an_answer_is_one_call_at_most(size):
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    for text, said in ((f"So: {call}\n{call} and {call}", "So: "), (f"{call}<tool_call>", ""), (call, "")):
+    for text, reported in ((f"So: {call}\n{call} and {call}", "So: "), (f"{call}<tool_call>", ""), (call, "")):
         whole, streamed = read("auto", cut(text, size), "stop", parallel=False)
-        assert whole == (said.strip() or None, [["f", '{"a": 1}']], "tool_calls")
-        assert streamed == (said, [["f", '{"a": 1}']])
+        assert whole == (reported.strip() or None, [["f", '{"a": 1}']], "tool_calls")
+        assert streamed == (reported, [["f", '{"a": 1}']])
         ended = end_of_calls(Tools([], "auto", parallel=False), Hermes)
         assert [ended(0, piece) for piece in cut(text, size)].count(True) >= 1
     listed = '[{"name":"f","arguments":{"a":1}},{"name":"g","arguments":{}}]'
@@ -151,15 +151,15 @@ def test_a_model_that_must_call_and_repeats_itself_ends_with_its_calls(server):
     body = {**ASK, "tools": [small], "tool_choice": "required", "max_tokens": 300}
     answer = server.post(CHAT, body).json()
     (choice,) = answer["choices"]
-    told = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
-    assert choice["finish_reason"] == "tool_calls" and len(set(told)) == len(told)
+    received = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
+    assert choice["finish_reason"] == "tool_calls" and len(set(received)) == len(received)
     assert answer["usage"]["completion_tokens"] < 300
     _, calls, reasons, _ = streamed(server, body)
-    assert [tuple(call) for call in calls] == told and reasons == ["tool_calls"]
+    assert [tuple(call) for call in calls] == received and reasons == ["tool_calls"]
     several = server.post(CHAT, {**body, "n": 3, "temperature": 1, "seed": 2}).json()["choices"]
     for choice in several:
-        told = [c["function"]["arguments"] for c in choice["message"].get("tool_calls", ())]
-        assert len(set(told)) == len(told)
+        received = [c["function"]["arguments"] for c in choice["message"].get("tool_calls", ())]
+        assert len(set(received)) == len(received)
 
 
 def test_text_that_only_looks_like_a_call_is_kept_when_it_is_cut():
@@ -205,15 +205,15 @@ def test_pieces_of_forced_calls_name_each_call_once_and_say_when_it_is_whole():
 
 
 def streamed(server, body):
-    said, calls, reasons, pieces = "", {}, [], 0
+    reported, calls, reasons, pieces = "", {}, [], 0
     for event in server.events(CHAT, body)[:-1]:
         (choice,) = event["choices"]
-        said += choice["delta"].get("content") or ""
+        reported += choice["delta"].get("content") or ""
         reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
         for call in choice["delta"].get("tool_calls", ()):
             pieces += 1
             calls.setdefault(call["index"], [call["function"].get("name"), ""])[1] += call["function"]["arguments"]
-    return said, [calls[i] for i in sorted(calls)], reasons, pieces
+    return reported, [calls[i] for i in sorted(calls)], reasons, pieces
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -223,14 +223,14 @@ def test_a_forced_call_that_is_cut_has_no_half_of_it_in_the_message(server, choi
     whole = server.post(CHAT, {**body, "max_tokens": 90}).json()
     total = whole["usage"]["completion_tokens"]
     want = whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
-    said, calls, _, pieces = streamed(server, {**body, "max_tokens": 90})
-    assert (said, calls) == ("", [["fill", want]]) and pieces > 2 and set(json.loads(want)) == {"text", "n"}
+    reported, calls, _, pieces = streamed(server, {**body, "max_tokens": 90})
+    assert (reported, calls) == ("", [["fill", want]]) and pieces > 2 and set(json.loads(want)) == {"text", "n"}
     for most in (1, total // 3, total // 2):
         answer = server.post(CHAT, {**body, "max_tokens": most}).json()["choices"][0]
         assert answer["finish_reason"] == "length"
         assert not answer["message"]["content"] and "tool_calls" not in answer["message"]
-        said, calls, reasons, _ = streamed(server, {**body, "max_tokens": most})
-        assert said == "" and reasons == ["length"]
+        reported, calls, reasons, _ = streamed(server, {**body, "max_tokens": most})
+        assert reported == "" and reasons == ["length"]
         assert all(want.startswith(arguments) for _, arguments in calls)
 
 
@@ -241,15 +241,15 @@ def test_whole_calls_of_a_list_that_is_cut_are_kept(server):
     for seed in range(12):
         answer = server.post(CHAT, {**body, "seed": seed, "max_tokens": 75}).json()["choices"][0]
         calls = answer["message"].get("tool_calls", [])
-        told = [[c["function"]["name"], c["function"]["arguments"]] for c in calls]
-        said, got, reasons, _ = streamed(server, {**body, "seed": seed, "max_tokens": 75})
-        assert not answer["message"]["content"] and not said and reasons == [answer["finish_reason"]]
-        assert got[: len(told)] == told and len(got) <= len(told) + 1
-        for name, arguments in told:
+        received = [[c["function"]["name"], c["function"]["arguments"]] for c in calls]
+        reported, got, reasons, _ = streamed(server, {**body, "seed": seed, "max_tokens": 75})
+        assert not answer["message"]["content"] and not reported and reasons == [answer["finish_reason"]]
+        assert got[: len(received)] == received and len(got) <= len(received) + 1
+        for name, arguments in received:
             assert set(json.loads(arguments)) == ({"a", "b"} if name == "add" else {"list"})
-        kept += answer["finish_reason"] == "length" and len(told) > 0
+        kept += answer["finish_reason"] == "length" and len(received) > 0
         assert answer["finish_reason"] == "length" or (
-            len(got) == len(told) and answer["finish_reason"] == "tool_calls"
+            len(got) == len(received) and answer["finish_reason"] == "tool_calls"
         )
     assert kept, "no answer was cut behind a whole call: nothing was tried"
 
@@ -273,8 +273,8 @@ def test_allowed_tools_are_the_only_ones_that_are_shown_and_called(server):
             assert {call["function"]["name"] for call in calls} <= {"pair"}
     count = {}
     for name, choice in (("all", "auto"), ("two", only("auto", "add", "pair")), ("one", only("auto", "add"))):
-        asked = {**body, "tool_choice": choice, "max_tokens": 1}
-        count[name] = server.post(CHAT, asked).json()["usage"]["prompt_tokens"]
+        requested = {**body, "tool_choice": choice, "max_tokens": 1}
+        count[name] = server.post(CHAT, requested).json()["usage"]["prompt_tokens"]
     one = server.post(CHAT, {**body, "tools": [ADD], "max_tokens": 1}).json()["usage"]["prompt_tokens"]
     assert count["all"] > count["two"] > count["one"] == one
     hidden = '{"name": "fill", "arguments": {}}'

@@ -77,8 +77,8 @@ def test_what_is_told_of_other_servers_is_a_route_that_is_here():
 def test_each_row_of_the_table_is_what_answers_its_path():
     for form, why in unknown_routes.OTHERS:
         path = form.pattern.replace("(/.*)?", "").replace("[^/]+", "x").replace("\\", "")
-        told, named = str(unknown_routes.missing(path, HERE)), re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why)
-        assert why in told or any(f"did you mean {one}?" in told for one in named), (path, told)
+        received, named = str(unknown_routes.missing(path, HERE)), re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why)
+        assert why in received or any(f"did you mean {one}?" in received for one in named), (path, received)
 
 
 def test_a_long_path_costs_no_more_than_a_short_one():

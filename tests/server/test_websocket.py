@@ -221,16 +221,16 @@ def run_example(*command):
 
 
 def test_the_python_example_of_the_documentation_runs(server):
-    said = run_example(sys.executable, "-c", example(server, "python"))
-    assert "sum done 2 + 3 = 5\n" in said and re.search(r"^tale done .{20}", said, re.M), said
+    reported = run_example(sys.executable, "-c", example(server, "python"))
+    assert "sum done 2 + 3 = 5\n" in reported and re.search(r"^tale done .{20}", reported, re.M), reported
     server.at_rest()
 
 
 def test_the_browser_example_of_the_documentation_runs(server, tmp_path):
     node = shutil.which("node")
     flags = ["--experimental-websocket"]  # newer ones have it without
-    asked = "process.exit(typeof WebSocket === 'function' ? 0 : 1)"
-    if node is None or subprocess.run([node, *flags, "-e", asked], capture_output=True).returncode:
+    requested = "process.exit(typeof WebSocket === 'function' ? 0 : 1)"
+    if node is None or subprocess.run([node, *flags, "-e", requested], capture_output=True).returncode:
         pytest.skip("needs a node that has WebSocket")
     (script,) = re.findall(r"<script[^>]*>(.*?)</script>", example(server, "html"), re.S)
     page = "globalThis.document = {querySelector: () => ({append: (text) => process.stdout.write(text)})};"

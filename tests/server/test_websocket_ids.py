@@ -52,7 +52,7 @@ class Pipe:
 
 
 class Scripted(websocket.Connection):
-    """A protocol whose requests follow the test: ``told[number]`` gets "chunk", "end", "fail" or "stray".
+    """A protocol whose requests follow the test: ``received[number]`` gets "chunk", "end", "fail" or "stray".
 
     A cancelled request takes some turns of the loop to release its resources.  ``held`` has the requests that have not
     released them, and ``cut_short`` the requests that were cancelled again meanwhile.
@@ -63,16 +63,16 @@ class Scripted(websocket.Connection):
         self.door = SimpleNamespace(ended=asyncio.get_running_loop().create_future())
         keys = SimpleNamespace(tenant=lambda headers: "")
         super().__init__(pipe, SimpleNamespace(server=server, door=self.door, bodies=Bodies(None)), keys)
-        self.told, self.held, self.cut_short = {}, set(), set()
+        self.received, self.held, self.cut_short = {}, set(), set()
 
     def _work(self, kind, ident, body, state):
-        self.told[body["number"]] = asyncio.Queue()
+        self.received[body["number"]] = asyncio.Queue()
         return self._run(body["number"], ident)
 
     async def _run(self, number, ident):
         self.held.add(number)
         try:
-            while (what := await self.told[number].get()) == "chunk":
+            while (what := await self.received[number].get()) == "chunk":
                 await self.out.put({"type": "chunk", "id": ident, "data": number})
         except asyncio.CancelledError:
             await self._clean_up(number)
@@ -163,8 +163,8 @@ class Ids(RuleBasedStateMachine):
         data=st.data(),
     )
     def work(self, what, times, turns, data):
-        if self.connection.told:
-            queue = self.connection.told[data.draw(st.sampled_from(sorted(self.connection.told)))]
+        if self.connection.received:
+            queue = self.connection.received[data.draw(st.sampled_from(sorted(self.connection.received)))]
             for _ in range(times if what == "chunk" else 1):
                 queue.put_nowait(what)
         self.turns(turns)
@@ -216,15 +216,15 @@ class Ids(RuleBasedStateMachine):
         for _ in range(400):
             if not self.connection.running and self.pipe.inbox.empty() and self.connection.out.empty():
                 break
-            for queue in self.connection.told.values():
+            for queue in self.connection.received.values():
                 queue.put_nowait("end")
             self.turns(20)
         self.turns(20)
-        said = Counter(m["id"] for m in self.pipe.sent if m["type"] != "chunk")
-        without_id = said.pop(None, 0)
-        assert not said - self.wanted, (said, self.wanted)
-        assert without_id == self.unknown + (self.wanted - said).total(), (without_id, said, self.wanted)
-        assert said.keys() == self.used
+        reported = Counter(m["id"] for m in self.pipe.sent if m["type"] != "chunk")
+        without_id = reported.pop(None, 0)
+        assert not reported - self.wanted, (reported, self.wanted)
+        assert without_id == self.unknown + (self.wanted - reported).total(), (without_id, reported, self.wanted)
+        assert reported.keys() == self.used
         before = len(self.pipe.sent)
         for ident in IDS:
             self.number += 1
@@ -232,7 +232,7 @@ class Ids(RuleBasedStateMachine):
                 json.dumps({"type": "completions", "id": ident, "body": {"number": self.number}})
             )
             self.turns(5)
-            self.connection.told[self.number].put_nowait("end")
+            self.connection.received[self.number].put_nowait("end")
             self.turns(20)
         assert [m["type"] for m in self.pipe.sent[before:]] == ["done"] * len(IDS), self.pipe.sent[before:]
 
@@ -250,7 +250,7 @@ def say_at_once(talk, *messages):
         connection.socket.sendall(b"".join(connection.protocol.data_to_send()))
 
 
-def asked(ident, body=LONG):
+def requested(ident, body=LONG):
     return {"type": "completions", "id": ident, "body": body}
 
 
@@ -267,15 +267,15 @@ def lasts_until_rest(talk):
 def test_a_request_and_its_cancel_in_one_packet_end_with_one_last_word_as_often_as_one_likes(server):
     with talking(server) as talk:
         for _ in range(20):
-            say_at_once(talk, *(m for _ in range(10) for m in (asked("x"), cancel("x"))))
+            say_at_once(talk, *(m for _ in range(10) for m in (requested("x"), cancel("x"))))
             # the first pair runs and is cancelled; the others find the id in use, or free again
-            said = [m for m in (talk.hear() for _ in range(10)) if m["type"] != "chunk"]
-            assert len(said) == 10 and {m["id"] for m in said} <= {"x", None}, said
-            assert any(m == {"type": "done", "id": "x", "cancelled": True} for m in said), said
+            reported = [m for m in (talk.hear() for _ in range(10)) if m["type"] != "chunk"]
+            assert len(reported) == 10 and {m["id"] for m in reported} <= {"x", None}, reported
+            assert any(m == {"type": "done", "id": "x", "cancelled": True} for m in reported), reported
         names = [f"{number}" for number in range(200)]
         for first in range(0, len(names), MOST):
             some = names[first : first + MOST]
-            say_at_once(talk, *(m for name in some for m in (asked(name), cancel(name))))
+            say_at_once(talk, *(m for name in some for m in (requested(name), cancel(name))))
             assert [m for m in talk.until(*some) if m["type"] != "chunk"] == [
                 {"type": "done", "id": name, "cancelled": True} for name in some
             ]
@@ -292,7 +292,7 @@ def test_a_cancel_says_one_last_word_of_an_id_never_used_and_none_of_one_that_ha
         assert error["type"] == "error" and error["id"] == "nobody" and error["error"]["code"] == 404
         talk.ask("nobody")  # and is free
         assert talk.until("nobody")[-1] == {"type": "done", "id": "nobody"}
-        say_at_once(talk, cancel("nobody"), asked("bad", {"prompt": 7.5}), cancel("bad"), cancel("bad"))
+        say_at_once(talk, cancel("nobody"), requested("bad", {"prompt": 7.5}), cancel("bad"), cancel("bad"))
         assert lasts_until_rest(talk) == {"bad": 1, "end": 1}
     with talking(server) as talk:  # another connection has other ids
         talk.say(cancel("nobody"))
@@ -300,13 +300,18 @@ def test_a_cancel_says_one_last_word_of_an_id_never_used_and_none_of_one_that_ha
 
 
 def test_an_error_about_a_message_with_a_running_id_is_not_the_last_word_of_that_request(server):
-    wrong = [asked("x"), {"type": "complete", "id": "x"}, {"type": "completions", "id": "x", "body": 7}, {"id": "x"}]
+    wrong = [
+        requested("x"),
+        {"type": "complete", "id": "x"},
+        {"type": "completions", "id": "x", "body": 7},
+        {"id": "x"},
+    ]
     with talking(server) as talk:
-        say_at_once(talk, asked("x"), *wrong, cancel("x"), cancel("x"))
-        said = [m for m in (talk.hear() for _ in range(5)) if m["type"] != "chunk"]
-        assert [m["id"] for m in said] == [None] * 4 + ["x"], said
-        assert said[-1] == {"type": "done", "id": "x", "cancelled": True}
-        assert "'x'" in said[0]["error"]["message"]
+        say_at_once(talk, requested("x"), *wrong, cancel("x"), cancel("x"))
+        reported = [m for m in (talk.hear() for _ in range(5)) if m["type"] != "chunk"]
+        assert [m["id"] for m in reported] == [None] * 4 + ["x"], reported
+        assert reported[-1] == {"type": "done", "id": "x", "cancelled": True}
+        assert "'x'" in reported[0]["error"]["message"]
         assert lasts_until_rest(talk) == {"end": 1}
     server.at_rest()
 
@@ -324,14 +329,14 @@ def test_cancels_and_closes_at_any_moment_leave_nothing_behind(server, seed):
         with talking(server) as talk:
             names = [f"{number}" for number in range(MOST)]
             for name in names:
-                say_at_once(talk, asked(name, rng.choice(bodies)), *[cancel(name)] * rng.choice([0, 0, 1, 2]))
+                say_at_once(talk, requested(name, rng.choice(bodies)), *[cancel(name)] * rng.choice([0, 0, 1, 2]))
                 if rng.random() < 0.5:
                     server.do(lambda: asyncio.sleep(rng.choice([0, 0, 0.001, 0.01, 0.05])))
             if rng.random() < 0.3:
                 talk.socket.socket.close()
                 continue
             say_at_once(talk, *map(cancel, names))
-            said = Counter(m["id"] for m in talk.until(*names) if m["type"] != "chunk")
-            assert said == dict.fromkeys(names, 1), said
+            reported = Counter(m["id"] for m in talk.until(*names) if m["type"] != "chunk")
+            assert reported == dict.fromkeys(names, 1), reported
             assert lasts_until_rest(talk) == {"end": 1}
     server.at_rest()

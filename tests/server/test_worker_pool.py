@@ -117,7 +117,7 @@ def test_errors_of_templates_and_messages_are_those_of_this_process():
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requested(monkeypatch):
     """Return a list that receives the conversations sent to a worker pool."""
     found, chat = [], WorkerPool.chat
     monkeypatch.setattr(
@@ -128,27 +128,27 @@ def asked(monkeypatch):
     return found
 
 
-def test_what_a_tenant_asked_is_kept_for_that_tenant_alone(asked):
+def test_what_a_tenant_asked_is_kept_for_that_tenant_alone(requested):
     async def test(tokens):
         for tenant, count in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("", 3), ("a", 3)):
             whose = (tenant, "")
             ids = await tokens.chat(chat_of("hello"), None, True, None, whose)
             assert ids == tokens.tokenizer.encode_chat(tokens.tokenizer.chat_prompt(chat_of("hello")))
-            assert len(asked) == count
+            assert len(requested) == count
         await tokens.chat(chat_of("hello"), None, True, None, ("a", ""), False)
         await tokens.chat(chat_of("hello"), None, False, None, ("a", ""))
         await tokens.chat(chat_of("hello"), None, True, {"x": 1}, ("a", ""))
-        assert len(asked) == 6
+        assert len(requested) == 6
 
     with_tokens(tokenizer_of(PLAIN), test)
 
 
 @pytest.mark.parametrize("varies", ["{{ strftime_now('%f') }}", "{{ [1, 2] | random }}", "{{ lipsum(1) }}"])
-def test_what_a_template_prints_anew_each_time_is_not_kept(asked, varies):
+def test_what_a_template_prints_anew_each_time_is_not_kept(requested, varies):
     async def test(tokens):
         for count in (1, 2):
             await tokens.chat(chat_of("hello"), None, True, None, NOBODY)
-            assert len(asked) == count
+            assert len(requested) == count
 
     with_tokens(tokenizer_of(PLAIN + varies), test)
 

@@ -49,13 +49,13 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
 
 @pytest.mark.slow
 def test_several_processes_give_the_outcomes_of_one(capsys, tmp_path):
-    said = {}
+    reported = {}
     for n in ("1", "3"):
         file = tmp_path / f"{n}.json"
         assert main([WRONG, "lru", "-k", "held_again or share_no_state", "--processes", n, "--json", str(file)]) == 1
         outcomes = json.loads(file.read_text())["outcomes"]
-        said[n] = sorted((o["plugin"], o["test"], o["status"], o["text"][:40]) for o in outcomes)
-    assert said["1"] == said["3"] and [status for _, _, status, _ in said["1"]].count("failed") == 1
+        reported[n] = sorted((o["plugin"], o["test"], o["status"], o["text"][:40]) for o in outcomes)
+    assert reported["1"] == reported["3"] and [status for _, _, status, _ in reported["1"]].count("failed") == 1
     out = capsys.readouterr().out
     assert out.count(f"does not conform: {WRONG}") == 2 and "FAIL  " in out
     assert main(["lru", "--processes", "0"]) == 2
@@ -250,14 +250,14 @@ def test_a_verdict_says_no_more_than_was_tested():
     assert verdict([passed, spec], selected=True) == PASSES
     assert verdict([spec, *elsewhere]) == UNSEEN and verdict([passed, outcome("test_d", "xfailed")]) == CONFORMS
     names = [("evictor", "a"), ("evictor", "b"), ("processor", "c"), ("sampler", "d"), ("attention", "e")]
-    said = dict(zip(names, (CONFORMS, CONFORMS, HARDLY, PARTLY, UNSEEN), strict=True))
-    assert summary(said) == [
+    reported = dict(zip(names, (CONFORMS, CONFORMS, HARDLY, PARTLY, UNSEEN), strict=True))
+    assert summary(reported) == [
         "2 plug-ins conform",
         "not tested here: e",
         "own parameters not tested: d",
         "hardly tested: c",
     ]
-    assert exit_status(said) == 3 and exit_status({**said, names[0]: FAILS}) == 1
+    assert exit_status(reported) == 3 and exit_status({**reported, names[0]: FAILS}) == 1
     alone = {names[0]: CONFORMS, names[4]: UNSEEN}
     assert exit_status(alone) == 3 and exit_status(alone, builtins=True) == 0
 

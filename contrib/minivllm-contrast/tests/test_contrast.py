@@ -49,7 +49,7 @@ def pair(tmp_path_factory):
     return found
 
 
-ASKED = [
+REQUESTED = [
     {"contrast_beta": 0.5},
     {},
     {"contrast_beta": 2.0, "contrast_alpha": 0.02},
@@ -84,7 +84,9 @@ def prompts(n=7):
 
 
 def parameters(**more):
-    return [SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **p, **more}) for p in ASKED]
+    return [
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **p, **more}) for p in REQUESTED
+    ]
 
 
 @torch.inference_mode()
@@ -107,7 +109,7 @@ def reference(pair, prompt, params, tokens):
 
 @pytest.fixture(scope="module")
 def want(pair):
-    found = [reference(pair, prompt, p, 20) for prompt, p in zip(prompts(), ASKED, strict=True)]
+    found = [reference(pair, prompt, p, 20) for prompt, p in zip(prompts(), REQUESTED, strict=True)]
     assert min(min(leads) for _, leads in found) > 1e-4, "a near tie: another seed makes this a sharper test"
     return [tokens for tokens, _ in found]
 

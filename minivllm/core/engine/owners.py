@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # least prompt tokens of a step in an owner's share, so that chunks are not tiny
 LEAST = 32
 # the most waiting owners whose sequences the policy orders in a step; owners with fewer rows come first
-ASKED = 16
+REQUESTED = 16
 
 
 class OwnerShares:
@@ -142,7 +142,7 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
     # The policy orders each owner's sequences separately, so no owner waits for another's order.
     if turns and p.orders:
         rows = rows_of(p.slots)
-        lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:ASKED]
+        lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:REQUESTED]
     elif not turns:
         lines = [[entry for line in lines for entry in line]]
     found = [_ordered(p, line, now) for line in lines]

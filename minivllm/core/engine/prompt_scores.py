@@ -41,7 +41,7 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     request.logprobs = vocab if (p.logprobs or 0) < 0 else p.logprobs or 0
     requested = request.topk + len(request.stops.ids) if request.beams is not None else request.topk
     request.topk = min(max(-1 if p.logprobs is None else request.logprobs, requested), vocab)
-    raw = [name for name in p.asked() if name != "temperature" or not p.greedy]
+    raw = [name for name in p.changed_parameters() if name != "temperature" or not p.greedy]
     if request.beams is not None and raw and wiring.logprobs_mode == "raw_logprobs":
         raise RequestError(
             f"{raw[0]} has no part in the model's own log-probabilities, by which branches are ranked; leave it out, "

@@ -125,7 +125,7 @@ def check_read(
     engine."""
     if p.extra:
         p.check_extra()
-    requested = p.asked()
+    requested = p.changed_parameters()
     known = (
         own_names(strategies).union(*(made.reads for _, made in processors)) if requested else set()
     )

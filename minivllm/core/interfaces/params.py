@@ -315,7 +315,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(value is None or callable(value), name, value, "a callable")
 
-    def asked(self) -> list[str]:
+    def changed_parameters(self) -> list[str]:
         """Return the names of the parameters that a processor or sampler must implement, because they are set."""
         attributes = self.__dict__
         changed = [

@@ -90,21 +90,21 @@ class TensorNames:
     def notes(self) -> list[str]:
         """Return a sentence for each kind of tensors that are left out."""
         own = (PREDICTED, CACHE_SCALES)
-        said, others = [], {what: found for what, found in self.skipped.items() if what not in own}
+        reported, others = [], {what: found for what, found in self.skipped.items() if what not in own}
         if others:
             parts = ", ".join(f"{len(found)} of {what}" for what, found in others.items())
             total = sum(map(len, others.values()))
-            said.append(f"{OF_TEXT}{self.wrapped} is served: {total} tensors are not loaded ({parts})")
+            reported.append(f"{OF_TEXT}{self.wrapped} is served: {total} tensors are not loaded ({parts})")
         if found := self.skipped.get(PREDICTED):
             tops = sorted({_layer(name) for name in found})
             more = f" and {len(tops) - 3} more" if len(tops) > 3 else ""
-            said.append(f"{len(found)} tensors of {PREDICTED} are not loaded ({', '.join(tops[:3])}{more})")
+            reported.append(f"{len(found)} tensors of {PREDICTED} are not loaded ({', '.join(tops[:3])}{more})")
         if found := self.skipped.get(CACHE_SCALES):
-            said.append(
+            reported.append(
                 f"{len(found)} {CACHE_SCALES} are not used ({found[0]}): kv_format fp8 and int8 have a scale for each "
                 "head of each token, which is computed when it is stored"
             )
-        return said
+        return reported
 
     def _named(self, name: str) -> str | None:
         new = self._of_text(name) if self.wrapped else name
@@ -183,11 +183,11 @@ class TensorNames:
         if not layers:
             return ()
         counts = [getattr(cfg, key, None) for key in PREDICTION_KEYS]
-        said = max((n for n in counts if type(n) is int), default=0)
+        reported = max((n for n in counts if type(n) is int), default=0)
         return tuple(
             f"{stem}{number}."
             for (stem, number), found in layers.items()
-            if number < depth + said or any(PREDICTION_PART.search(name) for name in found)
+            if number < depth + reported or any(PREDICTION_PART.search(name) for name in found)
         )
 
 

@@ -1,7 +1,7 @@
 """Load the shared library of the native part, or return the reason why it cannot be used.
 
     load()     the library, or None        isa()    the instruction set of the kernels that run
-    why_not()  None, or the reason         told()   both as one line for ``minivllm explain``
+    why_not()  None, or the reason         summary()   both as one line for ``minivllm explain``
 
 The library only makes the engine faster.  It is missing if the package was installed without a C++ compiler.  Two
 environment variables are read once.  ``MINIVLLM_NATIVE=0`` disables the library.  ``MINIVLLM_ISA`` limits the

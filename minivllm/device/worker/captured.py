@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .state import DeviceState
 
 
-class Asked(NamedTuple):
+class SampleOperations(NamedTuple):
     """The operations that the SAMPLE part of a step needs.  Each different value has a capture of its own."""
 
     variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses the processor
@@ -47,7 +47,7 @@ class Drawn(NamedTuple):
     """The shape of a SAMPLE capture."""
 
     rows: int
-    asked: Asked
+    operations: SampleOperations
 
 
 @dataclass
@@ -105,27 +105,27 @@ def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
 class CapturedCalls(SampleCalls):
     """The calls of a step during its capture.  Plug-ins run on all rows of ``b``; their exceptions are not caught."""
 
-    def __init__(self, runner: Runner, b: Buffers, asked: Asked, masks: DeviceMasks | None) -> None:
-        super().__init__(runner.chain, asked.wants_min)
-        self.runner, self.b, self.asked = runner, b, asked
-        self.masks, self.sampler = masks if asked.late else None, runner.sampler
-        self.topk, self.processed = asked.topk, runner.processed
-        written = asked.wants_min or max(asked.variants[:-1], default=-1) >= 0
+    def __init__(self, runner: Runner, b: Buffers, operations: SampleOperations, masks: DeviceMasks | None) -> None:
+        super().__init__(runner.chain, operations.wants_min)
+        self.runner, self.b, self.operations = runner, b, operations
+        self.masks, self.sampler = masks if operations.late else None, runner.sampler
+        self.topk, self.processed = operations.topk, runner.processed
+        written = operations.wants_min or max(operations.variants[:-1], default=-1) >= 0
         self.float32 = written or not self.sampler.any_dtype
-        self.changes = written or asked.late or not self.sampler.keeps_logits
+        self.changes = written or operations.late or not self.sampler.keeps_logits
 
     def bound(self, p: int) -> tuple[None, int] | None:
-        variant = self.asked.variants[p]
+        variant = self.operations.variants[p]
         return None if variant < 0 else (None, variant)
 
     def sampler_variant(self) -> int:
-        return self.asked.variants[-1]
+        return self.operations.variants[-1]
 
     def blank(self, logits: Tensor) -> Tensor:
         return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
     def guide(self, logits: Tensor) -> Tensor:
-        """Return the logits unchanged, because a step with guides is not captured (see ``Graphs.asked``)."""
+        """Return the logits unchanged, because steps with guides are not captured (``Graphs.sample_operations``)."""
         return logits
 
     def rows(self) -> Rows:

@@ -26,7 +26,7 @@ from minivllm.core.interfaces.sampling import Rows
 from minivllm.device.kernels import drafts
 
 from . import step
-from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors
+from .captured import Buffers, CapturedCalls, SampleOperations, bounds, column_tensors
 from .drafting import check_drafts
 from .graphs import CAPTURES, SHORT, Captured
 from .state import staged
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class ProposalKey(NamedTuple):
-    """The shape of a captured call: B rows with k drafts and contexts below ``span`` tokens, drawn as ``asked``."""
+    """The shape of a captured call: B rows, k drafts, contexts below ``span`` tokens, and the draw."""
 
     rows: int
     k: int
     span: int
-    asked: Asked
+    operations: SampleOperations
 
 
 class CapturedPasses:
@@ -62,7 +62,7 @@ class CapturedPasses:
         self.first_shift = back.expand(size, self.width).reshape(-1).contiguous()
         self.shifts = [torch.full((size,), j - own.ahead, device=device) for j in range(key.k)]
         none = torch.empty(0, device=device)
-        self.calls = CapturedCalls(runner, Buffers(slots, none, none, no_rows()), key.asked, None)
+        self.calls = CapturedCalls(runner, Buffers(slots, none, none, no_rows()), key.operations, None)
         self.last: Tensor | None = None  # [B, W] results of the newest pass
 
     def _static(self, size: int, span: int) -> tuple[StepTensors, GraphKey]:
@@ -135,12 +135,12 @@ class CapturedProposals:
 
     def _key(self, slots: np.ndarray, known: np.ndarray, k: int) -> ProposalKey | None:
         graphs = self.runner.graphs
-        asked = graphs.operations(slots, -1, False)
-        if asked is None or len(slots) > graphs.sizes[-1]:
+        operations = graphs.slot_operations(slots, -1, False)
+        if operations is None or len(slots) > graphs.sizes[-1]:
             return None
         size = graphs.sizes[int(np.searchsorted(graphs.sizes, len(slots)))]
         span = SHORT if int(known.max()) + k <= SHORT else self.runner.wiring.max_model_len
-        key = ProposalKey(size, k, span, asked)
+        key = ProposalKey(size, k, span, operations)
         return key if key in self.made or len(self.made) < CAPTURES else None
 
     def _fill(self, size: int, slots: np.ndarray) -> Tensor:

@@ -30,7 +30,7 @@ from minivllm.device.layers.captured_sizes import row_sizes
 from minivllm.errors import describe_error
 
 from . import step
-from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors
+from .captured import Buffers, CapturedCalls, SampleOperations, bounds, column_tensors
 from .graphs import CAPTURES, SHORT, Captured
 from .state import staged
 
@@ -118,7 +118,7 @@ class DraftedSteps:
     runner: Runner
     buffers: dict[int, DraftBuffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
-    samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
+    samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
     refused: set[GraphKey] = field(default_factory=set)  # shapes whose capture failed
 
     def __post_init__(self) -> None:
@@ -167,19 +167,21 @@ class DraftedSteps:
         self.forwards[key].graph.replay()
         return b.hidden[: len(plan.slots)]
 
-    def asked(self, plan: StepPlan) -> Asked | None:
+    def sample_operations(self, plan: StepPlan) -> SampleOperations | None:
         """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
-        return self.runner.graphs.operations(plan.slots, plan.topk, False)
+        return self.runner.graphs.slot_operations(plan.slots, plan.topk, False)
 
-    def sample(self, key: GraphKey, asked: Asked, plan: StepPlan, late: LateInputs | None) -> tuple[Tensor, Any] | None:
+    def sample(
+        self, key: GraphKey, operations: SampleOperations, plan: StepPlan, late: LateInputs | None
+    ) -> tuple[Tensor, Any] | None:
         """Replay the SAMPLE part of a step; the result is that of ``Graphs.sample``.
 
         No row has a mask, so ``late`` is None."""
-        at = key.rows, asked
+        at = key.rows, operations
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
                 return None
-            self.samples[at] = self._capture_sample(self._buffers(key.rows), asked)
+            self.samples[at] = self._capture_sample(self._buffers(key.rows), operations)
         captured = self.samples[at]
         if captured is None:
             return None
@@ -242,12 +244,14 @@ class DraftedSteps:
         found.row, found.longest = b.row, 1 + self.most
         return found
 
-    def _capture_sample(self, b: DraftBuffers, asked: Asked) -> Captured | None:
+    def _capture_sample(self, b: DraftBuffers, operations: SampleOperations) -> Captured | None:
         r = self.runner
         before = b.table.clone()
         b.table.copy_(torch.from_numpy(draft_table(NONE, NONE, len(b.slots), self.spare)))
         try:
-            return self._capture(lambda: step.sample(DraftedCalls(r, b, asked, None), r.state, r.model, b.hidden), None)
+            return self._capture(
+                lambda: step.sample(DraftedCalls(r, b, operations, None), r.state, r.model, b.hidden), None
+            )
         except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self.note("sampling of steps with drafts", as_exception(e))
             return None

@@ -2,7 +2,7 @@
 
     host:    slots (if they changed), or a packed row table ──►                                 packed ──► pinned memory
     device:  FORWARD[kind, rows, tokens]   begin ─ embed ─ layers ─ norm ──► hidden of each row      ▲
-             SAMPLE[rows, Asked]           head ─ processors ─ draw ─ commit ────────────────────────┘
+             SAMPLE[rows, SampleOperations]           head ─ processors ─ draw ─ commit ────────────────────────┘
 
 A *decode* step (one token a row) reads token, length and block table of each slot from the device's own columns, and
 ``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
@@ -52,7 +52,7 @@ from . import step
 from .adapters import applied
 from .calls import SeparateCalls
 from .capture import GraphRecorder
-from .captured import Asked, Buffers, CapturedCalls, Drawn, bounds, column_tensors, read_columns
+from .captured import Buffers, CapturedCalls, Drawn, SampleOperations, bounds, column_tensors, read_columns
 from .later import LaterCaptures
 from .running import Running
 from .state import staged
@@ -154,7 +154,7 @@ class Graphs:
     known: Measured | None = None
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
-    samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
+    samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
     # for each shape without a capture of its own, the time that its steps lost so far; 1.0 is the time of a capture
     paid: dict[GraphKey, float] = field(default_factory=dict)
     # results of ``_larger``: the smallest capture in which mixed steps of a shape can run
@@ -303,13 +303,13 @@ class Graphs:
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
         return None if key in self.refused else key
 
-    def asked(self, plan: StepPlan) -> Asked | None:
+    def sample_operations(self, plan: StepPlan) -> SampleOperations | None:
         """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
-        return self.operations(plan.slots[plan.samples], plan.topk, len(plan.late) > 0)
+        return self.slot_operations(plan.slots[plan.samples], plan.topk, len(plan.late) > 0)
 
-    def operations(self, slots: np.ndarray, topk: int, late: bool) -> Asked | None:
+    def slot_operations(self, slots: np.ndarray, topk: int, late: bool) -> SampleOperations | None:
         """Return the operations for drawing a token in each of ``slots`` i32 [N], or None if they cannot be captured.
 
         ``topk`` is that of the plan, and ``late`` means that rows have masks.
@@ -323,7 +323,7 @@ class Graphs:
                 return None
             variants.append(int(np.bitwise_or.reduce(processor.variant[slots])) if active else -1)
         wants_min = bool(state.wants_min[slots].any())
-        return Asked(tuple(variants), wants_min, topk, late)
+        return SampleOperations(tuple(variants), wants_min, topk, late)
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
@@ -351,17 +351,17 @@ class Graphs:
     def sample(
         self,
         key: GraphKey,
-        asked: Asked,
+        operations: SampleOperations,
         plan: StepPlan,
         late: LateInputs | None,
     ) -> tuple[torch.Tensor, Any] | None:
         """Replay the SAMPLE part of a step.
 
-        Return (tokens, counts and flags of the rows, i32 [3, B]; their log-probabilities, or None if ``asked`` has
+        Return (tokens, counts and flags of the rows, i32 [3, B]; their log-probabilities, or None if ``operations`` has
         none), or None if the capture fails.  ``late`` holds the masks of late rows, or is None."""
         if late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
-        captured = self._sample_of(key.rows, asked)
+        captured = self._sample_of(key.rows, operations)
         if captured is None:
             return None
         captured.graph.replay()
@@ -369,16 +369,16 @@ class Graphs:
             self.late_masks().read_now()
         return self.buffers[key.rows].out, captured.result
 
-    def _sample_of(self, rows: int, asked: Asked) -> Captured | None:
+    def _sample_of(self, rows: int, operations: SampleOperations) -> Captured | None:
         """Return the SAMPLE capture for ``rows`` rows, and make it if it does not exist.
 
         Return None if its capture failed, or if there are CAPTURES of them already."""
-        at = (rows, asked)
+        at = (rows, operations)
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
                 self._note(f"{CAPTURES} kinds of draws are captured: others are launched apart")
                 return None
-            self.samples[at] = self._capture_sample(rows, asked)
+            self.samples[at] = self._capture_sample(rows, operations)
         return self.samples[at]
 
     def late_masks(self) -> DeviceMasks:
@@ -401,7 +401,7 @@ class Graphs:
             sizes = [n for n in reversed(self.shared_sizes) if pages.can_save(n, SHORT)]
             decodes += [GraphKey("decode", n, n, SHORT, shared=True) for n in sizes]
         rows = sorted({*self.sizes, *self.coarse}, reverse=True)
-        draws = [Drawn(n, Asked((*others, variant), False, -1, False)) for n in rows for variant in variants]
+        draws = [Drawn(n, SampleOperations((*others, variant), False, -1, False)) for n in rows for variant in variants]
         now, later = self.later.divide(decodes, draws)
         self._compile(now)
         with self.runner.worker.times.of("captures"):
@@ -595,7 +595,7 @@ class Graphs:
         b.host_slots[:] = self.spare
         b.slots.fill_(self.spare)
         if isinstance(shape, Drawn):
-            run = self._draw(b, shape.asked)
+            run = self._draw(b, shape.operations)
         else:
             run = (self._decode(shape, b) if shape.kind == "decode" else self._mixed(shape, b))[0]
         self.recorder.rehearse(run)
@@ -644,13 +644,13 @@ class Graphs:
         if self.runner.adapters is not None:
             read.taps = self.runner.adapters.taps(self._methods(key), key.changed, read.taps)
 
-    def _capture_sample(self, size: int, asked: Asked) -> Captured | None:
+    def _capture_sample(self, size: int, operations: SampleOperations) -> Captured | None:
         b = self._buffers(size)
         before = b.slots.clone()
         b.slots.fill_(self.spare)
         try:
-            captured = Captured(*self.recorder.capture(self._draw(b, asked)))
-            self.draw_bits[self._calls(b, asked).float32] |= asked.variants[-1]
+            captured = Captured(*self.recorder.capture(self._draw(b, operations)))
+            self.draw_bits[self._calls(b, operations).float32] |= operations.variants[-1]
             return captured
         except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
@@ -658,18 +658,18 @@ class Graphs:
         finally:
             b.slots.copy_(before)
 
-    def _draw(self, b: Buffers, asked: Asked) -> Callable[[], Any]:
+    def _draw(self, b: Buffers, operations: SampleOperations) -> Callable[[], Any]:
         """Return the operations of the SAMPLE part for the rows of ``b``."""
         r = self.runner
-        return lambda: step.sample(self._calls(b, asked), r.state, r.model, b.hidden)
+        return lambda: step.sample(self._calls(b, operations), r.state, r.model, b.hidden)
 
-    def _calls(self, b: Buffers, asked: Asked) -> CapturedCalls:
+    def _calls(self, b: Buffers, operations: SampleOperations) -> CapturedCalls:
         """Return the calls of the SAMPLE part for the rows of ``b``.
 
         The sampler reads float32 logits if captured draws had all bits of its variant with these, and not all of them
         with 16-bit logits.  Kernels for 16-bit logits are then not compiled, which takes up to two seconds.  The tokens
         do not depend on the dtype."""
-        calls, variant = CapturedCalls(self.runner, b, asked, self.masks), asked.variants[-1]
+        calls, variant = CapturedCalls(self.runner, b, operations, self.masks), operations.variants[-1]
         compiled = {wide: not variant & ~bits for wide, bits in self.draw_bits.items()}
         calls.float32 = calls.float32 or (compiled[True] and not compiled[False])
         return calls

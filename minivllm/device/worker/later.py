@@ -20,7 +20,7 @@ import torch
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import first_decode, is_first_mixed
 
-from .captured import Asked, Drawn
+from .captured import Drawn, SampleOperations
 from .start import ALL, FIRST
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Captures(Protocol):
     sizes: list[int]  # rows of decode steps
     coarse: list[int]  # rows of mixed steps
     forwards: dict[GraphKey, Any]
-    samples: dict[tuple[int, Asked], Any]
+    samples: dict[tuple[int, SampleOperations], Any]
     refused: set[GraphKey]
 
     def capture_shape(self, shape: Shape) -> None: ...

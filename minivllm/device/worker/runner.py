@@ -541,8 +541,12 @@ class Runner:
         """
         plan = running.plan
         captures = running.captures if running.graph is not None and not self._poison else None
-        asked = captures.asked(plan) if captures is not None else None
-        done = captures.sample(running.graph, asked, plan, late) if captures is not None and asked is not None else None
+        operations = captures.sample_operations(plan) if captures is not None else None
+        done = (
+            captures.sample(running.graph, operations, plan, late)
+            if captures is not None and operations is not None
+            else None
+        )
         if done is None:
             return False
         running.packed, running.pick = to_host(done[0]), plan.samples

@@ -63,8 +63,8 @@ def _of_file(file: str, changed_ns: int) -> Assigned:
     for name in touched(tree, inside=False) & set(begins):  # such as a table that a loop of the module fills
         if not isinstance(literals.get(name), FIXED):
             begins[name] = COMPUTED
-    said = {name: value for name, value in literals.items() if begins[name] == SAID}
-    return Assigned(begins, said, frozenset(touched(tree)))
+    reported = {name: value for name, value in literals.items() if begins[name] == SAID}
+    return Assigned(begins, reported, frozenset(touched(tree)))
 
 
 def _assignments(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.expr | None]]:

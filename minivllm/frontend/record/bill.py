@@ -138,7 +138,7 @@ def _part(seam: str, selection: Selection, part: Part) -> Entries:
     modules, read = values.of_part(part.target, source.files, entry.builtin)
     read |= values.beside(modules, source, entry.builtin)
     facts: Entries = {"seam": seam, "name": part.name}
-    facts["asked"] = selection.asked
+    facts["asked"] = selection.requested
     facts["distribution"] = entry.dist
     facts["version"] = entry.version
     facts["target"] = part.target
@@ -181,24 +181,24 @@ def _requires(entry: Entry) -> dict[str, str]:
 
 def _config(resolved: Resolved, loaded: Loaded) -> Entries:
     """Return the configuration with absolute paths and inlined files, so that it can be read from any folder."""
-    asked = loaded.engine.model_dump(mode="json", exclude=NOT_IN_FILES)
+    requested = loaded.engine.model_dump(mode="json", exclude=NOT_IN_FILES)
     for key in ("model", "tokenizer"):
-        name = asked[key]
+        name = requested[key]
         if isinstance(name, str) and name not in IN_PACKAGE:
             folder = Path(name).expanduser()
             if folder.is_dir():
-                asked[key] = str(folder.resolve())
-    if asked["generation_config"] not in ("auto", *NONE):
-        asked["generation_config"] = _absolute(asked["generation_config"])
-    if asked["download_dir"] is not None:
-        asked["download_dir"] = _absolute(asked["download_dir"])
-    if asked["chat_template"] is not None and not is_name(asked["chat_template"]):
-        asked["chat_template"] = read_template(asked["chat_template"])
+                requested[key] = str(folder.resolve())
+    if requested["generation_config"] not in ("auto", *NONE):
+        requested["generation_config"] = _absolute(requested["generation_config"])
+    if requested["download_dir"] is not None:
+        requested["download_dir"] = _absolute(requested["download_dir"])
+    if requested["chat_template"] is not None and not is_name(requested["chat_template"]):
+        requested["chat_template"] = read_template(requested["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:
         run["output"] = os.path.abspath(run["output"])
     sampling = {**resolved.sampling, **loaded.sampling}
-    config: Entries = {"values": asked, "sampling": sampling, "run": run}
+    config: Entries = {"values": requested, "sampling": sampling, "run": run}
     config["requires"] = list(loaded.requires)
     config["origins"] = dict(loaded.origins)
     return config
@@ -283,7 +283,7 @@ def _reasons(selection: Selection) -> Entries:
     for candidate in selection.candidates:
         reasons = [str(reason) for reason in candidate.reasons]
         candidates.append({"name": candidate.entry.label, "suitable": candidate.suitable, "reasons": reasons})
-    reasons_of: Entries = {"kind": selection.kind, "asked": selection.asked}
+    reasons_of: Entries = {"kind": selection.kind, "asked": selection.requested}
     reasons_of["prefer"] = list(selection.preferred)
     reasons_of["facts"] = {fact: _plain(value) for fact, value in query.facts.items()}
     reasons_of["features"] = sorted(query.features)

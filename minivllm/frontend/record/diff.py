@@ -22,7 +22,7 @@ class Difference:
     """A difference between two bills; ``a`` and ``b`` are its values as text.
 
     ``follows`` names the differences that caused it; a difference with a cause is not part of the verdict.  ``counts``
-    is whether it can change the tokens; the verdict then calls it ``subject``.  ``asked`` means that the user asked for
+    is whether it can change the tokens; the verdict then calls it ``subject``.  ``requested`` means that the user set
     different values, so that the difference is intended.
     """
 
@@ -33,7 +33,7 @@ class Difference:
     b: str
     follows: tuple[str, ...] = ()
     counts: bool = True
-    asked: bool = False
+    requested: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _differences(pairs: Mapping[str, tuple[DiffNode | None, DiffNode | None]]) -
         if name not in differing or node is None or node.owner in differing:
             continue
         causes = _causes(x, y, differing, pairs)
-        asked = x is None or y is None or x.asked != y.asked
+        requested = x is None or y is None or x.requested != y.requested
         a, b = _shown(x, y)
-        found.append(Difference(name, node.group, node.label, a, b, causes, node.counts, asked))
+        found.append(Difference(name, node.group, node.label, a, b, causes, node.counts, requested))
     return found
 
 
@@ -170,7 +170,7 @@ def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: 
 
 def _left_open(x: DiffNode | None, y: DiffNode | None) -> bool:
     """Return whether both bills left a value open in the same way."""
-    return x is not None and y is not None and x.asked == y.asked and x.open and y.open
+    return x is not None and y is not None and x.requested == y.requested and x.open and y.open
 
 
 def _shown(x: DiffNode | None, y: DiffNode | None) -> tuple[str, str]:

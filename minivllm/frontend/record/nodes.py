@@ -1,7 +1,7 @@
 """A bill divided into the values that can differ, each with the value that was asked for and its possible causes.
 
 The order of the wiring gives the causes: device, dtype, model, quantizer, KV format, attention, block size ...  A value
-that the user left open (``asked`` is the same in both bills) may differ because a value that it follows from differs.
+that the user left open (``requested`` is equal in both bills) may differ because a value that causes it differs.
 Then it is a consequence.  Otherwise it is a difference of its own.
 """
 
@@ -57,7 +57,7 @@ class DiffNode:
     name: str
     group: str
     value: Any
-    asked: Any = None
+    requested: Any = None
     open: bool = True
     follows: tuple[str, ...] = ()
     owner: str = ""
@@ -118,16 +118,16 @@ def _model(bill: JsonObject) -> Iterator[DiffNode]:
     same, so it does not count.
     """
     model = bill["model"]
-    asked = bill["config"]["values"]
-    wanted = [asked["model"], asked.get("revision")]
+    requested = bill["config"]["values"]
+    wanted = [requested["model"], requested.get("revision")]
     yield DiffNode("model", "model", model["hash"], wanted, False, shown=_named(model["name"], model))
     yield from _commit("model", model)
     tokenizer = model["tokenizer"]
     value, shown = None, "none"
     if tokenizer:
         value = tokenizer["hash"]
-        shown = _named(asked["tokenizer"] or "the model's", tokenizer)
-    wanted = [asked["tokenizer"], asked.get("tokenizer_revision"), asked["skip_tokenizer_init"]]
+        shown = _named(requested["tokenizer"] or "the model's", tokenizer)
+    wanted = [requested["tokenizer"], requested.get("tokenizer_revision"), requested["skip_tokenizer_init"]]
     left_open = wanted[0] is None and wanted[1] is None
     yield DiffNode("tokenizer", "model", value, wanted, left_open, FOLLOWS["tokenizer"], shown=shown)
     yield from _commit("tokenizer", tokenizer or {})
@@ -156,11 +156,11 @@ def _commit(name: str, found: JsonObject) -> Iterator[DiffNode]:
 
 def _options(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of options, with minivllm's choice as the value of an option that was left open."""
-    asked = bill["config"]["values"]
+    requested = bill["config"]["values"]
     used = bill["resolved"]
     seams = {part["seam"].partition(".")[0] for part in bill["parts"]}
     skipped = {*seams, *SEVERAL, *QUIET, *ABOUT_MODEL}
-    for name, wanted in asked.items():
+    for name, wanted in requested.items():
         if name in skipped:
             continue
         if name == "run_ahead" and name not in used:  # the executor chooses it when it starts
@@ -168,12 +168,14 @@ def _options(bill: JsonObject) -> Iterator[DiffNode]:
         value = used.get(name, wanted)
         left_open = wanted in (None, "auto")
         if name == "graph":
-            wanted = [wanted, asked["enforce_eager"]]
+            wanted = [wanted, requested["enforce_eager"]]
         follows = FOLLOWS.get(name, ())
         yield DiffNode(name, "options", value, wanted, left_open, follows, both=name == "run_ahead")
     if "kv_blocks" in used:
         # Shown but not counted: without a number in the configuration it depends on the free memory of that moment.
-        yield DiffNode("kv_blocks", "options", used["kv_blocks"], asked["num_kvcache_blocks"], counts=False, both=True)
+        yield DiffNode(
+            "kv_blocks", "options", used["kv_blocks"], requested["num_kvcache_blocks"], counts=False, both=True
+        )
 
 
 def _parts(bill: JsonObject) -> Iterator[DiffNode]:
@@ -217,7 +219,7 @@ def _implementation(part: JsonObject, subject: str, owner: str) -> Iterator[Diff
 
     yield node(name, code, subject=subject, shown=_described(part))
     for key, value in part["options"].items():
-        yield node(f"{name}.{key}", value, asked=value, subject=f"{subject}.options.{key}")
+        yield node(f"{name}.{key}", value, requested=value, subject=f"{subject}.options.{key}")
 
 
 def _described(part: JsonObject) -> str:

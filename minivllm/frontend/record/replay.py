@@ -79,9 +79,9 @@ def check(record: JsonObject, now: JsonObject, path: str, force: bool = False) -
     """
     found: Comparison = compare(record, now, results=False)
     own = [d for d in found.differences if d.counts and not d.follows]
-    chosen = list(dict.fromkeys(d.subject for d in own if d.asked))
+    chosen = list(dict.fromkeys(d.subject for d in own if d.requested))
     machine = [d for d in own if d.group == "machine"]
-    moved = [d for d in own if not d.asked and d.group != "machine"]
+    moved = [d for d in own if not d.requested and d.group != "machine"]
     if moved and not force:
         raise ConfigError(
             f"{path}: this would not be the recorded run: {'; '.join(map(_describe, moved))}. "

@@ -23,7 +23,7 @@ CODE = (".py", ".cpp", ".h")
 SMALL = ("config.json", "generation_config.json", "*.index.json")
 WEIGHTS, PICKLED = ("*.safetensors", "*.gguf"), ("*.bin", "*.pt", "*.pth")
 PIECE = 64 << 10  # bytes of each of the three pieces that are read of a file of weights
-TOLD = 4  # largest number of differences in a message
+RECEIVED = 4  # largest number of differences in a message
 NONE = "none"
 
 
@@ -46,8 +46,8 @@ def fingerprint(wiring: Wiring) -> dict[str, str]:
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Describe how ``other`` differs from the fingerprint of rank 0, "" if they are equal."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    words = [f"{name} is {other.get(name, NONE)}, and rank 0 has {first.get(name, NONE)}" for name in names[:TOLD]]
-    return "; ".join(words) + (f"; and {len(names) - TOLD} more" if len(names) > TOLD else "")
+    words = [f"{name} is {other.get(name, NONE)}, and rank 0 has {first.get(name, NONE)}" for name in names[:RECEIVED]]
+    return "; ".join(words) + (f"; and {len(names) - RECEIVED} more" if len(names) > RECEIVED else "")
 
 
 def _parts(wiring: Wiring) -> Iterator[Part]:

@@ -54,7 +54,7 @@ class MirostatSampler(DefaultSampler):
             if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")
             return row
-        names = params.asked()
+        names = params.changed_parameters()
         clash: list[str] = [name for name in RESTRICTIONS if name in names]
         clash += [name for name in CHOOSERS if getattr(params, name) is not None]
         if clash or params.temperature < MIN_TEMPERATURE:

@@ -51,8 +51,8 @@ class FileDecoder:
             return decoded(source)
         check_bytes(data)
         head = [source.mode, *source.size] if isinstance(source, pillow().Image) else None
-        asked = self._in_turn({"head": head}, data)
-        found = asyncio.run_coroutine_threadsafe(asked, self._running_loop()).result()
+        requested = self._in_turn({"head": head}, data)
+        found = asyncio.run_coroutine_threadsafe(requested, self._running_loop()).result()
         return decoded(source) if found is None else found
 
     async def _in_turn(self, job: dict[str, Any], data: bytes) -> Image | None:

@@ -43,7 +43,7 @@ OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started p
 NOTE = struct.Struct("<IIHH4x")  # position of a piece, its bytes, kind of the message, whether more pieces follow
 NOTES = 512  # most unread notes, and most bells that are received at once
 WORD = 8
-READ, ASLEEP, TOLD = 0, 8, 64  # offsets of the words: pieces read, reader asleep (one cache line), notes written
+READ, ASLEEP, RECEIVED = 0, 8, 64  # offsets of the words: pieces read, reader asleep (one cache line), notes written
 HEAD = 128 + NOTES * NOTE.size  # bytes of words and notes before the data of a memory
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # the processor keeps stores in order
 PAUSE = 2e-4  # seconds between looks at a full memory
@@ -103,7 +103,7 @@ class Outgoing:
         self.size = size
         # assignments to this view are single loads and stores; ``struct`` copies byte by byte
         self._words = self._bytes.cast("Q")
-        self._read, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
+        self._read, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, RECEIVED))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._written = 0  # pieces so far
         self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of each unread piece, in order
@@ -149,7 +149,7 @@ class Incoming:
         self._bytes = memoryview(memory)
         self._start = start + HEAD
         self._words = self._bytes.cast("Q")
-        self._count, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
+        self._count, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, RECEIVED))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._read = 0
         self.heard: int | None = None if ORDERED else 0  # received bells, where bells order the notes

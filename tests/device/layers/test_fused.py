@@ -28,7 +28,7 @@ class Kernel:
     """In the place of a GPU's kernel of one row, by the layers' own product."""
 
     def __init__(self, linear: Linear, gated: bool) -> None:
-        self.linear, self.gated, self.told = linear, gated, None
+        self.linear, self.gated, self.received = linear, gated, None
 
     def fits(self, x: torch.Tensor) -> bool:
         return len(x) == 1
@@ -46,7 +46,7 @@ class Knowing(Kernel):
     takes_tops = True
 
     def __call__(self, *given: Any, tops: Any = None, **more: Any) -> Any:
-        self.told = tops
+        self.received = tops
         return super().__call__(*given, **more)
 
 
@@ -73,7 +73,7 @@ def test_a_kernel_is_told_the_largest_elements_of_its_row_only_if_it_takes_them(
     assert isinstance(given, GatedRow) == (kind is Knowing)
     _, got = second(given, stream.clone())
     torch.testing.assert_close(got, stream + down(gate_mul(up(x))))
-    assert (kernels[id(down.scheme)].told is not None) == (kind is Knowing)
+    assert (kernels[id(down.scheme)].received is not None) == (kind is Knowing)
 
 
 def test_rows_are_divided_by_their_norm_before_a_weight_for_which_it_matters_which_elements_are_large():

@@ -26,10 +26,10 @@ def prompts_of(lengths):
     return [{"prompt_token_ids": rng.integers(3, VOCAB, n).tolist()} for n in lengths]
 
 
-def play(folder, asked, lengths, graph="auto", **options):
-    """Return (the outputs of requests with the adapters ``asked``, the forms of their steps)."""
+def play(folder, requested, lengths, graph="auto", **options):
+    """Return (the outputs of requests with the adapters ``requested``, the forms of their steps)."""
     with engine(folder, **{"graph": graph, "max_num_batched_tokens": 60, **options}) as llm:
-        outputs = llm.generate(prompts_of(lengths), PARAMS, False, lora_request=asked)
+        outputs = llm.generate(prompts_of(lengths), PARAMS, False, lora_request=requested)
         assert [out.error for out in outputs] == [None] * len(outputs)
         return outputs, llm.stats()["forms"]
 
@@ -54,10 +54,10 @@ def made(tmp_path_factory):
 def test_native_steps_have_the_results_of_separate_operations(tmp_path, family):
     folder, _, model = tiny_dir(tmp_path / "model", family)
     paths = [write_adapter(model, tmp_path / name, seed=n + 1, r=(3, 6)[n]) for n, name in enumerate("ab")]
-    asked = [None, lora(paths[0], 1), lora(paths[1], 2), lora(paths[0], 1), lora(paths[1], 2)]
+    requested = [None, lora(paths[0], 1), lora(paths[1], 2), lora(paths[0], 1), lora(paths[1], 2)]
     lengths = [7, 12, 70, 3, 41]  # chunks of prompts beside decoding rows
-    native, forms = play(folder, asked, lengths)
-    separate, others = play(folder, asked, lengths, graph="off")
+    native, forms = play(folder, requested, lengths)
+    separate, others = play(folder, requested, lengths, graph="off")
     assert set(forms) == {"native"} and set(others) == {"separate"}
     same(native, separate)
     assert len({tuple(out.outputs[0].token_ids) for out in native}) > 2
@@ -66,14 +66,14 @@ def test_native_steps_have_the_results_of_separate_operations(tmp_path, family):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_native_steps_have_the_logits_of_peft(made, threads):
     folder, model, (one, two), _ = made
-    asked, before = [one, None, two, one], torch.get_num_threads()
+    requested, before = [one, None, two, one], torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        outputs, forms = play(folder, asked, [9, 9, 9, 30], max_loras=2)
+        outputs, forms = play(folder, requested, [9, 9, 9, 30], max_loras=2)
     finally:
         torch.set_num_threads(before)
     assert set(forms) == {"native"}
-    for out, request in zip(outputs, asked, strict=True):
+    for out, request in zip(outputs, requested, strict=True):
         tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
         reference = expected(model, request and request.lora_path, tokens)[len(out.prompt_token_ids) - 1 :]
         found = torch.tensor([[row[i].logprob for i in range(VOCAB)] for row in out.outputs[0].logprobs])
@@ -95,10 +95,12 @@ def test_a_place_that_changes_its_adapter_needs_no_new_program(made):
 
 def test_16_bit_weights_have_16_bit_adapters(made):
     folder, _, (one, two), _ = made
-    asked, lengths, options = [one, None, two], [9, 70, 41], {"dtype": "bfloat16", "max_num_batched_tokens": 200}
-    native, forms = play(folder, asked, lengths, **options)  # the first step has more than 64 tokens if it is native
+    requested, lengths, options = [one, None, two], [9, 70, 41], {"dtype": "bfloat16", "max_num_batched_tokens": 200}
+    native, forms = play(
+        folder, requested, lengths, **options
+    )  # the first step has more than 64 tokens if it is native
     assert "native" in forms
-    separate, _ = play(folder, asked, lengths, graph="off", **options)
+    separate, _ = play(folder, requested, lengths, graph="off", **options)
     for a, b in zip(native, separate, strict=True):
         mine, other = a.outputs[0].logprobs[0], b.outputs[0].logprobs[0]
         assert max(abs(mine[i].logprob - other[i].logprob) for i in range(VOCAB)) < 0.15

@@ -231,7 +231,7 @@ PLAIN = {
     "samples": {"temperature": 1.0, "seed": 2, "n": 3},
     "end of sequence": {"temperature": 1.5, "seed": 4, "ignore_eos": False},
 }
-ASKED = {
+REQUESTED = {
     "top-p": {"temperature": 0.9, "seed": 3, "top_p": 0.7},
     "top-k": {"temperature": 0.9, "seed": 3, "top_k": 5},
     "min-p": {"temperature": 0.9, "seed": 3, "min_p": 0.05},
@@ -251,7 +251,7 @@ def test_plain_rows_are_drawn_natively_and_get_the_tokens_of_separate_operations
         assert ask(llm, PROMPTS, **params) == got
 
 
-@pytest.mark.parametrize("params", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("params", REQUESTED.values(), ids=REQUESTED)
 def test_rows_that_ask_for_more_are_drawn_by_torch_behind_native_layers(folder, params):
     with watched(compare=False) as seen, engine(folder) as llm:
         got = ask(llm, PROMPTS, **params)

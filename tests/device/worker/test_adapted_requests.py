@@ -48,12 +48,12 @@ def tokens_of(outputs):
 
 def compare(made, prompts, params, names=NAMES, generate=None, places=8, **options):
     """Run all prompts with all adapters in one batch, and compare with engines of the merged weights."""
-    generate = generate or (lambda llm, prompts, params, asked: llm.generate(prompts, params, False, **asked))
+    generate = generate or (lambda llm, prompts, params, requested: llm.generate(prompts, params, False, **requested))
     items = [{"prompt_token_ids": prompt} for prompt in prompts]
     pairs = [(name, item) for item in items for name in names]
-    asked = [None if name is None else lora(made[name], NAMES.index(name)) for name, _ in pairs]
+    requested = [None if name is None else lora(made[name], NAMES.index(name)) for name, _ in pairs]
     with engine(made["base"], max_loras=places, **options) as llm:
-        outputs = generate(llm, [item for _, item in pairs], params, {"lora_request": asked})
+        outputs = generate(llm, [item for _, item in pairs], params, {"lora_request": requested})
         assert all(out.error is None for out in outputs)
         stats = llm.stats()
         llm.engine.check()
@@ -113,11 +113,11 @@ def test_the_products_of_quantized_base_weights_get_the_adapter_added(made):
     """The merged weights would be rounded, so the reference adds the adapter to the rounded base weights."""
     params = greedy(1, logprobs=61)
     item = {"prompt_token_ids": PROMPT}
-    asked = [None, lora(made["one"])]
+    requested = [None, lora(made["one"])]
     scores = {}
     for quantizer in ("none", "int8"):
         with engine(made["base"], quantizer=quantizer) as llm:
-            outputs = llm.generate([item] * 2, params, False, lora_request=asked)
+            outputs = llm.generate([item] * 2, params, False, lora_request=requested)
         rows = [out.outputs[0].logprobs[0] for out in outputs]
         scores[quantizer] = [np.array([row[i].logprob for i in range(61)]) for row in rows]
     error = np.abs(scores["int8"][0] - scores["none"][0]).max()
@@ -129,8 +129,8 @@ def test_the_products_of_quantized_base_weights_get_the_adapter_added(made):
 def test_taps_read_the_values_of_the_adapted_model(made):
     point, prompt = "layers.1.residual", {"prompt_token_ids": PROMPT}
     with engine(made["base"]) as llm:
-        asked = [None, lora(made["one"])]
-        mine = llm.generate([prompt] * 2, greedy(2), False, taps=[Tap(point, read=True)], lora_request=asked)
+        requested = [None, lora(made["one"])]
+        mine = llm.generate([prompt] * 2, greedy(2), False, taps=[Tap(point, read=True)], lora_request=requested)
     with engine(made["merged one"], enable_lora=False) as llm:
         expected = llm.generate([prompt], greedy(2), False, taps=[Tap(point, read=True)])
     base, adapted, merged = (out.outputs[0].taps[point] for out in (*mine, *expected))
@@ -147,9 +147,9 @@ def test_a_row_has_the_same_bits_in_every_batch(made):
     prompt = {"prompt_token_ids": PROMPT}
     with engine(made["base"], batch_invariant=True, enable_prefix_caching=False) as llm:
         alone = llm.generate([prompt], params, False, lora_request=lora(made["one"]))[0]
-        asked = [lora(made["two"], 2), lora(made["one"]), None, lora(made["one"])]
+        requested = [lora(made["two"], 2), lora(made["one"]), None, lora(made["one"])]
         others = [{"prompt_token_ids": p} for p in prompts_of(2, 11)]
-        batch = llm.generate([others[0], prompt, others[1], prompt], params, False, lora_request=asked)
+        batch = llm.generate([others[0], prompt, others[1], prompt], params, False, lora_request=requested)
     for out in (batch[1], batch[3]):
         assert out.outputs[0].logprobs == alone.outputs[0].logprobs
 
@@ -158,10 +158,10 @@ def test_more_adapters_than_places_take_turns(made, tmp_path):
     folders = []
     for n in range(5):
         folders.append(shutil.copytree(made["one" if n % 2 else "two"], tmp_path / f"copy {n}"))
-    asked = [lora(folder, n + 1) for n, folder in enumerate(folders)] * 2
-    prompts = [{"prompt_token_ids": PROMPT}] * len(asked)
+    requested = [lora(folder, n + 1) for n, folder in enumerate(folders)] * 2
+    prompts = [{"prompt_token_ids": PROMPT}] * len(requested)
     with engine(made["base"], max_loras=1, max_cpu_loras=2, max_num_seqs=4) as llm:
-        outputs = llm.generate(prompts, greedy(6), False, lora_request=asked)
+        outputs = llm.generate(prompts, greedy(6), False, lora_request=requested)
         stats = llm.stats()["adapters"]
         llm.engine.check()
         assert len(llm.engine.adapters.known) <= 2, "adapters that left host memory are forgotten"
@@ -175,15 +175,15 @@ def test_more_adapters_than_places_take_turns(made, tmp_path):
 @pytest.mark.parametrize("params", [{"n": 2, "seed": 1}, {"n": 3, "seed": 2}], ids=str)
 def test_several_sequences_of_a_request_leave_host_memory_to_another_adapter(made, params):
     """All rows of a request are preempted while another adapter needs the only place in host memory."""
-    asked = [lora(made["one"], 1), lora(made["two"], 2)]
+    requested = [lora(made["one"], 1), lora(made["two"], 2)]
     several = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True, **params)
     prompt = {"prompt_token_ids": PROMPT}
     with engine(made["base"], max_loras=1, max_cpu_loras=1, max_num_seqs=4) as llm:
-        want = llm.generate([prompt], several, False, lora_request=asked[0])
+        want = llm.generate([prompt], several, False, lora_request=requested[0])
     with engine(made["base"], max_loras=1, max_cpu_loras=1, max_num_seqs=4) as llm:
-        first = llm.stream(prompt, several, lora_request=asked[0])
+        first = llm.stream(prompt, several, lora_request=requested[0])
         next(first)
-        second = llm.stream(prompt, greedy(6), lora_request=asked[1])
+        second = llm.stream(prompt, greedy(6), lora_request=requested[1])
         for _ in range(3):
             llm.engine.step()
         assert llm.engine.adapters.leaving is not None
@@ -197,7 +197,7 @@ def test_several_sequences_of_a_request_leave_host_memory_to_another_adapter(mad
         assert not llm.engine.requests, llm.stats()["adapters"]
         assert [list(second)[-1].finish_reason, list(first)[-1].finish_reason] == ["length"] * 2
         llm.engine.check()
-        again = llm.generate([prompt], several, False, lora_request=asked[0])[0]
+        again = llm.generate([prompt], several, False, lora_request=requested[0])[0]
     assert tokens_of([again]) == tokens_of(want)
 
 
@@ -211,9 +211,9 @@ def test_an_adapter_gets_its_turn_beside_adapters_that_always_have_requests(made
         async with AsyncLLM(str(made["base"]), skip_tokenizer_init=True, max_model_len=128, **options) as llm:
 
             async def one(number, tokens):
-                asked = lora(folders[number], number + 1)
+                requested = lora(folders[number], number + 1)
                 prompt = {"prompt_token_ids": PROMPT}
-                async for piece in llm.generate(prompt, greedy(tokens), lora_request=asked):
+                async for piece in llm.generate(prompt, greedy(tokens), lora_request=requested):
                     last = piece
                 done.append(number)
                 return last.output.outputs[0].token_ids
@@ -247,8 +247,8 @@ def test_a_wrong_adapter_fails_its_request_alone(made, tmp_path):
     (broken / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
     prompts = [{"prompt_token_ids": PROMPT}] * 3
     with engine(made["base"]) as llm:
-        asked = [lora(made["one"]), lora(broken, 2), None]
-        good, bad, plain = llm.generate(prompts, greedy(4), False, lora_request=asked)
+        requested = [lora(made["one"]), lora(broken, 2), None]
+        good, bad, plain = llm.generate(prompts, greedy(4), False, lora_request=requested)
         assert good.error is None and plain.error is None and len(good.outputs[0].token_ids) == 4
         assert "has shape [4, 48], expected [5, 48]" in bad.error and bad.outputs[0].finish_reason == "error"
         fixed = LoRARequest("fixed", 2, str(made["two"]))
@@ -289,7 +289,7 @@ def test_pickles_missing_files_and_wrong_requests_are_refused(made, tmp_path):
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
     prompt = {"prompt_token_ids": PROMPT}
     with engine(made["base"]) as llm:
-        for asked, message in (
+        for requested, message in (
             (lora(pickled), "a pickle, which is never opened"),
             (LoRARequest("x", 1, str(tmp_path / "none")), "no such folder"),
             (LoRARequest("x", 1, str(tmp_path)), "no adapter_config.json"),
@@ -297,14 +297,14 @@ def test_pickles_missing_files_and_wrong_requests_are_refused(made, tmp_path):
             ([None, None], "2 adapters for 1 prompts"),
         ):
             with pytest.raises(RequestError, match=message):
-                llm.generate([prompt], greedy(2), False, lora_request=asked)
+                llm.generate([prompt], greedy(2), False, lora_request=requested)
         llm.generate([prompt], greedy(2), False, lora_request=lora(made["one"]))
-        for asked, message in (
+        for requested, message in (
             (LoRARequest("one", 2, str(made["two"])), "the name 'one' belongs to adapter 'one'"),
             (LoRARequest("two", 1, str(made["two"])), "the id 1 belongs to adapter 'one'"),
         ):
             with pytest.raises(RequestError, match=message):
-                llm.generate([prompt], greedy(2), False, lora_request=asked)
+                llm.generate([prompt], greedy(2), False, lora_request=requested)
     with engine(made["base"], enable_lora=False) as llm, pytest.raises(RequestError, match="set enable_lora=true"):
         llm.generate([prompt], greedy(2), False, lora_request=lora(made["one"]))
 

@@ -49,8 +49,8 @@ def right(made):
         for llm, groups in ((large, [asks, asks]), (small, [asks, asks[:1], asks[2:3]])):
             for group in groups:
                 items = [{"prompt_token_ids": prompt} for _, prompt in group]
-                asked = [lora(paths[n], n + 1) for n, _ in group]
-                outputs = llm.generate(items, GREEDY, False, lora_request=asked)
+                requested = [lora(paths[n], n + 1) for n, _ in group]
+                outputs = llm.generate(items, GREEDY, False, lora_request=requested)
                 wanted = [tokens[n, len(prompt)] for n, prompt in group]
                 if [out.outputs[0].token_ids for out in outputs] != wanted:
                     return False
@@ -120,10 +120,10 @@ def test_a_place_in_use_is_never_given_away(made):
             return submit(plan)
 
         submit, llm.engine.executor.submit = llm.engine.executor.submit, watch
-        asked = [lora(paths[n % 2], n % 2 + 1) for n in range(9)]
+        requested = [lora(paths[n % 2], n % 2 + 1) for n in range(9)]
         rng = np.random.default_rng(1)
         items = [{"prompt_token_ids": rng.integers(3, 61, 5 + n).tolist()} for n in range(9)]
-        outputs = llm.generate(items, GREEDY, False, lora_request=asked)
+        outputs = llm.generate(items, GREEDY, False, lora_request=requested)
     assert before and all(out.error is None for out in outputs)
 
 

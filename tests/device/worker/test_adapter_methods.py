@@ -45,10 +45,10 @@ def test_factors_of_a_batch_have_the_logits_and_tokens_of_peft(tmp_path, family)
     paths = [write_ia3(model, tmp_path / name, seed=n + 1) for n, name in enumerate("ab")]
     paths.append(write_adapter(model, tmp_path / "c", seed=3))
     order = [None, *paths, paths[0]]
-    asked = [None if path is None else lora(path, paths.index(path) + 1) for path in order]
+    requested = [None if path is None else lora(path, paths.index(path) + 1) for path in order]
     prompts = [PROMPT, PROMPT, PROMPT, PROMPT, PROMPT[3:9]]
     with engine(folder, **METHODS) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], all_scores(), False, lora_request=asked)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], all_scores(), False, lora_request=requested)
     compare(model, prompts, order, outputs)
     answers = [expected(model, path, PROMPT) for path in (None, *paths)]
     pairs = [(a - b).abs().max() for n, a in enumerate(answers) for b in answers[:n]]
@@ -59,10 +59,10 @@ def test_factors_of_a_batch_have_the_logits_and_tokens_of_peft(tmp_path, family)
 def test_two_processes_share_the_factors_of_a_layer(tmp_path, family):
     folder, _, model = tiny_dir(tmp_path / "model", family)
     paths = [write_ia3(model, tmp_path / "a", seed=1), None]
-    asked = [lora(paths[0]), None]
+    requested = [lora(paths[0]), None]
     with engine(folder, tensor_parallel_size=2, **METHODS) as llm:
         items = [{"prompt_token_ids": PROMPT}] * 2
-        outputs = llm.generate(items, all_scores(6), False, lora_request=asked)
+        outputs = llm.generate(items, all_scores(6), False, lora_request=requested)
     compare(model, [PROMPT] * 2, paths, outputs)
 
 
@@ -104,10 +104,10 @@ def hooked(model, vectors, scale, tokens):
 def test_steering_has_the_logits_of_hooks_beside_rows_with_other_adapters(steered):
     folder, model, paths, vectors = steered
     order = [0, 1, 2, None, 1]
-    asked = [None if n is None else lora(paths[n], n + 1) for n in order]
+    requested = [None if n is None else lora(paths[n], n + 1) for n in order]
     with engine(folder, **METHODS) as llm:
         items = [{"prompt_token_ids": PROMPT}] * 5
-        outputs = llm.generate(items, all_scores(), False, lora_request=asked)
+        outputs = llm.generate(items, all_scores(), False, lora_request=requested)
         assert llm.stats()["prefix_hits"] == 0, "a prefix is shared by requests with other adapters"
     for n, out in zip(order, outputs, strict=True):
         tokens = PROMPT + out.outputs[0].token_ids
@@ -258,11 +258,11 @@ def test_folders_that_name_a_weight_twice_are_refused(steered, tmp_path, kind):
 def test_rows_with_factors_and_vectors_have_the_same_bits_in_every_batch(steered, tmp_path):
     folder, model, paths, _ = steered
     ia3 = write_ia3(model, tmp_path / "ia3", seed=4)
-    asked = [lora(ia3, 9), lora(paths[1], 2), None, lora(paths[2], 3)]
+    requested = [lora(ia3, 9), lora(paths[1], 2), None, lora(paths[2], 3)]
     with engine(folder, batch_invariant=True, enable_prefix_caching=False, **METHODS) as llm:
         item = {"prompt_token_ids": PROMPT}
-        together = llm.generate([item] * 4, all_scores(), False, lora_request=asked)
-        alone = [llm.generate([item], all_scores(), False, lora_request=[one])[0] for one in asked]
+        together = llm.generate([item] * 4, all_scores(), False, lora_request=requested)
+        alone = [llm.generate([item], all_scores(), False, lora_request=[one])[0] for one in requested]
     for a, b in zip(together, alone, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         for mine, other in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):

@@ -17,10 +17,10 @@ FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "cohere2", "mpt
 def test_adapters_of_a_batch_have_the_logits_and_tokens_of_peft(tmp_path, family):
     folder, _, model = tiny_dir(tmp_path / "model", family)
     paths = [write_adapter(model, tmp_path / name, seed=n + 1) for n, name in enumerate("ab")]
-    asked = [None, lora(paths[0], 1), lora(paths[1], 2), lora(paths[0], 1)]
+    requested = [None, lora(paths[0], 1), lora(paths[1], 2), lora(paths[0], 1)]
     prompts = [PROMPT, PROMPT, PROMPT, PROMPT[3:9]]
     with engine(folder) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], all_scores(), False, lora_request=asked)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], all_scores(), False, lora_request=requested)
     texts = [prompt + out.outputs[0].token_ids for prompt, out in zip(prompts, outputs, strict=True)]
     for path, out, tokens in zip([None, *paths, paths[0]], outputs, texts, strict=True):
         assert out.error is None

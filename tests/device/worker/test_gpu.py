@@ -94,14 +94,14 @@ def test_auto_sizing_takes_the_memory_that_was_allowed(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"run_ahead": 0}, {"run_ahead": 3}, {"graph": "off"}])
 def test_masks_are_those_of_their_rows_in_captured_steps(options):
     pytest.importorskip("llguidance")
-    asked = [
+    requested = [
         {"choice": ["yes", "no"]},
         {"regex": "[0-9]{3}-[0-9]{4}"},
         {"json": {"type": "integer", "maximum": 99}},
         None,
     ]
     params = [
-        SamplingParams(seed=i, max_tokens=12, logprobs=3 if i % 3 == 0 else None, structured_outputs=asked[i % 4])
+        SamplingParams(seed=i, max_tokens=12, logprobs=3 if i % 3 == 0 else None, structured_outputs=requested[i % 4])
         for i in range(24)
     ]
     with LLM(model="pocket", device="cuda", max_num_seqs=16, num_kvcache_blocks=400, **options) as llm:

@@ -32,7 +32,7 @@ def tokens(llm, items, params):
     return [[o.token_ids for o in out.outputs] for out in llm.generate(items, params, use_tqdm=False)]
 
 
-ASKED = [
+REQUESTED = [
     dict(temperature=0), dict(temperature=0.9, top_p=0.8, top_k=20, seed=1, n=2),
     dict(temperature=1.5, min_p=0.05, presence_penalty=1.0, logit_bias={3: 2.0}, seed=9),
 ]  # fmt: skip
@@ -41,7 +41,7 @@ ASKED = [
 @pytest.mark.parametrize("sampler", ["default", "mirostat"])
 def test_functions_that_change_nothing_change_no_token(folder, sampler):
     """The draw on the host is the device's, state, seeds, branches, penalties and preemption included."""
-    parameters = ASKED if sampler == "default" else [dict(mirostat_tau=4.0, mirostat_eta=0.4, seed=3, n=2)]
+    parameters = REQUESTED if sampler == "default" else [dict(mirostat_tau=4.0, mirostat_eta=0.4, seed=3, n=2)]
     items = [[i + 1] * (3 + 5 * i) for i in range(4)]
     with LLM(folder, sampler=sampler, **{**SMALL, "num_kvcache_blocks": 12}) as llm:
         for some in parameters:

@@ -92,8 +92,8 @@ def params(**more):
     return [SamplingParams(**base, temperature=i % 2 * 0.8, n=1 + i % 3, **more) for i in range(len(PROMPTS))]
 
 
-def tokens(engine, asked, prompts=PROMPTS):
-    return [[c.token_ids for c in out.outputs] for out in engine.generate(prompts, asked, use_tqdm=False)]
+def tokens(engine, requested, prompts=PROMPTS):
+    return [[c.token_ids for c in out.outputs] for out in engine.generate(prompts, requested, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +125,11 @@ def test_tokens_of_rows_that_ask_are_those_of_the_second_model_alone(pair, alone
 def test_a_row_that_gets_a_twin_of_its_block_has_the_second_model_read_it_again(pair):
     """Two rows compute the same prompt in one step.  The one that asks then shares the other's blocks, of which the
     second model has read nothing."""
-    prompt, asked = PROMPTS[0][:11], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt, requested = PROMPTS[0][:11], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with LLM(**options(pair, model=str(pair[1]), processors=["penalties"], batch_invariant=True)) as engine:
-        want = tokens(engine, asked, [prompt])
+        want = tokens(engine, requested, [prompt])
     with LLM(**options(pair, batch_invariant=True)) as engine:
-        both = tokens(engine, [asked, replace(asked, extra={"instead": True})], [prompt] * 2)
+        both = tokens(engine, [requested, replace(requested, extra={"instead": True})], [prompt] * 2)
         assert engine.stats()["steps"] == 24
     assert both[1:] == want != both[:1]
 
@@ -141,8 +141,8 @@ def test_a_second_model_that_raises_ends_the_rows_that_ask(pair, alone, monkeypa
     monkeypatch.setattr(OwnModel, "logits_behind", fails)
     mixed = [params(extra={"instead": True})[0], params()[1]]
     with LLM(**options(pair, batch_invariant=True)) as engine:
-        asked, plain = engine.generate(PROMPTS[:2], mixed, use_tqdm=False)
-    assert "out of luck" in asked.error and plain.error is None
+        requested, plain = engine.generate(PROMPTS[:2], mixed, use_tqdm=False)
+    assert "out of luck" in requested.error and plain.error is None
     assert [c.token_ids for c in plain.outputs] == alone[0][1]
 
 

@@ -21,7 +21,7 @@ PROMPTS = [[(7 * j + i) % 60 for j in range(1 + 13 * i % 50)] for i in range(7)]
 MORE = {2: {"repetition_penalty": 1.3}, 4: {"top_p": 0.9}, 5: {"logprobs": 2}}
 
 
-def asked() -> list[SamplingParams]:
+def requested() -> list[SamplingParams]:
     """Rows that end one after another, so that most steps have fewer than a captured size; some are not drawn by a
     capture from the start."""
     return [
@@ -33,7 +33,7 @@ def asked() -> list[SamplingParams]:
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, asked(), use_tqdm=False)]
+    return [list(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, requested(), use_tqdm=False)]
 
 
 def test_rows_that_fill_no_captured_size_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def test_a_run_is_not_started_again_with_what_the_branch_holds_now(made, cache, 
     with pytest.raises(ConfigError) as info:
         replay.check(before, made(model="some/model"), "run.json")
     one, other = before["model"]["hash"][:12], made(model="some/model")["model"]["hash"][:12]
-    said = f"model was some/model at {COMMIT} ({one}) and is some/model at {OTHER} ({other})"
-    assert str(info.value).startswith(f"run.json: this would not be the recorded run: {said}. ")
+    reported = f"model was some/model at {COMMIT} ({one}) and is some/model at {OTHER} ({other})"
+    assert str(info.value).startswith(f"run.json: this would not be the recorded run: {reported}. ")
     assert replay.check(before, made(model="some/model", revision=COMMIT), "run.json") == []
     notes = replay.check(before, made(model="some/model", revision=OTHER), "run.json")
     assert notes == ["changed from run.json: model"]

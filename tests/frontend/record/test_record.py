@@ -287,8 +287,8 @@ def test_consequences_of_a_choice_are_no_differences_of_their_own(made, write):
     follows = {d.name: d.follows for d in found.differences}
     assert follows == {"kvcache_block_size": ("attention",), "attention": ()}
     assert "  kvcache_block_size  16 -> 32   (follows from attention)" in lines(base, other)
-    asked = made(attention="wide_of_test:Wide", allow_targets=["wide_of_test"], kvcache_block_size=64)
-    assert set(compare(base, asked).subjects) == {"attention", "kvcache_block_size"}
+    requested = made(attention="wide_of_test:Wide", allow_targets=["wide_of_test"], kvcache_block_size=64)
+    assert set(compare(base, requested).subjects) == {"attention", "kvcache_block_size"}
     half = made(dtype="bfloat16")
     found = compare(base, half)
     assert found.verdict == "only dtype differs"

@@ -223,7 +223,7 @@ def experiment(model, tmp_path, monkeypatch):
     return tmp_path
 
 
-def said(capsys, *args):
+def reported(capsys, *args):
     code = main(list(args))
     return (code, *capsys.readouterr())
 
@@ -231,58 +231,58 @@ def said(capsys, *args):
 def test_a_recorded_run_runs_again_with_one_part_changed(experiment, capsys, monkeypatch):
     monkeypatch.syspath_prepend(experiment)
     (experiment / "mine_again.py").write_text(EVICTOR)
-    code, out, err = said(capsys, "run", "a.json")
+    code, out, err = reported(capsys, "run", "a.json")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["Once", "Then"]
     assert code == 0 and "compared with a.json: the tokens are the same: 8 in 2 requests" in err
     args = ["--set", "evictor=mine_again:Mine", "--allow-target", "mine_again"]
-    code, _, err = said(capsys, "run", "a.json", *args, "--record", "b.json")
+    code, _, err = reported(capsys, "run", "a.json", *args, "--record", "b.json")
     assert code == 0 and "minivllm: changed from a.json: evictor\n" in err
-    code, out, _ = said(capsys, "diff", "a.json", "b.json", "--only", "evictor")
+    code, out, _ = reported(capsys, "diff", "a.json", "b.json", "--only", "evictor")
     assert (code, out.splitlines()[:2]) == (0, ["only evictor differs", "the tokens are the same: 8 in 2 requests"])
-    code, out, err = said(capsys, "diff", "a.json", "b.json", "--only", "attention,scheduler")
+    code, out, err = reported(capsys, "diff", "a.json", "b.json", "--only", "attention,scheduler")
     assert (code, err) == (1, "minivllm: error: more than attention, scheduler differs: evictor\n")
-    code, _, err = said(capsys, "diff", "a.json", "b.json", "--only", "evicter")
+    code, _, err = reported(capsys, "diff", "a.json", "b.json", "--only", "evicter")
     assert code == 1 and err.endswith("more than evicter differs: evictor. Did you mean 'evictor'?\n")
-    found = json.loads(said(capsys, "diff", "a.json", "b.json", "--json")[1])
+    found = json.loads(reported(capsys, "diff", "a.json", "b.json", "--json")[1])
     assert (found["verdict"], found["tokens"], found["subjects"]) == ("only evictor differs", "same", ["evictor"])
 
-    refused = said(capsys, "run", "b.json")
+    refused = reported(capsys, "run", "b.json")
     assert refused[0] == 4 and "--allow-target mine_again" in refused[2], "a file must not allow its own code"
     (experiment / "mine_again.py").write_text(EVICTOR + "    x = 1\n")
     allowed = ["--allow-target", "mine_again"]
-    code, out, err = said(capsys, "run", "b.json", *allowed)
+    code, out, err = reported(capsys, "run", "b.json", *allowed)
     assert (code, out) == (2, "") and "b.json: this would not be the recorded run: evictor was local/mine_again" in err
     assert "add --force to run the present one" in err
-    code, _, err = said(capsys, "run", "b.json", *allowed, "--force")
+    code, _, err = reported(capsys, "run", "b.json", *allowed, "--force")
     assert code == 0 and "minivllm: not as recorded: evictor was " in err
 
 
 def test_another_version_or_model_is_refused_and_another_machine_is_told(experiment, capsys):
     base = bill.read("a.json")
     bill.write("torch.json", changed(base, versions__torch="1.0"))
-    code, _, err = said(capsys, "run", "torch.json")
+    code, _, err = reported(capsys, "run", "torch.json")
     assert code == 2 and f"torch was 1.0 and is {torch.__version__}" in err
     bill.write("model.json", changed(base, model__hash="0" * 64))
-    code, _, err = said(capsys, "run", "model.json")
+    code, _, err = reported(capsys, "run", "model.json")
     assert code == 2 and "model was pocket (000000000000) and is pocket (" in err
-    assert said(capsys, "run", "model.json", "--model", "pocket-draft", "--force")[0] == 0
+    assert reported(capsys, "run", "model.json", "--model", "pocket-draft", "--force")[0] == 0
     bill.write("cpu.json", changed(base, machine__cpu="Z80"))
-    code, _, err = said(capsys, "run", "cpu.json")
+    code, _, err = reported(capsys, "run", "cpu.json")
     assert code == 0 and "minivllm: not the machine of cpu.json: the machine was Z80 and is " in err
 
 
 def test_generate_and_chat_leave_records_that_run_again(experiment, capsys, monkeypatch):
     small = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=40"]
     args = ["--temperature", "0", "--max-tokens", "4", *small]
-    assert said(capsys, "generate", "--chat", "What is 2 + 3?", *args, "--record", "g.json")[0] == 0
+    assert reported(capsys, "generate", "--chat", "What is 2 + 3?", *args, "--record", "g.json")[0] == 0
     record = bill.read("g.json")
     assert record["config"]["run"] == {"prompts": ["What is 2 + 3?"], "output": None, "chat": True}
     assert record["config"]["origins"]["sampling.max_tokens"] == "--max-tokens"
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2 + 3?\nAnd 4 + 5?\n"))
-    assert said(capsys, "chat", *args, "--record", "c.json")[0] == 0
+    assert reported(capsys, "chat", *args, "--record", "c.json")[0] == 0
     assert len(bill.read("c.json")["requests"]) == 2
     for name in ("g.json", "c.json"):
-        code, _, err = said(capsys, "run", name)
+        code, _, err = reported(capsys, "run", name)
         assert code == 0 and f"compared with {name}: the tokens are the same" in err
 
 
@@ -290,7 +290,7 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     (experiment / "p.txt").write_text("Once\n")
 
     def refuses(*args):
-        code, out, err = said(capsys, *args)
+        code, out, err = reported(capsys, *args)
         assert (code, out) == (2, "")
         return err.removeprefix("minivllm: error: ").rstrip()
 

@@ -224,13 +224,13 @@ def test_built_in_parts_read_nothing_that_cannot_be_told_and_two_looks_at_them_a
     assert seen > len(BUILTINS) * 0.8
 
 
-TOLD = [
+RECEIVED = [
     (1, 1.0), (1, True), ("a", b"a"), ([1, 2], (1, 2)), ([1, 2], [2, 1]), ({1: 2}, {1: 3}), ({"a"}, {"b"}),
     (None, "None"), (float("nan"), 0.0), (0.0, -0.0), ([[1], [2]], [[1, 2]]), (range(3), range(4)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("one, other", TOLD)
+@pytest.mark.parametrize("one, other", RECEIVED)
 def test_two_values_share_a_digest_only_if_they_are_alike(one, other):
     import copy
 

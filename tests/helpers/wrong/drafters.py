@@ -148,12 +148,12 @@ class Repeats(NGram):
     """All instances count their questions together."""
 
     spec = spec("Repeats")
-    asked: list = []
+    requested: list = []
 
     def propose(self, ask):
-        self.asked.append(1)
+        self.requested.append(1)
         tokens, count = super().propose(ask)
-        return (tokens + len(self.asked)) % 61, count
+        return (tokens + len(self.requested)) % 61, count
 
 
 HOST = {"options": "minivllm.plugins.drafter.options:SuffixOptions", "features": frozenset({"host_tokens"})}

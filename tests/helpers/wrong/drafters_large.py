@@ -71,7 +71,7 @@ class KeepsHistories(NGram):
     spec = spec("KeepsHistories")
 
     def propose(self, ask):
-        self.asked = [*getattr(self, "asked", ()), ask.rows.history()]
+        self.requested = [*getattr(self, "asked", ()), ask.rows.history()]
         return super().propose(ask)
 
 

@@ -331,11 +331,11 @@ class RemembersTheFirst(Llama):
     """The first call of one instance changes the results of other instances."""
 
     spec = spec("RemembersTheFirst")
-    asked: list = []
+    requested: list = []
 
     def build(self, cfg, parts):
-        self.asked.append(cfg)
-        return super().build(changed(cfg, rms_norm_eps=cfg.rms_norm_eps * len(self.asked)), parts)
+        self.requested.append(cfg)
+        return super().build(changed(cfg, rms_norm_eps=cfg.rms_norm_eps * len(self.requested)), parts)
 
 
 class PicksAnother(Llama):
@@ -353,8 +353,10 @@ class _PicksAnother(Decoder):
     takes_logits_indices = True
 
     def __call__(self, step):
-        asked = step.logits_indices
-        return super().__call__(replace(step, logits_indices=None if asked is None else (asked - 1).clamp(min=0)))
+        requested = step.logits_indices
+        return super().__call__(
+            replace(step, logits_indices=None if requested is None else (requested - 1).clamp(min=0))
+        )
 
 
 class PlainLlama(ModelArch):

@@ -75,11 +75,11 @@ class FailsWithoutHistory(ClientHistory):
 
 class LearnsFromQuestions(Predictor):
     spec = spec("LearnsFromQuestions")
-    asked = 0
+    requested = 0
 
     def output_tokens(self, request):
-        self.asked += 1
-        return float(self.asked)
+        self.requested += 1
+        return float(self.requested)
 
 
 class DrawsFromAnyone(Predictor):

@@ -15,19 +15,19 @@ from .quantizers import Faulty
 from .quantizers_packed import Int4, Int4Weight
 
 SEAM = "quantizer"
-TOLD = "test_what_lives_on_the_device_is_told"
+RECEIVED = "test_what_lives_on_the_device_is_told"
 PRODUCTS = "test_products_are_those_of_the_weight_that_is_held"
 FAULTS = {
-    "DenseOnTheFirst": (TOLD,),
-    "DenseForMany": (TOLD,),
-    "BytesOnTheFirst": (TOLD,),
+    "DenseOnTheFirst": (RECEIVED,),
+    "DenseForMany": (RECEIVED,),
+    "BytesOnTheFirst": (RECEIVED,),
     "XByAddress": (PRODUCTS,),
-    "ScalesOfThreeBits": (TOLD,),
-    "DenseOnTheHost": (TOLD,),
-    "DenseElsewhere": (TOLD,),
-    "TensorsOnTheFirst": (TOLD,),
+    "ScalesOfThreeBits": (RECEIVED,),
+    "DenseOnTheHost": (RECEIVED,),
+    "DenseElsewhere": (RECEIVED,),
+    "TensorsOnTheFirst": (RECEIVED,),
     "XById": (PRODUCTS,),
-    "BytesOfFourBits": (TOLD,),
+    "BytesOfFourBits": (RECEIVED,),
 }
 RIGHT = ("BitAndAHalfOfScales", "TwoPlanes")
 

@@ -402,11 +402,11 @@ class PlansByWhoAsked(Counts):
     """A call of its figures changes the order of arrival that it stores."""
 
     spec = Spec(f"{__name__}:PlansByWhoAsked", (1, 1), "a planted fault")
-    asked = False
+    requested = False
 
     def key(self, new):
-        return -new.arrival if self.asked else new.arrival
+        return -new.arrival if self.requested else new.arrival
 
     def figures(self):
-        self.asked = True
+        self.requested = True
         return {}

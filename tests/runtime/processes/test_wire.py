@@ -244,11 +244,11 @@ def test_a_closed_gate_leaves_no_port_and_no_name():
 
 def test_what_a_rank_says_of_itself_is_json_and_nothing_that_runs():
     a, b = tcp()
-    told = {}
-    other = threading.Thread(target=lambda: told.update(admit(b, SECRET)))
+    received = {}
+    other = threading.Thread(target=lambda: received.update(admit(b, SECRET)))
     other.start()
     greet(a, SECRET, {"gpus": ["0"], "host": "x" * 200})
     other.join()
-    assert json.dumps(told) and told["gpus"] == ["0"]
+    assert json.dumps(received) and received["gpus"] == ["0"]
     a.close()
     b.close()

@@ -41,17 +41,17 @@ def check(name, walker, offered, mode, parallel, text):
     """Read an answer, and compare its calls with the schemas."""
     reply = FORMATS[name]().start(walker.context(offered, answer=mode == ANSWER))
     parts = [part for char in text for part in reply.feed(char)]
-    _, said, calls = summed([*parts, *reply.feed("", True)])
+    _, reported, calls = summed([*parts, *reply.feed("", True)])
     for function, arguments, ended in calls:
         assert ended, (name, text)
         jsonschema.validate(json.loads(arguments), offered[function])
     assert parallel or len(calls) <= 1, (name, text)
     if mode == FORCED:
-        assert calls and not said.strip(), (name, text)
+        assert calls and not reported.strip(), (name, text)
     if mode == ANSWER:
-        assert bool(calls) != bool(said.strip()), (name, text)
+        assert bool(calls) != bool(reported.strip()), (name, text)
         if not calls:
-            jsonschema.validate(json.loads(said), OBJECT)
+            jsonschema.validate(json.loads(reported), OBJECT)
     return len(calls)
 
 
@@ -202,5 +202,5 @@ def test_a_call_in_the_reasoning_is_text_where_calls_begin_behind_it():
     walker = Walker(FORMATS["qwen3"].format)
     for behind, thought, count in ((False, "", 2), (True, call, 1)):
         request = walker.context({"f": {}}, opened=True, behind=behind)
-        found, said, calls = summed(FORMATS["qwen3"]().start(request).feed(f"{call}</think>{call}", True))
-        assert (found, said, len(calls)) == (thought, "", count)
+        found, reported, calls = summed(FORMATS["qwen3"]().start(request).feed(f"{call}</think>{call}", True))
+        assert (found, reported, len(calls)) == (thought, "", count)

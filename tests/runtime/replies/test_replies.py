@@ -67,14 +67,16 @@ def test_calls_that_are_written_are_read_back(name):
     for seed in range(60):
         rng = random.Random(seed)
         made = calls(rng, name)
-        thought, said = words(rng).strip(), words(rng).strip()
-        said = "" if not form.channels and not form.calls[0].open and not form.calls[0].begin.strip("[") else said
-        text = write_reply(form, thought if form.channels or form.reasoning else "", said, made)
+        thought, reported = words(rng).strip(), words(rng).strip()
+        reported = (
+            "" if not form.channels and not form.calls[0].open and not form.calls[0].begin.strip("[") else reported
+        )
+        text = write_reply(form, thought if form.channels or form.reasoning else "", reported, made)
         for request in (PLAIN, ReplyContext(FUNCTIONS, marks=marks, hidden=frozenset(marks))):
             spelled = marked(text, request.marks)
             seen, shown, got = parsed(name, spelled, request)
             assert [(n, json.loads(a), e) for n, a, e in got] == [(n, a, True) for n, a in made], text
-            assert shown.strip() == said and (seen == thought or not (form.channels or form.reasoning)), text
+            assert shown.strip() == reported and (seen == thought or not (form.channels or form.reasoning)), text
         for spelling in form.calls[1:]:
             _, shown, got = parsed(name, write_calls(spelling, made))
             assert [(n, json.loads(a)) for n, a, _ in got] == made and not shown, spelling
@@ -88,13 +90,13 @@ def test_a_truncated_answer_keeps_complete_calls_only(name):
     text = write_reply(form, "", "", made)
     before = 0
     for at in range(len(text) + 1):
-        thought, said, got = parsed(name, text[:at], cut=True)
+        thought, reported, got = parsed(name, text[:at], cut=True)
         whole = [(n, json.loads(a)) for n, a, ended in got if ended]
         assert whole == made[: len(whole)] and before <= len(whole) <= before + 1, text[:at]
         before = len(whole)
-        said = said.strip()
-        tags = [tag for tag in form.tags if tag.startswith(said)]
-        assert not said or tags, (text[:at], said)  # an incomplete tag may be a word like another
+        reported = reported.strip()
+        tags = [tag for tag in form.tags if tag.startswith(reported)]
+        assert not reported or tags, (text[:at], reported)  # an incomplete tag may be a word like another
         assert not thought
     assert before == 2
 
@@ -174,8 +176,8 @@ def test_functions_that_are_not_offered_are_text():
         if name == "gpt_oss":
             continue
         text = write_calls(FORMATS[name].format.calls[0], [("f", {"a": 1})])
-        thought, said, got = parsed(name, text, request)
-        assert (thought, got) == ("", []) and said == text, name
+        thought, reported, got = parsed(name, text, request)
+        assert (thought, got) == ("", []) and reported == text, name
     text = write_reply(FORMATS["gpt_oss"].format, "", "", [("f", {"a": 1})])
     assert parsed("gpt_oss", text, request) == ("", '{"a": 1}', [])
 

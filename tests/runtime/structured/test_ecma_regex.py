@@ -99,13 +99,17 @@ def test_flags_and_empty_groups_leave_an_anchor_at_its_edge(library, pattern):
 
 
 def test_whitespace_is_what_json_allows(library):
-    def asked(pattern):
+    def requested(pattern):
         return compiled(library, "json", {"type": "array"}, any_whitespace=True, whitespace=pattern)
 
-    if asked(r"\s*") is None:  # a library that has none
+    if requested(r"\s*") is None:  # a library that has none
         return
-    assert takes(library, asked(r"\s*"), "[ 1\n,\t2]") and not takes(library, asked(r"\s*"), "[\v1]")
-    assert asked("[a-z]") is None and takes(library, asked("[ a]?"), "[ 1]") and takes(library, asked(""), "[1,2]")
+    assert takes(library, requested(r"\s*"), "[ 1\n,\t2]") and not takes(library, requested(r"\s*"), "[\v1]")
+    assert (
+        requested("[a-z]") is None
+        and takes(library, requested("[ a]?"), "[ 1]")
+        and takes(library, requested(""), "[1,2]")
+    )
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------

@@ -103,29 +103,29 @@ def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who
     """It ends long before its limit.  Compilations of other requests continue, and a helper that forks stays."""
     fake.helpers._make = lambda made=fake.helpers._make: patient(made())
     assert compiled(fake, "1").handle == "1"
-    asked, found = StructuredOutputsParams(regex="loop"), []
-    fake.stop(asked, ("", ""))  # nothing is being made: without effect
+    requested, found = StructuredOutputsParams(regex="loop"), []
+    fake.stop(requested, ("", ""))  # nothing is being made: without effect
 
     def ask():
         with pytest.raises(RequestError, match="the requests for it have ended") as e:
-            fake.compile(asked, ("", ""))
+            fake.compile(requested, ("", ""))
         found.append(e.value.param)
 
     begun, thread = time.monotonic(), threading.Thread(target=ask)
     with fake.helpers.one() if when.startswith("before") else contextlib.nullcontext():
         thread.start()
-        while (("", ""), asked.source) not in fake._making:
+        while (("", ""), requested.source) not in fake._making:
             time.sleep(0.01)
         time.sleep(0.5)
         fake.stop(StructuredOutputsParams(regex="other"), ("", ""))
-        fake.stop(asked, ("somebody", ""))
+        fake.stop(requested, ("somebody", ""))
         time.sleep(0.2)
         assert thread.is_alive()
-        fake.stop(asked, ("", ""))
+        fake.stop(requested, ("", ""))
     thread.join(30)
     assert found == ["structured_outputs"] and time.monotonic() - begun < 20
     assert not fake._making and not fake._stopped and not fake._trying
-    assert fake.find(asked, ("", "")) is None, "it was not refused: whoever asks again is not told so"
+    assert fake.find(requested, ("", "")) is None, "it was not refused: whoever asks again is not told so"
     assert compiled(fake, "2").handle == "2"
 
 

@@ -63,8 +63,8 @@ def check_all(llm, names, params, least):
     """
     import jsonschema
 
-    asked = [params(SCHEMAS[name]) for name in names]
-    outputs = llm.generate(["Tell me about a fox."] * len(asked), asked, use_tqdm=False)
+    requested = [params(SCHEMAS[name]) for name in names]
+    outputs = llm.generate(["Tell me about a fox."] * len(requested), requested, use_tqdm=False)
     finished = total = tokens = 0
     for name, output in zip(names, outputs, strict=True):
         assert output.error is None, (name, output.error)
@@ -119,8 +119,8 @@ def test_every_finished_answer_fits_its_schema(library, model, monkeypatch, caps
 
     def params(schema):
         tight, temperature = next(kinds)
-        asked = {"json": schema, "disable_any_whitespace": tight}
-        return SamplingParams(seed=5, temperature=temperature, max_tokens=200, structured_outputs=asked)
+        requested = {"json": schema, "disable_any_whitespace": tight}
+        return SamplingParams(seed=5, temperature=temperature, max_tokens=200, structured_outputs=requested)
 
     with LLM(
         model="pocket", dtype="float32", grammar=library, max_num_seqs=100, num_kvcache_blocks=4000, **options
@@ -140,15 +140,15 @@ def test_every_finished_answer_fits_its_schema(library, model, monkeypatch, caps
 def test_regexes_choices_and_grammars_hold(llm):
     import re
 
-    asked = [
+    requested = [
         {"regex": r"[0-9]{3}-\d{4}"},
         {"choice": ["yes", "no", "h\u00e9"]},
         {"json_object": True},
         {"grammar": 'start: "(" start ")" | "x"'},
         {"grammar": 'root ::= "a" | "b" root'},
     ]
-    params = [SamplingParams(n=3, seed=1, max_tokens=20, structured_outputs=a) for a in asked]
-    outputs = llm.generate(["Who?"] * len(asked), params, use_tqdm=False)
+    params = [SamplingParams(n=3, seed=1, max_tokens=20, structured_outputs=a) for a in requested]
+    outputs = llm.generate(["Who?"] * len(requested), params, use_tqdm=False)
     texts = [[o.text for o in output.outputs if o.finish_reason == "stop"] for output in outputs]
     assert len(texts[0]) == 3 and all(re.fullmatch("[0-9]{3}-[0-9]{4}", t) for t in texts[0])
     assert len(texts[1]) == 3 and set(texts[1]) <= {"yes", "no", "h\u00e9"}
@@ -187,10 +187,10 @@ def test_the_end_comes_where_the_grammar_lets_it(llm):
 
 def test_a_mask_and_allowed_tokens_fn_must_agree(llm):
     only = lambda text: lambda ids: llm.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    asked = {"choice": ["a", "b"]}
-    some = SamplingParams(temperature=0, max_tokens=1, structured_outputs=asked, allowed_tokens_fn=only("b"))
+    requested = {"choice": ["a", "b"]}
+    some = SamplingParams(temperature=0, max_tokens=1, structured_outputs=requested, allowed_tokens_fn=only("b"))
     assert llm.generate("Once", some, use_tqdm=False)[0].text == "b"
-    none = SamplingParams(temperature=0, max_tokens=4, structured_outputs=asked, allowed_tokens_fn=only("c"))
+    none = SamplingParams(temperature=0, max_tokens=4, structured_outputs=requested, allowed_tokens_fn=only("c"))
     output = llm.generate("Once", none, use_tqdm=False)[0]
     assert output.finish_reason == "error" and "allow no token in common" in output.error
 
@@ -239,29 +239,29 @@ def test_hostile_grammars_are_refused_or_answered_within_2_s_and_golden_requests
             output = piece.output
         return output
 
-    async def outcome(llm, asked):
+    async def outcome(llm, requested):
         start = time.perf_counter()
         try:
-            output = await last(llm, "Go", SamplingParams(max_tokens=4, structured_outputs=asked))
-            said = ANSWERED if output.error is None else output.error
+            output = await last(llm, "Go", SamplingParams(max_tokens=4, structured_outputs=requested))
+            reported = ANSWERED if output.error is None else output.error
         except RequestError as e:
-            named = f"structured_outputs.{next(iter(asked))}" in str(e) and e.param == "structured_outputs"
-            said = REFUSED if named and len(str(e)) < 600 else str(e)
-        return said, time.perf_counter() - start
+            named = f"structured_outputs.{next(iter(requested))}" in str(e) and e.param == "structured_outputs"
+            reported = REFUSED if named and len(str(e)) < 600 else str(e)
+        return reported, time.perf_counter() - start
 
     async def run():
         async with AsyncLLM(model="pocket", dtype="float32", grammar="llguidance", max_num_seqs=8) as llm:
             alone = [(await last(llm, p, golden)).tokens for p in prompts]
             await outcome(llm, {"regex": "a"})  # the helper is there
             beside = [asyncio.create_task(last(llm, p, golden)) for p in prompts]
-            found = [await outcome(llm, asked) for asked, _ in HOSTILE]
+            found = [await outcome(llm, requested) for requested, _ in HOSTILE]
             return alone, [(await task).tokens for task in beside], found
 
     alone, beside, found = asyncio.run(run())
     assert beside == alone
-    told = [(i, said, round(seconds, 2)) for i, (said, seconds) in enumerate(found)]
-    assert [said for said, _ in found] == [want for _, want in HOSTILE], told
-    assert max(seconds for _, seconds in found) < 2, told
+    received = [(i, reported, round(seconds, 2)) for i, (reported, seconds) in enumerate(found)]
+    assert [reported for reported, _ in found] == [want for _, want in HOSTILE], received
+    assert max(seconds for _, seconds in found) < 2, received
 
 
 def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypatch):
@@ -290,7 +290,7 @@ def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypat
 
     monkeypatch.setattr(type(engine.masks), "of", of)
     schema = {"json": PERSON, "disable_any_whitespace": True}
-    asked = [
+    requested = [
         SamplingParams(
             max_tokens=4 + 5 * i,
             seed=i,
@@ -302,7 +302,7 @@ def test_masks_are_those_of_fresh_matchers_whoever_comes_and_goes(llm, monkeypat
         )
         for i in range(8)
     ]
-    pieces = [llm.stream("Once", params) for params in asked]
+    pieces = [llm.stream("Once", params) for params in requested]
     for turn in range(400):  # they come one after the other
         for stream in pieces[: 1 + turn // 3]:
             next(stream, None)
@@ -314,18 +314,18 @@ def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
     plugin = llm.engine.grammars.plugin
     true = type(plugin).fill
     monkeypatch.setattr(type(plugin), "fill", lambda self, m, mask, rows: {**true(self, m, mask, rows), 0: "too much"})
-    asked = SamplingParams(max_tokens=4, structured_outputs={"regex": "a+"})
-    first, second = llm.generate(["Once", "Once"], [asked, SamplingParams(max_tokens=4)], use_tqdm=False)
+    requested = SamplingParams(max_tokens=4, structured_outputs={"regex": "a+"})
+    first, second = llm.generate(["Once", "Once"], [requested, SamplingParams(max_tokens=4)], use_tqdm=False)
     assert first.error == "structured_outputs: too much" and second.error is None and len(second.tokens) == 4
 
 
 def test_a_record_holds_what_was_asked_for(tmp_path):
     from minivllm.frontend.record.tally import plain_params
 
-    asked = {"json": PERSON, "disable_any_whitespace": True}
-    assert plain_params(SamplingParams(structured_outputs=asked)) == {"structured_outputs": asked}
-    again = SamplingParams.make(**json.loads(json.dumps(plain_params(SamplingParams(structured_outputs=asked)))))
-    assert again == SamplingParams(structured_outputs=asked)
+    requested = {"json": PERSON, "disable_any_whitespace": True}
+    assert plain_params(SamplingParams(structured_outputs=requested)) == {"structured_outputs": requested}
+    again = SamplingParams.make(**json.loads(json.dumps(plain_params(SamplingParams(structured_outputs=requested)))))
+    assert again == SamplingParams(structured_outputs=requested)
 
 
 @needs_library

@@ -21,7 +21,7 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
 
 
 @pytest.mark.parametrize(
-    "asked, says",
+    "requested, says",
     [
         ({}, "structured_outputs: none given; expected exactly one of json, regex, choice, grammar, json_object"),
         ({"json": {}, "regex": "a"}, "json and regex given"),
@@ -59,10 +59,10 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
         ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "expected no whitespace_pattern"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_field_and_what_was_wanted(asked, says):
+def test_what_cannot_be_is_refused_with_the_field_and_what_was_wanted(requested, says):
     start = time.thread_time()
     with pytest.raises(RequestError) as e:
-        SamplingParams(structured_outputs=asked)
+        SamplingParams(structured_outputs=requested)
     assert says in str(e.value) and e.value.param == "structured_outputs" and len(str(e.value)) < 300
     assert time.thread_time() - start < 2
 
@@ -108,8 +108,8 @@ def test_the_schema_false_is_refused_with_what_it_says():
 def test_additional_properties_are_forbidden_where_the_schema_says_nothing():
     inner = {"type": "object", "properties": {"b": {}}, "additionalProperties": {"type": "null"}}
     schema = {"type": "object", "properties": {"a": inner}}
-    asked = StructuredOutputsParams(json=schema, disable_additional_properties=True)
-    assert json.loads(asked.source.text) == {**schema, "additionalProperties": False}
+    requested = StructuredOutputsParams(json=schema, disable_additional_properties=True)
+    assert json.loads(requested.source.text) == {**schema, "additionalProperties": False}
     assert "additionalProperties" not in schema
 
 
@@ -240,9 +240,9 @@ def test_schemas_joined_by_references_to_their_id_are_closed_together():
 def test_only_references_of_schemas_are_moved():
     from minivllm.server.openai.tools import _moved
 
-    said = {"$ref": "#/$defs/B"}
-    notes = {"const": said, "enum": [said], "default": said, "examples": [said]}
-    names = {"a": notes, "const": said, "default": said, "n": notes}
+    reported = {"$ref": "#/$defs/B"}
+    notes = {"const": reported, "enum": [reported], "default": reported, "examples": [reported]}
+    names = {"a": notes, "const": reported, "default": reported, "n": notes}
     moved = _moved(json.loads(json.dumps({"properties": names, "$defs": {"B": B}})), "#/x")
     there = {"$ref": "#/x/$defs/B"}
     assert moved["properties"] == {"a": notes, "const": there, "default": there, "n": notes}

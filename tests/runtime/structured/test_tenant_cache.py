@@ -21,10 +21,10 @@ steps = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", "s"]), s
 
 
 @given(st.integers(0, 60), steps)
-def test_bytes_are_those_of_what_is_kept_and_nobody_below_an_even_share_loses_anything(capacity, asked):
+def test_bytes_are_those_of_what_is_kept_and_nobody_below_an_even_share_loses_anything(capacity, requested):
     cache: TenantCache[object] = TenantCache(capacity)
     put = {}
-    for tenant, inner, key, size in asked:
+    for tenant, inner, key, size in requested:
         before = dict(cache._sizes)
         value = object()
         cache.put((tenant, inner), key, value, size)
@@ -81,7 +81,7 @@ class Counting:
     """A helper and a plug-in that count their calls."""
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def start(self):
         pass
@@ -89,7 +89,7 @@ class Counting:
     close = start
 
     def check(self, source):
-        self.asked.append(source.text)
+        self.requested.append(source.text)
         if source.text.startswith("bad"):
             raise ValueError("no")
 
@@ -118,7 +118,7 @@ def test_a_grammar_costs_each_key_and_salt_the_same_work_whoever_has_sent_it_bef
     for number, salt in enumerate([A, B, ("a", "s"), ("", "")], 1):
         for _ in range(3):
             made = ask(grammars, text, salt)
-            assert len(grammars.helpers.made[0].asked) == number, "once for each salt: made anew, or refused anew"
+            assert len(grammars.helpers.made[0].requested) == number, "once for each salt: made anew, or refused anew"
         found.add(made)
     assert len(found) == (4 if text == "a+" else 1)
 
@@ -129,10 +129,10 @@ def test_a_key_that_floods_leaves_another_its_grammars_and_its_refusals(grammars
     for number in range(300):
         ask(grammars, f"x{number}", B)
         ask(grammars, "bad" + "y" * 9000 + str(number), B)
-    before = len(grammars.helpers.made[0].asked)
+    before = len(grammars.helpers.made[0].requested)
     for text in ("a", "bad", "b"):
         ask(grammars, text, A)
-    assert len(grammars.helpers.made[0].asked) == before
+    assert len(grammars.helpers.made[0].requested) == before
     assert grammars.bytes <= 1000 and grammars._refused.bytes <= 1 << 20
 
 

@@ -102,12 +102,12 @@ def test_one_whose_clients_have_all_gone_is_not_compiled(library):
 def test_one_that_has_begun_is_stopped_when_its_last_client_has_gone_and_asked_for_again_it_is_made_anew():
     library, stopped = Library(), []
     compiling = Compiling(library.find, library.compile, 3, lambda params: stopped.append(params))
-    asked = [asks("a", "slow"), asks("a", "slow")]
-    for number, live in enumerate(asked):
+    requested = [asks("a", "slow"), asks("a", "slow")]
+    for number, live in enumerate(requested):
         compiling.begin(number, live)
     library.until(1)
     assert compiling.cancel(0) and not stopped, "somebody waits for it still"
-    assert compiling.cancel(1) and stopped == [asked[0].request.params]
+    assert compiling.cancel(1) and stopped == [requested[0].request.params]
     again = asks("a", "slow")
     compiling.begin(2, again)
     assert library.until(2) == ["slow", "slow"], "the one that was stopped makes nothing for who asks now"

@@ -93,14 +93,14 @@ def test_ids_are_those_of_llama_cpp_and_decode_to_the_text(answer, tmp_path):
     for pre in answer["pre"]:
         tokenizer = load_tokenizer(byte_level(tmp_path / f"{pre}.gguf", pre))
         compared = 0
-        for said, ids in zip(TEXTS, answer["ids"], strict=True):
-            kinds = {unicodedata.category(c) for c in said if not c.isascii()}
+        for reported, ids in zip(TEXTS, answer["ids"], strict=True):
+            kinds = {unicodedata.category(c) for c in reported if not c.isascii()}
             if (pre in CASED and kinds & {"Mn", "Mc"}) or (pre in DIGITS and "Nd" in kinds):
                 continue
-            found = tokenizer.encode(said)
-            assert found == ids, (pre, said)
-            want = unicodedata.normalize("NFC", said) if NAMES[pre].nfc else said
-            bare = tokenizer.encode(said, add_special_tokens=False)
+            found = tokenizer.encode(reported)
+            assert found == ids, (pre, reported)
+            want = unicodedata.normalize("NFC", reported) if NAMES[pre].nfc else reported
+            bare = tokenizer.encode(reported, add_special_tokens=False)
             assert bare == ids[answer["add_bos"] :]
             assert tokenizer.decode(bare, skip_special_tokens=False) == want
             assert in_pieces(tokenizer, found, random.Random(compared)) == tokenizer.decode(found)
@@ -145,8 +145,8 @@ def test_ids_agree_with_transformers_where_it_reads_the_same_keys(tmp_path):
         path = byte_level(tmp_path / f"{pre}.gguf", pre, arch=arch)
         ours = load_tokenizer(path)
         theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=f"{pre}.gguf", local_files_only=True)
-        for said in (unicodedata.normalize("NFC", t) for t in TEXTS):
-            assert ours.encode(said, False) == theirs.encode(said, add_special_tokens=False), said
+        for reported in (unicodedata.normalize("NFC", t) for t in TEXTS):
+            assert ours.encode(reported, False) == theirs.encode(reported, add_special_tokens=False), reported
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +206,13 @@ def test_pieces_are_those_of_sentencepiece(options, flags, trained, tmp_path):
     theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
     ours = load_tokenizer(of_sentencepiece(tmp_path / "s.gguf", model, **flags))
     rng, compared = random.Random(8), 0
-    for said in [*EDGES, *(text(rng, rng.randint(1, 12)) for _ in range(200))]:
-        if "remove_extra_whitespaces" in flags and "\u2581" in said:  # there it is a space for sentencepiece alone
+    for reported in [*EDGES, *(text(rng, rng.randint(1, 12)) for _ in range(200))]:
+        if "remove_extra_whitespaces" in flags and "\u2581" in reported:  # there it is a space for sentencepiece alone
             continue
-        want = theirs.encode(said)
-        assert ours.encode(said) == [theirs.bos_id(), *want], said
+        want = theirs.encode(reported)
+        assert ours.encode(reported) == [theirs.bos_id(), *want], reported
         if theirs.unk_id() not in want:  # which it prints as " ⁇ "
-            assert ours.decode(want) == theirs.decode(want), said
+            assert ours.decode(want) == theirs.decode(want), reported
         assert in_pieces(ours, want, rng) == ours.decode(want)
         compared += 1
     assert compared > 100
@@ -237,8 +237,8 @@ def test_a_vocabulary_of_sentencepiece_has_the_defaults_of_llama_cpp(tmp_path):
         "a<ud>b": [near, ud, space, b], "</s>": [2], "é": [space, 3 + 0xC3, 3 + 0xA9], "a\n": [near, 3 + 0x0A],
         "<unk>": [0],
     }  # fmt: skip
-    for said, ids in cases.items():
-        assert tokenizer.encode(said) == [1, *ids], said
+    for reported, ids in cases.items():
+        assert tokenizer.encode(reported) == [1, *ids], reported
     assert tokenizer.special_ids == {0, 1, 2, ctl} and tokenizer.eos_ids == (2,)
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert tokenizer.decode([near, ud, a, ctl, b]) == "a<ud>ab"
@@ -298,7 +298,7 @@ def test_a_file_without_the_name_of_a_pre_tokenizer_is_read_with_a_warning(tmp_p
         unnamed = load_tokenizer(byte_level(tmp_path / "n.gguf", None))
     assert "names no pre-tokenizer" in caplog.text and str(tmp_path) in caplog.text
     named = load_tokenizer(byte_level(tmp_path / "d.gguf", "default"))
-    assert [unnamed.encode(said) for said in TEXTS] == [named.encode(said) for said in TEXTS]
+    assert [unnamed.encode(reported) for reported in TEXTS] == [named.encode(reported) for reported in TEXTS]
 
 
 def test_a_large_vocabulary_is_read_in_seconds(tmp_path):

@@ -187,11 +187,11 @@ def test_the_server_gives_a_chat_the_same_ids(made, name):
     async def check():
         for text in ("a", f"a{token}", f"a{token}" * 300):
             messages, tools, variables = conversation([text] * PLACES)
-            asked = {"tools": tools, "variables": variables}
-            want = tokenizer.encode_chat(tokenizer.chat_prompt(messages, **asked))
+            requested = {"tools": tools, "variables": variables}
+            want = tokenizer.encode_chat(tokenizer.chat_prompt(messages, **requested))
             for _ in range(2):
                 assert await tokens.chat(messages, tools, True, variables, NOBODY) == want
-            theirs = tokenizer.apply_chat_template(messages, **asked)
+            theirs = tokenizer.apply_chat_template(messages, **requested)
             assert await tokens.chat(messages, tools, True, variables, NOBODY, False) == theirs
             assert (theirs == want) == (text == "a")
         await tokens.pool.close()

@@ -19,7 +19,7 @@ def llm():
         yield made
 
 
-def rule(ids, asked, tokenizer):
+def rule(ids, requested, tokenizer):
     """Return (token ids, text, finish reason, stop reason) of an answer that would be ``ids`` without an end.
 
     After each token, a stop id ends it unless fewer than min_tokens tokens came before.  Otherwise a stop string ends
@@ -27,12 +27,12 @@ def rule(ids, asked, tokenizer):
     Otherwise max_tokens ends it.  A stop id is in the ids and not in the text.  A stop string is cut off unless it is
     included.
     """
-    least, include = asked.get("min_tokens", 0), asked.get("include_stop_str_in_output", False)
-    eos = () if asked.get("ignore_eos") else tokenizer.eos_ids
-    stops = [asked["stop"]] if isinstance(asked.get("stop"), str) else asked.get("stop", ())
+    least, include = requested.get("min_tokens", 0), requested.get("include_stop_str_in_output", False)
+    eos = () if requested.get("ignore_eos") else tokenizer.eos_ids
+    stops = [requested["stop"]] if isinstance(requested.get("stop"), str) else requested.get("stop", ())
     text = ""
     for k, token in enumerate(ids, 1):
-        ended = k > least and token in (*eos, *asked.get("stop_token_ids", ()))
+        ended = k > least and token in (*eos, *requested.get("stop_token_ids", ()))
         before, text = text, tokenizer.decode(ids[: k - (ended and not include)])
         for end in range(len(before) + 1, len(text) + 1) if k > least else ():
             found = [s for s in stops if text[:end].endswith(s)]
@@ -41,12 +41,12 @@ def rule(ids, asked, tokenizer):
                 return ids[:k], text[: end if include else end - len(stop)], "stop", stop
         if ended:
             return ids[:k], text, "stop", None if token in eos else token
-        if k == asked["max_tokens"]:
+        if k == requested["max_tokens"]:
             return ids[:k], text, "length", None
     raise AssertionError("the text is too short for the test")
 
 
-def told(output):
+def received(output):
     return output.token_ids, output.text, output.finish_reason, output.stop_reason
 
 
@@ -80,14 +80,14 @@ def cases(ids, tokenizer):
 def test_an_answer_ends_where_the_rules_say_with_their_reasons(llm):
     free = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
     ids = llm.generate(PROMPT, free, use_tqdm=False)[0].tokens
-    asked = [{"ignore_eos": True, **some} for some in cases(ids, llm.tokenizer)]
+    requested = [{"ignore_eos": True, **some} for some in cases(ids, llm.tokenizer)]
     outs = llm.generate(
-        [PROMPT] * len(asked), [SamplingParams(temperature=0, **some) for some in asked], use_tqdm=False
+        [PROMPT] * len(requested), [SamplingParams(temperature=0, **some) for some in requested], use_tqdm=False
     )
     reasons = set()
-    for some, out in zip(asked, outs, strict=True):
+    for some, out in zip(requested, outs, strict=True):
         want = rule(ids, some, llm.tokenizer)
-        assert told(out.outputs[0]) == want, some
+        assert received(out.outputs[0]) == want, some
         reasons.add((want[2], type(want[3])))
     assert reasons == {("stop", str), ("stop", int), ("length", type(None))}
 
@@ -100,7 +100,7 @@ def test_a_stream_gives_the_same_and_its_pieces_are_the_text(llm):
         pieces = list(llm.stream(PROMPT, SamplingParams(temperature=0, **some)))
         token_ids, text, *_ = rule(ids, some, llm.tokenizer)
         assert "".join(p.delta for p in pieces) == text and [i for p in pieces for i in p.token_ids] == token_ids
-        assert told(pieces[-1].output.outputs[0]) == rule(ids, some, llm.tokenizer), some
+        assert received(pieces[-1].output.outputs[0]) == rule(ids, some, llm.tokenizer), some
 
 
 def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
@@ -111,7 +111,7 @@ def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
     force = {"allowed_tokens_fn": lambda ids: [eos] if len(ids) == 12 else [9]}
     prompt = llm.tokenizer.encode(PROMPT)
     n = 12 - len(prompt)
-    asked = {
+    requested = {
         "plain": (dict(), n + 1, "stop", None),
         "ignored": (dict(ignore_eos=True, max_tokens=n + 3), n + 3, "length", None),
         "asked": (dict(ignore_eos=True, stop_token_ids=[eos]), n + 1, "stop", eos),
@@ -119,7 +119,7 @@ def test_end_of_sequence_has_no_stop_reason_and_can_be_made_a_stop_id(llm):
         "at the last": (dict(max_tokens=n + 1), n + 1, "stop", None),
         "one less": (dict(max_tokens=n), n, "length", None),
     }  # fmt: skip
-    for what, (some, count, reason, stop_reason) in asked.items():
+    for what, (some, count, reason, stop_reason) in requested.items():
         out = llm.generate([prompt], SamplingParams(temperature=0, **force, **some), use_tqdm=False)[0].outputs[0]
         assert (len(out.token_ids), out.finish_reason, out.stop_reason) == (count, reason, stop_reason), what
 
@@ -149,13 +149,13 @@ def test_what_ends_an_answer_is_in_the_ids_and_in_the_text_only_if_asked(llm):
         ({"stop": [4 * q], "ignore_eos": True, "skip_special_tokens": True}, 5, "", "stop", 4 * q),
     ]  # fmt: skip
     force = lambda ids: [eos] if len(ids) - len(prompt) == 3 else [9]  # noqa: E731
-    asked = [
+    requested = [
         SamplingParams(**{"temperature": 0, "max_tokens": 9, **some}, allowed_tokens_fn=force) for some, *_ in table
     ]
     for (some, count, *want), out in zip(
-        table, llm.generate([prompt] * len(asked), asked, use_tqdm=False), strict=True
+        table, llm.generate([prompt] * len(requested), requested, use_tqdm=False), strict=True
     ):
-        ids, *got = told(out.outputs[0])
+        ids, *got = received(out.outputs[0])
         assert (len(ids), *got) == (count, *want), some
         assert ids == [eos if i == 3 else 9 for i in range(count)], some
 
@@ -178,5 +178,5 @@ def test_branches_end_each_by_itself_and_their_tokens_are_counted(llm):
     some = {**params, "stop": [free[1].text[8:11], free[2].text[20:23]]}
     out = llm.generate(PROMPT, SamplingParams(**some), use_tqdm=False)[0].outputs
     for a, b in zip(out, free, strict=True):
-        assert told(a) == rule(b.token_ids, some, llm.tokenizer)
+        assert received(a) == rule(b.token_ids, some, llm.tokenizer)
     assert len({len(o.token_ids) for o in out}) > 1

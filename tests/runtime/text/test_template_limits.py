@@ -133,9 +133,12 @@ def tried(sources):
 
 
 def check(sources, what):
-    for name, (said, seconds, kib) in tried(sources).items():
-        assert what in said or "more time" in said, (name, said)  # on a busy machine the time may be over first
-        assert seconds < 15 and kib < 1 << 20, (name, said, seconds, kib)
+    for name, (reported, seconds, kib) in tried(sources).items():
+        assert what in reported or "more time" in reported, (
+            name,
+            reported,
+        )  # on a busy machine the time may be over first
+        assert seconds < 15 and kib < 1 << 20, (name, reported, seconds, kib)
 
 
 @pytest.mark.slow

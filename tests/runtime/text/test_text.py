@@ -19,9 +19,9 @@ ENDS = [Finish("stop"), Finish("stop", 7), Finish("length"), Finish("abort"), Fi
 
 
 def stream_of(params):
-    told = []
-    stream = Stream(1, "r", 1, params, TOKENIZER, lambda s: None, lambda s, sample, stop: told.append(stop), set())
-    return stream, told
+    received = []
+    stream = Stream(1, "r", 1, params, TOKENIZER, lambda s: None, lambda s, sample, stop: received.append(stop), set())
+    return stream, received
 
 
 def seq_of(tracked, sample):
