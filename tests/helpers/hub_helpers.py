@@ -36,8 +36,8 @@ class Hub:
     """A hub.
 
     ``served`` maps an id to (folder, {revision: commit}).  ``requested`` has the paths of all requests.
-    ``refuses`` maps an id to the code (``GatedRepo``) with which its files are refused.  ``broken`` is the status of every answer, if
-    not 0.
+    ``refuses`` maps an id to the code (``GatedRepo``) with which its files are refused.  ``broken`` is the status of
+    every answer, if not 0.
     """
 
     def __init__(self):

@@ -71,7 +71,7 @@ class KeepsHistories(NGram):
     spec = spec("KeepsHistories")
 
     def propose(self, ask):
-        self.requested = [*getattr(self, "asked", ()), ask.rows.history()]
+        self.requested = [*getattr(self, "requested", ()), ask.rows.history()]
         return super().propose(ask)
 
 
