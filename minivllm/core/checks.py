@@ -238,8 +238,10 @@ def _guide(value: Any, stepwise: bool) -> None:
 
 
 def answer(value: Any, samples: Collection[int], most: int) -> list[int]:
-    """Return the result of ``result``: the samples that are the outputs.  ``samples`` are those of the ended
-    branches."""
+    """Return the samples that a strategy's ``result`` chose as outputs, as whole numbers.
+
+    ``samples`` are the numbers of the ended branches.  ``most`` is the largest number of outputs.
+    """
     order = [whole(i, 0, max(samples), "result() gave the sample") for i in _listed(value)]
     distinct = set(order)
     if not 1 <= len(order) <= most or len(distinct) < len(order) or not distinct <= set(samples):

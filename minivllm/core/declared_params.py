@@ -38,7 +38,7 @@ class Declaration:
 
 
 _chosen: dict[str, Declaration] = {}
-# the entries of all packages when they were last read, and the parameters of external ones
+# the entries of all installed packages at the last reading, and the parameters that the external packages declare
 _installed: tuple[tuple[Entry, ...], dict[str, Declaration]] | None = None
 
 

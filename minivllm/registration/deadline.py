@@ -29,8 +29,10 @@ def seconds() -> float:
 
 
 class TooSlow(BaseException):
-    """Raised inside code that exceeds its deadline.  It is a BaseException, so ``except Exception`` does not catch
-    it."""
+    """Raised inside code that exceeds its deadline.
+
+    It is a BaseException, so that ``except Exception`` does not catch it.
+    """
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from minivllm.registration.fresh import command, import_target
 from .deadline import deadline, seconds
 from .discovery import BUILTIN
 
-CAME_THROUGH = 77  # exit status of a child whose import returned or raised an exception
+CAME_THROUGH = 77  # exit status of a child process whose import returned or raised an exception
 PATIENCE = 10.0  # seconds after which the trial of an import is abandoned
 on = hasattr(os, "fork") and sys.platform == "linux"  # whether imports are tried in a child process first
 
@@ -130,7 +130,8 @@ def try_out(target: str) -> None:
 
 
 def _fresh(target: str) -> str:
-    """Return how a new process ends when it imports a target, or "" if it survives or takes too long."""
+    """Return a description of how a new process ends when it imports a target, or "" if it survives or takes too long.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         status = subprocess.run(command(f"{__name__}:try_out", target), timeout=4 * PATIENCE).returncode
         return "" if status == CAME_THROUGH else how_it_ended(status)

@@ -27,7 +27,7 @@ from minivllm.registration.parameters import Param as Param
 
 _SEAMS = "minivllm.core.interfaces."
 BY_NAME = "approximate: it is chosen by its name only"  # the reason for which ``auto`` skips a plug-in
-CONTRACT = "contract version"  # ``Reason.what`` for a package that was written for another version of minivllm
+CONTRACT = "contract version"  # ``Reason.what`` if a package was written for another version of the contract
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ OPTION_OF = {  # kind -> name of its option in the configuration, if that differ
     "adapter": "adapters", "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser",
     "processor": "processors", "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
 }  # fmt: skip
-RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
+RESERVED = ("trimmer",)  # kinds without a contract in this version
 REQUESTED = ("processor", "sampler", "strategy", "compressor")  # kinds that may declare parameters of requests
 
 
@@ -533,7 +533,7 @@ class Spec:
 
     @property
     def approximate(self) -> bool:
-        """Return whether the plug-in declares that its results are approximate.  It is then chosen by its name only."""
+        """Return whether the plug-in declares approximate results, so that it is chosen by its name only."""
         return self.traits.get("approximate") is True
 
     def listed(self, fact: str) -> list[str]:
@@ -619,9 +619,9 @@ class Part:
     target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
     options: Mapping[str, Any] = field(default_factory=dict)
     options_target: str = ""  # the pydantic model of the options
-    features: tuple[str, ...] = ()  # features of its spec
-    traits: Mapping[str, Any] = field(default_factory=dict)  # plain traits of its spec
-    source: str = ""  # its origin for error messages: "acme 1.0, entry point 'acme_spec:FLASH'"
+    features: tuple[str, ...] = ()  # features of the plug-in's spec
+    traits: Mapping[str, Any] = field(default_factory=dict)  # plain traits of the plug-in's spec
+    source: str = ""  # origin of the plug-in for error messages, such as "acme 1.0, entry point 'acme_spec:FLASH'"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))  # JSON has lists only

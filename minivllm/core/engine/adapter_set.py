@@ -28,8 +28,8 @@ class Adapter:
     state: int = NEW
     place: int = -1  # place on the device; -1 means none
     users: int = 0  # requests that have not ended
-    used: int = 0  # number of its last admission
-    waiting: int = 0  # ranks whose load has not ended
+    used: int = 0  # number of the last admission of a request with this adapter
+    waiting: int = 0  # ranks that have not finished the load
     error: str = ""
 
     @property
@@ -39,9 +39,10 @@ class Adapter:
 
 
 class ResidentSet:
-    """The adapters of one memory for ``size`` adapters, and the evictor that chooses which one leaves.
+    """The adapters of one memory for ``size`` adapters, and the evictor that chooses the adapter to remove.
 
-    Adapters in use are held.  They are released to the evictor, in the order of their last use, when one must leave.
+    Adapters in use are held, so the evictor cannot choose them.  They are released to the evictor, in the order of
+    their last use, when an adapter must be removed.
     """
 
     def __init__(self, size: int, evictor: Evictor) -> None:

@@ -59,11 +59,12 @@ class EngineAdapters:
         self.names: dict[str, Adapter] = {}
         self.by_place: list[Adapter | None] = [None] * limits.max_loras
         self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
-        self.leaving: Adapter | None = None  # new requests of this adapter wait until it has left
+        # the adapter that is about to be removed; new requests with it wait until it is removed
+        self.leaving: Adapter | None = None
         # adapters that are loaded without a request, with the function that is called afterwards
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
-        self.freed: list[int] = []  # numbers whose host memory the next delta frees
+        self.freed: list[int] = []  # numbers of adapters whose host memory is freed by the next delta
         self.orders: list[tuple[int, str]] = []  # loads of the next call
         self.loading: dict[int, Adapter] = {}
         self.loads = self.swaps = self.failed = 0
@@ -76,8 +77,10 @@ class EngineAdapters:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def find(self, request: LoRARequest) -> Adapter:
-        """Return the adapter of a new request, which must ``release`` it.  RequestError if its folder is malformed, or
-        its id or name is in use."""
+        """Return the adapter of a new request, and count the request as its user until ``release``.
+
+        RequestError if its folder is malformed, or if its id or name is in use.
+        """
         adapter = self._find(request)
         adapter.users += 1
         return adapter
@@ -145,7 +148,10 @@ class EngineAdapters:
         self.preloads.append((self.find(request), done))
 
     def unload(self, name: str) -> bool:
-        """Forget an adapter by its name.  Requests that use it keep it until they end.  Return False if none has it."""
+        """Remove an adapter by its name, and return False if no adapter has the name.
+
+        Requests that use the adapter keep it until they end.
+        """
         adapter = self.names.pop(name, None)
         if adapter is None:
             return False
@@ -178,7 +184,8 @@ class EngineAdapters:
 
         Return the sequences whose adapters are loaded, and the sequences whose adapters failed, each with the error.
         """
-        if at_rest and self.freed and not self.rows:  # no delta may come, and no step reads them
+        # no row uses an adapter, so no delta may follow and no step reads the freed ones
+        if at_rest and self.freed and not self.rows:
             numbers, self.freed = self.freed, []
             self._note_ended(call(VERB, {"free": numbers}))
         if not self.waits and not self.loading and not self.preloads:
@@ -210,7 +217,7 @@ class EngineAdapters:
         wanted = dict.fromkeys((*self.waits.values(), *preloads))
         for adapter in wanted:
             if adapter.state == NEW and not self._order(adapter):
-                return  # there is no room for the others either
+                return  # later adapters find no room either
         self.leaving = None
 
     def _order(self, adapter: Adapter) -> bool:
@@ -235,10 +242,10 @@ class EngineAdapters:
         return True
 
     def _unused(self) -> Adapter | None:
-        """Return the adapter that leaves host memory, None while requests use it.
+        """Return the adapter to remove from host memory, or None while requests use all adapters.
 
-        It is the adapter with the fewest requests that do not wait.  A request may have several sequences, and waits if
-        none of them can run.
+        The choice is the adapter with the fewest requests that are not waiting.  A request waits if none of its
+        sequences can run.
         """
         resting = {
             seq.request: adapter for seq, adapter in self.waits.items() if _rests(seq.request)
@@ -280,7 +287,7 @@ class EngineAdapters:
                 self.failed += 1
                 self._leave_host(adapter)
             if not adapter.users and self.names.get(adapter.request.lora_name) is not adapter:
-                self.forget(adapter)  # it was unloaded meanwhile
+                self.forget(adapter)  # the adapter was unloaded while it was loading
 
     def _leave_host(self, adapter: Adapter) -> None:
         """Free the host memory of an adapter with the next delta."""
@@ -367,6 +374,7 @@ class EngineAdapters:
 def _rests(request: Request) -> bool:
     """Return whether no sequence of a request is in a slot, in the queue or in a step in flight.
 
-    Others come to ``begin`` before they enter the queue."""
+    Its sequences elsewhere call ``begin`` before they enter the queue.
+    """
     pairs = [one for seq in request.sequences for one in seq.pair]
     return not any(one.slot >= 0 or one.queued or one.in_flight for one in pairs)

@@ -60,17 +60,19 @@ class BeamFork(NamedTuple):
 class BeamStep:
     """Decisions of a search after a step, to be applied in the order of the fields."""
 
-    drop: tuple[int, ...]  # live beams that do not continue, whose blocks are released
+    drop: tuple[int, ...]  # live beams that end in this step, so their blocks are released
     fork: tuple[BeamFork, ...]
-    # (beam, its new last token) of each beam that is live after this step
+    # (beam, last token) of each beam that is live after this step
     append: tuple[tuple[int, SearchNode], ...]
     outputs: int  # number of continuations that were kept
     done: bool  # the search has ended, and the fields above are not applied
 
 
 class Survivor(NamedTuple):
-    """Live beam of a request that loses its slots.  ``beam`` has computed the tokens; ``token`` follows them unless it
-    is None."""
+    """A live beam of a request that loses its slots.
+
+    ``beam`` has computed the tokens that it takes over.  ``token`` is the next token, or None if there is none.
+    """
 
     beam: int
     token: int | None
@@ -78,11 +80,12 @@ class Survivor(NamedTuple):
 
 @dataclass(eq=False)
 class Beams:
-    """State of a stepwise search with ``width`` beams.
+    """The state of a stepwise search with ``width`` beams.
 
-    Invariants: either all beams have a slot or none has; ``live`` lists beams in the search's own order, and each has
-    generated ``length`` tokens; a beam that is not live holds no block and is not ready; ``pending`` is None while a
-    step is awaited."""
+    Invariants: either all beams have a slot or none has.  ``live`` lists the live beams in the order of the search, and
+    each has ``length`` generated tokens.  A beam that is not live holds no block and is not ready.  ``pending`` is None
+    until the next step's decision is made.
+    """
 
     request: Request
     search: Search
@@ -94,7 +97,7 @@ class Beams:
 
     def __post_init__(self) -> None:
         self.tail: list[SearchNode | None] = [None] * self.width  # by beam
-        # live beam -> tokens and their logarithms
+        # live beam -> ids and log-probabilities of its candidates
         self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
@@ -108,8 +111,10 @@ class Beams:
     # ---- after a step ------------------------------------------------------------------------------------------------
 
     def take(self, beam: int, logprobs: LogProbs, j: int) -> bool:
-        """Store the candidates of a live beam from row j of a step's result.  Return True once all live beams have
-        their candidates."""
+        """Store the candidates of a live beam from row ``j`` of a step's result.
+
+        Return True once all live beams have their candidates.
+        """
         n = self.request.topk
         self._candidates[beam] = logprobs.top_ids[j, :n], logprobs.top[j, :n].astype(np.float64)
         return len(self._candidates) == len(self.live)
@@ -231,8 +236,8 @@ class Beams:
     # ---- changes by the planner --------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """Update the live beams after the planner has applied the pending step, so that a step with them may be
-        planned."""
+        """Update the live beams after the planner has applied the pending decision, so that they can be part of a step.
+        """
         assert self.pending is not None
         for beam, node in self.pending.append:
             self.tail[beam] = node
@@ -240,8 +245,10 @@ class Beams:
         self.length, self.pending = self.length + 1, None
 
     def leave(self) -> list[Survivor]:
-        """Remove all beams from their slots, and return the live beams in order as survivors.  The first beams take
-        over their tokens."""
+        """Remove all beams from their slots, and return the live beams in order.
+
+        The first beams take over the tokens of the live ones.
+        """
         found = [Survivor(beam, None) for beam in self.live]
         tails = [self.tail[beam] for beam in self.live]
         if self.pending is not None:

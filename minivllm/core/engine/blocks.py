@@ -88,11 +88,11 @@ class BlockPool:
         self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
-        # parent block; a number below -1 is the root of a salt, or stands for a block of the leading group
+        # parent block; a negative number below -1 is the root of a salt, or identifies a block of the leading group
         self.parent = np.full(total, -1, np.int64)
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
-        self.children: dict[int, int] = {}  # parent -> its cached children
+        self.children: dict[int, int] = {}  # parent -> number of its cached children
         # (parent, first token) -> the child published last
         self.youngest: dict[tuple[int, int], int] = {}
         # linked list of siblings, 0 = end; Python lists, because single elements are read
@@ -139,9 +139,11 @@ class BlockPool:
         return found
 
     def _tell(self, what: str, *args: Any) -> Any:
-        """Call the evictor's method named ``what`` and return its result.  Victims are returned as keys u64 [n].
-        EngineDeadError if the evictor raises, because the pool and the evictor may then disagree about the cached
-        blocks."""
+        """Call the method ``what`` of the evictor and return its result.
+
+        Victims are returned as keys u64 [n].  EngineDeadError if the evictor raises, because the pool and the evictor
+        may then disagree about the cached blocks.
+        """
         try:
             found = self.seams.run("evictor", getattr(self.evictor, what), *args)
             if what == "victims":
@@ -203,7 +205,7 @@ class BlockPool:
             blocks = blocks[blocks != NULL_BLOCK]
         left = self.ref[blocks] - 1
         gone = blocks
-        if np.count_nonzero(left):  # zero in the usual case that each block had one reference
+        if np.count_nonzero(left):  # blocks that other rows still hold; usually none
             if left.min() < 0:
                 raise EngineDeadError(
                     f"blocks {blocks[left < 0].tolist()} were released more often than taken"
@@ -237,9 +239,12 @@ class BlockPool:
         return keys
 
     def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
-        """Yield the cached block for each of the first ``most`` blocks of ``tokens`` until one is not cached.  Only
-        keys are compared here.  ``keys`` is extended by each key that had to be hashed; blocks behind the first miss
-        are not hashed."""
+        """Yield the cached blocks of a prefix of ``tokens``, at most ``most``, until the first block that is not
+        cached.
+
+        Only keys are compared.  ``keys`` has the known keys of the sequence, and each newly computed key is appended to
+        it.
+        """
         raw, size = np.ascontiguousarray(tokens, np.int32), self.block
         for i in range(most):
             if i == len(keys):
@@ -307,8 +312,10 @@ class BlockPool:
             self._tell("hit", self.key[blocks])
 
     def count(self, queried: int, found: int) -> None:
-        """Count a prefix lookup by the number of blocks it looked for and the number it found.  A hit is always a
-        prefix, so these two numbers give the hits at each depth."""
+        """Count a prefix lookup: the number of blocks that it looked for, and the number of blocks that it found.
+
+        A hit is always a prefix, so these two counts give the hits at each depth.
+        """
         self.queried[queried] += 1
         self.found[found] += 1
 
@@ -364,13 +371,15 @@ class BlockPool:
         session: int = 0,
         kinds: Sequence[int] | None = None,
     ) -> bool:
-        """Add held blocks i32 [n] of one sequence to the prefix index, each as the child of the one before, and return
-        True.  Return False without a change if one of them is the null block or published, or if a key of theirs is in
-        the index or occurs twice.
+        """Add held blocks i32 [n] of one sequence to the prefix index, each as the child of the previous one.
 
-        The result is that of ``publish`` for each block, in less time.  ``parent`` precedes the first block, whose
-        index in the sequence is ``depth``.  The blocks have the keys ``keys`` and the token ids ``tokens`` i32 [n,
-        block], without -1.  ``kinds`` has the kind of each block, None means 0."""
+        Return True.  Return False without a change if one of the blocks is the null block or published, or if one of
+        the keys is in the index or occurs twice.
+
+        The result equals that of ``publish`` for each block, in less time.  ``parent`` precedes the first block, which
+        has the index ``depth`` in the sequence.  The blocks have the keys ``keys`` and the token ids ``tokens`` i32 [n,
+        block], without -1.  ``kinds`` has the kind of each block; None means 0.
+        """
         n = len(keys)
         known = not self.index.keys().isdisjoint(keys) or len(set(keys)) < n
         if known or np.count_nonzero(blocks) < n or np.count_nonzero(self.key[blocks]):
@@ -467,14 +476,16 @@ class BlockPool:
             seq.hint = None
 
     def private_from(self, blocks: np.ndarray) -> int:
-        """Return the first index from which on only their own row uses the blocks i32 of a row, given in order.  No
-        other row holds them, and each cached child of one is among them."""
+        """Return the index from which on the blocks i32 of a row are used by this row alone.
+
+        No other row holds the blocks from there on, and their cached children are among them.
+        """
         numbers, refs, parents = (
             blocks.tolist(),
             self.ref[blocks].tolist(),
             self.parent[blocks].tolist(),
         )
-        following = -2  # parent of the block behind; no block has this number
+        following = -2  # parent of the next block in the loop; -2 is the number of no block
         for i in range(len(numbers) - 1, -1, -1):
             own = int(following == numbers[i])
             if refs[i] != 1 or self.children.get(numbers[i], 0) > own:
@@ -483,8 +494,10 @@ class BlockPool:
         return 0
 
     def unpublish(self, blocks: np.ndarray) -> None:
-        """Remove held blocks i32 of one row from the prefix index; the row keeps them.  They are blocks behind
-        ``private_from``, in order."""
+        """Remove blocks i32 of one row from the prefix index, without releasing them.
+
+        They are blocks in order from ``private_from`` on.
+        """
         cached = blocks[self.key[blocks] != 0]
         if not len(cached):
             return

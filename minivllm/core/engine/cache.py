@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
-RUN = 4  # blocks of a row from which on they are published at once
+RUN = 4  # smallest number of blocks of a row that are published in one call
 MAX_WATCHED = 8192  # keys that ``hints`` may watch in the pool, in addition to four per sequence
 
 
@@ -61,7 +61,7 @@ class KVCache:
             pools[0].forgotten = checkpoints.drop
         self.copied = 0  # tokens not computed thanks to copied blocks
         self.tails = TailUse()
-        # group 0 keeps all blocks, because hits are chains in it
+        # Group 0 keeps all blocks, because prefix hits are chains in this group.
         self.windows = [None, *windows[1:]] if prefix else windows
         self.limited = [
             window is not None for window in windows
@@ -79,7 +79,7 @@ class KVCache:
         self.read: list[Compaction] = []  # of ``Delta.kept`` of the last changes
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
-        self.tiers: Tiers | None = None  # tiers behind the device
+        self.tiers: Tiers | None = None  # the storage tiers below device memory, or None
         # the last lookup of a model with states: sequence, blocks looked for, length of the chain
         self.looked: tuple[Seq | None, int, int] = (None, 0, 0)
 
@@ -94,8 +94,10 @@ class KVCache:
         return -(-tokens // self.block)
 
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
-        """Return the most blocks that a request of n branches can hold at once in a group when it runs alone.
-        ``prompt`` and ``end`` are its lengths in tokens at the start and at the end."""
+        """Return the most blocks that a request of ``n`` branches can hold at a time in a group when it runs alone.
+
+        ``prompt`` and ``end`` are its lengths in tokens at the start and at the end.
+        """
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
         whole = shared + n * (self.blocks_for(end) - shared)
         return min(whole, shared * (n > 1) + n * self.at_once(group, end))
@@ -111,9 +113,11 @@ class KVCache:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
     def has_room(self, hit: list[np.ndarray], tokens: int, spare: int, beside: int = 0) -> bool:
-        """Return True if every pool can supply a new row of ``tokens`` tokens and still keep ``spare`` blocks.  ``hit``
-        holds the row's cached blocks per group.  ``beside`` is the token count of a second row that enters with it, 0
-        for none."""
+        """Return whether every pool can supply a new row of ``tokens`` tokens and keep ``spare`` blocks.
+
+        ``hit`` has the row's cached blocks for each group.  ``beside`` is the number of tokens of a second row that
+        enters with it, 0 for none.
+        """
         for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
             own = blocks[blocks > 0] if g else blocks
             idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
@@ -123,8 +127,10 @@ class KVCache:
         return True
 
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """Return (tokens, blocks): how much of a chunk fits, and the new blocks per group it needs.  The chunk may use
-        the row's own blocks and the available ones that are not ``promised`` to other rows."""
+        """Return (tokens, blocks): the tokens of a chunk that fit, and the new blocks that they need in a group.
+
+        The row's own blocks and the available blocks that are not ``promised`` to other rows count.
+        """
         s = self.slots
         have, stored = s.blocks[:, slot], s.computed[slot] - s.dropped[:, slot]
         room = (have + (self.available - promised)) * s.block - stored
@@ -132,9 +138,11 @@ class KVCache:
         return chunk, max(0, int((self.blocks_for(stored + chunk) - have).max()))
 
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
-        """Return the longest usable prefix hit of a sequence as block ids i32 for each KV group.  A block that lies
-        before a group's sliding window is the null block.  At least one of the first ``known`` tokens is left to
-        compute.  No reference is taken."""
+        """Return the longest usable prefix hit of a sequence, as block ids i32 for each KV group.
+
+        A block before the sliding window of a group is the null block.  At least one of the first ``known`` tokens is
+        left to compute.  No reference is taken.
+        """
         none = [NO_BLOCKS] * len(self.pools)
         usable = (known - 1) // self.block
         if not self.prefix or usable <= 0:
@@ -170,7 +178,7 @@ class KVCache:
         return none
 
     def first_seen(self, window: int | None, blocks: int) -> int:
-        """Return the first block that the window of the token behind ``blocks`` blocks sees."""
+        """Return the index of the first block that the token after ``blocks`` blocks attends to."""
         return 0 if window is None else max(0, blocks * self.block - window + 1) // self.block
 
     def hints(self, seqs: list[Seq]) -> np.ndarray:
@@ -193,8 +201,11 @@ class KVCache:
         return np.array(blocks, np.int32) * self.block
 
     def _state_hint(self, seq: Seq, checkpoints: Checkpoints) -> int:
-        """Return the blocks of the longest hit that ends at a checkpoint.  It stays correct while no block gets or
-        loses a checkpoint: a chain that shrinks below a checkpoint loses that one."""
+        """Return the number of blocks of the longest hit that ends at a checkpoint.
+
+        The stored hint stays correct until a block receives or loses a checkpoint: a chain that becomes shorter than
+        the hit loses the checkpoint at its end.
+        """
         if seq.hint is None or seq.hinted != checkpoints.changes:
             n, index = self.cached_blocks(seq), self.pools[0].index
             while n and index[seq.keys[n - 1]] not in checkpoints.of_block:
@@ -231,9 +242,11 @@ class KVCache:
     # ---- a row's table -----------------------------------------------------------------------------------------------
 
     def adopt(self, slot: int, hit: list[np.ndarray], known: int) -> int:
-        """Start a row's block tables with its prefix hit, and return the number of tokens that need not be computed.
-        ``hit`` holds the cached blocks i32 of each group for the first ``known`` tokens.  A cached block whose first
-        tokens continue the row is copied as well.  The returned tokens are counted as computed."""
+        """Start a row's block tables with its prefix hit, and return the number of tokens that count as computed.
+
+        ``hit`` has the cached blocks i32 of each group for the first ``known`` tokens.  A cached block whose first
+        tokens continue the row is copied too.
+        """
         n = len(hit[0])
         for g, blocks in enumerate(hit if n else ()):
             own = blocks[blocks > 0] if g else blocks
@@ -362,7 +375,7 @@ class KVCache:
                 continue
             blocks, have = pool.take(total), self.slots.blocks[g, rows]
             self.slots.blocks[g, rows] = have + need
-            if total > len(at):  # otherwise one block per row, as in most steps
+            if total > len(at):  # most steps add one block per row
                 start = (have - (need.cumsum() - need)).repeat(need)
                 rows, have = rows.repeat(need), start + np.arange(total)
             self._append(g, rows, have, blocks)
@@ -375,8 +388,10 @@ class KVCache:
         return chunk
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Take at once all blocks that a row needs to reach ``tokens`` tokens.  The caller has checked that they are
-        available."""
+        """Take all blocks that a row needs for ``tokens`` tokens.
+
+        The caller has checked that the blocks are available.
+        """
         have = self.slots.blocks[:, slot]
         want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
         want = np.minimum(want, self.slots.table.shape[2])
@@ -415,11 +430,12 @@ class KVCache:
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
     def to_compact(self, slot: int, keep: int, private: bool = False) -> list[Compaction]:
-        """Return the compressions of a row to ``keep`` tokens, one for each KV group that holds more of it.  Groups
-        with a sliding window are not compressed.  Nothing changes.
+        """Return the compressions of a row to ``keep`` tokens, one for each KV group that stores more tokens of it.
 
-        With ``private``, the blocks that no other row and no other cached block uses leave the prefix cache, so that
-        the kept tokens move to them."""
+        Groups with a sliding window are not compressed.  The cache does not change.  ``private`` marks the blocks that
+        no other row and no other cached block uses as removed from the prefix cache, so that the kept tokens move to
+        them.
+        """
         s, found = self.slots, []
         for g, pool in enumerate(self.pools):
             stored = int(s.computed[slot] - s.dropped[g, slot])
@@ -437,7 +453,7 @@ class KVCache:
         return found
 
     def freed_by(self, one: Compaction) -> int:
-        """Return the number of blocks that a compaction makes available, less those that it takes."""
+        """Return the number of blocks that a compaction makes available, minus the blocks that it takes."""
         gone = np.concatenate(
             [one.blocks[: len(one.own)][~one.own], one.blocks[len(one.own) : one.used]]
         )
@@ -481,7 +497,7 @@ class KVCache:
             first = np.maximum(self.slots.least_computed(slots) - window + 1, 0) // self.block
             for i in np.flatnonzero(first > self.slots.trimmed[g, slots]).tolist():
                 slot, a, b = int(slots[i]), int(self.slots.trimmed[g, slots[i]]), int(first[i])
-                if self.prefix:  # a block is published before it is released
+                if self.prefix:  # the blocks must be published before they are released
                     b = min(b, int(self.slots.prefix_published[slot]))
                 if b <= a:
                     continue
@@ -508,7 +524,7 @@ class KVCache:
         for g, pool in enumerate(self.pools):
             blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
             pool.release(blocks)
-            gone = blocks[pool.ref[blocks] == 0]  # a branch may still share the others
+            gone = blocks[pool.ref[blocks] == 0]  # a branch may still hold the other blocks
             self.copies = [c for c in self.copies if c[0] != g or c[2] not in gone]
             if self.tiers is not None:
                 self.tiers.cancel(g, gone)
@@ -552,7 +568,7 @@ class KVCache:
         """Publish the partly filled last block of a sequence that ends, so that a later prompt with the same beginning
         can copy it, unless the cache is full and such blocks are rarely used.  The last token was drawn but never
         computed, so it is not included."""
-        done = int(self.slots.collected[slot]) - 1  # its last token was drawn but never computed
+        done = int(self.slots.collected[slot]) - 1  # the last token was drawn but not computed
         i, part = divmod(done, self.block)
         if (
             not self.partial
@@ -596,8 +612,11 @@ class KVCache:
         )
 
     def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
-        """Publish a row's blocks at index i of its tables in all KV groups.  Return False if the leading group's block
-        or its parent stays unpublished, because then no block of any group can have it as parent."""
+        """Publish the blocks at index ``i`` of a row's tables in all KV groups.
+
+        Return False if the block of the leading group or its parent stays unpublished.  No block can then have it as
+        parent.
+        """
         lead = self.pools[0]
         parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
         if parent >= 0 and not lead.published(parent):
@@ -690,8 +709,10 @@ class KVCache:
             pool.audit(at_rest=not len(self.slots.running))
 
     def check(self) -> None:
-        """Compare all block tables with the pools (see ``cache_walk``); AssertionError names the inconsistency.  It is
-        slow, for tests and on request."""
+        """Compare all block tables with the pools (see ``cache_walk``).
+
+        AssertionError names an inconsistency.  The check is slow.
+        """
         retired = [(one.group, one.retired) for one in self.compactions]
         walk(self.pools, self.slots, retired)
         if self.checkpoints is not None:

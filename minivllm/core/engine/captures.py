@@ -19,7 +19,7 @@ class IdleCaptures:
     def __init__(self) -> None:
         self.left = 0  # number of captures that are left
         self.pause: float | None = (
-            None  # seconds to wait before the next idle turn; None if nothing is left
+            None  # seconds until the next idle turn, or None if no capture is left
         )
         self._implemented = True
         self._tokens = 0
@@ -39,7 +39,7 @@ class IdleCaptures:
             self.left, worked = int(answer["left"]), bool(answer["worked"])
         except EngineDeadError:
             raise
-        except Exception:  # an executor without this verb makes its captures at the start
+        except Exception:  # an executor without this verb captures at the start
             self._implemented, self.pause = False, None
             return
         self.pause = None if not self.left else 0.0 if worked else COMPILING

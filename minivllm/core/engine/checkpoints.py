@@ -38,7 +38,7 @@ class Checkpoints:
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
         self.changes = 0  # number of times that a block got or lost a copy
-        # callbacks (block, index) for each block that gets a copy, and (index) for each that loses its copy
+        # callbacks (block, index) for a block that receives a copy, and (index) for a copy that is dropped
         self.published: Callable[[int, int], None] | None = None
         self.dropped: Callable[[int], None] | None = None
 
@@ -50,13 +50,14 @@ class Checkpoints:
         return 0
 
     def use(self, block: int) -> int:
-        """Return the index of the copy behind a block, which becomes the most recently used one."""
+        """Return the index of the copy at the end of a block, and mark it as the most recently used one."""
         index = self.of_block.pop(block)
         self.of_block[block] = index
         return index
 
     def reserve(self, slot: int, blocks: int) -> int | None:
-        """Return the index for a copy behind the first ``blocks`` blocks of a row, None if rows hold all of them."""
+        """Return a free index for a copy at the end of the first ``blocks`` blocks of a row, or None if rows hold all
+        copies."""
         if not self.free:
             if not self.of_block:
                 return None
@@ -90,7 +91,7 @@ class Checkpoints:
             del self.pending[slot]
 
     def drop(self, block: int) -> None:
-        """Free the copy behind a block, if there is one."""
+        """Free the copy at the end of a block, if there is one."""
         index = self.of_block.pop(block, None)
         if index is not None:
             if self.dropped is not None:
@@ -99,7 +100,7 @@ class Checkpoints:
             self.changes += 1
 
     def release(self, slot: int) -> None:
-        """Free the copies of a row that leaves its slot before it has published them."""
+        """Free the unpublished copies of a row that leaves its slot."""
         self.free += [index for _, index in self.pending.pop(slot, ())]
 
     def stats(self, state_bytes: int) -> dict[str, Any]:

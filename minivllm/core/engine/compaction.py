@@ -22,15 +22,15 @@ class Compaction:
     stored: int
     kept: int
     blocks: np.ndarray  # i32 the row's block table before
-    used: int  # number of its first blocks that hold tokens; the others are reserved
-    # bool, for each block that the kept tokens need: no other row and no cached prefix uses it
+    used: int  # number of ``blocks`` that hold tokens; the others are reserved
+    # bool [blocks that the kept tokens need]: no other row and no cached prefix uses the block
     own: np.ndarray
     # i32 blocks that the row releases once the device has the order
     retired: np.ndarray = field(default_factory=nothing())
     computed: int = 0  # computed tokens of the row
-    # index from which on the row's blocks leave the prefix cache first; ``used`` means that none do
+    # index of the first block that must leave the prefix cache; ``used`` means none
     unpublished: int = 0
-    reader: Seq | None = None  # the row's sequence, if its request reads the kept tokens
+    reader: Seq | None = None  # the row's sequence, or None if its request does not read the kept tokens
 
     @property
     def lacking(self) -> int:

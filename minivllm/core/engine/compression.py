@@ -129,8 +129,9 @@ class Compression:
     def hold(self, request: Request, end: int, block: int) -> int:
         """Return the most tokens that the KV cache holds for a row of a request that ends at ``end`` tokens.
 
-        The kept tokens move to other blocks where those of the prompt may be cached prefixes, or are shared by the
-        branches of the request."""
+        A compression needs additional blocks if the prompt's blocks may be cached prefixes or are shared by branches,
+        because the kept tokens are then copied.
+        """
         n, keep = len(request.prompt), request.keep
         if not keep or request.first_compression >= end:
             return end
@@ -161,8 +162,11 @@ class Compression:
             )
 
     def plan(self, planner: CompressingPlanner) -> None:
-        """Compress the rows that have computed their tokens up to the next compression, if they get the blocks.  If
-        blocks are short, choose rows to compress first."""
+        """Compress the rows that have computed their tokens up to their next compression, if enough blocks are
+        available.
+
+        Under memory pressure the rows to compress are chosen first.
+        """
         s = planner.slots
         if self.pressure is not None:
             self.pressure.choose(s, planner.cache)
@@ -170,7 +174,7 @@ class Compression:
         for slot in due.tolist():
             seq = s.seq[slot]
             if seq is None or s.step[slot] > s.published:
-                continue  # it was preempted for another row, or its blocks are not published yet
+                continue  # the row was preempted for another one, or its blocks are not published yet
             computed = int(s.computed[slot])
             keep = self._tokens_to_keep(seq, computed)
             compactions = self._with_room(planner, slot, keep)
@@ -246,7 +250,8 @@ class Compression:
     def upto(self, s: Slots, rows: np.ndarray, upto: np.ndarray) -> np.ndarray:
         """Return the numbers of tokens up to which running rows may compute, at most ``upto``.
 
-        No step goes beyond a compression.  If attention is added up, no step goes beyond the end of the prompt."""
+        No step continues past a compression.  If attention is summed, no step continues past the end of the prompt.
+        """
         upto = np.minimum(upto, s.compress_at[rows])
         if not self.sums:
             return upto

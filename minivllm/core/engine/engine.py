@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 FAILED_STEPS = 3  # failed steps in a row that end the engine
 CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
-IDLE = 0.05  # seconds to wait at most when nothing can run
+IDLE = 0.05  # longest wait in seconds while no request can run
 MAX_TENANTS = 65536  # tenants that are stored with a number at the same time
 log = logging.getLogger("minivllm")
 # The application configures log output. Errors reach their requests in any case.
@@ -105,7 +105,7 @@ class Engine:
     ) -> None:
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
         self.events, self.now, self.energy = parts.events, parts.now, parts.energy
-        self.within = ""  # name of the running method (see ``external_calls.alone``)
+        self.within = ""  # name of the method that is running (see ``external_calls.alone``)
         self.clock = StepClock()
         self.processors, self.strategies = parts.processors, parts.strategies
         self.host_sampler = parts.host_sampler
@@ -240,7 +240,7 @@ class Engine:
         return self.adapters.find(request.lora)
 
     def _add(self, request: Request) -> None:
-        """Check a request whose adapter is known, and queue its sequences."""
+        """Check a request whose adapter is loaded or needs none, and queue its sequences."""
         p = request.params
         check_images(request, self.images, self.wiring.images, self.capacity)
         started = prepare(self, request)
@@ -297,8 +297,10 @@ class Engine:
 
     @alone
     def abort(self, request_id: str) -> bool:
-        """End a request at once and return True.  Its blocks are free before the next step is planned.  Return False
-        for an unknown id."""
+        """End a request and return True, or return False for an unknown id.
+
+        Its blocks are free before the next step is planned.
+        """
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -491,8 +493,10 @@ class Engine:
             raise EngineDeadError(f"executor {who} failed: {message}") from e
 
     def watch(self) -> None:
-        """Check that the executor is alive while the engine has nothing to do, and let it make a capture.  An executor
-        that is not alive ends the engine at once."""
+        """Check that the executor is alive while no request runs, and let it make a capture.
+
+        If the executor is dead, the engine ends.
+        """
         if self.dead:
             return
         try:
@@ -515,8 +519,10 @@ class Engine:
         return min(max(hold, 0.0), longest)
 
     def plan(self) -> Flight | None:
-        """Plan the next step; None if nothing can run or planning failed.  A scheduler that raises costs one turn of
-        the loop.  Three failures in a row end the engine."""
+        """Plan the next step.  Return None if no request can run or planning failed.
+
+        A scheduler that raises costs one turn of the loop.  Three failures in a row end the engine.
+        """
         try:
             plan = self.planner.next(self.now())
             return None if plan is None else Flight.of(plan, self.slots, self.cache.read)
@@ -540,13 +546,15 @@ class Engine:
             self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
 
     def _die(self, message: str) -> None:
-        """End the engine: fail every request with ``message`` and refuse new ones.  Slots and blocks are left as they
-        are, because no step will use them."""
+        """End the engine: fail every request with ``message``, and refuse new requests.
+
+        Slots and blocks stay as they are, because no later step uses them.
+        """
         self.dead = message
         for request in list(self.requests.values()):
             try:
                 self._tell_dead(request, message)
-            except Exception:  # one inconsistent request must not keep the others from ending
+            except Exception:  # an inconsistent request must not prevent the end of the others
                 log.exception("request %s could not be told", request.id)
 
     def _tell_dead(self, request: Request, message: str) -> None:
@@ -561,8 +569,11 @@ class Engine:
     # ---- maintenance -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare all block tables and pools; AssertionError if a block is not accounted for.  It takes milliseconds
-        per thousand blocks.  With MINIVLLM_CHECK=1 it runs after every step, where a fault ends the engine."""
+        """Compare all block tables and pools.  AssertionError if a block is not accounted for.
+
+        The check takes milliseconds per thousand blocks.  With MINIVLLM_CHECK=1 it runs after every step, and a fault
+        ends the engine.
+        """
         self.cache.check()
 
     @alone
@@ -578,7 +589,7 @@ class Engine:
             for pool in self.cache.pools[::-1]:
                 pool.reset()
             if keep_tiers:
-                self._turn_loads()  # the workers read all ordered blocks before the caller changes them
+                self._turn_loads()  # the workers must read all ordered blocks before the caller changes them
             elif self.cache.tiers is not None:
                 self.cache.tiers.reset()
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
@@ -631,7 +642,10 @@ class Engine:
 
     @alone
     def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter by its name; requests that use it keep it.  Return False for an unknown name."""
+        """Remove an adapter by its name, and return False for an unknown name.
+
+        Requests that use the adapter keep it.
+        """
         return self.adapters is not None and self.adapters.unload(name)
 
     @alone
@@ -692,7 +706,7 @@ class Engine:
         error = self.dead
         self.fail_all("the engine was stopped")
         if self.cache.tiers is not None and error is None and self.executor.alive():
-            with contextlib.suppress(EngineDeadError):  # the pages are lost, and nothing else
+            with contextlib.suppress(EngineDeadError):  # only the stored pages are lost
                 self.cache.tiers.flush(partial(self.ask, self.executor.call), time.sleep)
         self.executor.stop()
         if self.grammars is not None:

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A step in flight, with its plan and the serial numbers of its rows' stays in their slots."""
+    """A step in flight: its plan, and the serial numbers that its rows' slots had when it was planned."""
 
     plan: StepPlan
     slots: np.ndarray  # i64 [R] slots of the plan
     serial: np.ndarray  # i64 [R] ``Slots.serial`` of each row at the time of the plan
     after: np.ndarray  # i32 [R] tokens with KV after the step
     drawn: np.ndarray  # i64 [N] slots of the rows that sample
-    position: np.ndarray  # i32 [N] positions of their new tokens
+    position: np.ndarray  # i32 [N] positions of the new tokens of the rows that draw
     rejected: np.ndarray  # i32 [R] ``Slots.rejected`` of each row at the time of the plan
     kept: list[Compaction] = field(default_factory=list)  # of ``plan.delta.kept``
 

@@ -71,7 +71,8 @@ def fork_ready(planner: ForkPlanner) -> None:
             for beam in branches:
                 planner.cache.fork(slot, beam.slot, at)
                 s.ready[beam.slot] = True
-                planner.joins.append((beam.slot, beam))  # its later tokens differ, so it joins
+                # the tokens differ from those of the fork, so the row joins anew
+                planner.joins.append((beam.slot, beam))
         s.forking[slot], s.schedulable[slot] = False, s.known[slot]
 
 

@@ -83,9 +83,11 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
 def enter_guide(
     s: Slots, cache: KVCache, joins: list[tuple[int, Seq]], lead: Seq, protected: bool
 ) -> None:
-    """Put the guide of a sequence that has just entered its slot into a slot too.  Each row then waits for the other.
+    """Put the guide of a sequence that has just entered a slot into a slot too.
 
-    The guide's (slot, sequence) is appended to ``joins``.  A ``protected`` guide receives all its blocks at once."""
+    Both rows then wait for each other.  The guide's (slot, sequence) is appended to ``joins``.  A ``protected`` guide
+    receives all its blocks now.
+    """
     guide = lead.guide
     assert guide is not None
     slot = s.enter(guide)
@@ -102,8 +104,7 @@ def enter_guide(
 
 
 def release(s: Slots, slot: int) -> None:
-    """Release a row and its partner for sampling once all other tokens of both are computed.  Each then lacks one
-    token."""
+    """Let a row and its partner sample once all other tokens of both are computed, so that each lacks one token."""
     pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
         s.forking[pair], s.schedulable[pair] = False, s.known[pair]

@@ -12,10 +12,10 @@ class Content:
     """The content of an image of one owner."""
 
     number: int
-    size: int  # bytes of its features
+    size: int  # bytes of the features
     key: ContentKey
     requests: int = 0  # requests that have not ended and have the image
     rows: int = 0  # sequences in slots that have not computed the image yet
-    encoded: bool = False  # the device has its features, or will with the next delta
-    ahead: bool = False  # they were computed ahead, and no step has read them
-    listed: bool = True  # later requests with the image get its number
+    encoded: bool = False  # the device has the features, or will have them with the next delta
+    ahead: bool = False  # the features were computed ahead of time, and no step has read them
+    listed: bool = True  # later requests with this image receive the same number

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-MAX_CONTENTS = 65536  # contents that keep their number at the same time
+MAX_CONTENTS = 65536  # largest number of contents that keep their number
 MOST_AHEAD = 1024  # tokens of images that a step encodes while rows decode: of Qwen3-VL-8B about 30 ms on an H200
 NUMBERS = 2**31 - 1  # above every token id, as i32
 
@@ -50,9 +50,9 @@ class Images:
         # encoded contents without rows by number, the least recently used first, and the sum of their bytes
         self.idle: OrderedDict[int, Content] = OrderedDict()
         self.idle_bytes = 0
-        # the contents whose features the sequences in slots read
+        # sequence in a slot -> contents whose features it reads
         self.held: dict[Seq, list[Content]] = {}
-        self.used = 0  # bytes, see the class
+        self.used = 0  # bytes of features on the device
         self.feature_bytes = 0  # of encoded contents
         # contents to encode in the next delta
         self.encodes: list[tuple[Content, PreparedImage]] = []
@@ -70,8 +70,10 @@ class Images:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> np.ndarray:
-        """Give the images of a new request their numbers, and set its ``contents``.  Return its prompt as tokens of the
-        prefix index."""
+        """Assign numbers to the images of a new request, and set its ``contents``.
+
+        Return the request's prompt as tokens of the prefix index.
+        """
         keyed = request.prompt.copy()
         for placed in request.images:
             content = self._content(request.salt, placed.image)
@@ -152,8 +154,10 @@ class Images:
         self.held[seq] = contents
 
     def leave(self, seq: Seq) -> None:
-        """Release the contents of a sequence that reads them no more.  Their features stay until others need the
-        room."""
+        """Release the contents of a sequence that no longer reads them.
+
+        The features stay until other images need the room.
+        """
         for one in self.held.pop(seq, ()):
             one.rows -= 1
             if one.rows:
@@ -167,7 +171,7 @@ class Images:
                 self._free(one)
 
     def _wake(self, content: Content) -> Content:
-        """Remove a content from the idle ones, and return it."""
+        """Remove a content from the idle contents, and return it."""
         del self.idle[content.number]
         self.idle_bytes -= content.size
         return content
@@ -180,8 +184,11 @@ class Images:
         self.frees.append(content.number)
 
     def lose(self, numbers: Iterable[int]) -> None:
-        """Record that the device may lack the features of images.  Rows that reach one of them later compute its
-        features again, and later requests with the image get a new number."""
+        """Record that the device may lack the features of images.
+
+        Rows that reach one of these images compute its features again, and later requests with the image receive a new
+        number.
+        """
         held = chain.from_iterable(self.held.values())
         contents = {one.number: one for one in chain(self.contents.values(), held)}
         for number in numbers:
@@ -197,8 +204,10 @@ class Images:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def reach(self, slots: Slots, at: np.ndarray, q_len: np.ndarray) -> None:
-        """Order the features of the images that the rows of a step reach.  ``at`` i64 [R] are their slots.  Rows that
-        have computed their last image release their features."""
+        """Order the features of the images that the rows of a step reach.
+
+        ``at`` i64 [R] are the slots of the rows.  Rows that have computed their last image release their features.
+        """
         if not self.held:
             return
         for seq in list(self.held):
@@ -220,17 +229,18 @@ class Images:
                 content.ahead = False
 
     def encoded_tokens(self, seq: Seq, first: int) -> int:
-        """Return how many tokens of a sequence in a slot come, from position ``first`` on, before the next token whose
-        image has no features."""
+        """Return the number of tokens of a sequence, from position ``first`` on, before the next image without
+        features."""
         for placed, content in zip(seq.request.images, seq.request.contents, strict=True):
             if placed.end > first and not content.encoded:
                 return max(placed.position - first, 0)
         return NUMBERS
 
     def encode_next(self, slots: Slots, budget: int) -> None:
-        """Order the features of the next images of the sequences in slots, ahead of the steps that read them.
+        """Order the features of the next images of the sequences in slots, before a step reads them.
 
-        They have ``budget`` and ``MOST_AHEAD`` tokens at most, or are those of one image."""
+        The images have at most ``budget`` and ``MOST_AHEAD`` tokens, except that a single image may have more.
+        """
         left = budget = min(budget, MOST_AHEAD)
         for seq in self.held:
             first = slots.computed[seq.slot]
@@ -286,10 +296,12 @@ class Images:
 
 
 def whole_images(request: Request, first: int, tokens: int, extend: bool) -> int:
-    """Return the length of a chunk of about ``tokens`` tokens from ``first`` on that ends inside no image.
+    """Return the length of a chunk of about ``tokens`` tokens from ``first`` on that does not end inside an image.
 
-    It ends before an image that it would cut.  A chunk that begins in the image is extended to its end, or is empty
-    without ``extend``.  The tokens before such a beginning are cached, and were computed with the whole image."""
+    The chunk ends before an image that it would cut.  A chunk that starts inside an image is extended to the end of the
+    image, or is empty without ``extend``; the tokens before its start are cached and were computed with the whole
+    image.
+    """
     end = first + tokens
     for placed in request.images:
         if placed.position < end < placed.end:

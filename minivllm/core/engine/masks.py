@@ -134,9 +134,9 @@ class RowMasks:
         self.finish = finish
         self.seams = seams
         self.memory = memory
-        # mask memory of the last step, whose sampling has finished
+        # mask memory of the last step, whose draw has finished
         self._held: np.ndarray | None = None
-        self._late: _Late | None = None  # late rows of the last step; None if one of them has ended
+        self._late: _Late | None = None  # late rows of the last step, or None if one of them has ended
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The
@@ -227,7 +227,7 @@ class RowMasks:
             ids = call_foreign(
                 lambda: checks.allowed_tokens(function(so_far), self.vocab)
             )  # the conversion of the result may run user code too
-        except Exception as e:  # an error in the user's code ends only its own request
+        except Exception as e:  # an error of the user's code ends only this request
             self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1
             return

@@ -71,7 +71,8 @@ GPT_NEO = family(
     "GPTNeoForCausalLM",
     "gpt_neo",
     (
-        "attention_types",  # transformers computes ``attention_layers`` from it, which is read
+        # transformers computes ``attention_layers`` from this field, and ``attention_layers`` is read
+        "attention_types",
         "resid_dropout",
         "embed_dropout",
         "classifier_dropout",
@@ -134,10 +135,8 @@ STARCODER2 = family(
 
 
 def _requested_for_any(query: PluginQuery) -> list[Reason]:
-    """Return why the fallback is not chosen.
-
-    Plug-ins for this architecture precede it, also those of other packages.
-    """
+    """Return a reason to skip the fallback while other plug-ins, also those of other packages, may serve the
+    architecture."""
     if "architecture" not in query.facts or "any_architecture" in query.features:
         return []
     return [Reason("is asked where no other serves the model", fix="or always with model_impl=transformers")]

@@ -14,13 +14,13 @@ from minivllm.core.interfaces.predictor import Predictor, PredictorContext, Requ
 from .options import HistoryOptions, OracleOptions, PromptOptions
 from .steps import LearnedSteps
 
-PRIOR = 1.0  # weight of the assumption that the features of a prompt say nothing
+PRIOR = 1.0  # weight of the prior assumption that the features of a prompt do not predict the length
 SLOW = 0.02  # weight of the newest answer in the mean of all clients
-SPECIAL = 4  # ids of the last prompt tokens whose kinds are features
+SPECIAL = 4  # last prompt tokens whose ids are features
 
 
 class NoPredictor(Predictor):
-    """Predicts nothing: requests are planned with the client's ``expected_tokens``, or their limit."""
+    """Predicts no lengths.  Requests are planned with the client's ``expected_tokens``, or else with their limit."""
 
     def output_tokens(self, request: RequestFacts) -> float | None:
         return None
@@ -105,10 +105,11 @@ class PromptFeatures(LearnedSteps):
 
 
 class ClientHistory(LearnedSteps):
-    """The mean logarithm of the lengths of earlier answers, newer ones with more weight: those of the session, if the
-    request has one, else those of the client.
+    """Predicts the mean logarithm of the lengths of earlier answers, with more weight for newer ones.
 
-    A session or client without an answer gets the mean of all.  ``expected_tokens`` of the client is preferred."""
+    The answers are those of the request's session, or else of its client.  A session or client without an answer uses
+    the mean of all answers.  The client's ``expected_tokens`` is preferred.
+    """
 
     def __init__(self, options: Any, ctx: PredictorContext) -> None:
         super().__init__(options or HistoryOptions(), ctx)

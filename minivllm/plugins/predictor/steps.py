@@ -11,7 +11,7 @@ import numpy as np
 
 from minivllm.core.interfaces.predictor import Predictor, StepWork
 
-FORGET = 0.995  # weight of all earlier steps when a new one is learned
+FORGET = 0.995  # weight of all earlier steps when a new step is learned
 LEAST_STEPS = 8  # steps before a time is predicted
 RIDGE = 1e-9
 TINY = 1e-300  # keeps the equations solvable where a kind of work never occurred

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_WORDS = 256  # token sequences of a request
 MAX_LEN = 16  # tokens of a sequence
-ANY = -1  # stands in ``before`` for every token
+ANY = -1  # entry of ``before`` that equals every token
 NOTHING = -2  # a position before the output
 
 

@@ -95,7 +95,7 @@ def _inside(rows: Rows, start: Tensor, end: Tensor, opened: Tensor, longest: int
     prompt = rows.prompt[:, None]
     index = torch.arange(history.shape[1], device=history.device)
     output = (index >= prompt) & (index < rows.position[:, None])
-    # events on a line of numbers: odd behind a start tag, even behind an end tag
+    # event indices: odd after a start tag, even after an end tag
     begins = 2 * index + 1
     at_start = output & _ends(history, prompt, start, longest)
     at_end = output & _ends(history, prompt, end, longest)

@@ -25,7 +25,7 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Rows
 from minivllm.device.kernels.launch import kernel, pdl, wait
 
-CELLS = 8192  # most cells of a row; longer histories take more rounds
+CELLS = 8192  # largest number of cells of a row; longer histories need more rounds
 CHUNK = 2048  # most tokens that are read together
 
 

@@ -42,7 +42,7 @@ class FourBits(PartLayout):
             raise ModelError(f"{share.outputs} outputs and {share.inputs} inputs of 4 bits do not fill whole bytes")
         stored = "U8" if has is None or has["weight"][1] not in STORED else has["weight"][1]
         sizes = {"weight.absmax": (-(-count // BLOCK),), "weight.nested_absmax": (-(-count // BLOCK // NESTED),)}
-        if has is not None:  # the state, which is read later, gives the number of blocks
+        if has is not None:  # the quantization state, which is read later, has the number of blocks
             sizes = {name: has[name][0] if name in has else shape for name, shape in sizes.items()}
         self.want = {
             "weight": Want((stored,), ((count // 2 // STORED[stored], 1),)),

@@ -48,7 +48,7 @@ class ConfigGroup(NamedTuple):
     strategy: str
     rows: int  # outputs that share a scale; 0 means all
     columns: int  # inputs; 0: all
-    packed: bool | None  # None means that the tensors decide
+    packed: bool | None  # None means that the names of the tensors decide
 
     @property
     def why(self) -> str:
@@ -125,7 +125,7 @@ class FieldsLayout(PartLayout):
         if self.group.symmetric:
             words = given.get("weight_zero_point")
             if words is not None and words.dim() == 2 and len(words) in word_counts(share.outputs, bits):
-                words = self._outputs(words).int() - (1 << (bits - 1))  # other weights are not packed
+                words = self._outputs(words).int() - (1 << (bits - 1))  # weights of other widths are not packed
             want_symmetric(words)
             return None
         zero = given["weight_zero_point"].to(share.device)

@@ -31,7 +31,7 @@ from .tiled import Tiled, WholeWeight
 GROUPS = (128, 64, 32, 16, 8)
 INT4_LEAST, BYTES_LEAST = 32, 8  # least number of inputs that share a scale
 ROWS_AT_ONCE = 1024
-WITHOUT_KERNELS = 1 << 24  # elements at a time on a GPU without kernels, where each part takes several launches
+WITHOUT_KERNELS = 1 << 24  # elements that are converted in one part on a GPU without these kernels
 
 
 class Numbers(NamedTuple):
@@ -157,7 +157,7 @@ def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
 
 
 def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
-    """Join pieces along their rows, and return None if they differ in more than the number of their scales."""
+    """Join pieces along their rows.  Return None if they differ in more than the number of their scales."""
     first = pieces[0]
     for one in pieces[1:]:
         if (one.form, one.weight.dtype) != (first.form, first.weight.dtype):

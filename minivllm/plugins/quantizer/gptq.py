@@ -42,7 +42,7 @@ class GptqKind(NamedTuple):
     bits: int
     group_size: int  # -1: all inputs
     act_order: bool
-    symmetric: bool | None = None  # None means that the configuration does not have it
+    symmetric: bool | None = None  # None means that the configuration does not have the field
 
     @staticmethod
     def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:
@@ -89,7 +89,7 @@ class GptqLayout(PartLayout):
         group_of = share.group_of(self.size)
         if "g_idx" in given:
             index = given["g_idx"].long().cpu()
-            # older tools wrote zeros if the inputs are in their order
+            # Older tools wrote zeros if the inputs are in order.
             if self.kind.act_order or bool(index.any()):
                 self._check_groups(index)
                 group_of = index[share.columns]

@@ -28,7 +28,7 @@ from .tiled import MadeByTiles, Tiled
 
 BLOCK = 32  # inputs that are stored in 16 bytes
 CENTRE = 8  # the code in the middle of the grid, which is the zero point if none is stored
-CANDIDATES = 20  # number of scales that are tried, besides those that clip nothing
+CANDIDATES = 20  # number of tried scales, besides the scales that clip no element
 # smallest part of its range to which a group may be clipped; normally distributed weights are never best below
 SHORTEST = 0.7
 FLAT = 2.0**-20  # smallest step, relative to a group's largest element, for groups of equal elements
@@ -66,7 +66,7 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
         middle, half = (w.amax(0) + w.amin(0)) / 2, 0.5
         w -= middle
     least, scale = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
-    # allocated once, because allocation takes a CPU longer than the computation
+    # allocated once, because an allocation takes longer than the computation on a CPU
     steps, codes = torch.empty_like(w), torch.empty_like(w)
     moved = torch.empty_like(w) if half else steps
     for whole, factors in _ranges(w, symmetric, clip):

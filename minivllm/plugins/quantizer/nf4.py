@@ -40,7 +40,7 @@ class Nf4Weight(MadeByTiles, TableRows):
         self.scale[rows] = largest
 
     def finish(self) -> None:
-        self.table.copy_(self._numbers)  # set when all other tensors are loaded
+        self.table.copy_(self._numbers)  # set after all other tensors are loaded
         group = self.info.in_features // self.scale.shape[1]
         self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
 

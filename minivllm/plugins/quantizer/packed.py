@@ -54,7 +54,7 @@ class Share:
     columns: slice
     dtype: torch.dtype
     device: str
-    fused: bool = False  # whether the tensor also has the outputs of other parts
+    fused: bool = False  # whether the tensor contains the outputs of other parts too
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
@@ -179,7 +179,7 @@ class PackedWeight(WeightScheme):
         layout = self.layouts[part]
         found = {name: want.shapes[0] for name, want in layout.want.items()}
         if found.get("weight") == (layout.share.outputs, layout.share.inputs) and not layout.share.fused:
-            # the shape by which the loader recognizes the tensor
+            # the loader recognizes a whole weight by this shape
             found["weight"] = (self.info.out_features, self.info.in_features)
         return found
 

@@ -73,7 +73,7 @@ INT4 = Spec(
     summary="int4 weights with a scale per group of inputs of an output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
-    traits={"bits": 4},  # and not sliceable, because modules for which the option ``bits`` sets 8 have the form of int8
+    traits={"bits": 4},  # not sliceable, because modules with 8 bits (option ``bits``) have the layout of int8
 )
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",

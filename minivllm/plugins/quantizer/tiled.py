@@ -20,7 +20,7 @@ AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32
 
 
 class WholeWeight(WeightScheme):
-    """A weight that is passed to the constructor, so that nothing is loaded.
+    """A weight that is passed to the constructor instead of being loaded.
 
     A subclass multiplies by some of its rows.
     """

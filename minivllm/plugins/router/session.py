@@ -10,9 +10,9 @@ from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRe
 
 
 class SessionRouter(ReplicaRouter):
-    """Remembers the replica of each session.
+    """Routes a session to the same replica.
 
-    A session whose replica accepts no requests moves to another one, and stays there.
+    A session whose replica accepts no requests moves to another replica and stays there.
     """
 
     def __init__(self, options: Any, ctx: RouterContext) -> None:

@@ -70,7 +70,7 @@ class MirostatSampler(DefaultSampler):
             return super().draw(logits, plain, state, out)
         surprise = _leave(logits, rows, state)
         super().draw(logits, plain, state, out)
-        out.peaks = None  # they would be the peaks after the exclusion
+        out.peaks = None  # the peaks after the exclusion do not show whether an excluded logit is finite
         tau = state["tau"][rows.slots]
         tokens = out.tokens.clamp(0, logits.shape[1] - 1)
         observed = surprise.gather(1, tokens[:, None]).squeeze(1)

@@ -26,7 +26,7 @@ from minivllm.device.kernels.launch import kernel, pdl, wait
 from .triton_noise import gumbel_noise, row_keys
 
 TILE = 4096
-GROUPS = 2048  # largest number of groups of lanes whose maxima a program holds
+GROUPS = 2048  # largest number of groups of columns whose maxima a program holds
 OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))  # a candidate is to be checked | drawn | not begun (top-k)
 
 
@@ -139,7 +139,7 @@ class DrawWork:
 
     peak: Tensor  # f32 [N, tiles] largest logit, inf if there is a NaN
     score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf for none
-    index: Tensor  # i32 [N, tiles] its id
+    index: Tensor  # i32 [N, tiles] token id of the best token of each tile
     known: Tensor  # f32 [N, 8] largest logit, 1 / T, floor of min-p, top_p, the candidate's logit
     state: Tensor  # i32 [N] OPEN, DONE, WAITS
     top: Tensor  # f32 [N, groups] largest logits of groups of lanes, for rows with top-k

@@ -60,7 +60,7 @@ def _redraw(
 ):  # fmt: skip
     wait(PDL)
     stripe, row = tl.program_id(0), tl.program_id(1)
-    # the program of stripe 0 may end the row meanwhile, and then the others need not do anything
+    # the program of stripe 0 may end the row in the meantime; the other programs then have no work
     if tl.load(state + row) == OPEN:
         best, inv, floor = scale_of(known, row)
         p, value = tl.load(known + row * 8 + 3), tl.load(known + row * 8 + 4)

@@ -50,7 +50,7 @@ class TypicalSampler(DefaultSampler):
 
     def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         super().draw(logits, _leave(logits, rows, state), state, out)
-        out.peaks = None  # they would be the peaks after the exclusion
+        out.peaks = None  # the peaks after the exclusion do not show whether an excluded logit is finite
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         if rows.variant & TYPICAL:

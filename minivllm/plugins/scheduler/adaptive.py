@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-RECENT = 64  # number of recent requests whose times and targets count
+RECENT = 64  # number of recent requests whose times and targets are used
 WINDOW = 8  # steps of a window
 ENOUGH = 8  # windows, and new requests, before any request waits
 KEPT = 0.98  # the weight of a window shrinks by this factor with each later window
@@ -138,7 +138,7 @@ class Adaptive(SchedulerPolicy):
         wait = 0.0
         if rate > 0:
             wait = min((self.wanted - 1.0) / rate, most)
-        if fixed > load.tpot_slack > 0:  # prompts would delay a token beyond its target
+        if fixed > load.tpot_slack > 0:  # prompts would delay a token past its target
             wait = most
         elif load.waiting >= self.wanted:
             wait = 0.0

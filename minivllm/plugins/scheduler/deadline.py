@@ -54,7 +54,7 @@ class Deadline(SchedulerPolicy):
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         start = self.key(head)
         old = now - head.arrival > self.options.max_wait
-        started = head.known > head.prompt  # preempted requests, whose clients wait for the next token
+        started = head.known > head.prompt  # preempted requests, whose clients already have tokens
         late = (start < now) & ~started
         rank = np.where(late, 2, 1)
         rank[old] = 0
@@ -77,7 +77,7 @@ class Deadline(SchedulerPolicy):
 
     def displaced(self, head: QueueView, running: QueueView, now: float) -> int:
         target = head.ttft_due[0]
-        started = head.known[0] > head.prompt[0]  # it has its first token, and was preempted itself
+        started = head.known[0] > head.prompt[0]  # the request has its first token and was preempted
         late = now > self.key(head)[0]
         if target == np.inf or started or late:
             return -1

@@ -46,7 +46,7 @@ class Fair(SchedulerPolicy):
         self.ids = np.empty(0, np.int64)
         self.paid = np.empty(0)
         self.owner = np.empty(0, np.int64)
-        self.active: set[int] = set()  # tenants that are known to have a waiting request
+        self.active: set[int] = set()  # tenants with a waiting request
         self.floor = 0.0  # least counter of the tenants that wait, or waited last
 
     def key(self, new: QueueView) -> np.ndarray:
@@ -89,7 +89,7 @@ class Fair(SchedulerPolicy):
             chosen = old[oldest_first].tolist()
             groups = np.searchsorted(tenants, head.tenant[chosen])
             for i, g in zip(chosen, groups.tolist(), strict=True):
-                start[g] += 1  # the oldest requests of a tenant are its next ones
+                start[g] += 1  # the tenant's requests are served in the order of their arrival
                 counters[g] += cost[i]
         next_up = []
         for g, counter in enumerate(counters):
@@ -110,7 +110,7 @@ class Fair(SchedulerPolicy):
 
     def ended(self, gone: QueueView) -> None:
         _, charged = self._find(gone.id)
-        ran = charged | (gone.known > gone.prompt)  # other requests have never been served
+        ran = charged | (gone.known > gone.prompt)  # other ended requests were never served
         at = self._charge(gone if ran.all() else gone.take(ran))
         stay = np.ones(len(self.ids), bool)
         stay[at] = False
@@ -119,7 +119,7 @@ class Fair(SchedulerPolicy):
         self.owner = self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        at = self._charge(candidates)  # before ``owner`` is read, because this call may extend it
+        at = self._charge(candidates)  # before ``owner`` is read, because this call may extend the array
         had = self.counter[self.owner[at]]
         order = np.lexsort((candidates.id, candidates.arrival, had))
         return int(order[-1])

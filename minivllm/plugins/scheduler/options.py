@@ -8,7 +8,7 @@ CLOSED = ConfigDict(extra="forbid", frozen=True)
 
 
 class AdaptiveOptions(BaseModel):
-    """Bounds on the time for which new requests may be held back, so that they are admitted together."""
+    """Bounds of the time for which new requests are held back to admit them together."""
 
     model_config = CLOSED
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Single(DecodingStrategy):
-    """n = 1: the request is its only sequence."""
+    """Runs one sequence per request (n = 1)."""
 
     def takes(self, params: SamplingParams) -> bool:
         return params.width == 1
