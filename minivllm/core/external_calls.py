@@ -40,7 +40,7 @@ def as_exception(exc: BaseException) -> Exception:
 
 
 def call_foreign(function: Callable[..., Any], *args: Any) -> Any:
-    """Call external code: ``function(*args)``.  Anything that it raises becomes an ``Exception``."""
+    """Call external code as ``function(*args)``, and convert whatever it raises to an ``Exception``."""
     try:
         return function(*args)
     except Exception:

@@ -64,7 +64,9 @@ class EngineAdapters:
         # adapters that are loaded without a request, with the function that is called afterwards
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
-        self.freed: list[int] = []  # numbers of adapters whose host memory is freed by the next delta
+        self.freed: list[
+            int
+        ] = []  # numbers of adapters whose host memory is freed by the next delta
         self.orders: list[tuple[int, str]] = []  # loads of the next call
         self.loading: dict[int, Adapter] = {}
         self.loads = self.swaps = self.failed = 0

@@ -30,7 +30,9 @@ class Compaction:
     computed: int = 0  # computed tokens of the row
     # index of the first block that must leave the prefix cache; ``used`` means none
     unpublished: int = 0
-    reader: Seq | None = None  # the row's sequence, or None if its request does not read the kept tokens
+    reader: Seq | None = (
+        None  # the row's sequence, or None if its request does not read the kept tokens
+    )
 
     @property
     def lacking(self) -> int:

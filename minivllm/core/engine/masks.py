@@ -136,7 +136,9 @@ class RowMasks:
         self.memory = memory
         # mask memory of the last step, whose draw has finished
         self._held: np.ndarray | None = None
-        self._late: _Late | None = None  # late rows of the last step, or None if one of them has ended
+        self._late: _Late | None = (
+            None  # late rows of the last step, or None if one of them has ended
+        )
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The

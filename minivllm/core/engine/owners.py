@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # least prompt tokens of a step in an owner's share, so that chunks are not tiny
 LEAST = 32
-# the most waiting owners whose sequences the policy orders in a step; owners with fewer rows come first
+# largest number of waiting owners whose sequences the policy orders in a step; owners with fewer rows come first
 REQUESTED = 16
 
 
@@ -68,7 +68,7 @@ class OwnerShares:
 
 
 class OwnersPlanner(Protocol):
-    """The attributes of a planner by which owners take turns."""
+    """The attributes of a planner that are read to serve owners in turn."""
 
     slots: Slots
     cache: KVCache
@@ -112,9 +112,11 @@ def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
 def in_turn(
     slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None
 ) -> Iterator[Seq]:
-    """Yield the sequences of these lists, one list per owner, taking owners in turn.  The owner with the fewest rows is
-    next.  An owner that has spent its share of the step's tokens is left out.  The caller admits each sequence before
-    it takes the next."""
+    """Yield the sequences of ``lines``, which has one list per owner.
+
+    The next owner is the one with the fewest rows.  An owner that has spent its share of the step's tokens is left out.
+    The caller admits each sequence before it reads the next one.
+    """
     left = {line[0].request.owner_number: deque(line) for line in lines if line}
     rows = rows_of(slots)
     while open_ := [
@@ -129,9 +131,10 @@ def in_turn(
 
 
 def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
-    """Yield the waiting sequences that may be admitted now, in the policy's order (its window only), owners in turn.
+    """Yield the waiting sequences that may be admitted now, in the order of the policy and with owners in turn.
 
-    Usually few of them have room, so the policy's order is read only as far as it is needed."""
+    Usually few of them have room, so the policy's order is computed only as far as it is read.
+    """
     p, queue = planner, planner.waiting
     turns = len(queue.lanes) > 1 and not p.divides
     if not p.orders and not turns:
@@ -163,7 +166,7 @@ def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[S
 
 
 def make_way(planner: OwnersPlanner) -> None:
-    """Preempt one row for an owner that has no row, and for which the last plan had no room."""
+    """Preempt one row in favour of an owner without a row, if the last plan had no room for this owner."""
     s, seq = planner.slots, planner.stuck
     planner.stuck = None
     if seq is None or not seq.queued:

@@ -63,10 +63,12 @@ class Pace:
     def fit(
         self, context: int, seconds: float, least: int, bearable: float, length: float = inf
     ) -> int:
-        """Return the prompt tokens that the next step may have, after ``context`` computed tokens of the prompt.
+        """Return the largest number of prompt tokens of the next step, after ``context`` computed tokens of the prompt.
 
-        They take about ``seconds``.  If these are fewer than ``least`` tokens, a step may take ``bearable`` seconds to
-        have up to ``least``.  No prompt has more than ``length`` tokens, so longer steps compute several prompts."""
+        These tokens take about ``seconds``.  If fewer than ``least`` tokens fit, a step may take up to ``bearable``
+        seconds for ``least`` tokens.  No prompt has more than ``length`` tokens, so a longer step computes several
+        prompts.
+        """
         if not self.each:
             self._bound = self.reach
             return self.reach

@@ -34,8 +34,10 @@ class EngineParts:
     policy: Callable[[SchedulerContext], SchedulerPolicy]
     evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
     processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
-    strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that accepts a request runs it
-    # for requests with ``logits_processors``; None refuses them
+    strategies: Sequence[
+        tuple[str, DecodingStrategy]
+    ]  # The first strategy that accepts a request runs it.
+    # draws for requests with ``logits_processors``; None means that such requests are refused
     host_sampler: HostSampler | None = None
     # the compiled grammars of requests (``runtime.structured.service.Grammars``)
     grammars: Any = None
@@ -55,4 +57,4 @@ class CacheOptions:
     # sliding window of each KV group in tokens; None = all tokens
     windows: Sequence[int | None] = (None,)
     prefix_caching: bool = True
-    partial_hits: bool = True  # copy a cached block that shares only its first tokens
+    partial_hits: bool = True  # whether a cached block is copied if only its first tokens match

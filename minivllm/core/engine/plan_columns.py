@@ -27,12 +27,12 @@ NO_VECTORS = no_rows(dtype=np.float32)
 def step_rows(
     decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slots i64, ``q_len`` i32 and ``draft`` i32 of a StepPlan, in its order: rows of one token, rows with
-    drafts, chunks.
+    """Return the slots i64, ``q_len`` i32 and ``draft`` i32 of a StepPlan, in the order of its rows.
 
-    ``decode`` holds the slots of decoding rows and of their drafts (see ``plan.with_drafts``).  ``n`` counts the drafts
-    of each of these slots, and ``draft`` numbers them; both are empty without drafts.  ``chunks`` maps slot to
-    tokens."""
+    The order is rows of one token, rows with drafts, chunks.  ``decode`` has the slots of decoding rows and of their
+    drafts (see ``plan.with_drafts``).  ``n`` has the number of drafts of each of these slots, and ``draft`` numbers the
+    drafts; both are empty without drafts.  ``chunks`` maps a slot to its tokens.
+    """
     slots, q_len = decode, np.ones(len(decode), np.int32)
     if chunks:
         slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])

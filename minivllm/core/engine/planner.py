@@ -99,7 +99,7 @@ class Planner:
         self.waiting = WaitingQueue()
         self.underway = Underway(cache, slots)
         self.step_id = 0
-        # most prompt tokens in a step; a server lowers it if steps would take too long
+        # largest number of prompt tokens of a step; a server lowers it if steps would take too long
         self.most_prefill = max_tokens
         self.reserved = 0  # slots that are reserved for branches that will fork
         self.wake_at = 0.0  # time before which the policy admits no sequence; 0 means no hold
@@ -116,12 +116,12 @@ class Planner:
         self.forks: list[tuple[int, int, Seq]] = []  # new (parent slot, slot, branch)
         self.searches: list[Beams] = []  # beam searches with decisions that are not applied yet
         self._ended: list[Seq] = []  # ended since the last plan, for policies with ``ended``
-        self.shared = False  # whether a request has an owner (see ``owners``)
-        # waiting sequence of an owner without a row, for which the last plan had no room
+        self.shared = False  # whether at least one request has an owner (see ``owners``)
+        # waiting sequence whose owner has no row, if the last plan had no room for it
         self.stuck: Seq | None = None
-        # the last refused sequence had no place for its adapter, or no memory for its images
+        # whether the last refused sequence had no place for its adapter, or no memory for its images
         self.placeless = False
-        self.way_for = -1  # the last sequence for which a row was freed
+        self.way_for = -1  # id of the last sequence for which a row was preempted
         self.protected_after = PROTECTED_AFTER
         # the last plan had no slot or no blocks for the next waiting sequence
         self.unplaced = False
@@ -141,8 +141,10 @@ class Planner:
         return self.waiting.n
 
     def add(self, seq: Seq) -> None:
-        """Queue a sequence that is new, or preempted and without a step in flight.  If its adapter must be loaded, or a
-        tier has pages of it, it waits for them first, outside the queue."""
+        """Queue a new sequence, or a preempted one without a step in flight.
+
+        It first waits outside the queue if its adapter must be loaded, or if a tier has pages of it.
+        """
         seq.status = WAITING
         if self.adapters is not None and self.adapters.begin(seq):
             return
@@ -180,12 +182,14 @@ class Planner:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def next(self, now: float) -> StepPlan | None:
-        """Plan the next step.  None means that nothing can run: all rows wait for results, or there is no work.
-        ``now`` is in seconds."""
+        """Plan the next step at the time ``now`` in seconds.
+
+        Return None if no row can run: all rows wait for results, or there are no requests.
+        """
         if (plan := next_steady(self)) is not None:
             return plan
         s, self.steady, self.encodes_apart = self.slots, None, False
-        # drop forks whose branch left before any plan
+        # remove forks whose branch left its slot before it was in a plan
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
         # A fork that was not sent to the device yet still reads its parent's row.
@@ -218,13 +222,13 @@ class Planner:
         if shape.kind != "mix" and not chunks:
             decode = self._decode(self.need(s.running))
         if not len(decode) and not chunks and s.forking[s.running].any():
-            # a new row whose prompt was cached, or has one token, can fork at once
+            # A new row whose prompt was cached, or has one token, can fork now.
             fork_ready(self)
             decode = self._decode(self.need(s.running))
         return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
     def _load(self, now: float) -> Load:
-        """Return the load figures from which a scheduler policy decides the shape of a step."""
+        """Return the load, from which a scheduler policy derives the shape of a step."""
         s, head = self.slots, self.waiting.head()
         return Load(
             waiting=self.n_waiting,
@@ -328,15 +332,17 @@ class Planner:
         return rows
 
     def make_room(self, requester: int, need: int) -> int:
-        """Preempt one row to free ``need`` blocks for the row ``requester``.  Return the slot that leaves this step.
-        It is the victim, or the requester itself.  A requester that is not protected by its age or its preemptions is
-        preempted; a protected one only waits."""
+        """Preempt one row to free ``need`` blocks for the row ``requester``, and return the slot that leaves this step.
+
+        The returned slot is the victim, or the requester itself.  The requester is preempted unless its age or its
+        number of preemptions protects it; a protected requester only waits.
+        """
         s, oldest = self.slots, self.slots.id[self.slots.running].min()
         victim = self.preempt_one_of(s.running, need)
         unreserved = len(self.cache.pools) > 1 or self.cache.compacts
         if victim is None and s.id[requester] == oldest and unreserved:
-            # Blocks of a sliding window, and those to which a compression moves tokens, are not reserved ahead, so
-            # protected rows are preempted too.
+            # Blocks of a sliding window and target blocks of a compression are not reserved ahead of time, so protected
+            # rows may be preempted too.
             victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
@@ -350,7 +356,7 @@ class Planner:
         """Preempt the row of ``rows`` that the policy selects, and return its slot; None if no row may be preempted.
         Candidates belong to the owner with most of the rows.  ``protected`` allows rows that were preempted often."""
         s = self.slots
-        rows = rows[s.id[rows] != s.id[s.running].min()]  # beams of one request have one id
+        rows = rows[s.id[rows] != s.id[s.running].min()]  # all beams of a request have the same id
         if not protected:
             # Rows that wait to fork and beams have no blocks reserved for branches, so they may be preempted.
             rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.beam[rows]]
@@ -363,8 +369,11 @@ class Planner:
         return victim
 
     def preempt(self, slot: int) -> None:
-        """Move a running row back to the queue.  Its blocks are freed and its tokens kept, so that its KV is recomputed
-        later.  It is queued once its steps in flight have been collected (see ``Publisher``)."""
+        """Move a running row back to the queue.
+
+        Its blocks are freed and its tokens are kept, so its KV is computed again later.  It is queued once its steps in
+        flight have been collected (see ``Publisher``).
+        """
         seq = self.slots.at(slot)
         seq = seq.lead or seq
         self.preemptions += 1
@@ -383,8 +392,11 @@ class Planner:
         self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again if no step in flight contains it.  It ends with an error if the policy fails
-        on it.  All beams are queued as one entry, and so are a sequence and its guide."""
+        """Queue a preempted sequence again unless a step in flight contains it.
+
+        It ends with an error if the policy fails on it.  All beams of a request are one entry of the queue, and so are
+        a sequence and its guide.
+        """
         seq = seq.lead or seq
         if any(one.in_flight for one in seq.pair):
             return
@@ -403,8 +415,10 @@ class Planner:
             )
 
     def leave(self, slot: int) -> None:
-        """End a row's stay in its slot and release its blocks.  Steps planned later may use the blocks, because steps
-        in flight run before them."""
+        """Remove a row from its slot and release its blocks.
+
+        Later steps may use the blocks, because steps in flight run before them.
+        """
         seq = self.slots.at(slot)
         if self.images is not None:
             self.images.leave(seq)
@@ -421,8 +435,10 @@ class Planner:
     def _prefill(
         self, chunks: dict[int, int], parts: OwnerShares, decode: np.ndarray
     ) -> np.ndarray:
-        """Plan chunks in ``chunks`` for running rows that lack more than one token, or extend their chunks.  Only the
-        oldest row preempts others for blocks; the others wait.  Return the rows that still decode."""
+        """Plan chunks in ``chunks`` for running rows that lack more than one token, or extend their chunks.
+
+        Return the rows that still decode.  Only the oldest row preempts other rows for blocks; the other ones wait.
+        """
         s = self.slots
         need = self.need(s.running)
         rows, need = s.running[need > 1], need[need > 1]
@@ -437,7 +453,7 @@ class Planner:
             owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
             more = min(self._encoded(slot, want) - have, parts.most(owner_number))
             if more <= 0:
-                continue  # its owner's share is spent
+                continue  # the owner has spent its share
             chunk = self._grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:
@@ -452,19 +468,23 @@ class Planner:
         return decode
 
     def _encoded(self, slot: int, tokens: int) -> int:
-        """Return how many of the next tokens of a row the step may compute.
+        """Return the number of next tokens of a row that the step may compute.
 
-        A step with decoding rows (``encodes_apart``) computes no image whose features it would have to compute first:
-        the features come in an earlier step, so that the decoding rows wait for one of both only.  Prompts and such
-        images have ``most_tokens`` in a step."""
+        A step with decoding rows (``encodes_apart``) computes no image whose features are missing.  The features are
+        computed in an earlier step, so that decoding rows wait either for the features or for the tokens.  Without
+        decoding rows, prompts and images have ``most_tokens`` in a step.
+        """
         if not self.encodes_apart or self.images is None:
             return tokens
         seq = self.slots.at(slot)
         return min(tokens, self.images.encoded_tokens(seq, int(self.slots.computed[slot])))
 
     def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.  It ends inside no image whose tokens attend to
-        each other, and may be longer than ``chunk`` so that it has all of one."""
+        """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.
+
+        The chunk does not end inside an image whose tokens attend to each other.  It may be longer than ``chunk`` to
+        contain such an image as a whole.
+        """
         if self.images is None or not self.images.undivided:
             return self.cache.room(slot, chunk, promised)
         request, first = self.slots.at(slot).request, int(self.slots.computed[slot])
@@ -476,7 +496,7 @@ class Planner:
         return tokens, blocks
 
     def _grow_chunk(self, slot: int, chunk: int) -> int:
-        """Take blocks for as much of a chunk as fits, and return its tokens (see ``_room``)."""
+        """Take the blocks of the part of a chunk that fits, and return the number of its tokens (see ``_room``)."""
         return self.cache.grow_chunk(slot, self._room(slot, chunk)[0])
 
     # ---- newcomers ---------------------------------------------------------------------------------------------------
@@ -511,14 +531,16 @@ class Planner:
                     whole = min(int(upto[0] - s.computed[slot]), parts.most(owner_number))
                     want = self._encoded(slot, whole)
                     if want < whole:
-                        parts.spend(owner_number, whole - want)  # features take time too
+                        parts.spend(
+                            owner_number, whole - want
+                        )  # the features of images count as tokens too
                     if want > 0:
                         tokens, blocks = self._room(slot, want, promised)
                         if tokens:
                             new[slot] = tokens
                         promised += blocks
                         parts.spend(owner_number, tokens)
-        finally:  # they continue to wait even if a plug-in raises
+        finally:  # the other sequences remain in the queue even if a plug-in raises
             self.underway.delayed = delayed
             for seq in delayed:
                 self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
@@ -544,9 +566,11 @@ class Planner:
                 entered = True
 
     def _enter(self, seq: Seq, promised: int) -> bool:
-        """Move a waiting sequence into a slot with its prefix hit, and return True.  Return False and leave it waiting
-        if a slot or the blocks for all its known tokens are missing.  ``promised`` blocks are reserved for other
-        rows."""
+        """Move a waiting sequence into a slot with its prefix hit, and return True.
+
+        Return False without a change if no slot is free, or if blocks for all its known tokens are missing.
+        ``promised`` blocks are reserved for other rows.
+        """
         s = self.slots
         beams, guide = seq.request.beams, seq.guide
         wide = len(seq.pair) + len(seq.branches) if beams is None else beams.width
@@ -593,8 +617,10 @@ class Planner:
     def _make_plan(
         self, decode: np.ndarray, chunks: dict[int, int], budget: int
     ) -> StepPlan | None:
-        """Build the step from the decoding slots and the chunks (slot -> tokens); None if it has no rows.  Draft tokens
-        use what remains of ``budget``."""
+        """Build the step from the decoding slots and the chunks (slot -> tokens), or return None if it has no rows.
+
+        Draft tokens use the rest of ``budget``.
+        """
         s, spec = self.slots, self.speculation
         most, ahead, n = 0, False, NO_DRAFTS
         if spec is not None and budget > 0:
@@ -626,7 +652,7 @@ class Planner:
         slack = s.slack[at]
         if len(draft):
             mine = at[draft > 0]
-            # an upper bound, see Publisher._take_back
+            # an upper bound, which ``Publisher._take_back`` lowers
             s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
             s.slack[mine] = (slack + draft)[draft > 0]  # the last row of a slot counts
         self.step_id += 1

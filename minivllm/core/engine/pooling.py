@@ -28,7 +28,7 @@ NOT_FINITE = "the model gave values that are not finite numbers, so there is no 
 
 
 class Pooling(Protocol):
-    """The pooling of one request.  ``frontend.pooling.PromptPooling`` implements it."""
+    """The pooled embedding of one request.  ``frontend.pooling.PromptPooling`` implements it."""
 
     def most_cached(self, most: int) -> int:
         """Return how many of the first ``most`` tokens may come from the prefix cache, without hidden states."""
@@ -49,8 +49,10 @@ class Pooling(Protocol):
 
 
 def check_pooling(request: Request, hidden: int, executor: object) -> None:
-    """Check a request for an embedding.  RequestError for taps beside it, or if the executor returns no hidden states
-    (``hidden`` 0)."""
+    """Check a request for an embedding.
+
+    RequestError if the request also has taps, or if the executor returns no hidden states (``hidden`` is 0).
+    """
     if request.pooling is None:
         return
     if not hidden:
@@ -82,10 +84,11 @@ def pooled_rows(
 def keep_pooled(
     plan: StepPlan, sequence: Callable[[int], Seq | None], sums: np.ndarray
 ) -> list[Seq]:
-    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that can end.  They have all
-    values, or a value that is not finite.
+    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that can end.
 
-    ``sequence(row)`` returns the sequence of a plan row, or None if it has ended."""
+    A sequence can end if all its values are there, or if a value is not finite.  ``sequence(row)`` returns the sequence
+    of a plan row, or None if it has ended.
+    """
     complete = []
     finite = np.isfinite(sums).all(axis=1)
     for (row, _, count), values, usable in zip(plan.pooled.tolist(), sums, finite, strict=True):

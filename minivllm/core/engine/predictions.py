@@ -31,7 +31,7 @@ class Predictions:
         self.made = self.failed = self.number = 0
         self.error: str | None = None  # the last failure
         self.ended_requests = 0  # requests with a prediction that have ended
-        self.log_errors = 0.0  # sum over them of |ln(predicted / true)|
+        self.log_errors = 0.0  # sum of |ln(predicted / true)| over the requests that have ended
         own = type(predictor)
         self.learns_steps = own.stepped is not Predictor.stepped
         self.learns_lengths = own.ended is not Predictor.ended

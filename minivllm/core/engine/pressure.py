@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class Pressure:
-    """The compressions of an engine under memory pressure.
+    """Chooses rows to compress under memory pressure.
 
     ``budget`` is a number of tokens, or below 1 a share of a row's computed tokens.  ``depth`` is the number of steps
-    in flight besides the newest one.  ``observes`` tells that the compressor reads queries."""
+    in flight besides the newest one.  ``observes`` means that the compressor reads queries.
+    """
 
     def __init__(self, budget: float, depth: int, observes: bool) -> None:
         self.budget, self.delay = budget, int(observes)

@@ -65,9 +65,12 @@ def prompt_rows(
 def keep_prompt(
     s: Slots, plan: StepPlan, sequence: Callable[[int], Seq | None], got: LogProbs
 ) -> None:
-    """Append a step's prompt log-probabilities to their requests.  A request that has all of them is not scored again.
-    ``sequence(row)`` returns the sequence of a plan row, also one preempted meanwhile, which keeps the result; None if
-    it has ended.  A part computed again after a preemption replaces the earlier part."""
+    """Append a step's prompt log-probabilities to their requests.
+
+    A request that has all of them is not scored again.  ``sequence(row)`` returns the sequence of a plan row, or None
+    if it has ended; a sequence that was preempted in the meantime keeps the result.  A part that is computed again
+    after a preemption replaces the earlier part.
+    """
     at = 0
     for row, count in plan.prompt.tolist():
         part, at = slice(at, at + count), at + count

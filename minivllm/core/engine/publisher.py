@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-# number of tokens whose log-probabilities wait before they become entries, at most
+# largest number of tokens whose log-probabilities are stored before they are converted to entries
 FLUSH_LOGPROBS = 32
 
 
@@ -108,7 +108,7 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] |= s.known[mine] == pos + 1  # else a later step with the row is in flight
         self.tokens += len(mine)
-        if len(plan.guided):  # a guide repeats its row's token, so its token is not counted
+        if len(plan.guided):  # A guide repeats the token of its lead, so its token is not counted.
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
         sequence = partial(self._sequence, flight, live)
         if result.prompt is not None:
@@ -125,7 +125,7 @@ class Publisher:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
                 seq.defer_logprobs(result.logprobs, j)
-                # spread over the steps, because converting all of them at the end takes long
+                # spread over the steps, because converting all tokens at the end takes long
                 if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                     seq.flush_logprobs()
         self._tell(flight, result, live, ok)
@@ -146,9 +146,11 @@ class Publisher:
         sequence: Callable[[int], Seq | None],
         result: StepResult,
     ) -> list[Seq]:
-        """Store the tap values and the kept tokens of a step with their sequences.  Return the sequences whose request
-        has read more than it may.  ``sequence`` is as in ``TapKeeper.keep``, and
-        ``live`` bool marks the step's rows that still hold their slot."""
+        """Store the tap values and the kept tokens of a step with their sequences.
+
+        Return the sequences whose request has read more than its limit.  ``sequence`` is as in ``TapKeeper.keep``.
+        ``live`` bool marks the step's rows that still hold their slot.
+        """
         plan = flight.plan
         many: list[Seq] = []
         if len(plan.taps):
@@ -167,7 +169,8 @@ class Publisher:
     def _end_without_features(
         self, flight: Flight, live: np.ndarray, lost: Mapping[int, str]
     ) -> np.ndarray:
-        """End the sequences whose rows of a step read an image of ``StepResult.lost``.  Return the new ``live``."""
+        """End the sequences of a step that read an image of ``StepResult.lost``, and return ``live`` without their
+        rows."""
         images = self.planner.images
         assert images is not None, "a step without images loses none"
         images.lose(lost)
@@ -182,7 +185,7 @@ class Publisher:
         return self.slots.serial[flight.slots] == flight.serial
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
-        """Send new tokens of watched rows to their sinks, and end the rows that have ended.
+        """Send new tokens of watched rows to their sinks, and finish the rows that have ended.
 
         ``live`` marks the step's rows that still hold their slot.  ``ok`` marks the sampled rows that received a token.
         """
@@ -331,7 +334,10 @@ class Publisher:
     # ---- rows that have left -----------------------------------------------------------------------------------------
 
     def _sequence(self, flight: Flight, live: np.ndarray, row: int) -> Seq | None:
-        """Return the sequence of plan row ``row``, also if it has left its slot; None if it has ended."""
+        """Return the sequence of plan row ``row``, or None if it has ended.
+
+        The sequence may have left its slot.
+        """
         if live[row]:
             return self.slots.seq[flight.plan.slots[row]]
         return self.planner.departed.get(int(flight.serial[row]))
@@ -356,7 +362,7 @@ class Publisher:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
                     self.tokens += seq.lead is None
-                    # the client requested them, or a strategy ranks by them
+                    # The client requested log-probabilities, or a strategy ranks outputs by them.
                     if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
@@ -423,7 +429,7 @@ class Publisher:
             seq, n = s.at(slot), int(s.known[slot])
             try:
                 token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
-            except Exception as e:  # an error in the user's code ends only its own request
+            except Exception as e:  # the row has failed or left its slot
                 what = (
                     "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
                 )

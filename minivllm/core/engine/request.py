@@ -48,18 +48,20 @@ class Seq:
     status: int = WAITING
     slot: int = -1
     serial: int = -1  # number of its stay in the slot; results of an older stay are dropped
-    # token ids i32 [known] while it has no slot
+    # token ids i32 [known] while the sequence has no slot
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    known: int = 0  # tokens known to the host while it has no slot
+    known: int = 0  # number of tokens known to the host while the sequence has no slot
     queued: bool = False  # it is in the planner's queue, sorted by ``key`` in lane ``lane``
     key: float = 0.0
     lane: int = 0
-    hint: int | None = None  # cached blocks found by ``KVCache.hints``; None: not known
+    hint: int | None = (
+        None  # number of cached blocks that ``KVCache.hints`` found; None means unknown
+    )
     hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
-    # for a sequence without a slot: id of the last step that contains it until its result is published, else 0
+    # id of the last step that contains a sequence without a slot, until the result of the step is published; else 0
     in_flight: int = 0
     preempted: int = 0
-    # the device has stored its kept columns (see ``plan.Delta.keep``), or will with the next delta
+    # whether the device has stored the sequence's kept columns (see ``plan.Delta.keep``), or will with the next delta
     saved: bool = False
     # computed tokens -> tokens that stayed, of each compression of its row; repeated after a preemption
     compressions: dict[int, int] = field(default_factory=dict)
@@ -67,16 +69,16 @@ class Seq:
     kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     # (version of the weights, number of the first output token that they drew), the oldest first
     weights: list[tuple[int, int]] = field(default_factory=list)
-    # keys of its first full blocks (see ``BlockPool.keys_of``)
+    # keys of the sequence's first full blocks (see ``BlockPool.keys_of``)
     keys: list[int] = field(default_factory=list)
-    # digests of its first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use
+    # digests of the sequence's first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use
     page_keys: list[bytes] = field(default_factory=list)
     load: PageLoad | None = None
-    # sequences that fork from it once the prompt is computed
+    # sequences that fork from this one once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
-    guide: Seq | None = None  # its guide, with ``scale`` (see ``guides``)
+    guide: Seq | None = None  # the guide of this sequence, with ``scale`` (see ``guides``)
     scale: float = 1.0
-    lead: Seq | None = None  # the sequence that this one guides, or None
+    lead: Seq | None = None  # the sequence that this guide steers, or None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -91,7 +93,7 @@ class Seq:
     # output tokens sent to the sink so far (in a slot: ``Slots.emitted``)
     emitted: int = 0
     score: float | None = None  # score from a stepwise strategy, else None
-    tap_values: TapValues | None = None  # values read at its taps
+    tap_values: TapValues | None = None  # values that the sequence has read at its taps
     # grammar matcher, from the first mask on; it has received the tokens ``[prompt, matched)``
     matcher: Any = None
     matched: int = 0
@@ -111,8 +113,10 @@ class Seq:
         self.pending_rows.append(row)
 
     def flush_logprobs(self) -> None:
-        """Convert the stored log-probabilities to entries of ``logprobs``.  This is done late and for many tokens at
-        once, because it takes too long in every step."""
+        """Convert the stored log-probabilities to entries of ``logprobs``.
+
+        This is done for many tokens in one call, because it takes too long in every step.
+        """
         if self.pending_logprobs and isinstance(self.logprobs, Scores):
             before = len(self.logprobs)
             self.logprobs.add_rows(self.pending_logprobs, self.pending_rows, self.request.logprobs)
@@ -130,24 +134,24 @@ class Request:
     params: SamplingParams
     arrival: float
     text: str | None = None
-    # owner for fair shares (see ``core.engine.owners``); "" = none
+    # owner for fair shares (see ``core.engine.owners``); "" means none
     owner: str = ""
-    end: int = 0  # length in tokens at which its sequences end
+    end: int = 0  # length in tokens at which the sequences of the request end
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
     stops: StopRule = field(default_factory=StopRule)
     grammar: Any = None  # interfaces.grammar.Compiled
     sequences: list[Seq] = field(default_factory=list)
-    scheduled: float | None = None  # when its first sequence got a slot
+    scheduled: float | None = None  # time at which the first sequence of the request got a slot
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
     lora: LoRARequest | None = None  # the adapter that the client named
     adapter: Adapter | None = None  # the engine's entry of the same adapter
-    # the images of its prompt, in the order of their positions
+    # the images of the prompt, in the order of their positions
     images: tuple[PlacedImage, ...] = ()
     contents: tuple[Content, ...] = ()  # the engine's entry of each image
-    strategy: Any = None  # the DecodingStrategy that made its sequences
-    beams: Any = None  # beams.Beams if its strategy is called after every step
+    strategy: Any = None  # the DecodingStrategy that made the sequences of the request
+    beams: Any = None  # beams.Beams if the strategy is called after every step
     logprobs: int = 0  # best log-probabilities per token in the client's answer
     # best log-probabilities of each prompt token; -1 = none, or all are collected
     prompt_topk: int = -1
@@ -158,37 +162,39 @@ class Request:
     # completes(generated ids) -> the stop string completed by the last id, or None; for beams
     completes: Any = None
     turn: SessionTurn | None = None  # the facts of its session; None if the client has sent none
-    kinds: np.ndarray | None = None  # the kinds of its prompt's blocks (see ``sessions.kinds_of``)
+    kinds: np.ndarray | None = None  # the kinds of the prompt's blocks (see ``sessions.kinds_of``)
     tenant: int = 0  # number of ``owner``, or of params.tenant
     owner_number: int = 0  # number of ``owner``; 0 = no owner
     # (tenant, cache_salt, ...): only requests with an equal salt share prefixes
     salt: tuple[str, ...] = ("", "")
-    speculates: bool = False  # its steps may bring drafts
+    speculates: bool = False  # whether steps of the request may have drafts
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # draft tokens that were accepted
-    watch: bool = False  # tokens are sent to the sink at once (streaming, stop strings)
+    watch: bool = (
+        False  # whether tokens are sent to the sink in every step (streaming, stop strings)
+    )
     # number of its stream in the event ``tokens_streamed``; 0 = no stream
     stream: int = 0
     # sink(seq, new token ids, Finish or None) -> the stop string that the ids complete, or None
     sink: Any = None
-    # the sequences of its answer once it has finished, best first
+    # the sequences of the answer of a finished request, best first
     answer: list[Seq] = field(default_factory=list)
-    on_done: Any = None  # callback on_done(request) when its last sequence has ended
+    on_done: Any = None  # callback on_done(request) at the end of the last sequence
     taps: tuple[Tap, ...] = ()  # taps of the client
-    tapped: RequestTaps | None = None  # taps as the engine uses them; None = none
+    tapped: RequestTaps | None = None  # taps in the form that the engine uses; None means no taps
     # pools the prompt's hidden states (``pooling.Pooling``); the request then draws no token.  None for other requests
     pooling: Any = None
-    reads_kept: bool = (
-        False  # it reads the tokens that compressions keep (tap ``compression.kept``)
-    )
-    tap_bytes: int = 0  # bytes of the values that its sequences have read
-    # tokens that a compression keeps in the KV cache, 0 = its rows are not compressed (see ``compression``)
+    reads_kept: bool = False  # whether the request reads the tokens that compressions keep (tap ``compression.kept``)
+    tap_bytes: int = 0  # bytes of the values that the sequences of the request have read
+    # number of tokens that a compression keeps in the KV cache; 0 means no compression (see ``compression``)
     keep: int = 0
     # tokens that stay under memory pressure, below 1 a share of the computed ones; 0 = not compressed then
     pressure: float = 0
-    first_compression: int = 0  # computed tokens at its first compression
-    held: int = 0  # most tokens that the KV cache holds for one of its rows if they are compressed
-    # number of last prompt tokens whose queries the compressor reads; all if it reads attention sums
+    first_compression: int = 0  # number of computed tokens at the first compression
+    held: int = (
+        0  # largest number of tokens that the KV cache holds for a compressed row of the request
+    )
+    # number of last prompt tokens whose queries the compressor reads; the whole prompt if it reads attention sums
     observed: int = 0
     facts: RequestFacts | None = None  # the request as a predictor received it
     predicted: int | None = None  # output tokens that a predictor expects, None = unknown
@@ -199,14 +205,16 @@ class Request:
     energy: Any = None
 
     def ids(self, tokens: np.ndarray) -> list[int]:
-        """Return the token ids of the model for the tokens i32 [n] of one of its sequences.  In these, numbers of
-        contents stand for the placeholders of images."""
+        """Return the model's token ids for the tokens i32 [n] of a sequence of this request.
+
+        In ``tokens``, numbers of contents replace the placeholders of images.
+        """
         if not self.images:
             return tokens.tolist()
         return [*self.prompt.tolist(), *tokens[len(self.prompt) :].tolist()]
 
     def kind_of(self, block: int) -> int:
-        """Return the kind of a block of its sequences, 0 for none (see ``BlockInfo.kind``)."""
+        """Return the kind of a block of the request's prompt, 0 for none (see ``BlockInfo.kind``)."""
         kinds = self.kinds
         if kinds is None or block >= len(kinds):
             return 0
@@ -230,7 +238,7 @@ class Request:
 
     @property
     def most_out(self) -> int:
-        """Return the most output tokens, as policies and predictors see them."""
+        """Return the number of output tokens that policies and predictors receive as the maximum."""
         return self.end - len(self.prompt) if self.shown_out is None else self.shown_out
 
     @property

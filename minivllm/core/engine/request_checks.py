@@ -143,7 +143,7 @@ def check_read(
 class Binder(NamedTuple):
     """Processor that is bound to each new request; the sampler is the last one."""
 
-    seam: str  # name under which its time is counted
+    seam: str  # name under which the time of the call is counted
     name: str
     made: Processor
     columns: Mapping[str, Column]
@@ -153,7 +153,7 @@ class Binder(NamedTuple):
         RequestError if the processor fails, which ends this request only."""
         try:
             prompt = request.prompt.view()
-            # a processor that writes to it would change the computed prompt
+            # a processor must not change the computed prompt
             prompt.flags.writeable = False
             row = call_foreign(self.made.bind_prompt, request.params, prompt)
             return checks.bound(row, self.columns)
@@ -202,7 +202,7 @@ def binders(processors: Processors) -> list[Binder]:
 
 
 def host_draw(engine: Intake, seq: Seq) -> Any:
-    """Return the function that draws the tokens of a sequence; None if its request brings no functions of its own."""
+    """Return the function that draws the tokens of a sequence, or None if its request has no ``logits_processors``."""
     functions = seq.request.params.logits_processors
     sampler = cast("Sampler", engine.processors[-1][1])
     if not functions:

@@ -23,7 +23,7 @@ ROUTER = ".router"
 
 
 class ExpertLayer(NamedTuple):
-    """A layer with experts: the numbers of its two points, the count of its experts, and the experts of a token."""
+    """A layer with experts: the numbers of its two tap points, the number of its experts, and the experts of a token."""
 
     router: int
     ids: int
@@ -42,7 +42,10 @@ class RequestRoutes(NamedTuple):
 
 
 def expert_layers(points: Mapping[str, int]) -> list[ExpertLayer]:
-    """Return the layers of a model with both points of experts; ``points`` are those of ``Capacity.taps``."""
+    """Return the layers of a model that have both tap points of experts.
+
+    ``points`` are the points of ``Capacity.taps``.
+    """
     numbers = {name: i for i, name in enumerate(points)}
     found = []
     for name, chosen in points.items():
@@ -53,11 +56,12 @@ def expert_layers(points: Mapping[str, int]) -> list[ExpertLayer]:
 
 
 def check_routes(params: Any, end: int, capacity: Capacity, model: str) -> RequestRoutes | None:
-    """Check ``SamplingParams.routes`` and return them as the engine uses them, None if there are none.
+    """Check ``SamplingParams.routes`` and return the form that the engine uses, or None without routes.
 
-    ``end`` is the most tokens of the sequence, and ``model`` the name of the model's plug-in.  RequestError if the
-    model or the executor cannot serve them, for an unknown layer or expert, and for given routes of another shape than
-    the model's."""
+    ``end`` is the largest number of tokens of the sequence, and ``model`` the name of the model's plug-in.
+    RequestError if the model or the executor cannot serve the routes, for an unknown layer or expert, and for given
+    routes whose shape differs from the model's.
+    """
     if params is None:
         return None
     assert isinstance(params, RouteParams)

@@ -13,7 +13,7 @@ from minivllm.core.interfaces.plan import LogProbs
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one position: the chosen token's, and the best tokens' with their ids, best first."""
+    """Log-probabilities of one position: of the chosen token, and of the best tokens with their ids, best first."""
 
     chosen: float
     rank: int

@@ -20,9 +20,10 @@ NO_KINDS = np.empty(0, np.int8)
 
 
 def number_of(salt: tuple[str, ...], name: str | None) -> int:
-    """Return the number of a session's or a turn's name: a positive 63-bit digest of the salt and the name.
+    """Return the number of a session or turn: a positive 63-bit digest of the salt and the name, or 0 without a name.
 
-    0 means that there is no name.  The salt begins with the tenant."""
+    The salt begins with the tenant.
+    """
     if name is None:
         return 0
     return chain_key(0, repr((*salt, "session", name)).encode()) >> 1 or 1

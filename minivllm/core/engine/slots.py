@@ -41,7 +41,7 @@ class Slots:
         # slots in order of admission; intp, because numpy indexes five times as fast with it
         self.running = np.empty(0, np.intp)
         self.next_serial = 0
-        # counts the changes after which a step differs from the last one in more than its tokens
+        # number of changes after which the next step differs from the last one in more than its tokens
         self.changes = 0
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
         self.step = np.zeros(size, np.int64)  # id of the last step that contains the row
@@ -49,34 +49,36 @@ class Slots:
         self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
-        # tpot: seconds a token may take
+        # tpot is the allowed time per output token in seconds
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
         self._ints = np.zeros((17, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
-        # compute up to here: ``known``, or prompt - 1 while branches wait to fork
+        # number of tokens to compute: ``known``, or prompt - 1 while branches wait to fork
         self.schedulable = self._ints[9]
         self.topk = self._ints[10]
         # log-probabilities per prompt token still to collect; -1 = none
         self.prompt_topk = self._ints[11]
-        self.owner_number = self._ints[14]  # number of the request's owner, see ``owners``
+        self.owner_number = self._ints[14]  # number of the request's owner (see ``owners``)
         self.emitted = self._ints[12]  # tokens sent to the sink, including the prompt's
         self.sample = self._ints[13]
         self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
         self.compress_at = self._ints[16]  # computed tokens at the next compression
         self._flags = np.zeros((11, size), bool)
-        self.forking = self._flags[0]  # waits for branches, or for its partner
-        # False: the row is not planned until its last token was collected
+        self.forking = self._flags[0]  # whether the row waits for branches, or for its partner
+        # False means that the row is not planned until its last token is collected
         self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
-        # rows of a stepwise strategy, which are held after each step (see ``beams``)
+        # rows of a stepwise strategy, which wait for its decision after each step (see ``beams``)
         self.beam = self._flags[4]
-        self.speculates = self._flags[5]  # its steps may bring drafts
-        self.watch = self._flags[6]  # a client receives each token at once
+        self.speculates = self._flags[5]  # whether steps of the row may have drafts
+        self.watch = self._flags[6]  # whether a client receives each token as soon as it is drawn
         self.scored = self._flags[7]  # the request returns log-probabilities
-        self.leads = self._flags[8]  # its partner is its guide
-        self.tapped = self._flags[9]  # its request reads or adds at points of the model
-        self.pooled = self._flags[10]  # its request pools hidden states and draws no token
+        self.leads = self._flags[8]  # whether the row's partner is its guide
+        self.tapped = self._flags[
+            9
+        ]  # whether the request reads values or adds vectors at points of the model
+        self.pooled = self._flags[10]  # whether the request pools hidden states and draws no token
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
@@ -88,7 +90,7 @@ class Slots:
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self.tokens = np.zeros((size, max_len + 1), np.int32)
-        # tokens by which known and computed may be too large, and rejected drafts of this stay
+        # tokens by which known and computed may be too large, and rejected drafts since the row entered its slot
         self.slack, self.rejected = np.zeros((2, size), np.int32)
         self.drafts = np.zeros((2, size), np.int64)  # checked and accepted drafts of this stay
         self._add_cache_columns(groups, size, -(-max_len // block) + 1)

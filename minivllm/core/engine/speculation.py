@@ -39,7 +39,7 @@ log = logging.getLogger("minivllm")
 TRIES = 8
 FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until the next trial, at first and at most
 RENEW = 512  # steps with drafts after which steps without are timed again
-LAST_STEPS = 15  # newest steps of a kind whose median time counts
+LAST_STEPS = 15  # number of newest steps of a kind whose median time is used
 WEIGHT = 0.1  # largest weight of a new step in the running means of the acceptance
 MEAN_ROWS = 64  # rows of the newest steps over which the acceptance is averaged, at least
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
@@ -49,7 +49,7 @@ KEEP = 1.02  # the number of drafts changes only if the gain grows by this facto
 
 
 class StepClass(NamedTuple):
-    """The class of a step: its decoding rows and its prompt tokens as powers of two (see ``class_of``)."""
+    """The class of a step: its decoding rows and its prompt tokens, rounded to powers of two (see ``class_of``)."""
 
     rows: int
     prompt: int
@@ -83,13 +83,17 @@ class Class:
     wait: int = FIRST_WAIT
     tried: int = 0  # timed steps with drafts in the current trial
     first: bool = True  # the next step is the first after a decision, and is not timed
-    recent: dict[int, deque[float]] = field(default_factory=dict)  # the newest times behind ``ms``
+    recent: dict[int, deque[float]] = field(
+        default_factory=dict
+    )  # the newest times, whose median is ``ms``
 
     def __post_init__(self) -> None:
         self.k = self.k or self.most
-        # share of the rows of a step whose first, second ... draft was accepted, with all before
+        # share of rows whose first, second ... draft was accepted together with all earlier drafts
         self.shares = np.zeros(self.most)
-        self.observed = np.zeros(self.most, np.int64)  # steps in which each share was measured
+        self.observed = np.zeros(
+            self.most, np.int64
+        )  # number of steps in which each share was measured
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a row in a step with k drafts."""
@@ -142,8 +146,10 @@ class Class:
         self.recent.pop(drafts, None)
 
     def turn(self) -> bool:
-        """Count down one step, and decide anew at 0 whether the class speculates, and with how many drafts.  Return
-        True if speculation was switched off because it does not pay."""
+        """Count down one step.  At 0, decide again whether the class speculates, and with how many drafts.
+
+        Return True if speculation was switched off because it does not pay.
+        """
         self.left -= 1
         gain = 0.0
         if self.on:
@@ -171,7 +177,7 @@ class Class:
         if self.trial and gain and not self._changed():
             self.trial, self.left, self.wait = False, RENEW, FIRST_WAIT
             return False
-        if not self.trial:  # time steps without drafts again, and then one draft more
+        if not self.trial:  # measure steps without drafts again, and then steps with one more draft
             self.on, self.trial = False, True
             self.forget(0)
             self.k = min(self.k + 1, self.most)
@@ -200,7 +206,7 @@ class Speculation:
     k: int
     drafter: str
     always: bool = False
-    # for each processor, and the sampler last: whether it handles several positions of a row in one step
+    # for each processor, the sampler last: whether it handles several positions of a row in one step
     able: tuple[bool, ...] = ()
     failed: str = ""  # error of a failed drafter, which is not called any more
     steps: int = 0
@@ -232,8 +238,11 @@ class Speculation:
         )
 
     def serves(self, request: Request) -> bool:
-        """Return True if the rows of a request may have drafts.  They may not if the host decides on each token, or if
-        a bound processor cannot handle several positions in one step."""
+        """Return whether the rows of a request may have drafts.
+
+        They may not if the host chooses each token, or if a processor of the request cannot handle several positions in
+        one step.
+        """
         p = request.params
         free = p.allowed_tokens_fn is None and p.choose_fn is None and request.grammar is None
         return free and all(
@@ -319,7 +328,7 @@ class Speculation:
             return
         c = self._class(kind)
         if (drafts > 0) != c.on:
-            return  # it was planned before the last decision
+            return  # the step was planned before the last decision
         if c.first:
             c.first = False
         else:

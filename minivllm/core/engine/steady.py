@@ -22,17 +22,17 @@ ONE = np.ones(1, np.int32)  # numpy adds an array in half the time of a number
 
 
 class Steady(NamedTuple):
-    """Step in which every running row draws its next token, with the number of further steps that may repeat it."""
+    """A step in which every running row draws its next token, and the number of further steps that may repeat it."""
 
     plan: StepPlan
     slots: np.ndarray  # i64 [R] slots of the plan
     changes: int  # ``Slots.changes`` at the plan; the rows are the same while it is equal
-    steps: int  # further steps until a row has all its tokens
+    steps: int  # number of further steps until a row has all its tokens
     room: int  # further steps until a row lacks a block
 
 
 class SteadyPlanner(Protocol):
-    """The attributes of a planner from which a steady step is made."""
+    """The attributes of a planner that a steady step needs."""
 
     slots: Slots
     cache: KVCache
@@ -77,9 +77,10 @@ def drafts_next(planner: SteadyPlanner, rows: int) -> bool:
 
 
 def next_steady(planner: SteadyPlanner) -> StepPlan | None:
-    """Return the next step if it repeats the last one with each row one token further, else None.
+    """Return the next step if it repeats the last one with one more token in each row, else None.
 
-    None leaves everything unchanged, except for blocks that a sliding window has released."""
+    If None is returned, nothing changes except for blocks that a sliding window has released.
+    """
     p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
     if (
         last is None

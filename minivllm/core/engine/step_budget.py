@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import StepPlan
 
 AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of its decodes
-LEAST_MS = 20.0  # with "auto", the least milliseconds that the prompts of a step may take
-LEAST_SHARE = 0.25  # share of the target that prompts get even if the decodes take the whole target
-CHUNK = 128  # tokens of prompts that a step may have if they take no longer than the target
+LEAST_MS = 20.0  # with "auto", the least time of the prompts of a step, in milliseconds
+LEAST_SHARE = (
+    0.25  # share of the target that prompts receive even if the decodes take the whole target
+)
+CHUNK = 128  # number of prompt tokens that a step may have if they take no longer than the target
 SIZES = 16  # groups of numbers of rows whose times are learned separately: 1, 2 to 3, 4 to 7, ...
-# least share of a step's time that its prompts take, because the time of its decodes is an estimate
+# least share of a step's time that is attributed to its prompts, because the time of its decodes is an estimate
 DOUBT = 0.05
 KEPT = 0.8  # weight of earlier measurements of a group
 

@@ -39,9 +39,10 @@ class StepLimit:
         self._launched.discard(request.id)
 
     def most(self, decodes: int, budget: int) -> int:
-        """Return the most prompt tokens of a step with ``decodes`` decoding rows, ``budget`` without a limit.
+        """Return the largest number of prompt tokens of a step with ``decodes`` decoding rows.
 
-        A prompt gets at least one token."""
+        Without a limit it is ``budget``.  A prompt receives at least one token.
+        """
         if not self.tokens or self._launched:
             return budget
         return max(self.tokens - decodes, 1)

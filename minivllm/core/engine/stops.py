@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StopRule:
-    """Rule by which a sequence ends.
+    """The conditions for the end of a sequence.
 
-    Without a grammar no id of ``ids`` is drawn while the length is below ``min_end``.  A grammar may allow only such an
-    id.  Its mask avoids these ids while other tokens are allowed, and an id that it cannot avoid ends the sequence."""
+    Without a grammar no id of ``ids`` is drawn while the length is below ``min_end``.  A grammar may allow only such
+    ids.  Its mask excludes these ids while other tokens are allowed, and an id that cannot be excluded ends the
+    sequence.
+    """
 
     ids: tuple[int, ...] = ()  # ids; the first ``n_eos`` are end-of-sequence ids
     n_eos: int = 0
@@ -58,7 +60,7 @@ class StopRule:
         )
 
     def finish(self, token: int, known: int) -> Finish | None:
-        """Return how a sequence of ``known`` tokens ends with its last token ``token``; None if it continues."""
+        """Return the end of a sequence of ``known`` tokens with the last token ``token``, or None if it continues."""
         flags = LENGTH if known >= self.end else 0
         if token in self.ids and known > self.min_end:
             flags |= EOS if token in self.ids[: self.n_eos] else STOP_ID

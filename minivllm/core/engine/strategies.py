@@ -36,7 +36,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         made = next((made for made in able if call_foreign(made.takes, p)), None)
         for _, one in strategies if made is None else ():
             if one.reads & set(p.extra):
-                call_foreign(one.start, p)  # the error that it raises explains the refusal
+                call_foreign(one.start, p)  # the error of ``start`` explains the refusal
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":
@@ -58,8 +58,10 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
 
 
 def answer(request: Request) -> list[Seq]:
-    """Return the sequences of the answer, best first.  If the strategy fails, all sequences get its error and keep
-    their own order."""
+    """Return the sequences of the answer, best first.
+
+    If the strategy fails, all sequences receive its error and keep their order.
+    """
     if request.strategy is None:
         return request.sequences
     if request.beams is not None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-LEARNED = 64  # number of tails that are kept before their use is judged
-LEAST = 1 / 16  # uses per tail from which on tails are kept in a full cache
+LEARNED = 64  # number of kept tails after which their use is judged
+LEAST = 1 / 16  # least number of uses per tail with which a full cache keeps tails
 TRIED = 16  # in a full cache one of this many tails is kept anyway, to detect a new use
 WINDOW = 1024  # number of tails after which the counts are halved, so that later tails count more
 
 
 class TailUse:
-    """The use of the tails so far.
+    """Counts the use of tails.
 
-    A tail takes a whole block.  In a full cache another block is evicted for it, which costs hits if
-    no later prompt begins with the text of the tail, as in traces of independent requests."""
+    A tail takes a whole block.  In a full cache another block is evicted for it, which costs hits if no later prompt
+    begins with the text of the tail, as in traces of independent requests.
+    """
 
     def __init__(self) -> None:
         self.kept = self.used = 0.0

@@ -11,7 +11,7 @@ import numpy as np
 from .routes import RequestRoutes
 
 FIRST_ROOM = 16 << 20  # most bytes reserved at first for a sequence's values of one point
-ROOM = 1 << 30  # rows of a sequence whose length has no bound
+ROOM = 1 << 30  # rows of a sequence without a bound of its length
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RequestTaps:
     steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending
     logits: int  # number of the point ``logits``
     routes: RequestRoutes | None = (
-        None  # expert routes; their points are in ``read`` and ``steering`` too
+        None  # expert routes, whose points are also in ``read`` and ``steering``
     )
 
     @property
@@ -47,9 +47,10 @@ class RequestTaps:
 
 
 class Growing:
-    """Array f32 [n, width] that grows at its end, in its own memory.
+    """An array f32 [n, width] that grows at its end.
 
-    A row is copied when it is added, and again whenever the memory is doubled."""
+    A row is copied when it is added, and again whenever the memory is doubled.
+    """
 
     def __init__(self, width: int, room: int) -> None:
         self.memory, self.n = np.empty((max(room, 1), width), np.float32), 0

@@ -152,7 +152,7 @@ def most_cached(seq: Seq, most: int) -> int:
         return 1
     if (
         request.keep or request.observed
-    ):  # the row is compressed where its prompt ends, and the queries before are computed for it
+    ):  # The row is compressed at the end of its prompt, and the earlier queries are computed for the compression.
         most = min(most, max(1, len(request.prompt) - request.observed + 1))
     if (
         seq.compressions
@@ -208,24 +208,27 @@ def tap_rows(
 
 
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
-    """Return True if each row of a step reads all points that its request taps.  ``at`` are the slots, with one token
-    each.  A step of the same rows, one token further, then has the same ``taps``."""
+    """Return whether each row of a step reads all points that its request taps.
+
+    ``at`` has the slots, with one token each.  A step of the same rows with one more token then has the same ``taps``.
+    """
     tapped_rows = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
     return len(taps) == sum(len(tapped.read) for tapped in tapped_rows if tapped is not None)
 
 
 class TapKeeper:
-    """Writer of a step's tap values to the sequences of its rows.
+    """Writes a step's tap values to the sequences of its rows.
 
-    Most decode steps read the same points of the same rows as the step before, and then have the same ``plan.taps``
-    array (see ``steady``).  For these the target memory of each line is looked up once."""
+    Most decode steps read the same points of the same rows as the previous step, and then have the same ``plan.taps``
+    array (see ``steady``).  The target memory of each line is then looked up only once.
+    """
 
     def __init__(self, limits: TapLimits) -> None:
         self.limits, self.taps = limits, np.empty((0, 3), np.int32)
         self.seqs: list[tuple[Seq, int]] = []  # sequence of each line, and its bytes per step
         self.memory: list[
             tuple[int, list[Growing]]
-        ] = []  # (width, memory of its lines) of each point
+        ] = []  # (width, memory of the lines) of each point
         self.steps = self.room = (
             0  # steady steps stored, and the most until a request exceeds its limit
         )
@@ -238,10 +241,12 @@ class TapKeeper:
         values: np.ndarray,
         rejected: np.ndarray | None = None,
     ) -> Iterable[Seq]:
-        """Append the tap values of a step, f32 in one flat array, to its sequences.  Return the sequences whose request
-        now exceeds its byte limit.  ``sequence(row)`` returns the sequence of a plan row, also one preempted meanwhile,
-        or None.  ``live`` means that every row still holds its slot.  ``rejected`` bool [R] marks rejected drafts,
-        whose values are dropped; None means that there are none."""
+        """Append the tap values of a step, f32 in one flat array, to its sequences.
+
+        Return the sequences whose request now exceeds its byte limit.  ``sequence(row)`` returns the sequence of a plan
+        row, also of a row that was preempted in the meantime, or None.  ``live`` means that every row still holds its
+        slot.  ``rejected`` bool [R] marks rejected drafts, whose values are dropped; None means no rejected drafts.
+        """
         if plan.taps is self.taps and live:
             if not self.memory:
                 self._begin(sequence)

@@ -45,9 +45,10 @@ class Pace:
 
 
 class Slope:
-    """The growth of one quantity with another: the median of the slopes between recent pairs.
+    """The growth of one quantity with another: the median of the slopes between recent pairs of measurements.
 
-    Single pairs that took long, because other programs used the machine, do not change it."""
+    Single pairs that took long because of other programs on the machine do not change it.
+    """
 
     def __init__(self) -> None:
         self.pairs: deque[tuple[float, float]] = deque(maxlen=RECENT)
@@ -84,7 +85,7 @@ class LoadChoice:
         from host memory to the device, if the worker has measured it at its start.
         """
         self.always = always
-        # seconds by tokens, which gives the time that a token adds to a step that runs anyway
+        # seconds by tokens: the slope is the time that a token adds to a step
         self.steps = Slope()
         # Seconds that recent requests waited beyond the expected time of their loads while no step ran, and their
         # median. This is time in queues and between polls.
@@ -97,7 +98,8 @@ class LoadChoice:
         self.writes: dict[int, tuple[int, float]] = {}
         self.busy_seconds = 0.0  # time of all steps so far
         self.loaded = self.computed = 0  # requests
-        # number of requests whose loads have ended, and the sums of the following times
+        # number of requests whose loads have ended, and the sums of their predicted and measured seconds and of the
+        # errors
         self.waited = 0
         self.predicted_seconds = self.measured_seconds = self.error_seconds = 0.0
 
@@ -118,8 +120,11 @@ class LoadChoice:
         self.loading[tier].add(size, seconds)
 
     def written(self, rank: int, size: int, seconds: float) -> None:
-        """Note the bytes of all ranks' writes of host memory to device memory, as one rank has counted them so far,
-        and its seconds."""
+        """Record the bytes and seconds of writes from host to device memory.
+
+        ``size`` is the total of all ranks' writes so far, as rank ``rank`` has counted them, and ``seconds`` the total
+        time of this rank.
+        """
         bytes_before, seconds_before = self.writes.get(rank, (0, 0.0))
         if size > bytes_before:
             self.writing.add(size - bytes_before, seconds - seconds_before)

@@ -26,8 +26,9 @@ def evictor_key(key: bytes) -> int:
 class TierIndex:
     """The pages of one tier by key.
 
-    Invariants: ``used`` is the sum of ``size``; a page is in ``stored`` once all ranks have it, and is in ``size`` from
-    the order to store it on; ``by_number`` has the same pages as ``size``, and so has the evictor."""
+    Invariants: ``used`` is the sum of ``size``.  A page is in ``stored`` once all ranks have it, and in ``size`` from
+    the order to store it on.  ``by_number`` and the evictor have the same pages as ``size``.
+    """
 
     def __init__(
         self, name: str, limit: int, patience: float, eager: bool, evictor: Evictor
@@ -40,14 +41,16 @@ class TierIndex:
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
         self.used = 0
-        self.pinned: dict[bytes, int] = {}  # pages that are never evicted -> number of their names
+        self.pinned: dict[
+            bytes, int
+        ] = {}  # page that is never evicted -> number of names that keep it
         self.dropped: list[bytes] = []  # pages to remove from the store
         self.overdue: set[int] = set()  # tickets of loads for which no request waits any longer
         self.hits = self.misses = 0  # counts of pages that requests looked for
         self.stores = self.loads = self.evictions = 0  # pages
         # count of pages that were not stored, because the queue or the tier was full
         self.skipped = 0
-        self.late = 0  # count of loads that ended after their requests had given them up
+        self.late = 0  # number of loads that ended after their requests had stopped waiting
         self.lost = 0  # count of loads that found no usable page
         self.store_bytes = self.load_bytes = 0
         self.load_seconds = 0.0
@@ -67,7 +70,10 @@ class TierIndex:
         session: int = 0,
         kind: int = 0,
     ) -> bool:
-        """Add a page that is about to be stored, and evict others for it.  Return False if there is no room for it."""
+        """Add a page that is about to be stored, and evict other pages for it.
+
+        Return False if the page has no room.
+        """
         number = evictor_key(key)
         if key in self.size or number in self.by_number or size > self.limit:
             return False
@@ -103,7 +109,7 @@ class TierIndex:
             self.pinned[key] = self.pinned.get(key, 0) + 1
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Take back one ``pin`` of each of these pages."""
+        """Undo one ``pin`` of each of these pages."""
         for key in keys:
             self.pinned[key] -= 1
             if not self.pinned[key]:

@@ -24,7 +24,7 @@ class Staged:
     tier: int
     key: bytes
     size: int
-    users: int = 0  # number of sequences that may still use it
+    users: int = 0  # number of sequences that may still use the page
     acks: int = 0
     failed: bool = False
     done: bool = False

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .tier_index import TierIndex
     from .tier_loads import Named
 
-    Place = tuple[int, int, Named]  # KV group, block, and the key of its page
+    Place = tuple[int, int, Named]  # (KV group, block, key of the block's page)
 
 LONGEST = 60  # largest number of bytes of a name in UTF-8
-WAIT = 60.0  # seconds that storing the pages of a prefix may take
+WAIT = 60.0  # time limit in seconds for storing the pages of a prefix
 
 
 class NameOwner(Protocol):

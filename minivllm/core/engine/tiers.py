@@ -119,7 +119,7 @@ class Tiers:
         self.gets: list[list[Any]] = []  # orders to load pages, for the next call
         self.storing: dict[int, Stored] = {}
         self.loading: dict[int, Staged] = {}  # ticket -> page, until all ranks have ended its load
-        self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use it
+        self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use the page
         self.waits: dict[Seq, PageLoad] = {}  # sequences outside the queue
         self.queued = self.staged_bytes = 0
         self.next_ticket = 0
@@ -266,8 +266,9 @@ class Tiers:
     def _drops(self) -> list[tuple[int, ...]]:
         """Return the rows of ``Delta.store`` that remove evicted pages.
 
-        They come before all orders of the same delta, for which these pages make room.  A page that is evicted and
-        ordered again is removed first."""
+        They precede all orders of the same delta, which use the room.  A page that is evicted and ordered again is
+        removed first.
+        """
         rows: list[tuple[int, ...]] = []
         for i, tier in enumerate(self.tiers):
             rows += [(i, DROP, 0, 0, *halves(key)) for key in tier.dropped]
@@ -330,7 +331,7 @@ class Tiers:
     def _wanted(
         self, keys: Sequence[bytes], n: int, usable: int
     ) -> dict[tuple[int, int], tuple[int, bytes]]:
-        """Return the pages to load behind ``n`` cached blocks, each with its tier."""
+        """Return the pages to load after ``n`` cached blocks, each with the index of its tier."""
         found: dict[tuple[int, int], tuple[int, bytes]] = {}
         end = n
         while end < usable and self._find(found, keys, 0, end):
@@ -381,8 +382,11 @@ class Tiers:
             load.pages[g, i] = page
 
     def take(self, seq: Seq, n: int) -> tuple[int, dict[tuple[int, int], int]]:
-        """Return (m, tickets by (group, block)): the loaded pages that extend the hit of ``n`` blocks of a sequence to
-        ``m`` blocks.  The sequence gives up all of its pages."""
+        """Return (m, tickets by (group, block)): the loaded pages that extend the hit of a sequence from ``n`` to ``m``
+        blocks.
+
+        The sequence no longer uses any of its pages afterwards.
+        """
         load, chosen, m = seq.load, {}, n
         if load is None:
             return n, {}
@@ -444,9 +448,9 @@ class Tiers:
         return bool(self.waits or self.storing or self.loading or self.backlog)
 
     def turn(self, call: Callable[..., Any], idle: bool) -> list[Seq]:
-        """Send orders to the workers, note their results, and return the sequences that need not wait any longer.
+        """Send orders to the workers, record their results, and return the sequences that need not wait any longer.
 
-        ``idle`` means that no step is in flight, so that blocks may be read and written at once.
+        ``idle`` means that no step is in flight, so that blocks may be read and written immediately.
         """
         args: dict[str, Any] = {}
         if self.gets:
@@ -508,7 +512,7 @@ class Tiers:
             tier.arrived(order.key)
             tier.stores += 1
             return
-        tier.arrived(order.key)  # the page becomes evictable before its order is dropped
+        tier.arrived(order.key)  # the page becomes evictable before its order is removed
         tier.remove(order.key)
         tier.dropped.append(order.key)
         tier.skipped += 1
@@ -526,7 +530,7 @@ class Tiers:
         tier.load_seconds += page.seconds
         if page.failed:
             tier.lost += 1
-            if page.key in tier.stored:  # otherwise it was evicted, and may be on its way again
+            if page.key in tier.stored:  # other pages were evicted, and may be stored again
                 tier.remove(page.key)
                 tier.dropped.append(page.key)
         else:
@@ -574,7 +578,7 @@ class Tiers:
         for page in (*self.staged.values(), *self.loading.values()):
             page.void = True
         for load in self.waits.values():
-            load.wanted = {}  # a load that had no room yet also has nothing left to wait for
+            load.wanted = {}  # a load that had no room yet does not wait for pages any more
             if not load.pages:
                 load.patience = -1.0
         self.backlog.clear()
@@ -616,7 +620,7 @@ class Tiers:
         s = self.cache.slots
         for slot in s.running.tolist():
             if s.dropped[:, slot].any():
-                continue  # its blocks hold only the tokens that a compression has kept
+                continue  # the blocks hold only the tokens that a compression has kept
             n, salt = int(s.prefix_published[slot]), s.at(slot).request.salt
             tokens = s.tokens[slot, : n * s.block]
             keys = self.keys_of(tokens, salt, [], n)

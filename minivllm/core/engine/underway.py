@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .request import Seq
     from .slots import Slots
 
-LEAST_TOKENS = 256  # least tokens of a prefix for which a new request waits
+LEAST_TOKENS = 256  # least number of shared tokens for which a new request waits
 # number of waiting requests that a plan skips for this reason; further ones are not looked up
 MOST_PASSED = 64
 
@@ -32,8 +32,8 @@ MOST_PASSED = 64
 class Computing(NamedTuple):
     """A running row that computes its prompt."""
 
-    serial: int  # serial number of the row's stay in its slot
-    blocks: int  # full blocks of the tokens that were known when the row entered
+    serial: int  # serial number of the row's slot when the row entered it
+    blocks: int  # number of full blocks of the tokens that were known when the row entered
     published: int  # blocks published when the key was stored
     key: int  # key of the first block that is not published
 
@@ -46,7 +46,7 @@ class Underway:
         self.cache, self.slots = cache, slots
         self.rows: dict[int, Computing] = {}
         self.of_key: dict[int, int] = {}  # key -> slot
-        # models with recurrent states hit at checkpoints, which need not lie at the end of a common prefix
+        # Models with recurrent states hit at checkpoints, which need not be at the end of a common prefix.
         self.usable = cache.prefix and cache.checkpoints is None
         self.waits = 0  # number of times that a new request was skipped
         self.delayed: list[Seq] = []  # the requests that the last plan skipped
@@ -60,7 +60,10 @@ class Underway:
             self._store(slot, blocks, published)
 
     def refresh(self) -> None:
-        """Remove rows whose prompt is published, and update the keys of the others.  Call it before ``delays``."""
+        """Remove rows whose prompt is published, and update the keys of the other rows.
+
+        Call it before ``delays``.
+        """
         s = self.slots
         for slot, row in list(self.rows.items()):
             published = int(s.prefix_published[slot])

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    # (key, unique id, sequence, its row for the policy)
+    # (key, unique id, sequence, row of the policy's view)
     Entry = tuple[float, int, Seq, bytes]
 
 FRONT = 512  # entries of a front above which its later half is moved to the back
 
 
 class _Lane:
-    """Sorted entries of one lane.  Invariants: no entry of ``back`` comes before one of ``front``; all of ``front``
-    wait, and all of ``back`` except ``gone`` entries; a lane without a waiting entry is removed from the queue."""
+    """The sorted entries of one lane.
+
+    Invariants: no entry of ``back`` precedes one of ``front``.  All entries of ``front`` wait, and all of ``back``
+    except ``gone`` entries.  A lane without a waiting entry is removed from the queue.
+    """
 
     __slots__ = ("back", "front", "gone")
 

@@ -122,10 +122,11 @@ class Weights:
         finite: bool = True,
         kv: str = RECOMPUTE,
     ) -> int:
-        """Replace the weights by those of a folder, or by pairs (name, tensor), and return the new version.
+        """Replace the weights by the tensors of a folder, or by pairs (name, tensor), and return the new version.
 
         RequestError leaves the old weights in place.  EngineDeadError if they cannot be restored, which ends the
-        engine.  ``tensors`` are for executors of this process (``Executor.takes_tensors``)."""
+        engine.  ``tensors`` are supported by executors of this process only (``Executor.takes_tensors``).
+        """
         if kv not in (RECOMPUTE, KEEP):
             raise RequestError(f"kv={shown(kv)}: expected {RECOMPUTE} or {KEEP}", "kv")
         if self.level == 1:
@@ -147,7 +148,8 @@ class Weights:
         answers = self._answers("check", **source, partial=partial, finite=finite)
         self._refuse(errors_of(answers))
         if kv == RECOMPUTE and not self.level and any(answer["overwrites"] for answer in answers):
-            # Tiers read their blocks before the write, because old weights may take the memory of the KV cache.
+            # Tiers read their blocks before the write, because new weights may temporarily use the memory of the KV
+            # cache.
             self._leave_slots()
             self.engine.drop_prefixes(keep_tiers=True)
         errors = self._call("write", keep=kv == KEEP)
@@ -205,7 +207,7 @@ class Weights:
     def _renew(self, keep: bool) -> None:
         """Drop keys and values of the old weights.
 
-        With ``keep`` those of running rows stay, otherwise the rows are computed again.
+        With ``keep`` the KV of running rows stays, otherwise the rows are computed again.
         """
         engine = self.engine
         if not keep:
