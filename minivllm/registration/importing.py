@@ -130,7 +130,7 @@ def try_out(target: str) -> None:
 
 
 def _fresh(target: str) -> str:
-    """Return a description of how a new process ends when it imports a target, or "" if it survives or takes too long."""
+    """Return how a new process ends when it imports a target, or "" if it survives or takes too long."""
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         status = subprocess.run(command(f"{__name__}:try_out", target), timeout=4 * PATIENCE).returncode
         return "" if status == CAME_THROUGH else how_it_ended(status)

@@ -236,7 +236,7 @@ class Beams:
     # ---- changes by the planner --------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """Update the live beams after the planner has applied the pending decision, so that they can be part of a step."""
+        """Update the live beams after the planner has applied the pending decision, so that a step may have them."""
         assert self.pending is not None
         for beam, node in self.pending.append:
             self.tail[beam] = node

@@ -95,9 +95,7 @@ class KVCache:
 
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
         """Return the most blocks that a request of ``n`` branches can hold at a time in a group when it runs alone.
-
-        ``prompt`` and ``end`` are its lengths in tokens at the start and at the end.
-        """
+        ``prompt`` and ``end`` are its lengths in tokens at the start and at the end."""
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
         whole = shared + n * (self.blocks_for(end) - shared)
         return min(whole, shared * (n > 1) + n * self.at_once(group, end))
@@ -113,11 +111,9 @@ class KVCache:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
     def has_room(self, hit: list[np.ndarray], tokens: int, spare: int, beside: int = 0) -> bool:
-        """Return whether every pool can supply a new row of ``tokens`` tokens and keep ``spare`` blocks.
-
-        ``hit`` has the row's cached blocks for each group.  ``beside`` is the number of tokens of a second row that
-        enters with it, 0 for none.
-        """
+        """Return whether every pool can supply a new row of ``tokens`` tokens and keep ``spare`` blocks.  ``hit``
+        has the row's cached blocks for each group.  ``beside`` is the number of tokens of a second row that enters
+        with it, 0 for none."""
         for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
             own = blocks[blocks > 0] if g else blocks
             idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
@@ -128,9 +124,7 @@ class KVCache:
 
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
         """Return (tokens, blocks): the tokens of a chunk that fit, and the new blocks that they need in a group.
-
-        The row's own blocks and the available blocks that are not ``promised`` to other rows count.
-        """
+        The row's own blocks and the available blocks that are not ``promised`` to other rows count."""
         s = self.slots
         have, stored = s.blocks[:, slot], s.computed[slot] - s.dropped[:, slot]
         room = (have + (self.available - promised)) * s.block - stored
@@ -138,11 +132,9 @@ class KVCache:
         return chunk, max(0, int((self.blocks_for(stored + chunk) - have).max()))
 
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
-        """Return the longest usable prefix hit of a sequence, as block ids i32 for each KV group.
-
-        A block before the sliding window of a group is the null block.  At least one of the first ``known`` tokens is
-        left to compute.  No reference is taken.
-        """
+        """Return the longest usable prefix hit of a sequence, as block ids i32 for each KV group.  A block before
+        the sliding window of a group is the null block.  At least one of the first ``known`` tokens is left to
+        compute.  No reference is taken."""
         none = [NO_BLOCKS] * len(self.pools)
         usable = (known - 1) // self.block
         if not self.prefix or usable <= 0:
@@ -183,7 +175,6 @@ class KVCache:
 
     def hints(self, seqs: list[Seq]) -> np.ndarray:
         """Return i32 [n]: the tokens that a prefix hit would save for each waiting sequence, judged by keys alone.
-
         The result per sequence is stored in ``seq.hint``, in blocks.  It stays correct while the last block found is
         cached and the next block is not.  The pool clears it otherwise, so that a call in every step is cheap."""
         if not self.prefix or len(self.pools) > 1:
@@ -201,11 +192,9 @@ class KVCache:
         return np.array(blocks, np.int32) * self.block
 
     def _state_hint(self, seq: Seq, checkpoints: Checkpoints) -> int:
-        """Return the number of blocks of the longest hit that ends at a checkpoint.
-
-        The stored hint stays correct until a block receives or loses a checkpoint: a chain that becomes shorter than
-        the hit loses the checkpoint at its end.
-        """
+        """Return the number of blocks of the longest hit that ends at a checkpoint.  The stored hint stays correct
+        until a block receives or loses a checkpoint: a chain that becomes shorter than the hit loses the checkpoint
+        at its end."""
         if seq.hint is None or seq.hinted != checkpoints.changes:
             n, index = self.cached_blocks(seq), self.pools[0].index
             while n and index[seq.keys[n - 1]] not in checkpoints.of_block:
@@ -243,10 +232,8 @@ class KVCache:
 
     def adopt(self, slot: int, hit: list[np.ndarray], known: int) -> int:
         """Start a row's block tables with its prefix hit, and return the number of tokens that count as computed.
-
         ``hit`` has the cached blocks i32 of each group for the first ``known`` tokens.  A cached block whose first
-        tokens continue the row is copied too.
-        """
+        tokens continue the row is copied too."""
         n = len(hit[0])
         for g, blocks in enumerate(hit if n else ()):
             own = blocks[blocks > 0] if g else blocks
@@ -313,11 +300,10 @@ class KVCache:
 
     def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
         """Copy the cached block whose first tokens continue the row after its prefix hit, and return the number of
-        shared tokens.  ``parent`` is the last hit block, None without a hit; ``known`` is the row's length in tokens. 0
-        means that nothing was copied.
-
-        The device reads the source block when it applies the next step's delta, before it writes any block.  So the
-        source needs no reference.  If it is taken for another row, that row writes it later."""
+        shared tokens.  ``parent`` is the last hit block, None without a hit; ``known`` is the row's length in
+        tokens. 0 means that nothing was copied.  The device reads the source block when it applies the next step's
+        delta, before it writes any block.  So the source needs no reference.  If it is taken for another row, that
+        row writes it later."""
         seq, n = self.slots.at(slot), int(self.slots.prefix_published[slot])
         wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
         if not self.partial or not len(wanted) or not self.available:
@@ -388,10 +374,8 @@ class KVCache:
         return chunk
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Take all blocks that a row needs for ``tokens`` tokens.
-
-        The caller has checked that the blocks are available.
-        """
+        """Take all blocks that a row needs for ``tokens`` tokens.  The caller has checked that the blocks are
+        available."""
         have = self.slots.blocks[:, slot]
         want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
         want = np.minimum(want, self.slots.table.shape[2])
@@ -431,11 +415,9 @@ class KVCache:
 
     def to_compact(self, slot: int, keep: int, private: bool = False) -> list[Compaction]:
         """Return the compressions of a row to ``keep`` tokens, one for each KV group that stores more tokens of it.
-
-        Groups with a sliding window are not compressed.  The cache does not change.  ``private`` marks the blocks that
-        no other row and no other cached block uses as removed from the prefix cache, so that the kept tokens move to
-        them.
-        """
+        Groups with a sliding window are not compressed.  The cache does not change.  ``private`` marks the blocks
+        that no other row and no other cached block uses as removed from the prefix cache, so that the kept tokens
+        move to them."""
         s, found = self.slots, []
         for g, pool in enumerate(self.pools):
             stored = int(s.computed[slot] - s.dropped[g, slot])
@@ -460,9 +442,8 @@ class KVCache:
         return int(np.count_nonzero(self.pools[one.group].ref[gone] == 1)) - one.to_take
 
     def compact(self, compactions: list[Compaction]) -> None:
-        """Compress a row as ``to_compact`` returned.  The caller has checked that its blocks are available.
-
-        The kept tokens move to blocks that no other row and no cached prefix uses: blocks of the row itself, then those
+        """Compress a row as ``to_compact`` returned.  The caller has checked that its blocks are available.  The
+        kept tokens move to blocks that no other row and no cached prefix uses: blocks of the row itself, then those
         reserved for it, then new ones.  The blocks that are read stay taken until the device has the order."""
         s = self.slots
         for one in compactions:
@@ -612,11 +593,8 @@ class KVCache:
         )
 
     def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
-        """Publish the blocks at index ``i`` of a row's tables in all KV groups.
-
-        Return False if the block of the leading group or its parent stays unpublished.  No block can then have it as
-        parent.
-        """
+        """Publish the blocks at index ``i`` of a row's tables in all KV groups.  Return False if the block of the
+        leading group or its parent stays unpublished.  No block can then have it as parent."""
         lead = self.pools[0]
         parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
         if parent >= 0 and not lead.published(parent):
@@ -709,10 +687,8 @@ class KVCache:
             pool.audit(at_rest=not len(self.slots.running))
 
     def check(self) -> None:
-        """Compare all block tables with the pools (see ``cache_walk``).
-
-        AssertionError names an inconsistency.  The check is slow.
-        """
+        """Compare all block tables with the pools (see ``cache_walk``).  AssertionError names an inconsistency.  The
+        check is slow."""
         retired = [(one.group, one.retired) for one in self.compactions]
         walk(self.pools, self.slots, retired)
         if self.checkpoints is not None:

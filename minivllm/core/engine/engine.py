@@ -87,7 +87,6 @@ log.addHandler(logging.NullHandler())
 
 class Engine:
     """Engine that turns requests into tokens for their sinks.  One thread makes all calls (see ``async_llm``).
-
     ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
 
     dead: str | None = None  # why the engine has ended
@@ -297,10 +296,8 @@ class Engine:
 
     @alone
     def abort(self, request_id: str) -> bool:
-        """End a request and return True, or return False for an unknown id.
-
-        Its blocks are free before the next step is planned.
-        """
+        """End a request and return True, or return False for an unknown id.  Its blocks are free before the next
+        step is planned."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -444,10 +441,8 @@ class Engine:
 
     def _supply(self, plan: StepPlan) -> None:
         """Send the executor the token masks of a step whose layers already run.  The masks depend on the tokens of
-        every earlier step.
-
-        Only the collection of those tokens precedes the masks, so the device waits as little as possible.  The next
-        step is planned and its layers are enqueued while this step samples."""
+        every earlier step.  Only the collection of those tokens precedes the masks, so the device waits as little as
+        possible.  The next step is planned and its layers are enqueued while this step samples."""
         self.collect(1)
         self.clock.lap(PUBLISH)
         if self.dead:
@@ -493,10 +488,8 @@ class Engine:
             raise EngineDeadError(f"executor {who} failed: {message}") from e
 
     def watch(self) -> None:
-        """Check that the executor is alive while no request runs, and let it make a capture.
-
-        If the executor is dead, the engine ends.
-        """
+        """Check that the executor is alive while no request runs, and let it make a capture.  If the executor is
+        dead, the engine ends."""
         if self.dead:
             return
         try:
@@ -519,10 +512,8 @@ class Engine:
         return min(max(hold, 0.0), longest)
 
     def plan(self) -> Flight | None:
-        """Plan the next step.  Return None if no request can run or planning failed.
-
-        A scheduler that raises costs one turn of the loop.  Three failures in a row end the engine.
-        """
+        """Plan the next step.  Return None if no request can run or planning failed.  A scheduler that raises costs
+        one turn of the loop.  Three failures in a row end the engine."""
         try:
             plan = self.planner.next(self.now())
             return None if plan is None else Flight.of(plan, self.slots, self.cache.read)
@@ -546,10 +537,8 @@ class Engine:
             self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
 
     def _die(self, message: str) -> None:
-        """End the engine: fail every request with ``message``, and refuse new requests.
-
-        Slots and blocks stay as they are, because no later step uses them.
-        """
+        """End the engine: fail every request with ``message``, and refuse new requests.  Slots and blocks stay as
+        they are, because no later step uses them."""
         self.dead = message
         for request in list(self.requests.values()):
             try:
@@ -569,11 +558,9 @@ class Engine:
     # ---- maintenance -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare all block tables and pools.  AssertionError if a block is not accounted for.
-
-        The check takes milliseconds per thousand blocks.  With MINIVLLM_CHECK=1 it runs after every step, and a fault
-        ends the engine.
-        """
+        """Compare all block tables and pools.  AssertionError if a block is not accounted for.  The check takes
+        milliseconds per thousand blocks.  With MINIVLLM_CHECK=1 it runs after every step, and a fault ends the
+        engine."""
         self.cache.check()
 
     @alone
@@ -642,10 +629,8 @@ class Engine:
 
     @alone
     def unload_adapter(self, name: str) -> bool:
-        """Remove an adapter by its name, and return False for an unknown name.
-
-        Requests that use the adapter keep it.
-        """
+        """Remove an adapter by its name, and return False for an unknown name.  Requests that use the adapter keep
+        it."""
         return self.adapters is not None and self.adapters.unload(name)
 
     @alone

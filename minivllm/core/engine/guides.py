@@ -104,7 +104,7 @@ def enter_guide(
 
 
 def release(s: Slots, slot: int) -> None:
-    """Let a row and its partner sample once all other tokens of both are computed, so that each lacks one token."""
+    """Release a row and its partner for sampling once each of them lacks only one token."""
     pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
         s.forking[pair], s.schedulable[pair] = False, s.known[pair]

@@ -23,7 +23,7 @@ ROUTER = ".router"
 
 
 class ExpertLayer(NamedTuple):
-    """A layer with experts: the numbers of its two tap points, the number of its experts, and the experts of a token."""
+    """A layer with experts: the numbers of its two tap points, its experts, and the experts of a token."""
 
     router: int
     ids: int

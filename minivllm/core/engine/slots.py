@@ -49,13 +49,13 @@ class Slots:
         self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
         self._times = np.full((4, size), np.inf)
-        # tpot is the allowed time per output token in seconds
-        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times
+        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # seconds
         self._ints = np.zeros((17, size), np.int32)
         self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
         self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
-        # number of tokens to compute: ``known``, or prompt - 1 while branches wait to fork
-        self.schedulable = self._ints[9]
+        self.schedulable = self._ints[
+            9
+        ]  # tokens to compute: ``known``, or prompt - 1 before a fork
         self.topk = self._ints[10]
         # log-probabilities per prompt token still to collect; -1 = none
         self.prompt_topk = self._ints[11]
