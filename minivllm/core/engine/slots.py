@@ -75,9 +75,7 @@ class Slots:
         self.watch = self._flags[6]  # whether a client receives each token as soon as it is drawn
         self.scored = self._flags[7]  # the request returns log-probabilities
         self.leads = self._flags[8]  # whether the row's partner is its guide
-        self.tapped = self._flags[
-            9
-        ]  # whether the request reads values or adds vectors at points of the model
+        self.tapped = self._flags[9]  # whether the request has taps
         self.pooled = self._flags[10]  # whether the request pools hidden states and draws no token
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
