@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minivllm import LLM, SamplingParams
-from minivllm.device.worker.compaction import QueryStore
+from minivllm.device.worker.query_store import QueryStore
 from minivllm.plugins.compressor.attention_weights import H2O, RKV, SnapKV, Tova
 from minivllm.plugins.compressor.keys import KeyDiff, KNorm, Random, Streaming
 from minivllm.plugins.compressor.options import H2OOptions, RKVOptions, SnapKVOptions, StreamingOptions
@@ -84,11 +84,12 @@ def use(llm: LLM, scorer: str, every: int = 0) -> None:
     """Replace the compressor of an engine without requests, and set the tokens between two compressions."""
     compactor, compression = llm.engine.executor.runner.compactor, llm.engine.compression
     cls, options = SCORERS[scorer]
-    compactor.compressor = cls(options, compactor.compressor.ctx)
+    scores = compactor.scores
+    scores.compressor = cls(options, compactor.compressor.ctx)
     compression.observed, compression.every = compactor.compressor.window, every
     compression.sums = compactor.compressor.attention_sums
     if compression.observed and compactor.queries is None:
-        compactor.queries = QueryStore()
+        scores.queries = QueryStore()
 
 
 class Window:

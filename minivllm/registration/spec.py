@@ -111,7 +111,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 open=("block",),
             ),
-            Kind("compressor", _SEAMS + "compressor:Compressor", api=(1, 1), facts=("device",)),
+            Kind("compressor", _SEAMS + "compressor:Compressor", api=(1, 2), facts=("device",)),
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",

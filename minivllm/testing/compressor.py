@@ -6,6 +6,7 @@ Scores are checked for random keys, values and queries of many sizes, and the co
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def stored_tokens(
     return StoredTokens(**{**fields, **changes})
 
 
+def joined(layers: list[StoredTokens]) -> StoredTokens:
+    """Return the stored tokens of several layers as those of one call of a compressor that joins layers."""
+    first = layers[0]
+
+    def together(name: str, dim: int) -> Tensor | None:
+        parts = [getattr(layer, name) for layer in layers]
+        return None if parts[0] is None else torch.cat(parts, dim=dim)
+
+    tensors: dict[str, Any] = {name: together(name, 1) for name in ("keys", "values", "queries")}
+    tensors |= {name: together(name, 0) for name in ("attention_sums", "sum_queries")}
+    return replace(first, layers=len(layers), **tensors)
+
+
 class CompressorConformance(Lasting, SpecConformance):
     """The suite of compressors.  The test of the engine uses a small Llama with random weights."""
 
@@ -93,16 +107,20 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 1)
     def test_declared_inputs_are_fixed(self) -> None:
-        """Check that `window`, `attention_sums` and `rerotates` depend on the options alone, before and after calls."""
+        """Check that `window`, `loads`, `attention_sums`, `joins_layers` and `rerotates` depend on the options alone,
+        before and after calls."""
 
         def declared(instance: Compressor) -> tuple[Any, ...]:
-            return instance.window, instance.attention_sums, instance.rerotates
+            flags = instance.attention_sums, instance.joins_layers, instance.rerotates
+            return instance.window, instance.loads, *flags
 
         made = self.build(*self.context())
         before = declared(made)
-        window, *flags = before
+        window, loads, *flags = before
         assert type(window) is int and window >= 0, f"window is {window!r}: expected a number from 0"
-        assert all(type(flag) is bool for flag in flags), "attention_sums and rerotates are True or False"
+        right = type(loads) is tuple and set(loads) <= {"keys", "values"}
+        assert right, f"loads is {loads!r}: expected a tuple of 'keys' and 'values'"
+        assert all(type(flag) is bool for flag in flags), "attention_sums, joins_layers and rerotates are True or False"
         made.score(self.cases(made)[-1])
         assert declared(made) == before, "score changed what the compressor declares; the engine reads it at the start"
         assert declared(self.build(*self.context())) == before, "another instance declares other inputs"
@@ -115,6 +133,36 @@ class CompressorConformance(Lasting, SpecConformance):
             pytest.skip("the compressor reads no queries")
         scores = made.score(stored_tokens(30, 4, 2, 1, sums=made.attention_sums))
         assert not scores.isnan().any(), "a score is NaN"
+
+    @since(1, 2)
+    def test_inputs_that_are_not_declared_are_not_read(self) -> None:
+        """Check that scores are the same if the keys or values that are not in `loads` are zeros, as in the engine."""
+        made = self.build(*self.context())
+        for stored in self.cases(made):
+            unread = {name for name in ("keys", "values") if name not in made.loads}
+            zeros: dict[str, Any] = {name: torch.zeros(()).expand(getattr(stored, name).shape) for name in unread}
+            same = torch.equal(made.score(stored), made.score(replace(stored, **zeros)))
+            assert same, f"scores depend on {' and '.join(sorted(unread))}: add them to `loads`"
+
+    @since(1, 2)
+    def test_joined_layers_have_the_scores_of_each_layer(self) -> None:
+        """Check that a compressor that joins layers keeps the tokens of each layer that it keeps without the others."""
+        made = self.build(*self.context())
+        if not made.joins_layers:
+            pytest.skip("the compressor scores one layer at a time")
+        for n, (heads, kv_heads) in itertools.product(SIZES, HEADS):
+            layers = [
+                stored_tokens(n, heads, kv_heads, made.window, seed, made.attention_sums, layer=seed)
+                for seed in range(3)
+            ]
+            scores = made.score(joined(layers))
+            shape = tuple(scores.shape)
+            assert shape in ((n,), (3 * kv_heads, n)), f"scores are {shape}: expected ({3 * kv_heads}, {n}) or ({n},)"
+            of_heads = scores.expand(3 * kv_heads, n).view(3, kv_heads, n)
+            for layer, found in zip(layers, of_heads, strict=True):
+                alone = made.score(layer).expand(kv_heads, n)
+                near = torch.allclose(found.float(), alone.float(), rtol=1e-4, atol=1e-5)
+                assert near, f"layer {layer.layer} of three has other scores than alone"
 
     @since(1, 0)
     def test_scores_depend_on_the_arguments_alone(self) -> None:

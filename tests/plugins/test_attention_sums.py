@@ -102,15 +102,15 @@ def test_sums_of_reused_slots_and_of_branches_are_those_of_their_prompts(tmp_pat
     at_prompts(tmp_path, seen)
 
 
-def heads_exchanged(real, self, slot, layer, stored):
+def heads_exchanged(real, self, slot, layers, stored):
     """Let ``of`` return the sums of another head."""
-    sums, queries = real(self, slot, layer, stored)
+    sums, queries = real(self, slot, layers, stored)
     return sums.flip(0), queries
 
 
-def layers_exchanged(real, self, slot, layer, stored):
-    """Let ``of`` return the sums of the first layer."""
-    return real(self, slot, self.layers[layer.group][0], stored)
+def layers_exchanged(real, self, slot, layers, stored):
+    """Let ``of`` return the sums of the first layers."""
+    return real(self, slot, self.layers[layers[0].group][: len(layers)], stored)
 
 
 def kept_at_reset(real, self, delta):

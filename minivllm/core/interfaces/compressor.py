@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries,
-# Compressor.rerotates
-API = (1, 1)
+# Compressor.rerotates; 1.2: Compressor.loads, Compressor.joins_layers and StoredTokens.layers
+API = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,15 @@ class CompressorContext:
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The n tokens of a sequence that one layer stores, in the order of their positions."""
+    """The n tokens of a sequence that one layer stores, in the order of their positions.
 
-    layer: int  # number of the attention layer, from 0
-    keys: Tensor  # [n, kv_heads, dim_qk], normalized and rotated as attention reads them
-    values: Tensor  # [n, kv_heads, dim_v]
+    With ``Compressor.joins_layers`` they are those of one or several layers.  The heads of each layer then follow those
+    of the layer before, in all tensors, and ``kv_heads`` and ``heads`` count the heads of all of these layers."""
+
+    layer: int  # number of the attention layer, from 0; of several layers the first
+    # [n, kv_heads, dim_qk], normalized and rotated as attention reads them; zeros if the compressor reads no keys
+    keys: Tensor
+    values: Tensor  # [n, kv_heads, dim_v]; zeros if the compressor reads no values
     # [w, heads, dim_qk] queries of the last w tokens, 1 <= w <= ``window``; None if the compressor reads none.  Query
     # head i reads KV head i // (heads // kv_heads).
     queries: Tensor | None
@@ -57,6 +61,7 @@ class StoredTokens:
     attention_sums: Tensor | None = None
     # f32 [kv_heads, n] number of queries in each sum: the prompt's tokens from the token itself on
     sum_queries: Tensor | None = None
+    layers: int = 1  # number of layers, 1 unless ``Compressor.joins_layers``
 
 
 class Compressor(ABC):
@@ -66,6 +71,12 @@ class Compressor(ABC):
     when it is computed again.  ``score`` must not wait for the device, and must not change its arguments.
     """
 
+    # The tensors of the cache that ``score`` reads, besides their shapes and dtypes: "keys", "values", both or none.
+    # The others are not loaded.
+    loads: tuple[str, ...] = ("keys", "values")
+    # True if ``score`` accepts the heads of several layers at once, so that a compression has few operations.  The
+    # scores of a layer must not depend on the other layers.
+    joins_layers = False
     # Number of last tokens whose queries ``score`` reads, 0 for none.  Steps that compute the end of a prompt then run
     # as separate launches.  At a compression after the prompt only the query of the last token is there.
     window = 0

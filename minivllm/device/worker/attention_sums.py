@@ -39,12 +39,12 @@ class RowSums(NamedTuple):
     # token at position i was then read by the n - i queries from its own on
     queries: Tensor | None = None
 
-    def of_layer(self, number: int, stored: int) -> tuple[Tensor, Tensor]:
-        """Return the sums and the numbers of queries f32 [kv_heads, stored] of a layer.  Tokens behind the prompt get
-        zeros."""
-        sums = self.sums[number]
+    def of_layers(self, first: int, count: int, stored: int) -> tuple[Tensor, Tensor]:
+        """Return the sums and the numbers of queries f32 [count * kv_heads, stored] of ``count`` layers.  Tokens behind
+        the prompt get zeros."""
+        sums = self.sums[first : first + count].flatten(0, 1)
         more = stored - sums.shape[-1]
-        queries = self.all_queries()[number]
+        queries = self.all_queries()[first : first + count].flatten(0, 1)
         return pad(sums, (0, more)), pad(queries, (0, more))
 
     def all_queries(self) -> Tensor:
@@ -143,17 +143,18 @@ class AttentionSums:
         keys, _ = self.format.load(layer.cache, blocks[None], self.dtype)
         return keys[0, :stored]
 
-    def of(self, slot: int, layer: AttnLayer, stored: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sums and the numbers of queries f32 [kv_heads, stored] of a row in a layer; None without sums."""
-        row = self._of_slot.get(slot, {}).get(layer.group)
-        return (None, None) if row is None else row.of_layer(self.number[layer.index], stored)
+    def of(self, slot: int, layers: Sequence[AttnLayer], stored: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sums and the numbers of queries f32 [layers * kv_heads, stored] of a row in consecutive layers of
+        a group; None without sums."""
+        row = self._of_slot.get(slot, {}).get(layers[0].group)
+        return (None, None) if row is None else row.of_layers(self.number[layers[0].index], len(layers), stored)
 
-    def keep(self, slot: int, group: int, chosen: Sequence[Tensor]) -> None:
-        """Keep the sums of the tokens ``chosen`` i32 [kv_heads, kept] of each layer of a group."""
+    def keep(self, slot: int, group: int, chosen: Tensor) -> None:
+        """Keep the sums of the tokens ``chosen`` i32 [layers, kv_heads, kept] of a group."""
         row = self._of_slot.get(slot, {}).get(group)
         if row is None:
             return
-        at = torch.stack(list(chosen)).long()
+        at = chosen.long()
         prompt = row.sums.shape[-1]
         inside = at < prompt
         at = at.clamp(max=prompt - 1)

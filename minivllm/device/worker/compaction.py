@@ -3,8 +3,9 @@
     sources  [b7, b3, b9]  ──► keys, values ──► scores [kv_heads, n] ──► kept [kv_heads, k], ascending
     cache    tokens of b7, b3, b9 ──────────── gather by head ─────────► first k places of the row's table
 
-Nothing here waits for the device.  The scores of many layers are sorted together, because a sort of one layer's scores
-does not occupy a GPU.  The blocks of ``Delta.sources`` are read before a block of the same layer is written.
+Nothing here waits for the device.  The tokens of all rows of a step are chosen before one of them moves.  On a GPU one
+launch moves the tokens of all of these rows in all layers of a KV group (``kernels.kept_tokens``).  Elsewhere, and for
+keys that are rotated to new positions, torch moves them layer by layer.
 """
 
 from __future__ import annotations
@@ -14,37 +15,39 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.core.external_calls import as_exception, call_foreign
-from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
+from minivllm.core.interfaces.compressor import Compressor, CompressorContext
 from minivllm.core.interfaces.plan import StepError
 from minivllm.device.layers.rotary import rotate
-from minivllm.errors import PluginError, describe_error
+from minivllm.errors import PluginError
 from minivllm.registry import build_part
 
 from .attention_sums import AttentionSums
 from .build import has_kernels
 from .kept_sets import KeptSets
+from .query_store import QueryStore
+from .token_scores import CompactedRow, TokenScores
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.executor import Part, Wiring
-    from minivllm.core.interfaces.plan import Delta, StepPlan
+    from minivllm.core.interfaces.plan import Delta
+    from minivllm.device.kernels.kept_tokens import GroupTensors
 
     from .build import Worker
     from .state import DeviceState
 
 
-SORTED = 1 << 23  # scores of a batch of layers
+SORTED = 1 << 23  # scores of a batch of layers, which torch sorts together
 
 
-class CompactedRow(NamedTuple):
-    """A row that is compressed: its slot, the blocks i64 [n] that hold its tokens, and numbers of tokens."""
+class Chosen(NamedTuple):
+    """A compressed row in a KV group, and its kept tokens i32 [layers, kv_heads, kept], ascending."""
 
-    slot: int
-    sources: Tensor
-    stored: int
-    kept: int
-    computed: int
+    group: int
+    row: CompactedRow
+    tokens: Tensor
 
 
 class Compactor:
@@ -53,14 +56,10 @@ class Compactor:
     def __init__(self, part: Part, wiring: Wiring, worker: Worker, state: DeviceState) -> None:
         """Build the compressor ``part``.  PluginError if the KV cache of a layer is not stored token by token."""
         ctx = CompressorContext(wiring.device, wiring.dtype, wiring.max_model_len)
-        self.compressor: Compressor = build_part("compressor", part, ctx)
+        compressor: Compressor = build_part("compressor", part, ctx)
         self.name, self.state, self.block = f"compressor {part.name}", state, wiring.block
-        self.format = worker.backend.ctx.kv_format
-        self.dtype = worker.parts.dtype
         self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
-        self.seeds: dict[int, int] = {}  # slot -> seed of its row
-        self.queries = QueryStore() if self.compressor.window else None
-        self.sums = self._attention_sums(wiring, worker) if self.compressor.attention_sums else None
+        _check_layout(self.name, worker.parts.layers, wiring.block)
         # number of a layer -> its rotary tables, if keys are rotated to new positions
         self.rotations = worker.parts.rotations if wiring.cache.rerotates else {}
         if wiring.cache.rerotates and not self.rotations:
@@ -68,15 +67,38 @@ class Compactor:
                 f"{self.name} rotates keys to new positions: no attention layer of the model records its rotary tables "
                 "in `ModelParts.rotations`; use a compressor that leaves keys as they are"
             )
+        self.tensors = self._tensors(wiring)  # by KV group; empty if torch moves the tokens
+        fmt, dtype = worker.backend.ctx.kv_format, worker.parts.dtype
+        self.scores = TokenScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))
+        if compressor.attention_sums:
+            self.scores.sums = self._attention_sums(wiring, worker)
         self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
-        for layer in worker.parts.layers:
-            for name, tensor in layer.cache.items():
-                want = (wiring.block, layer.spec.kv_heads)
-                if tuple(tensor.shape[1:3]) != want:
-                    raise PluginError(
-                        f"{self.name}: the tensor {name!r} of the KV cache has blocks of {tuple(tensor.shape[1:])}; "
-                        f"expected {want} first, tokens and heads; use another attention back end or KV format"
-                    )
+
+    @property
+    def compressor(self) -> Compressor:
+        """Return the compressor."""
+        return self.scores.compressor
+
+    @property
+    def queries(self) -> QueryStore | None:
+        """Return the queries that the next compressions read; None if the compressor reads none."""
+        return self.scores.queries
+
+    @property
+    def sums(self) -> AttentionSums | None:
+        """Return the attention sums; None if the compressor reads none."""
+        return self.scores.sums
+
+    def _tensors(self, wiring: Wiring) -> list[GroupTensors]:
+        """Return the tensors of the KV groups for the kernels, none if the kernels cannot be used."""
+        if not has_kernels(wiring):
+            return []
+        from minivllm.device.kernels.kept_tokens import GroupTensors
+
+        caches = [[layer.cache for layer in layers] for layers in self.layers]
+        if not all(GroupTensors.fit(of_group) for of_group in caches):
+            return []
+        return [GroupTensors(of_group) for of_group in caches]
 
     def _attention_sums(self, wiring: Wiring, worker: Worker) -> AttentionSums:
         """Return the store of attention sums.  A note says whether torch adds them up on a GPU, which is slow."""
@@ -92,7 +114,7 @@ class Compactor:
                 kernel, reason = False, "the attention back end returns no log-sum-exp"
         if not kernel and wiring.device != "cpu":
             worker.notes.append(f"torch adds up attention for the compressor, which takes long: {reason}")
-        return AttentionSums(self.layers, self.format, self.state, self.dtype, kernel)
+        return AttentionSums(self.layers, worker.backend.ctx.kv_format, self.state, worker.parts.dtype, kernel)
 
     @property
     def kept_heads(self) -> tuple[tuple[int, ...], ...]:
@@ -107,40 +129,71 @@ class Compactor:
         Such a row keeps its newest tokens, so that the lengths on the host are right until it ends.  A row that was
         preempted keeps the tokens of its first computation."""
         errors: dict[int, StepError] = {}
-        shifts: dict[int, int] = {}  # slot -> places by which the positions of its next tokens move
-        first = 0
+        if not len(delta.compact):
+            return errors
+        sources = self.state.to(delta.sources)
         returned = set(delta.kept.tolist())
+        found: list[Chosen] = []
+        first = 0
         for i, (group, slot, stored, kept, computed) in enumerate(delta.compact.tolist()):
             used = -(-stored // self.block)
-            sources = self.state.to(delta.sources[first : first + used]).long()
+            row = CompactedRow(slot, sources[first : first + used], stored, kept, computed)
             first += used
-            place = self._places(sources, stored)
-            table = self.state.table[group, slot, : -(-kept // self.block)].long()
-            to = self._places(table, kept)
-            row = CompactedRow(slot, sources, stored, kept, computed)
-            chosen = self.sets.find(slot, group, computed)
-            if chosen is None:
-                chosen, error = self._choose(group, row)
-                self.sets.add(slot, group, computed, chosen)
+            tokens = self.sets.find(slot, group, computed)
+            if tokens is None:
+                tokens, error = self._choose(group, row)
+                self.sets.add(slot, group, computed, tokens)
                 if error is not None:
                     errors[slot] = error
             if self.sums is not None:
-                self.sums.keep(slot, group, chosen)
-            for layer, tokens in zip(self.layers[group], chosen, strict=True):
-                _move(layer, place[tokens.long()], to, self._rotation(layer, row, tokens.long()))
-            shifts[slot] = stored - kept
+                self.sums.keep(slot, group, tokens)
             if i in returned:
-                self.sets.send(chosen)
-            self.state.dropped_host[group, slot] += stored - kept
-            assert self.state.dropped is not None
-            self.state.dropped[group, slot : slot + 1].add_(stored - kept)
-        for slot, shift in shifts.items() if self.rotations else ():
-            assert self.state.rope_first is not None
-            self.state.rope_first[slot : slot + 1].sub_(shift)
+                self.sets.send(tokens)
+            found.append(Chosen(group, row, tokens))
+        self._move(found)
+        self._count_dropped(found)
         if self.queries is not None:
             for slot in delta.compact[:, 1].tolist():
                 self.queries.forget(slot)
         return errors
+
+    def _move(self, found: list[Chosen]) -> None:
+        """Move the kept tokens of compressed rows to the first places of their new blocks."""
+        for group, layers in enumerate(self.layers):
+            of_group = [one for one in found if one.group == group]
+            if not of_group:
+                continue
+            if self.tensors and not self.rotations:
+                self._launch_moves(group, of_group)
+                continue
+            for one in of_group:
+                place = self._places(one.row.sources.long(), one.row.stored)
+                to = self._places(self._targets(one).long(), one.row.kept)
+                for layer, tokens in zip(layers, one.tokens.long(), strict=True):
+                    _move(layer, place[tokens], to, self._rotation(layer, one.row, tokens))
+
+    def _launch_moves(self, group: int, found: list[Chosen]) -> None:
+        """Move the kept tokens of the rows of a KV group by one launch."""
+        from minivllm.device.kernels.kept_tokens import Move
+
+        self.tensors[group].move([Move(one.tokens, one.row.sources, self._targets(one)) for one in found])
+
+    def _targets(self, one: Chosen) -> Tensor:
+        """Return the blocks i32 to which the kept tokens of a row move."""
+        return self.state.table[one.group, one.row.slot, : -(-one.row.kept // self.block)]
+
+    def _count_dropped(self, found: list[Chosen]) -> None:
+        """Add the removed tokens of compressed rows to the columns, and shift the positions of rotated rows."""
+        shifts: dict[int, int] = {}  # slot -> places by which the positions of its next tokens move
+        assert self.state.dropped is not None
+        for group, row, _ in found:
+            gone = row.stored - row.kept
+            shifts[row.slot] = gone
+            self.state.dropped_host[group, row.slot] += gone
+            self.state.dropped[group, row.slot : row.slot + 1].add_(gone)
+        for slot, shift in shifts.items() if self.rotations else ():
+            assert self.state.rope_first is not None
+            self.state.rope_first[slot : slot + 1].sub_(shift)
 
     def _rotation(self, layer: AttnLayer, row: CompactedRow, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin f32 [kv_heads, kept, dim] of the rotation of the kept ``tokens`` i64 [kv_heads, kept] to
@@ -161,16 +214,16 @@ class Compactor:
         sin[..., : sin.shape[-1] // 2].neg_()
         return cos, sin
 
-    def _choose(self, group: int, row: CompactedRow) -> tuple[list[Tensor], StepError | None]:
-        """Return the tokens of a row that stay in each layer of a group, i32 [kv_heads, kept], ascending, and the last
-        error of a score."""
+    def _choose(self, group: int, row: CompactedRow) -> tuple[Tensor, StepError | None]:
+        """Return the tokens of a row that stay in the layers of a group, i32 [layers, kv_heads, kept], ascending, and
+        the last error of a score."""
         found: list[Tensor] = []
         failed = None
         for layers in self._batches(group, row.stored):
-            scores, error = self._scores_of(layers, row)
+            scores, error = self.scores.of(layers, row)
             failed = error or failed
-            found += self._chosen(layers, row, scores).int()
-        return found, failed
+            found.append(self._chosen(layers, row, scores).int())
+        return torch.cat(found) if len(found) > 1 else found[0], failed
 
     def _places(self, blocks: Tensor, tokens: int) -> Tensor:
         """Return the flat place i64 [tokens] of each token in ``blocks`` i64."""
@@ -178,61 +231,22 @@ class Compactor:
         return blocks[at // self.block] * self.block + at % self.block
 
     def _batches(self, group: int, stored: int) -> list[list[AttnLayer]]:
-        """Return the layers of a group in batches whose scores are sorted together: consecutive layers with the same
-        number of KV heads, and at most ``SORTED`` scores, or one layer."""
-        batches: list[list[AttnLayer]] = []
-        for layer in self.layers[group]:
-            heads = layer.spec.kv_heads
-            last = batches[-1] if batches else []
-            if last and last[0].spec.kv_heads == heads and (len(last) + 1) * heads * stored <= SORTED:
-                last.append(layer)
-            else:
-                batches.append([layer])
-        return batches
-
-    def _scores_of(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, StepError | None]:
-        """Return the scores f32 [layers, kv_heads, stored] of a row's tokens, and an error if ``score`` failed.
-
-        The tokens of a layer whose scores failed have growing scores, so that its newest tokens stay."""
-        error = None
-        shape = (len(layers), layers[0].spec.kv_heads, row.stored)
-        scores = torch.empty(shape, device=row.sources.device)
-        for layer, out in zip(layers, scores, strict=True):
-            try:
-                out.copy_(self._score(layer, row))
-            except BaseException as e:
-                error = StepError("rows", self.name, describe_error(as_exception(e), self.compressor))
-                out.copy_(torch.arange(row.stored, device=out.device))
-        return scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), error
-
-    def _score(self, layer: AttnLayer, row: CompactedRow) -> Tensor:
-        """Return the scores of the compressor, [stored] or [kv_heads, stored].  PluginError for another shape."""
-        stored = row.stored
-        keys, values = self.format.load(layer.cache, row.sources[None], self.dtype)
-        sums, queries = (None, None) if self.sums is None else self.sums.of(row.slot, layer, stored)
-        tokens = StoredTokens(
-            layer=layer.index,
-            keys=keys[0, :stored],
-            values=values[0, :stored],
-            queries=None if self.queries is None else self.queries.of(row.slot, layer.index),
-            scale=layer.spec.softmax_scale,
-            keep=row.kept,
-            computed=row.computed,
-            seed=self.seeds.get(row.slot, 0),
-            attention_sums=sums,
-            sum_queries=queries,
-        )
-        scores = call_foreign(self.compressor.score, tokens)
-        heads = layer.spec.kv_heads
-        if not isinstance(scores, torch.Tensor) or scores.shape not in ((stored,), (heads, stored)):
-            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-            raise PluginError(f"score() gave {found}; expected a tensor [{heads}, {stored}] or [{stored}]")
-        return scores
+        """Return the layers of a group in batches whose tokens are chosen together, with at most ``SORTED`` scores or
+        one layer.  The kernel chooses those of all layers."""
+        layers = self.layers[group]
+        if self.tensors:
+            return [layers]
+        size = max(1, SORTED // (layers[0].spec.kv_heads * stored))
+        return [layers[i : i + size] for i in range(0, len(layers), size)]
 
     def _chosen(self, layers: list[AttnLayer], row: CompactedRow, scores: Tensor) -> Tensor:
-        """Return the tokens of a row that stay in each layer, i64 [layers, kv_heads, kept], ascending.
+        """Return the tokens of a row that stay in each layer, i32 or i64 [layers, kv_heads, kept], ascending.
 
         Of tokens with equal scores the first stay."""
+        if self.tensors:
+            from minivllm.device.kernels.kept_tokens import choose
+
+            return choose(scores, row.kept)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return order[..., : row.kept].sort(dim=-1).values
 
@@ -240,15 +254,27 @@ class Compactor:
         """Store the seeds of new rows on the host, because reading them from the device would wait for it, and the
         queries and attention sums of rows that fork."""
         self.sets.note(delta)
-        join = delta.join
+        join, seeds = delta.join, self.scores.seeds
         if join is not None:
-            self.seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
+            seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
         for source, slot, _ in delta.fork.tolist():
-            self.seeds[slot] = self.seeds.get(source, 0)
+            seeds[slot] = seeds.get(source, 0)
         if self.queries is not None:
             self.queries.note(delta)
         if self.sums is not None:
             self.sums.note(delta)
+
+
+def _check_layout(name: str, layers: Sequence[AttnLayer], block: int) -> None:
+    """Raise PluginError, which begins with ``name``, if the KV cache of a layer is not stored token by token."""
+    for layer in layers:
+        for tensor_name, tensor in layer.cache.items():
+            want = (block, layer.spec.kv_heads)
+            if tuple(tensor.shape[1:3]) != want:
+                raise PluginError(
+                    f"{name}: the tensor {tensor_name!r} of the KV cache has blocks of {tuple(tensor.shape[1:])}; "
+                    f"expected {want} first, tokens and heads; use another attention back end or KV format"
+                )
 
 
 def _move(layer: AttnLayer, sources: Tensor, to: Tensor, rotation: tuple[Tensor, Tensor] | None) -> None:
@@ -262,50 +288,3 @@ def _move(layer: AttnLayer, sources: Tensor, to: Tensor, rotation: tuple[Tensor,
         if name == "k" and rotation is not None:
             moved = rotate(moved, *rotation)
         flat[to, heads] = moved
-
-
-class QueryStore:
-    """The prepared queries of the last tokens of rows that are compressed next, by slot and layer."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        # (slot, first token, end, whether the tokens follow stored ones) of the running step
-        self._wanted: list[tuple[int, int, int, int]] = []
-
-    def of_step(self, plan: StepPlan) -> QueryStore:
-        """Prepare to keep the queries of ``plan.observe``."""
-        ends = plan.q_len.cumsum()
-        self._wanted = [
-            (int(plan.slots[row]), int(ends[row]) - count, int(ends[row]), more)
-            for row, count, more in plan.observe.tolist()
-        ]
-        return self
-
-    def keep(self, layer: int, q: Tensor) -> None:
-        """Store the queries of the wanted tokens from q [T, heads, dim] of a layer's step."""
-        for slot, first, end, more in self._wanted:
-            new = q[first:end].clone()
-            if more:
-                new = torch.cat([self._kept[slot, layer], new])
-            self._kept[slot, layer] = new
-
-    def of(self, slot: int, layer: int) -> Tensor | None:
-        """Return the queries [w, heads, dim] of a slot in a layer, None if none are kept."""
-        return self._kept.get((slot, layer))
-
-    def note(self, delta: Delta) -> None:
-        """Forget the queries of rows that left, and copy those of rows that fork.
-
-        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
-        forks = delta.fork.tolist()
-        copies = {
-            (slot, layer): q for source, slot, _ in forks for (of, layer), q in self._kept.items() if of == source
-        }
-        for slot in delta.leave.tolist():
-            self.forget(slot)
-        self._kept.update(copies)
-
-    def forget(self, slot: int) -> None:
-        """Remove the queries of a slot."""
-        for key in [key for key in self._kept if key[0] == slot]:
-            del self._kept[key]

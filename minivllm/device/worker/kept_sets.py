@@ -1,6 +1,6 @@
 """The tokens that compressions have kept.  A preempted row keeps the same tokens when it is computed again.
 
-    slot 3      (group 0, 20 tokens) ──► [layers] of i32 [kv_heads, kept]      ascending, numbers of stored tokens
+    slot 3      (group 0, 20 tokens) ──► i32 [layers, kv_heads, kept]      ascending, numbers of stored tokens
        │ preempted                                ▲ joins again
        ▼                                          │
     sequence 41 ──────────────────────────────────┘
@@ -25,8 +25,8 @@ class KeptSets:
     """The kept tokens of the compressions of running and of preempted rows, on the device."""
 
     def __init__(self) -> None:
-        self._of_slot: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
-        self._of_sequence: dict[int, dict[tuple[int, int], list[Tensor]]] = {}
+        self._of_slot: dict[int, dict[tuple[int, int], Tensor]] = {}
+        self._of_sequence: dict[int, dict[tuple[int, int], Tensor]] = {}
         self._returned: list[Tensor] = []
 
     def note(self, delta: Delta) -> None:
@@ -46,17 +46,17 @@ class KeptSets:
         for seq in delta.forget.tolist():
             self._of_sequence.pop(seq, None)
 
-    def find(self, slot: int, group: int, computed: int) -> list[Tensor] | None:
-        """Return the recorded tokens i32 [kv_heads, kept] of each layer of a group, None if there are none."""
+    def find(self, slot: int, group: int, computed: int) -> Tensor | None:
+        """Return the recorded tokens i32 [layers, kv_heads, kept] of a group, None if there are none."""
         return self._of_slot.get(slot, {}).get((group, computed))
 
-    def add(self, slot: int, group: int, computed: int, chosen: list[Tensor]) -> None:
-        """Record the tokens that stay in each layer of a group when the row has ``computed`` tokens."""
+    def add(self, slot: int, group: int, computed: int, chosen: Tensor) -> None:
+        """Record the tokens that stay in the layers of a group when the row has ``computed`` tokens."""
         self._of_slot.setdefault(slot, {})[group, computed] = chosen
 
-    def send(self, chosen: list[Tensor]) -> None:
+    def send(self, chosen: Tensor) -> None:
         """Return these tokens with the result of the step."""
-        self._returned += chosen
+        self._returned.append(chosen)
 
     def take(self) -> Tensor | None:
         """Start the copy of the tokens of ``send`` to the host, and return them i32 in one dimension; None if there are

@@ -8,7 +8,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d, normalize, pad
 
 from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
 
-ROWS = 1024  # keys whose similarity to all others is computed at once
+PAIRS = 1 << 27  # pairs of keys whose similarity is computed at once
 
 
 def last_attention(stored: StoredTokens, queries: Tensor) -> Tensor:
@@ -43,6 +43,9 @@ class SnapKV(Compressor):
 
     The attention is averaged over these queries and over a KV head's query heads, and over ``kernel`` neighbours."""
 
+    loads = ("keys",)
+    joins_layers = True
+
     def __init__(self, options: object, ctx: CompressorContext) -> None:
         super().__init__(options, ctx)
         self.window = self.options.window
@@ -64,14 +67,19 @@ class SnapKV(Compressor):
 class Tova(Compressor):
     """Keep the tokens to which the last query attends most, on average over all heads (TOVA, arXiv:2401.06104)."""
 
+    loads = ("keys",)
+    joins_layers = True
     window = 1
 
     def score(self, stored: StoredTokens) -> Tensor:
         assert stored.queries is not None
         last = stored.queries[-1:]
         attention = last_attention(stored, last)
-        score = attention.mean(dim=(0, 1, 2))
-        return with_newest(score, 1)
+        kv_heads, n = len(attention), attention.shape[-1]
+        of_layers = attention.view(stored.layers, -1, n)
+        score = of_layers.mean(dim=1, keepdim=True)
+        of_heads = score.expand(-1, kv_heads // stored.layers, n)
+        return with_newest(of_heads.reshape(kv_heads, n), 1)
 
 
 class RKV(Compressor):
@@ -79,6 +87,9 @@ class RKV(Compressor):
 
     score = importance * attention of the last queries - (1 - importance) * similarity of the key to the other keys,
     both normalized over the stored tokens.  The last ``window`` tokens are kept."""
+
+    loads = ("keys",)
+    joins_layers = True
 
     def __init__(self, options: object, ctx: CompressorContext) -> None:
         super().__init__(options, ctx)
@@ -107,6 +118,8 @@ class H2O(Compressor):
     ``mean`` averaged over the queries that saw the token, as in the press ObservedAttention of kvpress."""
 
     attention_sums = True
+    loads = ()
+    joins_layers = True
 
     def score(self, stored: StoredTokens) -> Tensor:
         assert stored.attention_sums is not None and stored.sum_queries is not None
@@ -126,8 +139,9 @@ def mean_similarity(keys: Tensor) -> Tensor:
     unit = normalize(keys.float(), dim=-1)
     unit = unit.transpose(0, 1)
     others = unit.transpose(1, 2)
+    heads, n, _ = unit.shape
     sums = []
-    for part in unit.split(ROWS, dim=1):
+    for part in unit.split(max(1, PAIRS // (heads * n)), dim=1):
         similarity = part @ others
         sums.append(similarity.sum(dim=-1))
     total = torch.cat(sums, dim=-1)

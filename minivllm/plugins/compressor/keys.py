@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import cosine_similarity, normalize
 
 from minivllm.core.interfaces.compressor import Compressor, CompressorContext, StoredTokens
@@ -14,6 +15,9 @@ class Streaming(Compressor):
 
     The option ``rerotate`` rotates the kept keys to new, dense positions as there.  Otherwise keys keep the rotation of
     their positions."""
+
+    loads = ()
+    joins_layers = True
 
     def __init__(self, options: object, ctx: CompressorContext) -> None:
         super().__init__(options, ctx)
@@ -29,14 +33,19 @@ class Streaming(Compressor):
 class KNorm(Compressor):
     """Keep the keys with the smallest norm, which attract most attention (arXiv:2406.11430)."""
 
+    loads = ("keys",)
+    joins_layers = True
+
     def score(self, stored: StoredTokens) -> Tensor:
-        keys = stored.keys.float()
-        norms = keys.norm(dim=-1)
+        norms = vector_norm(stored.keys, dim=-1, dtype=torch.float32)
         return -norms.T
 
 
 class KeyDiff(Compressor):
     """Keep the keys that differ most from the mean direction of all keys (KeyDiff, arXiv:2504.15364)."""
+
+    loads = ("keys",)
+    joins_layers = True
 
     def score(self, stored: StoredTokens) -> Tensor:
         keys = stored.keys.float()
@@ -48,6 +57,8 @@ class KeyDiff(Compressor):
 
 class Random(Compressor):
     """Keep random tokens, other ones for each layer and head.  It is the control of an experiment."""
+
+    loads = ()
 
     def score(self, stored: StoredTokens) -> Tensor:
         n, heads = stored.keys.shape[:2]

@@ -3,7 +3,7 @@
 from minivllm.registration.spec import ANY, Param, Spec
 
 HERE = "minivllm.plugins.compressor."
-API = (1, 1)
+API = (1, 2)
 DEVICES = {"device": ANY}
 KV_BUDGET = Param(
     "kv_budget",

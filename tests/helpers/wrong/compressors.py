@@ -14,6 +14,8 @@ ALONE = "test_scores_depend_on_the_arguments_alone"
 KEPT = "test_arguments_and_the_random_state_do_not_change"
 ONE = "test_one_query_is_enough"
 FIXED = "test_declared_inputs_are_fixed"
+UNREAD = "test_inputs_that_are_not_declared_are_not_read"
+JOINED = "test_joined_layers_have_the_scores_of_each_layer"
 SERVED = "test_the_engine_serves_it"
 FAULTS = {
     "ScoresHeadsLast": (SCORED, SERVED),
@@ -28,12 +30,16 @@ FAULTS = {
     "AddsUpItsCalls": (ALONE,),
     "RotatesLater": (FIXED,),
     "TurnsKeysItself": (KEPT,),
+    "ReadsOneName": (FIXED,),
+    "ReadsValuesWithoutDeclaration": (UNREAD,),
+    "MixesLayers": (JOINED,),
+    "ScoresTheFirstLayerOnly": (JOINED, SERVED),
 }
-RIGHT = ("Norms", "Attended", "Sums")
+RIGHT = ("Norms", "Attended", "Sums", "JoinedNorms")
 
 
 def spec(name):
-    return Spec(f"{__name__}:{name}", (1, 1), "for a test of the kit", limits={"device": ANY})
+    return Spec(f"{__name__}:{name}", (1, 2), "for a test of the kit", limits={"device": ANY})
 
 
 class Norms(Compressor):
@@ -163,3 +169,38 @@ class TurnsKeysItself(Norms):
     def score(self, stored):
         stored.keys.copy_(stored.keys.roll(stored.keys.shape[-1] // 2, -1))
         return super().score(stored)
+
+
+class JoinedNorms(Norms):
+    spec = spec("JoinedNorms")
+    loads = ("keys",)
+    joins_layers = True
+
+
+class ReadsOneName(Norms):
+    """Declares a name in place of a tuple, of which each letter would be an input."""
+
+    spec = spec("ReadsOneName")
+    loads = "keys"
+
+
+class ReadsValuesWithoutDeclaration(JoinedNorms):
+    spec = spec("ReadsValuesWithoutDeclaration")
+
+    def score(self, stored):
+        return super().score(stored) * stored.values.norm(dim=-1).T
+
+
+class MixesLayers(JoinedNorms):
+    spec = spec("MixesLayers")
+
+    def score(self, stored):
+        scores = super().score(stored)
+        return scores - scores.mean(dim=0)
+
+
+class ScoresTheFirstLayerOnly(JoinedNorms):
+    spec = spec("ScoresTheFirstLayerOnly")
+
+    def score(self, stored):
+        return super().score(stored)[: stored.keys.shape[1] // stored.layers]

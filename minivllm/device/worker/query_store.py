@@ -1,0 +1,64 @@
+"""The prepared queries of the last tokens of rows that are compressed next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.plan import Delta, StepPlan
+
+
+class QueryStore:
+    """The prepared queries of the last tokens of rows that are compressed next, by slot and layer."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        # (slot, first token, end, whether the tokens follow stored ones) of the running step
+        self._wanted: list[tuple[int, int, int, int]] = []
+
+    def of_step(self, plan: StepPlan) -> QueryStore:
+        """Prepare to keep the queries of ``plan.observe``."""
+        ends = plan.q_len.cumsum()
+        self._wanted = [
+            (int(plan.slots[row]), int(ends[row]) - count, int(ends[row]), more)
+            for row, count, more in plan.observe.tolist()
+        ]
+        return self
+
+    def keep(self, layer: int, q: Tensor) -> None:
+        """Store the queries of the wanted tokens from q [T, heads, dim] of a layer's step."""
+        for slot, first, end, more in self._wanted:
+            new = q[first:end].clone()
+            if more:
+                new = torch.cat([self._kept[slot, layer], new])
+            self._kept[slot, layer] = new
+
+    def of(self, slot: int, layers: Sequence[AttnLayer]) -> Tensor | None:
+        """Return the queries [w, layers * heads, dim] of a slot in some layers, None if none are kept."""
+        found = [q for layer in layers if (q := self._kept.get((slot, layer.index))) is not None]
+        if len(found) < len(layers):
+            return None
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+
+    def note(self, delta: Delta) -> None:
+        """Forget the queries of rows that left, and copy those of rows that fork.
+
+        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
+        forks = delta.fork.tolist()
+        copies = {
+            (slot, layer): q for source, slot, _ in forks for (of, layer), q in self._kept.items() if of == source
+        }
+        for slot in delta.leave.tolist():
+            self.forget(slot)
+        self._kept.update(copies)
+
+    def forget(self, slot: int) -> None:
+        """Remove the queries of a slot."""
+        for key in [key for key in self._kept if key[0] == slot]:
+            del self._kept[key]

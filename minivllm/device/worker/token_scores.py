@@ -1,0 +1,144 @@
+"""Scores of the stored tokens of a row, from the compressor and the KV cache.
+
+    layers 0 1 2 3 ...   ── a part of them ──►  keys [n, layers * kv_heads, dim]  ── score ──►  [layers, kv_heads, n]
+
+A compressor that joins layers scores as many of them at once as ``LOADED`` allows, because the operations of one layer
+take longer to launch than to run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.core.external_calls import as_exception, call_foreign
+from minivllm.core.interfaces.compressor import Compressor, StoredTokens
+from minivllm.core.interfaces.plan import StepError
+from minivllm.errors import PluginError, describe_error
+
+from .query_store import QueryStore
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.kvformat import KVFormat
+
+    from .attention_sums import AttentionSums
+
+LOADED = 1 << 27  # bytes of keys that are scored at once
+PLAIN = ("minivllm/bf16", "minivllm/fp16", "minivllm/fp32")  # KV formats that store keys and values as they are
+
+
+class CompactedRow(NamedTuple):
+    """A row that is compressed: its slot, the blocks i32 [n] that hold its tokens, and numbers of tokens."""
+
+    slot: int
+    sources: Tensor
+    stored: int
+    kept: int
+    computed: int
+
+
+class TokenScores:
+    """The scores of a compressor.  ``kernels`` means that Triton kernels can read the KV cache."""
+
+    def __init__(
+        self, compressor: Compressor, name: str, wiring: Wiring, fmt: KVFormat, dtype: torch.dtype, kernels: bool
+    ) -> None:
+        self.compressor, self.name, self.format, self.dtype = compressor, name, fmt, dtype
+        self.gathers = kernels and wiring.parts["kvformat"].name in PLAIN
+        self.queries = QueryStore() if compressor.window else None
+        self.sums: AttentionSums | None = None  # None unless the compressor reads sums
+        self.seeds: dict[int, int] = {}  # slot -> seed of its row
+
+    def of(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, StepError | None]:
+        """Return the scores f32 [layers, kv_heads, stored] of a row's tokens in layers of a group, and an error if
+        ``score`` failed.
+
+        The tokens of layers whose scores failed have growing scores, so that their newest tokens stay."""
+        error = None
+        shape = (len(layers), layers[0].spec.kv_heads, row.stored)
+        scores = torch.empty(shape, device=row.sources.device)
+        first = 0
+        for part in self._parts(layers, row.stored):
+            out = scores[first : first + len(part)]
+            first += len(part)
+            try:
+                out.copy_(self._score(part, row))
+            except BaseException as e:
+                error = StepError("rows", self.name, describe_error(as_exception(e), self.compressor))
+                out.copy_(torch.arange(row.stored, device=out.device))
+        return scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), error
+
+    def _parts(self, layers: list[AttnLayer], stored: int) -> list[list[AttnLayer]]:
+        """Return the layers in parts that are scored at once."""
+        spec, most = layers[0].spec, 1
+        if self.compressor.joins_layers:
+            of_layer = spec.kv_heads * max(spec.dim_qk, spec.dim_v) * stored * self.dtype.itemsize
+            most = max(1, LOADED // of_layer)
+        count = -(-len(layers) // most)
+        size = -(-len(layers) // count)
+        return [layers[i : i + size] for i in range(0, len(layers), size)]
+
+    def _score(self, layers: list[AttnLayer], row: CompactedRow) -> Tensor:
+        """Return the scores of the compressor, [stored] or [layers, kv_heads, stored].  PluginError for scores of
+        another shape."""
+        stored, heads = row.stored, layers[0].spec.kv_heads
+        keys, values = self._load(layers, row)
+        sums, queries = (None, None) if self.sums is None else self.sums.of(row.slot, layers, stored)
+        tokens = StoredTokens(
+            layer=layers[0].index,
+            keys=keys,
+            values=values,
+            queries=None if self.queries is None else self.queries.of(row.slot, layers),
+            scale=layers[0].spec.softmax_scale,
+            keep=row.kept,
+            computed=row.computed,
+            seed=self.seeds.get(row.slot, 0),
+            attention_sums=sums,
+            sum_queries=queries,
+            layers=len(layers),
+        )
+        scores = call_foreign(self.compressor.score, tokens)
+        lines = len(layers) * heads
+        if not isinstance(scores, torch.Tensor) or scores.shape not in ((stored,), (lines, stored)):
+            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            raise PluginError(f"score() gave {found}; expected a tensor [{lines}, {stored}] or [{stored}]")
+        return scores if scores.dim() == 1 else scores.reshape(len(layers), heads, stored)
+
+    def _load(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, Tensor]:
+        """Return the keys [stored, layers * kv_heads, dim_qk] and the values [stored, layers * kv_heads, dim_v] of a
+        row.  Those that the compressor does not read are zeros, which need no memory."""
+        spec, loads = layers[0].spec, self.compressor.loads
+        lines, zero = len(layers) * spec.kv_heads, row.sources.new_zeros((), dtype=self.dtype)
+        keys = zero.expand(row.stored, lines, spec.dim_qk)
+        values = zero.expand(row.stored, lines, spec.dim_v)
+        if not loads:
+            return keys, values
+        if self.gathers and layers[0].cache["k"].dtype == self.dtype:
+            if "keys" in loads or spec.v_in_k:
+                keys = self._gathered("k", layers, row)
+            if "values" in loads:
+                values = keys if spec.v_in_k else self._gathered("v", layers, row)
+            return keys, values
+        blocks = row.sources.long()[None]
+        loaded = [self.format.load(layer.cache, blocks, self.dtype) for layer in layers]
+        if "keys" in loads:
+            keys = _joined([k[0, : row.stored] for k, _ in loaded])
+        if "values" in loads:
+            values = _joined([v[0, : row.stored] for _, v in loaded])
+        return keys, values
+
+    def _gathered(self, name: str, layers: list[AttnLayer], row: CompactedRow) -> Tensor:
+        """Return the tokens [stored, layers * kv_heads, dim] of a row in the tensors ``name`` of some layers."""
+        from minivllm.device.kernels.kept_tokens import gather
+
+        lines = gather([layer.cache[name] for layer in layers], row.sources, row.stored)
+        return lines.transpose(0, 1)
+
+
+def _joined(of_layers: list[Tensor]) -> Tensor:
+    """Return the tokens [n, layers * heads, dim] of layers with [n, heads, dim]."""
+    return torch.cat(of_layers, dim=1) if len(of_layers) > 1 else of_layers[0]
