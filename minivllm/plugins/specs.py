@@ -27,6 +27,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("encoder", "gemma3", "minivllm.plugins.encoder.spec:GEMMA3"),
     ("encoder", "llava", "minivllm.plugins.encoder.spec:LLAVA"),
     ("encoder", "qwen_vl", "minivllm.plugins.encoder.spec:QWEN_VL"),
+    ("encoder", "qwen3_vl", "minivllm.plugins.encoder.spec:QWEN3_VL"),
     ("evictor", "agent-ttl", "minivllm.plugins.evictor.spec:AGENT_TTL"),
     ("evictor", "cost-aware", "minivllm.plugins.evictor.spec:COST_AWARE"),
     ("evictor", "fifo", "minivllm.plugins.evictor.spec:FIFO"),

@@ -130,6 +130,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 _SEAMS + "encoder:ImageEncoder",
                 api=(1, 2),
                 facts=("device", "dtype", "model_type"),
+                features={
+                    "graph_safe": "`encode` can be captured in a CUDA graph and replayed on values of an equal shape: "
+                    "it does not wait for the device, and frees nothing that it has read",
+                },
             ),
             Kind(
                 "evictor",

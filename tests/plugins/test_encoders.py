@@ -15,7 +15,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.encoder import EncoderContext
 from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ConfigError, PluginError, RequestError
-from minivllm.plugins.encoder.qwen_vl import QwenVL
+from minivllm.plugins.encoder.qwen_vl import Qwen3VL, QwenVL
 from minivllm.testing import EncoderConformance
 from minivllm.testing.encoder import TOKEN, image_checkpoint, text_checkpoint
 
@@ -42,7 +42,8 @@ def answer(llm, requested):
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_further_model_types_serve_an_engine_and_keep_their_features(family):
     suite = EncoderConformance()
-    suite.plugin, suite.checkpoint = "qwen_vl", image_checkpoint(family)
+    suite.plugin = "qwen_vl" if family == "qwen2_vl" else "qwen3_vl"
+    suite.checkpoint = image_checkpoint(family)
     suite.test_facts_are_plain_data_of_the_checkpoint()
     suite.test_values_are_numbers_and_tokens_are_those_of_the_shape()
     suite.test_features_are_those_of_the_image_and_stay_so()
@@ -57,7 +58,9 @@ def test_patches_that_the_device_makes_of_pixels_are_those_of_the_processor(fami
     fields = json.loads(file.read_text())
     for more in ({}, {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.5]}, {"do_normalize": False}):
         file.write_text(json.dumps({**fields, **more}))
-        made = QwenVL(None, EncoderContext(str(tmp_path / "made"), open_checkpoint(tmp_path / "made").raw))
+        made = (Qwen3VL if family == "qwen3_vl" else QwenVL)(
+            None, EncoderContext(str(tmp_path / "made"), open_checkpoint(tmp_path / "made").raw)
+        )
         made.load("cpu", "float32")
         for number, (width, height) in enumerate(((64, 64), (90, 31), (33, 170), (300, 200))):
             pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
@@ -67,6 +70,29 @@ def test_patches_that_the_device_makes_of_pixels_are_those_of_the_processor(fami
             assert list(shape) == right["image_grid_thw"][0].tolist() and tokens == np.prod(shape) // 4
             assert np.array_equal(patches, right["pixel_values"])
             assert (np.size(values) < patches.size) == ("do_normalize" not in more)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_the_own_tower_gives_the_features_of_transformers_for_one_and_several_images(family):
+    folder = image_checkpoint(family)
+    made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    made.load("cpu", "float32")
+    for grid in ((1, 4, 4), (1, 6, 10), (1, 2, 14), (1, 16, 2), (2, 4, 6)):
+        patches = torch.randn(2 * int(np.prod(grid)), 3 * 2 * 16**2, generator=torch.Generator().manual_seed(grid[1]))
+        one, other = patches.chunk(2)
+        with torch.inference_mode():
+            found = made.model.get_image_features(one, image_grid_thw=torch.tensor([grid]))
+            right = [found.pooler_output[0], *_levels(found)]
+            own, both = made.tower(one, grid), made.tower(torch.cat([one, other]), grid)
+        assert len(own) == len(right) == made.facts().levels
+        for a, b, two in zip(own, right, both, strict=True):
+            assert (a - b).abs().max() < 2e-6 * b.abs().max() + 1e-6 and torch.allclose(two[: len(a)], a, atol=1e-4)
+
+
+def _levels(found):
+    """Return the features of each level.  Transformers 5.17 gives one tensor for all images, 5.24 one for each."""
+    levels = getattr(found, "deepstack_features", None) or []
+    return [level[0] if isinstance(level, list | tuple) else level for level in levels]
 
 
 @pytest.mark.parametrize("cls", [Colours, Grid])

@@ -12,6 +12,8 @@ from minivllm.core.external_calls import as_exception, call_foreign
 from minivllm.errors import MinivllmError, PluginError, describe_error
 from minivllm.registry import build_part
 
+from .encoder_graphs import EncoderGraphs
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.encoder import EncoderContext, ImageEncoder
     from minivllm.core.interfaces.executor import Part, Wiring
@@ -40,11 +42,20 @@ class LoadedEncoder:
         except Exception as e:
             raise PluginError(f"encoder {part.name} could not be loaded: {describe_error(e, self.plugin)}") from e
 
+        self.graphs: EncoderGraphs | None = None
+        if "graph_safe" in part.features and wiring.device.startswith("cuda") and wiring.steps.graph != "off":
+            self.graphs = EncoderGraphs(lambda *args: self._checked(call_foreign(self.plugin.encode, *args), args[0]))
+
     def __call__(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return features [levels, tokens, hidden] of an image with values f32 [n] of this shape.
+        """Return features [levels, tokens, hidden] of an image with values f32 or u8 [n] of this shape.
 
         PluginError for features of another form.  The number of tokens is checked where a row reads them."""
-        found: Any = call_foreign(self.plugin.encode, values, tuple(shape))
+        if self.graphs is not None:
+            return self.graphs(values, (shape[0], shape[1], shape[2]))
+        return self._checked(call_foreign(self.plugin.encode, values, tuple(shape)), values)
+
+    def _checked(self, found: Any, values: Tensor) -> Tensor:
+        """Return the features that the plug-in gave for values.  PluginError for another form."""
         want = f"{self.dtype} [{self.levels}, tokens, {self.hidden}]"
         if not isinstance(found, Tensor):
             raise PluginError(f"encode() gave a {type(found).__name__}; expected a tensor {want}")

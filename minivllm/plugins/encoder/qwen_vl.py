@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,16 +21,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from minivllm.device.layers.patch_tower import PatchTower
+
 # processors that resize, scale, normalize and cut into patches: with Pillow, and with torchvision, whose resized pixels
 # are others
 PLAIN, OTHER_SIZES = "Qwen2VLImageProcessorPil", ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 FRAMES = 2  # a patch of an image has its pixels twice, as two frames of a video
-LENGTHS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # towers that take the lengths of frames
 BLOCKS = ("qwen2_vl", "qwen2_5_vl")  # model types whose sections are blocks of frequencies; later ones alternate
 
 
 class QwenVL(TowerEncoder):
     """Encodes an image as one token for each square of patches.  Its shape is the grid (time, rows, columns)."""
+
+    scale: Sequence[Tensor] = ()  # mean and standard deviation of each colour, after ``load``
 
     def facts_with(self, token: int) -> ImageFacts:
         """Return the facts of a checkpoint.  ModelError for sections that are not half the rotary dimensions."""
@@ -70,8 +72,12 @@ class QwenVL(TowerEncoder):
         return ImageValues(np.asarray(found["pixel_values"], np.float32), (frames, rows, columns), tokens)
 
     def _serve(self, model: Any, device: str) -> int:
-        """Use modules on a device, and load the processor, whose scale the first image needs."""
+        """Use modules on a device, and read the scale of the processor, which the first image needs."""
+        import torch
+
         self._load_processor()
+        mean, std = self._processor.image_mean, self._processor.image_std
+        self.scale = [torch.tensor(list(one), device=device) for one in (mean, std)]
         return super()._serve(model, device)
 
     @property
@@ -97,46 +103,41 @@ class QwenVL(TowerEncoder):
 
     def _patches(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Return patches [patches, values] in the dtype of the tower, of pixels u8 or patches f32 [n]."""
-        import torch
-
         count, side, merge = shape[0] * shape[1] * shape[2], self._patch, self._merge
         if values.numel() != count * side**2 * 3:
             return values.view(count, -1).to(self.dtype)
-        self._load_processor()
         scaled = (values.double() * self._processor.rescale_factor).float().view(-1, 3)
-        mean, std = (torch.tensor(list(one), device=values.device) for one in self._scale())
+        mean, std = self.scale
         _, rows, columns = shape
         squares = ((scaled - mean) / std).view(rows // merge, merge, side, columns // merge, merge, side, 3)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
         return patches.expand(*patches.shape[:5], FRAMES, side, side).reshape(count, -1).to(self.dtype)
-
-    def _scale(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Return the mean and the standard deviation of each colour."""
-        return self._processor.image_mean, self._processor.image_std
 
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
         """Return the features of an image with these pixels or patches."""
         import torch
 
         grid = torch.tensor([list(shape)]).to(values.device)
-        more = {}
-        if self.family in LENGTHS and find_spec("transformers.vision_utils") is not None:
-            # on the host: attention of each layer reads them, and would wait for the device
-            frames = torch.arange(shape[0] + 1, dtype=torch.int32)
-            more["cu_seqlens"] = frames * (shape[1] * shape[2])
-        found = self.model.get_image_features(self._patches(values, shape), image_grid_thw=grid, **more)
-        features = [found.pooler_output[0]]
-        if self._deepstack:
-            features += [_of_first(level) for level in found.deepstack_features]
-        return features
+        found = self.model.get_image_features(self._patches(values, shape), image_grid_thw=grid)
+        return [found.pooler_output[0]]
 
 
-def _of_first(level: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the features [tokens, hidden] of the first image.
+class Qwen3VL(QwenVL):
+    """Encodes an image by ``PatchTower``, which can be captured."""
 
-    Some releases of transformers (5.17) give one tensor for all images, and some a tensor for each (5.24)."""
-    first: Tensor = level[0] if isinstance(level, list | tuple) else level  # type: ignore[assignment]
-    return first
+    tower: PatchTower
+
+    def _serve(self, model: Any, device: str) -> int:
+        """Use modules on a device."""
+        from minivllm.device.layers.patch_tower import PatchTower
+
+        size = super()._serve(model, device)
+        self.tower = PatchTower(self.model.visual, self._deepstack)
+        return size
+
+    def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
+        """Return the features of an image with these pixels or patches, for its embeddings and each level."""
+        return self.tower(self._patches(values, shape), shape)
 
 
 def _check_sections(sections: tuple[Any, ...], text: Any, rope: Mapping[str, Any]) -> None:

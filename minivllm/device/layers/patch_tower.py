@@ -1,0 +1,139 @@
+"""The vision tower of Qwen3-VL and Qwen3.5 over the weights of transformers' modules, without waits for the device.
+
+    patches [T, values] ── linear, + positions ──► layers: norm ─ attention within an image ─ norm ─ two products
+                                                   ──► mergers: features of four patches each
+
+Transformers' own forward computes positions for each image and has several times as many kernels.  The tables of
+positions of a grid are kept here, so that ``PatchTower`` can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+GRIDS = 32  # grids whose tables are kept
+
+
+class Tables(NamedTuple):
+    """The positions of the N patches of a grid, in the order of the tower: square after square."""
+
+    learned: Tensor  # [N, width], in the dtype of the tower
+    cos: Tensor  # f32 [N, dim of a head]
+    sin: Tensor  # likewise; the first half has the opposite sign
+
+
+class PatchTower:
+    """Computes features of patches by the weights of ``visual``, a tower of transformers."""
+
+    def __init__(self, visual: Any, levels: Sequence[int]) -> None:
+        """Store the modules.  ``levels`` are the layers whose outputs have features of their own (deepstack)."""
+        self.visual, self.levels = visual, list(levels)
+        config = visual.config
+        self.heads, self.merge = int(config.num_heads), int(config.spatial_merge_size)
+        self.dim = int(config.hidden_size) // self.heads
+        # another attribute in each release of transformers; 10,000 is the value of all checkpoints
+        self.theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+        embed = visual.patch_embed.proj
+        self.embed = embed.weight.flatten(1), embed.bias
+        self.turn: Callable[[Tensor, Tensor, Tensor], Tensor] = turned
+        if embed.weight.is_cuda and find_spec("triton") is not None:
+            from minivllm.device.kernels.turn import turn
+
+            self.turn = turn
+        self._tables: OrderedDict[tuple[int, int, int], Tables] = OrderedDict()
+        self._captured: dict[tuple[int, int, int], Tables] = {}  # captures read them, so they stay
+
+    def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
+        """Return features [tokens, hidden] of each level, of the patches [T, values] of images of one grid.
+
+        Several images come one after another, and attend only to themselves."""
+        tables, visual = self.tables(grid), self.visual
+        x = F.linear(patches, *self.embed)
+        frame = grid[1] * grid[2]
+        x = (x.view(-1, len(tables.learned), x.shape[1]) + tables.learned).view_as(x)
+        found = {}
+        for number, block in enumerate(visual.blocks):
+            x = x + self._attend(block.attn, block.norm1(x), tables, frame)
+            x = x + block.mlp(block.norm2(x))
+            if number in self.levels:
+                found[number] = visual.deepstack_merger_list[self.levels.index(number)](x)
+        return [visual.merger(x), *(found[level] for level in self.levels)]
+
+    def _attend(self, attention: Any, x: Tensor, tables: Tables, frame: int) -> Tensor:
+        """Return the outputs [T, width] of an attention layer, in which the patches of a frame see each other."""
+        qkv = attention.qkv(x).view(len(x), 3, self.heads, self.dim)
+        q, k = self.turn(qkv, tables.cos, tables.sin)
+        q, k, v = (one.view(-1, frame, self.heads, self.dim).transpose(1, 2) for one in (q, k, qkv[:, 2]))
+        seen = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = attention.proj(seen.transpose(1, 2).reshape(len(x), -1))
+        return out
+
+    def tables(self, grid: tuple[int, int, int]) -> Tables:
+        """Return the positions of the patches of a grid (frames, rows, columns)."""
+        found = self._captured.get(grid) or self._tables.get(grid)
+        if found is None:
+            found = self._computed(grid)
+        if found.cos.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured[grid] = found
+        self._tables[grid] = found
+        self._tables.move_to_end(grid)
+        while len(self._tables) > GRIDS:
+            self._tables.popitem(last=False)
+        return found
+
+    def _computed(self, grid: tuple[int, int, int]) -> Tables:
+        """Compute the positions of the patches of a grid, on the host."""
+        frames, rows, columns = grid
+        weight, merge = self.visual.pos_embed.weight, self.merge
+        squares = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+        order = squares.transpose(1, 2).flatten()  # index of each patch in rows of the image
+        row, column = order // columns, order % columns
+        learned = _resampled(weight, rows, columns)[order.to(weight.device)].repeat(frames, 1)
+        exponents = torch.arange(0, self.dim // 2, 2, dtype=torch.float32) / (self.dim // 2)
+        turns = torch.stack([row, column], 1).float()[..., None] / self.theta**exponents
+        angles = turns.flatten(1).repeat(frames, 1)
+        cos, sin = angles.cos(), angles.sin()
+        tables = torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
+        return Tables(learned.to(weight.dtype), *(one.to(weight.device) for one in tables))
+
+
+def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Return learned positions f32 [rows * columns, width] of a grid, from those of a square grid [side², width].
+
+    They are interpolated between the nearest four, and corners lie on corners."""
+    side = int(len(weight) ** 0.5)
+
+    def nearest(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the lower and the upper neighbour of each index, and the share of the upper one."""
+        at = torch.linspace(0, side - 1, count)
+        low = at.long()
+        return low, (low + 1).clamp_max(side - 1), at - low
+
+    low, high, share = nearest(rows)
+    left, right, part = nearest(columns)
+    wide = weight.view(side, side, -1).float()
+
+    def taken(row: Tensor, column: Tensor, share: Tensor) -> Tensor:
+        """Return the positions of rows and columns of the square grid, times their shares."""
+        return wide[row.to(wide.device)][:, column.to(wide.device)] * share.to(wide.device)[..., None]
+
+    found = taken(low, left, torch.outer(1 - share, 1 - part)) + taken(low, right, torch.outer(1 - share, part))
+    found = found + taken(high, left, torch.outer(share, 1 - part)) + taken(high, right, torch.outer(share, part))
+    return found.flatten(0, 1)
+
+
+def turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return rotated queries and keys [2, T, H, D] of ``qkv`` [T, 3, H, D], as the kernel ``turn`` does."""
+    tokens, _, heads, dim = qkv.shape
+    wide = qkv[:, :2].transpose(0, 1).float().view(2, -1, len(cos), heads, dim)
+    found = wide * cos[:, None] + wide.roll(dim // 2, -1) * sin[:, None]
+    return found.view(2, tokens, heads, dim).to(qkv.dtype)
