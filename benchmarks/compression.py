@@ -8,10 +8,11 @@
 full      tokens per second, running rows and memory of a row, with more requests than the KV cache of --cache tokens
           holds, for each of --budgets (0 means no compression).  Requests enter until the cache is full.  Then --window
           seconds are counted.  The first requests have shorter outputs of different lengths, so that rows end
-          at different times from the beginning.  The scorer is the first of --scorers.
+          at different times from the beginning.  The scorer is the first of --scorers.  Rows are compressed again
+          after every --full-every tokens, 0 means only after their prompt.
 prefill   seconds of one prompt with one token, without and with each scorer at the last of --budgets, in turns
-decode    milliseconds of a step of --rows rows: of rows that were compressed after the prompt, of such rows with a
-          compression after every --every tokens, and of uncompressed rows with as many stored tokens, in turns
+decode    milliseconds of a step of each number of --rows: of uncompressed rows, and of rows that were compressed to as
+          many tokens and are compressed again after each of --every generated tokens (0 means once), in turns
 
 All parts run in one engine.  The benchmark replaces its compressor between measurements, because a start takes longer
 than a measurement.
@@ -157,11 +158,14 @@ def crowd(llm: LLM, args: argparse.Namespace, budget: float, seed: int) -> dict[
 
 def full(llm: LLM, args: argparse.Namespace) -> None:
     """Print the table of the full cache."""
-    use(llm, args.scorers[0])
+    use(llm, args.scorers[0], args.full_every)
     first: dict[str, float] = {}
     capacity = llm.engine.capacity
     of_token = capacity.block_bytes[0] / llm.engine.wiring.block
-    print(f"full cache of {args.cache} tokens, {args.scorers[0]}, prompts of {args.prompt}, outputs of {args.tokens}")
+    print(
+        f"full cache of {args.cache} tokens, {args.scorers[0]} every {args.full_every}, prompts of {args.prompt}, "
+        f"outputs of {args.tokens}"
+    )
     for budget in args.budgets:
         found = crowd(llm, args, budget, 2)
         first = first or found
@@ -202,7 +206,13 @@ def prefill(llm: LLM, args: argparse.Namespace) -> None:
 
 
 def decode(llm: LLM, args: argparse.Namespace) -> None:
-    """Print the milliseconds of a decode step of compressed and uncompressed rows."""
+    """Print the milliseconds of a decode step of compressed and uncompressed rows, for each number of rows."""
+    for rows in args.rows:
+        decode_rows(llm, args, rows)
+
+
+def decode_rows(llm: LLM, args: argparse.Namespace, rows: int) -> None:
+    """Print the milliseconds of a decode step of ``rows`` compressed and uncompressed rows."""
     keep, tokens = args.prompt // 4, args.decoded
 
     def once(scorer: str, every: int, length: int, budget: float, seed: int) -> float:
@@ -212,20 +222,20 @@ def decode(llm: LLM, args: argparse.Namespace) -> None:
         def watched() -> bool:
             worked = step()
             s = engine.slots
-            if len(s.running) == args.rows and (s.collected[s.running] > s.prompt[s.running] + 2).all():
+            if len(s.running) == rows and (s.collected[s.running] > s.prompt[s.running] + 2).all():
                 ends.append((time.perf_counter(), engine.publisher.tokens))
             return worked
 
         engine.step = watched
-        llm.generate(prompts(args.rows, length, seed), sampled(tokens, budget), use_tqdm=False)
+        llm.generate(prompts(rows, length, seed), sampled(tokens, budget), use_tqdm=False)
         engine.step = step
         (begun, first), (ended, last) = ends[0], ends[-1]
-        return 1e3 * (ended - begun) * args.rows / (last - first)
+        return 1e3 * (ended - begun) * rows / (last - first)
 
     kinds: dict[str, tuple[str, int, int, float]] = {"uncompressed": (args.scorers[0], 0, keep, 0)}
     for scorer in args.scorers:
-        kinds[f"{scorer}, once"] = (scorer, 0, 2 * keep, keep)
-        kinds[f"{scorer}, every {args.every}"] = (scorer, args.every, 2 * keep, keep)
+        for every in args.every:
+            kinds[f"{scorer}, every {every}" if every else f"{scorer}, once"] = (scorer, every, keep + keep // 4, keep)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(args.turns + 1):
         for kind, case in kinds.items():
@@ -233,9 +243,14 @@ def decode(llm: LLM, args: argparse.Namespace) -> None:
             if turn:
                 times[kind].append(ms)
     plain = median(times["uncompressed"])
-    print(f"decode of {args.rows} rows, {keep} tokens kept, {tokens} generated, medians of {args.turns}")
+    print(f"decode of {rows} rows, {keep} tokens kept, {tokens} generated, medians of {args.turns}")
     for kind, found in times.items():
-        print(f"{kind:22} {median(found):8.3f} ms a step, {median(found) / plain:.4f} of uncompressed", flush=True)
+        ratios = [own / base for own, base in zip(found, times["uncompressed"], strict=True)]
+        print(
+            f"{kind:22} {median(found):8.3f} ms a step, {median(found) / plain:.4f} of uncompressed "
+            f"(pairs {min(ratios):.4f} to {max(ratios):.4f})",
+            flush=True,
+        )
 
 
 PARTS = {"full": full, "prefill": prefill, "decode": decode}
@@ -255,8 +270,11 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0, 0.5, 0.25])
     parser.add_argument("--scorers", nargs="+", choices=tuple(SCORERS), default=["knorm", "snapkv", "streaming"])
     parser.add_argument("--repeat", type=int, default=7, help="turns of the part prefill")
-    parser.add_argument("--rows", type=int, default=8, help="rows of the part decode")
-    parser.add_argument("--every", type=int, default=128, help="tokens between compressions of the part decode")
+    parser.add_argument("--full-every", type=int, default=0, help="tokens between compressions of the part full")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8], help="rows of the part decode")
+    parser.add_argument(
+        "--every", type=int, nargs="+", default=[0, 128], help="tokens between compressions of the part decode"
+    )
     parser.add_argument("--decoded", type=int, default=400, help="tokens of a row of the part decode")
     parser.add_argument("--turns", type=int, default=3, help="turns of the part decode")
     parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
