@@ -30,7 +30,7 @@ class SimPages:
     """The KV slots u64 [blocks, tokens] of each group, and the recurrent states as one more group."""
 
     queue = QUEUE
-    copy_seconds = None
+    copy_seconds: float | None = None
 
     def __init__(self, kv: Sequence[np.ndarray], states: SimStates | None) -> None:
         self.groups = [[array] for array in kv]
