@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.kvstore import StoreContext
-from minivllm.core.mover import BATCH
+from minivllm.core.mover import BATCH, READ
 from minivllm.frontend.requests import Tracked
 from minivllm.plugins.kvstore.disk import DiskStore
 from minivllm.plugins.kvstore.options import DiskStoreOptions
@@ -86,6 +86,17 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
+def read_pages(memory: Any, blocks: list[int]) -> list[np.ndarray]:
+    """Read blocks of the first group to the host in batches, as stores do, and return their pages."""
+    most = max(1, READ // memory.page_bytes[0])
+    parts = [blocks[at : at + most] for at in range(0, len(blocks), most)]
+    batches = [memory.read(0, part) for part in parts]
+    pages = [batch.page(i, True) for batch, part in zip(batches, parts, strict=True) for i in range(len(part))]
+    if any(page is None for page in pages):
+        raise SystemExit("no pinned memory is at hand; lower --copy-bytes")
+    return pages
+
+
 def copies(llm: LLM, size: int, repeats: int) -> None:
     """Print the speed of copies of pages of ``size`` bytes in all.  Blocks are written with their own contents.
 
@@ -95,14 +106,14 @@ def copies(llm: LLM, size: int, repeats: int) -> None:
     each = memory.page_bytes[0]
     blocks = list(range(1, min(pool.total, 1 + max(1, size // each))))
     random.Random(1).shuffle(blocks)
-    pages = [memory.empty(each) for _ in blocks]
-    for into, page in zip(pages, memory.read(0, blocks).pages(), strict=True):
+    pages = [memory.empty(each) for _ in range(2 * len(blocks))][: len(blocks)]  # leaves as many at hand
+    for into, page in zip(pages, read_pages(memory, blocks), strict=True):
         into[:] = page
     reads, writes = [], []
     for _ in range(repeats):
         wait_for_device()
         begun = time.perf_counter()
-        memory.read(0, blocks).pages()
+        read_pages(memory, blocks)
         reads.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         memory.write(0, blocks, pages)

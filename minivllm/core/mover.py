@@ -25,6 +25,8 @@ import numpy as np
 from .interfaces.kvstore import KEY_BYTES, KVStore
 
 QUEUE = 256 << 20  # bytes of pages that were read from a CPU and are not yet stored, at most
+KEPT = 4  # factor of this limit for a store that keeps the arrays of its pages
+READY = 2e-4  # seconds between two looks whether pages that leave a GPU are on the host
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 BATCH = 32 << 20  # bytes of pages that are copied to the device together
@@ -38,8 +40,15 @@ log = logging.getLogger("minivllm")
 class PageBatch(Protocol):
     """Pages that were read from the device, perhaps not yet on the host."""
 
-    def pages(self) -> np.ndarray:
-        """Wait for the copy, and return the pages u8 [n, bytes]."""
+    @property
+    def ready(self) -> bool:
+        """Return True if the pages are on the host."""
+        ...
+
+    def page(self, i: int, own: bool) -> np.ndarray | None:
+        """Wait for the copy, and return a page u8 [bytes]; None if there was no memory for it.
+
+        ``own`` means that no other page shares its memory."""
         ...
 
 
@@ -47,7 +56,7 @@ class PageMemory(Protocol):
     """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
 
     page_bytes: list[int]  # bytes of a block of each group
-    queue: int  # bytes of pages that were read and are not yet stored, at most
+    queue: int  # bytes of pages that were read and that a store has not copied yet, at most
     # seconds to copy a byte to the device, measured at the start; None if it was not measured
     copy_seconds: float | None
     written_bytes: int  # bytes of all copies to the device that have ended, and their time
@@ -71,6 +80,14 @@ class PageMemory(Protocol):
         """Copy staged pages to blocks, behind all work queued so far and before all later work."""
         ...
 
+    def release(self) -> None:
+        """Free device memory that only later copies would use."""
+        ...
+
+    def close(self) -> None:
+        """End all threads, and free device memory.  Pages that were read stay valid."""
+        ...
+
 
 class TierThread:
     """The thread that calls one store.  Loads come before stores."""
@@ -86,7 +103,8 @@ class TierThread:
         self.loaded: list[tuple[int, int, np.ndarray, float]] = []
         self.lingers = 0.0  # since when the first of them waits, in seconds of time.monotonic
         self._loads: deque[Callable[[], None]] = deque()
-        self._others: deque[Callable[[], None]] = deque()
+        # other work in order, each with the pages that must be on the host before
+        self._others: deque[tuple[Callable[[], None], PageBatch | None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -94,9 +112,16 @@ class TierThread:
             self._thread = threading.Thread(target=self._run, name="minivllm-tier", daemon=True)
             self._thread.start()
 
-    def add(self, work: Callable[[], None], load: bool = False) -> None:
+    def add(self, work: Callable[[], None], batch: PageBatch | None = None) -> None:
+        """Order work, which begins once the pages of ``batch`` are on the host."""
         with self._wake:
-            (self._loads if load else self._others).append(work)
+            self._others.append((work, batch))
+            self._wake.notify()
+
+    def add_load(self, work: Callable[[], None]) -> None:
+        """Order a load, which comes before all other work."""
+        with self._wake:
+            self._loads.append(work)
             self._wake.notify()
 
     @property
@@ -110,9 +135,10 @@ class TierThread:
         """Store a page of a batch."""
         begun, size, stored = time.monotonic(), 0, False
         try:
-            page = batch.pages()[index]
-            size = page.nbytes
-            stored = bool(self.store.put(key, page))
+            page = batch.page(index, self.store.keeps_pages)
+            if page is not None:
+                size = page.nbytes
+                stored = bool(self.store.put(key, page))
         except Exception as e:
             self.fault("put", e)
         self._done(ticket, stored, size, time.monotonic() - begun)
@@ -170,19 +196,25 @@ class TierThread:
             self.news.update(found)
 
     def work(self) -> bool:
-        """Do the next piece of work, and return True; False if there is none."""
+        """Do the next piece of work, and return True; False if there is none, or its pages are not on the host yet."""
+        piece = None
         with self._wake:
-            queue = self._loads or self._others
-            piece = queue.popleft() if queue else None
+            if self._loads:
+                piece = self._loads.popleft()
+            elif self._others and _is_ready(self._others[0][1]):
+                piece, _ = self._others.popleft()
         if piece is not None:
             piece()
         return piece is not None
 
     def _run(self) -> None:
-        while self.work() or not self._closing:
+        while self.work() or self._others or not self._closing:
             with self._wake:
                 idle = not (self._loads or self._others or self._closing)
-                idle = idle and not self._wake.wait(LOOK)
+                if idle:
+                    idle = not self._wake.wait(LOOK)
+                elif not self._loads and self._others and not _is_ready(self._others[0][1]):
+                    self._wake.wait(READY)
             if idle and self.looks:
                 self.look()
         try:
@@ -202,13 +234,24 @@ class TierThread:
             self._thread.join(seconds)
 
 
-def _description(store: KVStore) -> dict[str, Any]:
-    """Return the limits, the pages and the names of a store as JSON values."""
+def _is_ready(batch: PageBatch | None) -> bool:
+    """Return True unless pages are still on their way to the host.  Their thread meets an error when it reads them."""
+    try:
+        return batch is None or batch.ready
+    except Exception:
+        return True
+
+
+def _description(store: KVStore, queue: int) -> dict[str, Any]:
+    """Return the limits, the pages and the names of a store as JSON values.
+
+    ``queue`` is the limit in bytes of pages on their way to a store that copies them."""
     names = {}
     for name, keys in store.names().items():
         names[name] = [key.hex() for key in keys]
     return {
         "limit": store.limit,
+        "queue": queue * (KEPT if store.keeps_pages else 1),
         "patience": store.patience,
         "eager": bool(store.eager),
         "always": bool(store.always),
@@ -239,14 +282,14 @@ class Mover:
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         # before the threads start, so that two threads never call a store at the same time
-        self._described = [_description(store) for store in stores]
+        self._described = [_description(store, memory.queue) for store in stores]
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
     def opened(self) -> dict[str, Any]:
         """Return the facts from which the engine builds its index, as JSON values."""
         described, self._described = self._described, []
         page_bytes = list(self.memory.page_bytes)
-        facts = {"identity": self.identity, "page_bytes": page_bytes, "queue": self.memory.queue}
+        facts = {"identity": self.identity, "page_bytes": page_bytes}
         return {**facts, "copy_seconds": self.memory.copy_seconds, "tiers": described}
 
     def _done(self, ticket: int, ok: bool, size: int, seconds: float) -> None:
@@ -290,7 +333,7 @@ class Mover:
             return
         orders = zip(threads, tickets, _keys_of(rows), index.tolist(), strict=True)
         for thread, ticket, key, place in orders:
-            thread.add(partial(thread.put, ticket, key, batch, place))
+            thread.add(partial(thread.put, ticket, key, batch, place), batch)
 
     def fill(self, rows: np.ndarray) -> None:
         """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the
@@ -351,7 +394,7 @@ class Mover:
             if thread.batch_is_full:
                 self._stage(thread)
 
-        thread.add(load, load=True)
+        thread.add_load(load)
 
     def _stage(self, thread: TierThread) -> None:
         """Begin the copies of the pages that a thread has loaded.  Pages that cannot be staged are copied by the step
@@ -386,3 +429,4 @@ class Mover:
             thread.close()
         for thread in self.tiers:
             thread.join(max(0.0, end - time.monotonic()))
+        self.memory.close()

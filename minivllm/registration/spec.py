@@ -172,6 +172,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "kvstore",
                 _SEAMS + "kvstore:KVStore",
+                api=(1, 1),
                 features={"durable": "pages survive the process that stored them"},
             ),
             Kind(

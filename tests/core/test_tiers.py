@@ -12,6 +12,7 @@ from minivllm.core.engine.forks import fork_ready
 from minivllm.core.engine.tier_choice import LEAST, LoadChoice, Pace, Slope
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
+from minivllm.core.interfaces.kvstore import StoreContext
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
 from minivllm.core.mover import RELEASE, Mover, TierThread
 from minivllm.errors import RequestError
@@ -114,7 +115,7 @@ def blocks_are_filled_in_reverse(real, self, tiers, slot, n):
 def blocks_are_read_late(real, self, group, blocks):
     """In ``read``, the block is read when the store works, and not between the steps."""
     batch = real(self, group, blocks)
-    batch.pages = lambda: real(self, group, blocks)._pages
+    batch.page = lambda i, own: real(self, group, blocks).page(i, own)
     return batch
 
 
@@ -190,10 +191,11 @@ def test_tiers_change_no_token_and_lose_no_page():
 
 
 class Bench:
-    """An engine of two ranks with one tier, whose stores run between the steps."""
+    """An engine of two ranks with one tier or more, whose stores run between the steps."""
 
-    def __init__(self, store=WeakStore, **options) -> None:
-        self.engine = sim_engine(slots=4, max_len=64, blocks=20, stores=(part(store),), device=TierDevice, **options)
+    def __init__(self, *stores, **options) -> None:
+        parts = tuple(part(store) for store in stores or (WeakStore,))
+        self.engine = sim_engine(slots=4, max_len=64, blocks=20, stores=parts, device=TierDevice, **options)
         self.tiers = self.engine.cache.tiers
 
     def work(self) -> None:
@@ -374,8 +376,8 @@ def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monke
     bench.evict()
     assert not bench.engine.dead
     assert len(calls) > 4
-    assert not bench.tiers.storing and not bench.tiers.queued
     (tier,) = bench.tiers.tiers
+    assert not bench.tiers.storing and not tier.queued
     assert tier.skipped > 0
     assert tier.faults > 0
     bench.engine.check()
@@ -385,7 +387,7 @@ def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monke
 def test_blocks_wait_for_room_in_the_queue_of_an_eager_tier(room):
     """A queue need not be a multiple of the size of a page."""
     bench = Bench(EagerStore)
-    bench.tiers.queue = int(room * bench.tiers.page_bytes[0])
+    bench.tiers.tiers[0].queue = int(room * bench.tiers.page_bytes[0])
     for i in range(6):
         bench.run(bench.ask(f"r{i}", [i, 7, i, 1, 2, 3, 4, 5] * 2))
     for _ in range(20):
@@ -393,6 +395,46 @@ def test_blocks_wait_for_room_in_the_queue_of_an_eager_tier(room):
         bench.work()
     (tier,) = bench.tiers.tiers
     assert tier.skipped == 0 and not bench.tiers.backlog and tier.stores > 12
+
+
+class Late:
+    """Pages u8 [n, bytes] that come to the host late."""
+
+    def __init__(self, pages):
+        self.pages, self.ready = pages, False
+
+    def page(self, i, own):
+        assert self.ready, "a thread waits for pages, and loads wait for the thread"
+        return self.pages[i]
+
+
+def test_loads_do_not_wait_for_pages_that_are_on_their_way_to_the_host():
+    """The pages come after the steps that were submitted before, which may take long."""
+    order: list[str] = []
+    thread = TierThread(WeakStore(None, StoreContext("")), lambda *done: order.append("stored"), threaded=False)
+    batch = Late(np.zeros((1, 4), np.uint8))
+    thread.add(lambda: thread.put(1, bytes(16), batch, 0), batch)
+    thread.add(lambda: order.append("dropped"))
+    thread.add_load(lambda: order.append("loaded"))
+    assert thread.work() and not thread.work()
+    batch.ready = True
+    assert thread.work() and thread.work() and not thread.work()
+    assert order == ["loaded", "stored", "dropped"]
+
+
+def test_a_slow_tier_takes_no_room_in_the_queue_of_another():
+    bench = Bench(WeakStore, EagerStore)
+    fast, slow = bench.tiers.tiers
+    fast.queue = slow.queue = 2 * bench.tiers.page_bytes[0]
+    bench.run(bench.ask("a", PROMPT), bench.ask("b", PROMPT[::-1]))
+    for thread in bench.engine.executor.threads[1::2]:
+        thread.work = lambda: False
+    bench.evict()
+    for _ in range(4):
+        bench.engine.step()
+        bench.work()
+    assert fast.stores >= 2 and not fast.queued
+    bench.engine.check()
 
 
 class Fussy(Fcfs):

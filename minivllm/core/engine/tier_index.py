@@ -31,9 +31,11 @@ class TierIndex:
     """
 
     def __init__(
-        self, name: str, limit: int, patience: float, eager: bool, evictor: Evictor
+        self, name: str, limit: int, queue: int, patience: float, eager: bool, evictor: Evictor
     ) -> None:
         self.name, self.limit, self.patience, self.eager = name, limit, patience, eager
+        # bytes of pages on their way to the tier, and the bytes beyond which no page is stored
+        self.queued, self.queue = 0, queue
         self.evictor = evictor
         self.reads_turns = reads_turns(evictor)
         self.evicted_keys = EvictedKeys(max(1, evictor.ctx.capacity))
@@ -94,6 +96,10 @@ class TierIndex:
         self.size[key], self.by_number[number] = size, key
         self.used += size
         return True
+
+    def has_place(self, size: int) -> bool:
+        """Return True if the queue has room for a page.  An empty queue has room for any page."""
+        return not self.queued or self.queued + size <= self.queue
 
     def arrived(self, key: bytes) -> None:
         """Mark a page as stored."""

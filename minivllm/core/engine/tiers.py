@@ -91,14 +91,13 @@ class Tiers:
         # bytes of a page of each group in one rank, and in all
         self.part = [rank["page_bytes"] for rank in opened]
         self.page_bytes = [sum(sizes) for sizes in zip(*self.part, strict=True)]
-        # bytes of pages in transfer, beyond which no page is stored
-        self.queue = self.ranks * min(rank["queue"] for rank in opened)
         self.states = len(cache.pools) if cache.checkpoints is not None else -1
         self.tiers: list[TierIndex] = []
         for i, name in enumerate(names):
             facts = opened[0]["tiers"][i]
             pages = max(1, facts["limit"] // max(1, self.page_bytes[0]))
-            fixed = facts["limit"], facts["patience"], facts["eager"]
+            queue = self.ranks * min(rank["tiers"][i]["queue"] for rank in opened)
+            fixed = facts["limit"], queue, facts["patience"], facts["eager"]
             index = TierIndex(name, *fixed, evictor(context(name, pages)))
             held = [key for keys in facts["names"].values() for key in keys]
             index.open([rank["tiers"][i]["keys"] for rank in opened], held)
@@ -121,7 +120,7 @@ class Tiers:
         self.loading: dict[int, Staged] = {}  # ticket -> page, until all ranks have ended its load
         self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use the page
         self.waits: dict[Seq, PageLoad] = {}  # sequences outside the queue
-        self.queued = self.staged_bytes = 0
+        self.staged_bytes = 0
         self.next_ticket = 0
         self.polled = 0.0
         cache.tiers = self
@@ -219,24 +218,24 @@ class Tiers:
     def order(self, tier: int, group: int, block: int, named: Named) -> bool:
         """Order a block to be stored in a tier that lacks it.  Return False if the queue or the tier is full."""
         size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
-        full = self.storing and self.queued + size > self.queue
         index = self.tiers[tier]
         facts = named.tenant, named.session, named.kind
-        if full or not index.reserve(named.key, size, named.depth, cost, *facts):
+        room = index.has_place(size)
+        if not room or not index.reserve(named.key, size, named.depth, cost, *facts):
             return False
         ticket = self.new_ticket()
         self.storing[ticket] = Stored(tier, named.key, size)
-        self.queued += size
+        index.queued += size
         self.rows.append((tier, group, block, ticket, *halves(named.key)))
         return True
 
     def _drain(self) -> None:
-        """Order blocks of the backlog while the queue has room for their pages.  The others wait in the backlog."""
+        """Order blocks of the backlog while the queues have room for their pages.  The others wait in the backlog."""
         while self.backlog:
             group, block = next(iter(self.backlog))
-            named = self.named[group][block]
-            pages = sum(tier.eager and named.key not in tier.size for tier in self.tiers)
-            if self.storing and self.queued + pages * self.page_bytes[group] > self.queue:
+            named, size = self.named[group][block], self.page_bytes[group]
+            lacking = [tier for tier in self.tiers if tier.eager and named.key not in tier.size]
+            if not all(tier.has_place(size) for tier in lacking):
                 return
             del self.backlog[group, block]
             self._order(group, block, named, evicted=False)
@@ -505,7 +504,7 @@ class Tiers:
         if order.acks < self.ranks:
             return
         del self.storing[ticket]
-        self.queued -= order.size
+        tier.queued -= order.size
         if order.key not in tier.size:
             return
         if not order.failed:
@@ -611,9 +610,9 @@ class Tiers:
         for tier in self.tiers:
             sizes += sum(self.loading[ticket].size for ticket in tier.overdue)
         assert self.staged_bytes == sizes, "the bytes of staged pages do not add up"
-        assert self.queued == sum(order.size for order in self.storing.values()), (
-            "the queue's bytes"
-        )
+        for i, tier in enumerate(self.tiers):
+            queued = sum(order.size for order in self.storing.values() if order.tier == i)
+            assert tier.queued == queued, f"tier {tier.name}: the bytes of its queue"
 
     def _check_keys(self) -> None:
         """Compare the keys of the published blocks of all rows with the tokens of the rows."""

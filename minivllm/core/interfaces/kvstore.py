@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 0)
+API = (1, 1)
 KEY_BYTES = 16
 
 
@@ -49,6 +49,9 @@ class KVStore(ABC):
     always = False
     # True if the store keeps names of prefixes (``mark`` and ``names``) for later processes
     keeps_names = False
+    # True if ``put`` keeps the array that it gets, so that the page is not copied again.  Nobody changes it afterwards,
+    # and its memory belongs to this page alone.  (1.1)
+    keeps_pages = False
     # seconds that a request waits for its pages before it computes them
     patience = 5.0
 
@@ -67,7 +70,7 @@ class KVStore(ABC):
     @abstractmethod
     def put(self, key: bytes, page: np.ndarray) -> bool:
         """Store a page u8 [n], and return True; False if the store has no room.  The caller reuses ``page``
-        afterwards."""
+        afterwards, unless ``keeps_pages`` is True."""
 
     @abstractmethod
     def get(self, key: bytes) -> np.ndarray | None:

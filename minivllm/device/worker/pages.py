@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.mover import QUEUE
+from minivllm.core.mover import KEPT, QUEUE, READ
+from minivllm.device.hardware import free_ram
 from minivllm.device.loading.fingerprint import code_of, model_files
 from minivllm.device.native import library
 
@@ -38,40 +39,78 @@ TRIAL = 8 << 20  # bytes that are copied to compare the methods
 class HostBatch:
     """Pages u8 [n, bytes] in host memory."""
 
+    ready = True
+
     def __init__(self, pages: np.ndarray) -> None:
         self._pages = pages
 
-    def pages(self) -> np.ndarray:
-        return self._pages
+    def page(self, i: int, own: bool) -> np.ndarray:
+        return self._pages[i].copy() if own else self._pages[i]
 
 
-class GatheredBatch:
-    """Pages u8 [n, bytes] on the device, behind ``event``, which the thread of a tier copies to the host."""
+class LeavingBatch:
+    """Pages u8 [bytes] that a GPU copies to pinned memory, and the event behind the copies.
 
-    def __init__(self, gathered: Tensor, event: Any, stream: Any, empty: Callable[[int], np.ndarray]) -> None:
-        self._gathered: Tensor | None = gathered
-        self._event, self._stream, self._empty = event, stream, empty
-        self._host: np.ndarray = np.empty((0, 0), np.uint8)
-        self._lock = threading.Lock()  # the threads of several tiers may store the pages
+    Pages without memory are None."""
 
-    def pages(self) -> np.ndarray:
-        """Copy the pages to pinned memory in the first call, wait for the copy, and return the pages."""
-        with self._lock:
-            if self._gathered is not None:
-                self._copy(self._gathered)
-                self._gathered = None
-        return self._host
+    def __init__(self, pages: list[np.ndarray | None], ended: Any) -> None:
+        self.pages, self.ended = pages, ended
 
-    def _copy(self, gathered: Tensor) -> None:
-        rounded = 1 << (gathered.nbytes - 1).bit_length()  # few sizes, so that pieces of slabs are used again
-        self._host = self._empty(rounded)[: gathered.nbytes].reshape(gathered.shape)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._event)
-            torch.from_numpy(self._host).copy_(gathered, non_blocking=True)
-            gathered.record_stream(self._stream)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        done.synchronize()
+    @property
+    def ready(self) -> bool:
+        return self.ended.query()
+
+    def page(self, i: int, own: bool) -> np.ndarray | None:
+        self.ended.synchronize()
+        return self.pages[i]
+
+
+class LeavingPages:
+    """Device memory for pages on their way to the host, in slots that are used in turn.
+
+    The steps write a slot, and another stream copies it to the host.  If the bus is behind, the next use of a slot
+    waits on the device for this copy."""
+
+    def __init__(self, total: int, slot: int, device: torch.device) -> None:
+        """Allocate nothing yet.  There are slots of ``slot`` bytes, at least two, and of ``total`` bytes in all."""
+        self._slots: list[Tensor | None] = [None] * max(2, total // slot)
+        self._size, self._device, self._next = slot, device, 0
+        self._ended: list[Any] = [None] * len(self._slots)  # events behind the last copies
+        self._batches: deque[LeavingBatch] = deque()  # whose copies may run, so that their memory is not used again
+        self.stream = torch.cuda.Stream(device)
+
+    def take(self, size: int) -> tuple[int, Tensor]:
+        """Return the number of the next slot and ``size`` bytes of it, which the current stream may write."""
+        number = self._next
+        self._next = (number + 1) % len(self._slots)
+        memory = self._slots[number]
+        if memory is None:
+            memory = self._slots[number] = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            memory.record_stream(self.stream)
+        if self._ended[number] is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ended[number])
+        return number, memory[:size]
+
+    def release(self) -> None:
+        """Free the slots, which later calls allocate again."""
+        self._slots = [None] * len(self._slots)
+        self._ended = [None] * len(self._slots)
+
+    def leave(self, number: int, gathered: Tensor, pages: list[np.ndarray | None]) -> LeavingBatch:
+        """Copy the rows of ``gathered`` u8 [n, bytes] in a slot, which the current stream writes, to the n pages that
+        are not None."""
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            for row, page in zip(gathered, [page for page in pages if page is not None], strict=True):
+                torch.from_numpy(page).copy_(row, non_blocking=True)
+            ended = torch.cuda.Event()
+            ended.record(self.stream)
+        self._ended[number] = ended
+        batch = LeavingBatch(pages, ended)
+        self._batches.append(batch)
+        while self._batches and self._batches[0].ready:
+            self._batches.popleft()
+        return batch
 
 
 class Landing:
@@ -108,8 +147,7 @@ class LandedPage:
 class DevicePages:
     """The cache tensors of each KV group, and the recurrent states as one more group.
 
-    On a GPU, blocks are gathered to pages on the stream of the steps.  The threads of tiers copy them to pinned memory
-    on a second stream.
+    On a GPU, blocks are gathered to pages on the stream of the steps, and a second stream copies them to pinned memory.
     Loaded pages are copied to the device by a third stream as soon as they are in host memory, so that the step of
     their request only writes them to its blocks.  If ``STAGING`` bytes are in use, the step copies them itself.
     """
@@ -127,7 +165,7 @@ class DevicePages:
             tensors = [memory[name] for memory in states.memory for name in sorted(memory)]
             self.groups.append([*tensors, states.valid])
         self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
-        self._stream = torch.cuda.Stream(self.device) if device.type == "cuda" else None
+        self.on_gpu = device.type == "cuda"
         # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         self.written_bytes, self.written_seconds = 0, 0.0
@@ -139,11 +177,12 @@ class DevicePages:
         self.copy_seconds: float | None = None
         self.by_kernel = [False] * len(self.groups)
         self.notes: list[str] = []
-        if self._stream is not None:
+        if self.on_gpu:
             self._loads = torch.cuda.Stream(self.device)
             total = torch.cuda.get_device_properties(self.device).total_memory
             self.staging = self.queue = staging_bytes(total)
             self._pinned = PinnedSlabs(self._allocate)
+            self._leaving = LeavingPages(self.queue, max(READ, *self.page_bytes), self.device)
             if find_spec("triton") is not None:
                 self._build_tables()
 
@@ -155,7 +194,8 @@ class DevicePages:
             if all(t.is_contiguous() for t in tensors):
                 self._tables[group] = PageTable(tensors)
                 with torch.inference_mode():  # compiles the kernel; nothing reads block 0
-                    self._scatter(group, [0], self._gather(group, [0]).unbind())
+                    page = torch.empty(1, self.page_bytes[group], dtype=torch.uint8, device=self.device)
+                    self._scatter(group, [0], self._gather(group, [0], page).unbind())
                 self._choose(group)
 
     def layout(self) -> list[list[tuple[str, list[int]]]]:
@@ -164,32 +204,36 @@ class DevicePages:
 
     # ---- to the host -------------------------------------------------------------------------------------------------
 
-    def read(self, group: int, blocks: Sequence[int]) -> HostBatch | GatheredBatch:
+    def read(self, group: int, blocks: Sequence[int]) -> HostBatch | LeavingBatch:
+        size = self.page_bytes[group]
         with torch.inference_mode():
-            pages = self._gather(group, blocks)
-        if self._stream is None:
-            return HostBatch(pages.numpy())
-        event = torch.cuda.Event()
-        event.record()
-        return GatheredBatch(pages, event, self._stream, self.empty)
+            if not self.on_gpu:
+                pages = torch.empty(len(blocks), size, dtype=torch.uint8)
+                return HostBatch(self._gather(group, blocks, pages).numpy())
+            host = [self._pinned.at_hand(size) for _ in blocks]
+            own = [block for block, page in zip(blocks, host, strict=True) if page is not None]
+            number, memory = self._leaving.take(len(own) * size)
+            gathered = memory.view(len(own), size)
+            return self._leaving.leave(number, self._gather(group, own, gathered), host)
 
-    def _gather(self, group: int, blocks: Sequence[int]) -> Tensor:
-        """Return the pages u8 [n, bytes] of blocks, on the device."""
+    def _gather(self, group: int, blocks: Sequence[int], pages: Tensor) -> Tensor:
+        """Copy blocks to ``pages`` u8 [n, bytes] on the device, and return these."""
         table, size = self._tables[group], self.page_bytes[group]
+        if not blocks:
+            return pages
         if table is not None:
-            pages = torch.empty(len(blocks), size, dtype=torch.uint8, device=self.device)
             table.move(blocks, [pages.data_ptr() + i * size for i in range(len(blocks))], pack=True)
             return pages
         index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
         parts = [t[index].reshape(len(blocks), -1).view(torch.uint8) for t in self.groups[group]]
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1, out=pages)
 
     # ---- to the device -----------------------------------------------------------------------------------------------
 
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
         """Start the copies of loaded pages to the device, and return them as ``write`` takes them.  A thread of a tier
         calls this."""
-        if self._stream is None:
+        if not self.on_gpu:
             return pages
         size = sum(page.nbytes for page in pages)
         sources = [torch.from_numpy(page) for page in pages]
@@ -284,7 +328,7 @@ class DevicePages:
 
     def _mark(self) -> Any:
         """Return the time in seconds on a CPU, or an event behind all work queued so far on a GPU."""
-        if self._stream is None:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -294,7 +338,7 @@ class DevicePages:
         """Add up the bytes and the times of the copies that have ended, and release their pages."""
         while self._copied:
             begun, ended, sources = self._copied[0]
-            if self._stream is None:
+            if not self.on_gpu:
                 seconds = ended - begun
             elif ended.query():
                 seconds = begun.elapsed_time(ended) / 1e3
@@ -308,12 +352,36 @@ class DevicePages:
 
     def empty(self, size: int) -> np.ndarray:
         """Return memory u8 [size] of any content, pinned for a GPU."""
-        return np.empty(size, np.uint8) if self._stream is None else self._pinned.empty(size)
+        return self._pinned.empty(size) if self.on_gpu else np.empty(size, np.uint8)
+
+    def prepare(self, kept: int) -> None:
+        """Allocate pinned memory in threads for pages that leave a GPU: the ``kept`` bytes of stores that keep the
+        arrays of their pages, and the pages on their way."""
+        if self.on_gpu:
+            most = kept + self.queue * KEPT
+            share = min(most, free_ram() // 2) // len(self.page_bytes)
+            self._pinned.prepare(dict.fromkeys(self.page_bytes, share), most)
 
     def _allocate(self, size: int) -> Any:
         """Return a slab of pinned memory."""
-        with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
-            return allocate(size)
+        return allocate(size, self._alone)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock under which CUDA may wait for the device."""
+        with ALONE, torch.cuda.device(self.device):
+            yield
+
+    def release(self) -> None:
+        """Free the memory of pages that left the device."""
+        if self.on_gpu:
+            self._leaving.release()
+
+    def close(self) -> None:
+        """End the threads that allocate memory, and free the device's."""
+        if self.on_gpu:
+            self._pinned.close()
+            self._leaving.release()
 
 
 def staging_bytes(total: int) -> int:
@@ -372,4 +440,8 @@ def page_mover(wiring: Wiring, worker: Any) -> Mover | None:
         return None
     pages = DevicePages(worker.caches, worker.states, worker.device)
     worker.notes += pages.notes
-    return make_mover(wiring, pages, identity_of(wiring, pages.layout()), pages.empty)
+    mover = make_mover(wiring, pages, identity_of(wiring, pages.layout()), pages.empty)
+    stores = [thread.store for thread in mover.tiers]
+    kept = sum(store.limit for store in stores if store.keeps_pages)
+    pages.prepare(kept // wiring.parallel.tensor_parallel_size)
+    return mover

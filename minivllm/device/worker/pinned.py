@@ -1,7 +1,8 @@
 """Pinned host memory for pages, in slabs, because a single allocation takes as long as the copy of several pages.
 
 CUDA's own allocation of pinned memory clears small pages of the system one by one, and blocks the launches of other
-threads meanwhile.  So slabs are ordinary memory in huge pages, which is touched first and then registered.
+threads meanwhile.  So slabs are ordinary memory in huge pages, which is touched first and then registered.  Threads do
+this ahead, because pages leave a GPU faster than a thread can allocate memory for them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ import torch
 
 SLAB = 32 << 20  # bytes of a slab
 HUGE = 2 << 20  # bytes of a huge page
+THREADS = 4  # threads that allocate slabs ahead
+AHEAD = 1 << 30  # bytes of free pieces that they keep
+PAUSE = 2e-3  # seconds between two slabs of a thread, in which other threads launch kernels
 ALIGNED = 4096  # bytes to which the address of each piece is aligned, as reads from a disk need
 
 
@@ -24,8 +29,8 @@ class HostSlab:
     """Memory that is registered for a GPU until no piece refers to it."""
 
     def __init__(self, size: int) -> None:
-        """Allocate and register ``size`` bytes.  RuntimeError if CUDA refuses."""
-        self._registered = False
+        """Allocate ``size`` bytes, and touch each page of the system."""
+        self._registered, self._size = False, size
         self._memory = mmap.mmap(-1, size + HUGE)
         whole = np.frombuffer(self._memory, np.uint8)
         first = -whole.__array_interface__["data"][0] % HUGE
@@ -33,9 +38,12 @@ class HostSlab:
         self._bytes = whole[first : first + size]
         self._bytes[::ALIGNED] = 0
         self.address: int = self._bytes.__array_interface__["data"][0]
-        error = torch.cuda.cudart().cudaHostRegister(self.address, size, 0)
+
+    def register(self) -> None:
+        """Register the memory.  RuntimeError if CUDA refuses."""
+        error = torch.cuda.cudart().cudaHostRegister(self.address, self._size, 0)
         if int(error):
-            raise RuntimeError(f"cudaHostRegister: error {int(error)} for {size} bytes")
+            raise RuntimeError(f"cudaHostRegister: error {int(error)} for {self._size} bytes")
         self._registered = True
 
     def __del__(self) -> None:
@@ -62,13 +70,17 @@ class Piece:
         self._free.append((self.slab, self.at))
 
 
-def allocate(size: int) -> Any:
-    """Return a slab of ``size`` bytes."""
+def allocate(size: int, alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> Any:
+    """Return a slab of ``size`` bytes.  CUDA is called within ``alone``; memory is touched before."""
     try:
-        return HostSlab(size)
+        slab = HostSlab(size)
+        with alone():
+            slab.register()
+        return slab
     except (RuntimeError, OSError):
-        _forget_error()
-        return TorchSlab(size)
+        with alone():
+            _forget_error()
+            return TorchSlab(size)
 
 
 def _forget_error() -> None:
@@ -84,26 +96,84 @@ class PinnedSlabs:
         """Begin without a slab.  ``allocate`` returns an object that keeps memory of n bytes at its ``address``."""
         self._allocate = allocate
         self._free: dict[int, list[tuple[Any, int]]] = {}  # by size of a piece: (slab, address)
-        self._lock = threading.Lock()
+        self._made: dict[int, int] = {}  # bytes of slabs by size of a page, with those that are being made
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self._closing = threading.Event()
 
     def empty(self, size: int) -> np.ndarray:
         """Return pinned memory u8 [size] of any content."""
-        step = -(-max(size, 1) // ALIGNED) * ALIGNED
-        free = self._free.setdefault(step, [])
-        while True:
-            try:
-                slab, at = free.pop()
-            except IndexError:
-                self._grow(step, free)
-                continue
-            piece: Any = Piece(at, size, slab, free)
-            return np.asarray(piece)
+        while (piece := self.at_hand(size)) is None:
+            with self._growing:
+                if not self._free[_step(size)]:  # no other thread has just added a slab
+                    self._claim(size, lambda made: True)
+                    self._add(size)
+        return piece
 
-    def _grow(self, step: int, free: list[tuple[Any, int]]) -> None:
-        """Allocate a slab of pieces of ``step`` bytes, unless another thread has just done so."""
+    def at_hand(self, size: int) -> np.ndarray | None:
+        """Return the same as ``empty``, or None if that needs another slab."""
+        free = self._free.setdefault(_step(size), [])
+        try:
+            slab, at = free.pop()
+        except IndexError:
+            return None
+        piece: Any = Piece(at, size, slab, free)
+        return np.asarray(piece)
+
+    def _claim(self, size: int, wants: Callable[[int], bool]) -> bool:
+        """Count another slab of pieces of ``size`` bytes if ``wants`` is true of the bytes of their slabs so far."""
         with self._lock:
-            if free:
+            made = self._made.get(size, 0)
+            wanted = wants(made)
+            if wanted:
+                self._made[size] = made + _slab_bytes(size)
+        return wanted
+
+    def _add(self, size: int) -> None:
+        """Allocate a slab of pieces of ``size`` bytes, which was counted."""
+        slab, step = self._allocate(_slab_bytes(size)), _step(size)
+        places = range(max(SLAB, step) // step)
+        self._free.setdefault(step, []).extend((slab, slab.address + i * step) for i in reversed(places))
+
+    def prepare(self, shares: Mapping[int, int], most: int) -> None:
+        """Allocate slabs in threads, so that ``at_hand`` finds pieces.
+
+        ``shares`` has the bytes to allocate by size of a piece.  When these are in use, the last ``AHEAD`` bytes are
+        kept free, up to ``most`` bytes for each size.  The first slab of each size is there when this returns."""
+        for size in shares:
+            self.empty(size)
+        for number in range(THREADS):
+            work = threading.Thread(target=self._prepare, args=(shares, most, not number), daemon=True)
+            work.name = "minivllm-pinned"
+            work.start()
+
+    def _prepare(self, shares: Mapping[int, int], most: int, stays: bool) -> None:
+        """Allocate slabs until the shares are made; ``stays`` continues until ``close``."""
+        while not self._closing.is_set():
+            claimed = [
+                size for size, share in shares.items() if self._claim(size, partial(self._lacks, size, share, most))
+            ]
+            for size in claimed:
+                self._add(size)
+            if not claimed and not stays:
                 return
-            pieces = max(SLAB, step) // step
-            slab = self._allocate(-(-pieces * step // HUGE) * HUGE)
-            free += [(slab, slab.address + i * step) for i in reversed(range(pieces))]
+            self._closing.wait(PAUSE)
+
+    def _lacks(self, size: int, share: int, most: int, made: int) -> bool:
+        """Return True if more of the ``made`` bytes of slabs are needed."""
+        free = len(self._free.get(_step(size), ())) * size
+        return made + _slab_bytes(size) <= (most if free < AHEAD else share)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closing.set()
+
+
+def _step(size: int) -> int:
+    """Return the bytes from one piece of ``size`` bytes to the next."""
+    return -(-max(size, 1) // ALIGNED) * ALIGNED
+
+
+def _slab_bytes(size: int) -> int:
+    """Return the bytes of a slab of pieces of ``size`` bytes."""
+    step = _step(size)
+    return -(-max(SLAB, step) // step * step // HUGE) * HUGE

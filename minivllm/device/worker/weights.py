@@ -182,6 +182,8 @@ class RunningWeights:
                 self._measured = self.runner.graphs.measured()
             self.runner.forget_captures()
         free(self._caches(), self._memory)
+        if self.runner.mover is not None:
+            self.runner.mover.memory.release()
         if gpu:
             second = [tensor for own in self.runner.worker.own_models.values() for tensor in weights_of(own.parts)]
             self._move([*second, *(weights if level == 1 else [])])

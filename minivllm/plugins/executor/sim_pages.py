@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 class SimBatch:
     """Pages u8 [n, bytes] that were read."""
 
+    ready = True
+
     def __init__(self, pages: np.ndarray) -> None:
         self._pages = pages
 
-    def pages(self) -> np.ndarray:
-        return self._pages
+    def page(self, i: int, own: bool) -> np.ndarray:
+        return self._pages[i].copy() if own else self._pages[i]
 
 
 class SimPages:
@@ -56,6 +58,11 @@ class SimPages:
             part = np.ascontiguousarray(page[:, at : at + size]).view(array.dtype)
             array[list(blocks)] = part.reshape(len(blocks), *array.shape[1:])
             at += size
+
+    def release(self) -> None:
+        """Do nothing, because copies use no memory of their own."""
+
+    close = release
 
 
 def sim_mover(wiring: Wiring, kv: Sequence[np.ndarray], states: SimStates | None, threaded: bool) -> Mover | None:

@@ -12,9 +12,10 @@ from .options import CpuStoreOptions
 
 
 class CpuStore(KVStore):
-    """Keeps each page in an array of its own, in pinned memory if the device is a GPU."""
+    """Keeps the arrays of pages, which are in pinned memory if the device is a GPU."""
 
     eager = False
+    keeps_pages = True
 
     def __init__(self, options: CpuStoreOptions, ctx: StoreContext) -> None:
         super().__init__(options, ctx)
@@ -35,9 +36,7 @@ class CpuStore(KVStore):
             return True
         if self._used + page.nbytes > self.limit // self.ctx.ranks:
             return False
-        copy = self.ctx.empty(page.nbytes)
-        copy[:] = page
-        self._pages[key] = copy
+        self._pages[key] = page
         self._used += page.nbytes
         return True
 

@@ -6,7 +6,7 @@ HERE = "minivllm.plugins.kvstore"
 
 CPU = Spec(
     impl=f"{HERE}.cpu:CpuStore",
-    api=(1, 0),
+    api=(1, 1),
     summary="CPU memory (pinned for a GPU), for blocks that the device evicts",
     options=f"{HERE}.options:CpuStoreOptions",
 )
