@@ -97,19 +97,22 @@ def test_images_that_are_encoded_ahead_count_as_reused_for_later_rows_only():
     assert (steps.engine.images.encoded, steps.engine.images.reused) == (1, 1)
 
 
-@pytest.mark.parametrize(("budget", "most"), [(7, 100), (24, 6)])
-def test_encodes_of_a_step_keep_the_budget_of_its_tokens(budget, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("budget", "most", "requests", "bound"), [(7, 100, 5, 6), (24, 6, 3, 6), (24, 3, 5, 6), (99, 2, 9, 8)]
+)
+def test_encodes_of_a_step_keep_the_budget_of_its_tokens(budget, most, requests, bound, monkeypatch):
+    """Half of the waiting requests, four at most, may have ``most`` tokens each."""
     monkeypatch.setattr(book, "MOST_AHEAD", most)
     steps = Steps(budget=budget)
     steps.engine.images.limit = steps.engine.executor.limit = 1000
     steps.add("text", out=40)
     for _ in range(3):
         steps.engine.step()
-    for i in range(5):
+    for i in range(requests):
         steps.add(f"r{i}", i, text=1)
     run(steps.engine)
     sizes = [sum(tokens_of(steps.pictures[number]) for number in new) for decodes, new, _ in steps.figures() if decodes]
-    assert max(sizes) <= 6 and sum(sizes) == sum(map(tokens_of, range(5)))
+    assert max(sizes) <= bound and sum(sizes) == sum(map(tokens_of, range(requests)))
 
 
 def test_a_step_that_reads_what_it_encodes_is_found(monkeypatch):
