@@ -3,7 +3,7 @@
     store(rows)   between steps   device ──read──► batch ─┐
     call(get)                                             ├─► thread of the tier ──► KVStore.put, get, drop
     fill(rows)    between steps   device ◄─write── staged ┘        │ stage: copies to the device begin
-    call()                        done: [ticket, ok, bytes, us] ◄──┘ arrived: they have ended
+    call()                        done: [ticket, ok, bytes, us] ◄──┘ arrived: they have ended (``begun``: or run)
 
 ``store`` and ``fill`` are called in the order of the steps and wait for no store.  Every order has a *ticket*, a number
 that is never used twice.  A page that was loaded is *staged* under its ticket until a release, on the device or in host
@@ -359,7 +359,8 @@ class Mover:
     def call(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out orders, and return the tickets that are done since the last call, as JSON values.
 
-        ``get`` has rows (tier, ticket, key, KV group), ``mark`` has rows (tier, ticket, name, keys or None).
+        ``get`` has rows (tier, ticket, key, KV group), ``mark`` has rows (tier, ticket, name, keys or None).  With
+        ``begun`` a load is done once its copy to the device has begun: the step that writes the page waits for it.
         ``store`` and ``fill`` have the rows of these methods; the engine sends them here only if no step is in
         flight."""
         for tier, ticket, key, group in args.get("get", ()):
@@ -372,7 +373,7 @@ class Mover:
             if len(rows):
                 getattr(self, name)(rows)
         with self._lock:
-            self._collect_arrived()
+            self._collect_arrived(bool(args.get("begun")))
             finished, self._finished = self._finished, []
         written = self.memory.written_bytes, int(self.memory.written_seconds * 1e6)
         faults = [thread.faults for thread in self.tiers]
@@ -412,13 +413,17 @@ class Mover:
                     self._staged[ticket] = staged
                     self._moving.append((ticket, page.nbytes, seconds))
 
-    def _collect_arrived(self) -> None:
-        """Report the staged pages whose copies to the device have ended, in their order."""
+    def _collect_arrived(self, begun: bool) -> None:
+        """Report the staged pages whose copies to the device have ended, in their order.
+
+        ``begun`` also reports copies that have only begun, with their expected times."""
         while self._moving:
             ticket, size, seconds = self._moving[0]
             copy = self.memory.arrived(self._staged[ticket])
-            if copy is None:
+            if copy is None and not begun:
                 return
+            if copy is None:
+                copy = size * (self.memory.copy_seconds or 0.0)
             self._moving.popleft()
             self._finished.append((ticket, 1, size, int((seconds + copy) * 1e6)))
 

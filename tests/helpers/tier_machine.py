@@ -79,10 +79,27 @@ class EagerStore(WeakStore):
     eager = True
 
 
+class SlowPages(SimPages):
+    """Pages whose copies to the device end at the third look."""
+
+    def __init__(self, kv, states) -> None:
+        super().__init__(kv, states)
+        self.looks: dict[int, int] = {}
+
+    def stage(self, group, pages):
+        self.looks |= {id(page): 0 for page in pages}
+        return pages
+
+    def arrived(self, page):
+        self.looks[id(page)] += 1
+        return None if self.looks[id(page)] < 3 else 0.0
+
+
 class TierDevice(SimExecutor):
     """A simulated device of two ranks, which have the same blocks; only the first is computed."""
 
     threaded = False
+    second_pages: type[SimPages] = SimPages  # the pages of the second rank
 
     def start(self, wiring):
         capacity = super().start(wiring)
@@ -91,7 +108,7 @@ class TierDevice(SimExecutor):
         for tier, thread in enumerate(self.mover.tiers):
             self.others.append(type(thread.store)(None, StoreContext("", 1, 2)))
             assert tier == len(self.others) - 1
-        pages = SimPages([kv.copy() for kv in self.kv], None)
+        pages = self.second_pages([kv.copy() for kv in self.kv], None)
         if self.states is not None:
             pages.groups.append([self.states.covered.copy(), self.states.hashes.copy()])
             pages.page_bytes.append(16)
@@ -114,6 +131,12 @@ class TierDevice(SimExecutor):
         return [*self.mover.tiers, *self.second.tiers]
 
 
+class SlowTierDevice(TierDevice):
+    """The same, whose second rank copies slowly."""
+
+    second_pages = SlowPages
+
+
 def part(cls) -> Part:
     return Part(f"test/{cls.__name__}", f"tier_machine:{cls.__name__}")
 
@@ -127,8 +150,9 @@ class TierMachine(CacheMachine):
         blocks=st.integers(14, 30),
         budget=st.integers(5, 40),
         stores=st.sampled_from([(WeakStore,), (EagerStore,), (WeakStore, EagerStore)]),
+        device=st.sampled_from([TierDevice, SlowTierDevice]),
     )
-    def start(self, depth, kind, blocks, budget, stores):
+    def start(self, depth, kind, blocks, budget, stores, device):
         self.clock, self.budget = Clock(), budget
         self.engine = sim_engine(
             slots=5,
@@ -139,7 +163,7 @@ class TierMachine(CacheMachine):
             budget=budget,
             checkpoints=4 if kind == "states" else None,
             stores=tuple(part(cls) for cls in stores),
-            device=TierDevice,
+            device=device,
             now=lambda: self.clock.now,
         )
         self.tiers = self.engine.cache.tiers

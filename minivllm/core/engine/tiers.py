@@ -459,13 +459,17 @@ class Tiers:
         changes = self.changes(idle=True) if idle else {}
         for name, rows in changes.items():
             args[name] = rows.tolist()
+        # While no row runs, a step that waits on the device for the copies of its row delays no other row.
+        begun = idle and bool(self.waits) and not len(self.cache.slots.running)
+        if begun:
+            args["begun"] = True
         waits = bool(self.storing or self.loading or self.prefixes.marking)
         due = self.now() - self.polled >= (POLL if waits else LOOK)
         if args or due or (waits and idle):
             self.polled = self.now()
             for number, rank in enumerate(call(VERB, args)):
                 self._note(number, rank)
-        return self._ready() if self.waits else []
+        return self._ready(begun) if self.waits else []
 
     def _note(self, number: int, rank: Mapping[str, Any]) -> None:
         """Count the results of one rank, which has this number."""
@@ -542,8 +546,10 @@ class Tiers:
         if page.failed and self.ranks > 1:
             self.fills.append((RELEASE, 0, page.ticket))  # another rank may have staged its part
 
-    def _ready(self) -> list[Seq]:
-        """Return the waiting sequences whose loads or time limits have ended."""
+    def _ready(self, begun: bool) -> list[Seq]:
+        """Return the waiting sequences whose loads or time limits have ended.
+
+        ``begun`` means that copies of loads may still run.  Their expected time counts as a wait."""
         found, now = [], self.now()
         for seq, load in self.waits.items():
             if not load.pages:
@@ -552,7 +558,8 @@ class Tiers:
             if ended or now - load.begun > load.patience:
                 load.ready = True
                 busy = self.choice.busy_seconds - load.busy
-                self.choice.ended(load.predicted, now - load.begun, busy)
+                copies = sum(page.seconds for page in load.pages.values()) if begun else 0.0
+                self.choice.ended(load.predicted, max(now - load.begun, copies), busy)
                 found.append(seq)
         for seq in found:
             del self.waits[seq]
