@@ -1,18 +1,23 @@
-"""Parts of the start on a GPU that threads run while the main thread imports modules, reads files and loads weights.
+"""Parts of the start that threads run while the main thread imports modules, reads files and loads weights.
 
-The driver, and the library that hashes its files, release Python's lock.  A thread that fails changes nothing: the main
-thread then does the same work at its first use and reports the error.
+The driver, the loader of libraries, and the library that hashes files release Python's lock.  A thread that fails
+changes nothing: the main thread then does the same work at its first use and reports the error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+import os
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 DRIVER = "libcuda.so.1"
+TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch.so")  # in the order in which torch loads them
 
 
 def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -27,17 +32,43 @@ def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
     return thread
 
 
-def open_driver(device: str, library: str = DRIVER) -> threading.Thread | None:
+def open_torch() -> threading.Thread | None:
+    """Start to load the shared libraries of torch, before it is imported.
+
+    Return the thread, or None if torch has been imported, is not installed, or the system is not Linux.  The import
+    itself loads libraries with Python's lock, so that no other module is imported meanwhile."""
+    found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
+    if found is None or found.origin is None or sys.platform != "linux":
+        return None
+    return begin(_load_libraries, Path(found.origin).parent / "lib")
+
+
+def _load_libraries(folder: Path) -> None:
+    """Load TORCH_LIBRARIES from a folder, the first for all later libraries, as torch does.
+
+    A function of ctypes releases the lock while it runs, and ``ctypes.CDLL`` does not."""
+    load = ctypes.CDLL(None).dlopen
+    load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for name, visible in zip(TORCH_LIBRARIES, (os.RTLD_GLOBAL, os.RTLD_LOCAL), strict=True):
+        if not load(os.fsencode(folder / name), os.RTLD_NOW | visible):
+            return
+
+
+def open_driver(device: str, context: bool = False, library: str = DRIVER) -> threading.Thread | None:
     """Start to initialize the CUDA driver for the device "auto" or "cuda", before torch is imported.
 
-    Return the thread, or None for another device.  The driver takes a few tenths of a second for each GPU of the host.
-    torch initializes it when ``find_device`` lists the devices; it then waits until the thread has ended."""
-    return begin(_initialize, library) if device in ("auto", "cuda") else None
+    With ``context``, also make the context of the first GPU, which torch then uses.  Return the thread, or None for
+    another device.  The driver takes a few tenths of a second for each GPU of the host.  torch initializes it when
+    ``find_device`` lists the devices; it then waits until the thread has ended."""
+    return begin(_initialize, library, context) if device in ("auto", "cuda") else None
 
 
-def _initialize(library: str) -> None:
-    """Initialize the driver.  OSError if there is none."""
-    ctypes.CDLL(library).cuInit(0)
+def _initialize(library: str, context: bool) -> None:
+    """Initialize the driver, and make the context of the first GPU if ``context`` is set.  OSError without a driver."""
+    driver = ctypes.CDLL(library)
+    device, made = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuInit(0) and context and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(made), device)
 
 
 def prepare_kernels(device: str) -> list[threading.Thread]:
@@ -46,13 +77,15 @@ def prepare_kernels(device: str) -> list[threading.Thread]:
     Return the threads, none for another device."""
     if not device.startswith("cuda"):
         return []
-    return [begin(_open_context, device), begin(hash_compiler)]
+    return [begin(_open_products, device), begin(hash_compiler)]
 
 
-def _open_context(device: str) -> None:
-    """Make the context of a device, and wait for it."""
+def _open_products(device: str) -> None:
+    """Make the context of a device and the state of the library of matrix products, and wait for them."""
     import torch
 
+    square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.mm(square, square)
     torch.cuda.synchronize(device)
 
 

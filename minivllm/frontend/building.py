@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,9 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     exception.
     """
     times = StartTimes()
-    early.open_driver(loaded.engine.device)
+    config = loaded.engine
+    local = config.executor.name in ("auto", "local", "minivllm/local") and config.tensor_parallel_size == 1
+    early.open_driver(config.device, context=local and "torch" not in sys.modules)
     try:
         with times.of("engine"):
             engine, resolved, tokenizer = _build(loaded, live, times)

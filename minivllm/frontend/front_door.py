@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.config import SEAMS, EngineConfig, Loaded, RunConfig, load_config
 from minivllm.config.values import ALIASES, SEVERAL
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.device import early
 from minivllm.device.hardware import prepare_environment
 from minivllm.errors import ConfigError, RequestError
 
@@ -91,8 +92,9 @@ class FrontDoor:
         None."""
         if model is not None:
             options = {**options, "model": model}
+        prepare_environment()  # before the libraries of torch are loaded
+        early.open_torch()
         self._loaded = load(config, options, stacklevel=4)  # a warning names the line of the caller
-        prepare_environment()  # before torch is imported
         from minivllm.frontend.record.recorder import RunRecorder
 
         from .building import build_engine, image_reader

@@ -13,29 +13,53 @@ from minivllm.device import early
 DRIVER = """
 #include <stdio.h>
 #include <stdlib.h>
-int cuInit(unsigned flags) {
+static int note(const char *name, int value) {
     FILE *file = fopen(getenv("CALLS"), "a");
-    fprintf(file, "cuInit %u\\n", flags);
+    fprintf(file, "%s %d\\n", name, value);
     fclose(file);
     return 0;
 }
+int cuInit(unsigned flags) { return note("init", flags) || getenv("NO_GPU"); }
+int cuDeviceGet(int *device, int number) { *device = 7; return note("device", number); }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = 0; return note("context", device); }
 """
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_driver_is_initialized_once_for_a_gpu_and_not_for_a_cpu(tmp_path, monkeypatch):
+def test_the_driver_and_a_context_are_made_once_for_a_gpu_and_not_for_a_cpu(tmp_path, monkeypatch):
     source, library, calls = tmp_path / "driver.c", tmp_path / "libcuda.so", tmp_path / "calls"
     source.write_text(DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     monkeypatch.setenv("CALLS", str(calls))
-    assert early.open_driver("cpu", str(library)) is None and not calls.exists()
-    early.open_driver("auto", str(library)).join()
-    assert calls.read_text() == "cuInit 0\n"
+    assert early.open_driver("cpu", True, str(library)) is None and not calls.exists()
+    early.open_driver("auto", library=str(library)).join()
+    assert calls.read_text() == "init 0\n"
+    early.open_driver("cuda", True, str(library)).join()
+    assert calls.read_text() == "init 0\ninit 0\ndevice 0\ncontext 7\n"
+    monkeypatch.setenv("NO_GPU", "1")
+    early.open_driver("cuda", True, str(library)).join()
+    assert calls.read_text().endswith("context 7\ninit 0\n"), "there is no GPU"
 
 
 def test_a_machine_without_a_driver_starts_as_before(tmp_path, capfd):
-    early.open_driver("auto", str(tmp_path / "none.so")).join()
+    early.open_driver("auto", True, str(tmp_path / "none.so")).join()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries are loaded ahead on Linux only")
+def test_the_libraries_of_torch_are_loaded_without_importing_it_and_then_torch_computes():
+    code = """
+import sys
+from minivllm.device import early
+early.open_torch().join()
+with open("/proc/self/maps") as maps:
+    mapped = maps.read()
+imported = "torch" in sys.modules
+import torch
+print(imported, "libtorch_cpu.so" in mapped, float(torch.ones(3) @ torch.ones(3)), early.open_torch())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "3.0", "None"]
 
 
 def test_the_key_of_tritons_cache_is_computed_before_the_first_kernel_needs_it():

@@ -128,12 +128,14 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
 
     ``running`` is set once the engine has started.
     """
+    from minivllm.device import early
     from minivllm.device.hardware import prepare_environment
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())
     logging.getLogger("minivllm").addHandler(handler)
-    prepare_environment()  # before torch is imported
+    prepare_environment()  # before the libraries of torch are loaded
+    early.open_torch()
     from minivllm.frontend.building import build_engine
 
     from . import state
