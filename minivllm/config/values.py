@@ -295,8 +295,8 @@ class EngineConfig(Strict):
     )
     tpot_target_ms: Annotated[float, Field(gt=0, le=60000)] | Literal["auto", "off"] = Field(
         "off",
-        description="milliseconds of a step in which rows decode; auto: a multiple of the time of its decodes; off: no "
-        "bound (in a server: auto)",
+        description="milliseconds of a step in which rows decode; auto: a multiple of the shortest step of decodes; "
+        "off: no bound (in a server: auto)",
     )
     num_speculative_tokens: int = Field(4, ge=1, le=64, description="largest number of drafts of a row in a step")
     speculate: Literal["auto", "always"] = Field(

@@ -76,11 +76,26 @@ def test_prompts_go_on_though_the_decodes_alone_take_longer_than_the_target():
 
 
 @pytest.mark.parametrize("decode", [0.5, 10.0])
-def test_the_automatic_bound_is_a_multiple_of_the_decodes_and_at_least_a_short_time(decode):
+def test_the_automatic_bound_is_a_multiple_of_the_shortest_decodes_and_at_least_a_short_time(decode):
     budget, device = StepBudget(None, MOST), Device(step=decode, row=0.0, pair=0.0)
-    device.run(budget, 8, [])
+    for rows in (8, 1):
+        device.run(budget, rows, [])
+    budget.note(plan_of(np.array([1] * 64), np.array([500] * 64)), 9 * decode)
     found = steps_of(budget, device, 8, 3000)
     assert np.mean(found[10:]) == pytest.approx(decode + min(max(AUTO * decode, LEAST_MS), MOST * 0.003), rel=0.1)
+
+
+def test_long_steps_have_a_number_of_tokens_without_padding_and_short_ones_any_number():
+    device = Device(step=1.0, row=0.0, pair=0.0)
+    for target, rows, expected in ((20.0, 50, 6144 - 50), (20.0, 300, 6144 - 300), (5.0, 50, None)):
+        budget = StepBudget(target, MOST, (2048, 4096, 6144, 8192))
+        device.run(budget, rows, [])
+        assert budget.most(rows, 0) == MOST, "no prompt was measured"
+        for tokens in (900, 3600):  # a step has at most four times the tokens of the largest one before
+            device.run(budget, rows, [(0, tokens)])
+        free = StepBudget(target, MOST)
+        free.pace, free._decodes = budget.pace, budget._decodes
+        assert budget.most(rows, 0) == (expected or free.most(rows, 0)) <= free.most(rows, 0)
 
 
 def test_nothing_is_bounded_before_a_step_was_measured_and_unknown_times_teach_nothing():

@@ -149,6 +149,10 @@ def compare(folder, params, **options):
     return graphs
 
 
+# (kind of a step, whether it is long) -> the longest contexts of its captures, where 24 tokens are a short context
+SPANS = {("decode", False): {24, 96}, ("mixed", True): {96}}
+
+
 def requested(*settings, **common):
     return [SamplingParams(**{"seed": i, "max_tokens": 2 + 2 * i, **common, **s}) for i, s in enumerate(settings)]
 
@@ -192,6 +196,14 @@ def test_prompts_around_every_size_of_long_steps_draw_the_same_as_in_separate_la
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         for p, q in zip(a.outputs[0].logprobs, b.outputs[0].logprobs, strict=True):
             assert [f.logprob for f in q.values()] == pytest.approx([f.logprob for f in p.values()], abs=1e-4)
+
+
+def test_rows_with_long_contexts_draw_the_same_beside_short_ones_in_captures_for_both(models, monkeypatch):
+    monkeypatch.setattr(graphs, "SHORT", 24)
+    monkeypatch.setattr(graphs, "WHOLE_TOKENS", 64)
+    made = compare(models["qwen3"], requested(*PLAIN, {}, ignore_eos=True), run_ahead=1)
+    spans = {kind: {key.span for key in made.forwards if (key.kind, key.tokens >= 64) == kind} for kind in SPANS}
+    assert spans == SPANS
 
 
 def test_a_whole_step_of_separate_launches_runs_before_the_first_request_and_changes_no_column(models, monkeypatch):

@@ -128,7 +128,7 @@ class Engine:
             self.adapters,
             self.compression,
             self.images,
-            StepBudget.of(wiring),
+            StepBudget.of(wiring, capacity.step_sizes),
             StepLimit.of(capacity, wiring.max_num_seqs),
         )
         self.publisher = Publisher(

@@ -3,10 +3,15 @@
     milliseconds of a step = decodes(rows) + prompts                 prompts: see ``pace``
 
 Both parts are learned from the device's times of earlier steps.  A step without decoding rows has no bound.
+
+With "auto" the bound is a multiple of the shortest step of decodes, which is mostly the time to read the weights.  Each
+step has this cost again, so a step of that multiple loses a small share.  The time that decodes take for their rows is
+work that no longer step saves, so it does not raise the bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,7 +23,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import StepPlan
 
-AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of its decodes
+AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of the shortest step of decodes
 LEAST_MS = 20.0  # with "auto", the least time of the prompts of a step, in milliseconds
 LEAST_SHARE = (
     0.25  # share of the target that prompts receive even if the decodes take the whole target
@@ -33,23 +38,26 @@ KEPT = 0.8  # weight of earlier measurements of a group
 class StepBudget:
     """The learned times of steps, and the bound on the prompt tokens of the next step.
 
-    ``target_ms`` is the time of a step with decoding rows; None derives it from the time of the decodes.  ``most`` is
-    the largest number of tokens of a step."""
+    ``target_ms`` is the time of a step with decoding rows; None derives it from the times of decodes.  ``most`` is the
+    largest number of tokens of a step.  ``sizes`` are the numbers of tokens of long steps without padding, ascending.
+    """
 
-    def __init__(self, target_ms: float | None, most: int) -> None:
-        self.target_ms = target_ms
+    def __init__(self, target_ms: float | None, most: int, sizes: Sequence[int] = ()) -> None:
+        self.target_ms, self.sizes = target_ms, tuple(sizes)
         self.pace = Pace(most, most)
         self._decodes = np.zeros(
             SIZES
         )  # milliseconds of a step without prompts, by group; 0 means unknown
 
     @classmethod
-    def of(cls, wiring: Wiring) -> StepBudget | None:
+    def of(cls, wiring: Wiring, sizes: Sequence[int] = ()) -> StepBudget | None:
         """Return the budget of an engine, None if its steps have no target."""
         target = wiring.steps.tpot_target_ms
         if target == "off":
             return None
-        return cls(None if target == "auto" else float(target), wiring.max_num_batched_tokens)
+        return cls(
+            None if target == "auto" else float(target), wiring.max_num_batched_tokens, sizes
+        )
 
     def note(self, plan: StepPlan, device_ms: float) -> None:
         """Update the times with a finished step that took ``device_ms`` on the device.
@@ -84,12 +92,21 @@ class StepBudget:
         """Return the prompt tokens that the next step may have beside ``rows`` decoding rows.
 
         ``context`` is the number of computed tokens of the prompts, ``length`` the tokens of the longest prompt."""
-        decodes = self.decodes_ms(rows)
         if self.target_ms is None:
-            prompts = max(AUTO * decodes, LEAST_MS)
-            return self.pace.fit(context, prompts / 1e3, CHUNK, 2e-3 * prompts, length)
-        prompts = max(self.target_ms - decodes, LEAST_SHARE * self.target_ms)
-        return self.pace.fit(context, prompts / 1e3, CHUNK, self.target_ms / 1e3, length)
+            known = self._decodes[self._decodes > 0]
+            prompts = max(AUTO * float(known.min()), LEAST_MS) if len(known) else LEAST_MS
+            found = self.pace.fit(context, prompts / 1e3, CHUNK, 2e-3 * prompts, length)
+        else:
+            prompts = max(self.target_ms - self.decodes_ms(rows), LEAST_SHARE * self.target_ms)
+            found = self.pace.fit(context, prompts / 1e3, CHUNK, self.target_ms / 1e3, length)
+        return self._without_padding(found, rows)
+
+    def _without_padding(self, tokens: int, rows: int) -> int:
+        """Return the most prompt tokens up to ``tokens`` that need no padding beside ``rows`` decoding rows.
+
+        Tokens of short steps are returned unchanged."""
+        fitting = [size for size in self.sizes if size <= tokens + rows]
+        return max(fitting[-1] - rows, 1) if fitting and self.pace.each else tokens
 
 
 def _group(rows: int) -> int:

@@ -24,8 +24,9 @@ from .plan import LateInputs, StepPlan, StepResult
 # StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
 # AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
 # 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead;
-# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value
-API = (2, 15)
+# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value;
+# 2.16: Capacity.step_sizes
+API = (2, 16)
 NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
 
 
@@ -225,6 +226,8 @@ class Capacity:
     # largest number of tokens of an efficient step; longer ones are planned only while a request needs steps that do
     # not run in captures.  0 means ``Wiring.max_num_batched_tokens``.
     step_tokens: int = 0
+    # numbers of tokens of long steps with prompts that run without padding, ascending; () means any number
+    step_sizes: tuple[int, ...] = ()
     # whether the executor implements ``StepPlan.slack``; if not, rows with drafts wait for their last result
     drafts_ahead: bool = False
 

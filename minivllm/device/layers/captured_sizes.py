@@ -16,6 +16,9 @@ FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16,
 # the most rows only the sizes MANY_ROWS_TOKENS.
 LONG_TOKENS, LONG_ROWS, MANY_ROWS_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192), 128, (4096, 8192)
 
+# rows of the decode steps that are captured for long contexts without having been seen
+LONG_CONTEXT_ROWS = (8, 64, 256)
+
 # rows of the decode steps, and tokens of mixed steps, that are captured before the engine is ready
 READY_ROWS, READY_TOKENS = (1, 8), 512
 
@@ -83,6 +86,13 @@ def useful_sizes(ms: dict[int, float]) -> list[int]:
         if not keep or ms[size] <= min(ms[k] for k in keep):
             keep.insert(0, size)
     return keep
+
+
+def long_decode(sizes: list[int]) -> list[int]:
+    """Return the sizes of decode steps that are captured for long contexts without having been seen, descending.
+
+    ``sizes`` are all sizes, ascending.  Steps of other sizes run in the next larger capture until they are frequent."""
+    return sorted({n for n in sizes if n in LONG_CONTEXT_ROWS} | {sizes[-1]}, reverse=True)
 
 
 def first_decode(sizes: list[int]) -> set[int]:

@@ -40,6 +40,7 @@ from minivllm.device.layers.captured_sizes import (
     MOST_TOKENS,
     coarse_sizes,
     first_mixed,
+    long_decode,
     row_sizes,
     shared_sizes,
     token_size,
@@ -68,6 +69,7 @@ log = logging.getLogger(__name__)
 # Steps whose contexts have at most this number of tokens share their captures.  The attention back end splits longer
 # contexts differently, so they have captures of their own.
 SHORT = 8192
+WHOLE_TOKENS = 1024  # mixed steps of at least this size have captures for contexts of any length only
 CAPTURES = 160  # largest number of FORWARD captures, and of SAMPLE captures
 # A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
 # capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
@@ -198,15 +200,14 @@ class Graphs:
             return None  # a capture returns the hidden state of one token for each row only
         if len(plan.draft) and self.runner.state.recurrent is not None:
             return None  # a recurrent state reads a row and its drafts as one row
-        most = int((plan.computed + plan.q_len).max())
-        span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
+        longest = int((plan.computed + plan.q_len).max())
         (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
         methods, changed = self.runner.adapts(plan)
         adapts = bool(methods)
         kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
-            plain = not (steered or read or given or adapts)
+            plain, span = not (steered or read or given or adapts), self._span(longest)
             if plain and (shared := self._shared(plan, span)) is not None:
                 return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
@@ -215,11 +216,20 @@ class Graphs:
             return None  # a capture stores tap values and given experts of one token for each row only
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
-            key = kind("mixed", size, max(token_size(tokens), size), span)
+            padded = max(token_size(tokens), size)
+            key = kind("mixed", size, padded, self._span(longest, padded))
         if steered or read or given or changed:
             shape = key.kind, key.rows, key.tokens, key.span
             key = TappedKey(*shape, steered=steered, read=read, adapted=adapts, given=given, changed=changed)
         return key
+
+    def _span(self, longest: int, tokens: int = 0) -> int:
+        """Return the bound of the contexts of the capture for a step whose longest context has ``longest`` tokens.
+
+        ``tokens`` is the size of a mixed step, 0 for a decode step.  In a long mixed step the split of long contexts
+        costs next to nothing, so its capture serves all contexts."""
+        whole = self.runner.wiring.max_model_len
+        return SHORT if longest <= SHORT and (tokens < WHOLE_TOKENS or whole <= SHORT) else whole
 
     def key(self, plan: StepPlan) -> GraphKey | None:
         """Return the shape of the capture in which a step runs, or None if it must run as separate launches.
@@ -246,8 +256,8 @@ class Graphs:
     def _decode_key(self, key: GraphKey) -> GraphKey | None:
         """Return the shape of the capture in which a decode step of shape ``key`` runs.
 
-        With gradual captures it runs in a larger one until it has come DECODE_SIGHTS times."""
-        if key in self.forwards or not self.later.gradual:
+        With gradual captures, or with a long context, it runs in a larger one until it has come DECODE_SIGHTS times."""
+        if key in self.forwards or (not self.later.gradual and key.span <= SHORT):
             return self._unless_refused(key)
         larger = self._larger(key)
         if larger is None:
@@ -268,17 +278,17 @@ class Graphs:
     def _larger(self, key: GraphKey) -> GraphKey | None:
         """Return the smallest existing capture of the same kind that can run a step of shape ``key``.
 
-        Return None if there is none, or if the step has taps."""
+        It may be one for longer contexts.  Return None if there is none, or if the step has taps."""
         if isinstance(key, TappedKey):
             return None
         if key not in self.serving:
             found = [
                 one
                 for one in self.forwards
-                if type(one) is type(key) and (one.kind, one.span, one.shared) == (key.kind, key.span, key.shared)
-                if one.rows >= key.rows and one.tokens >= key.tokens
+                if type(one) is type(key) and (one.kind, one.shared) == (key.kind, key.shared)
+                if one.rows >= key.rows and one.tokens >= key.tokens and one.span >= key.span
             ]
-            self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
+            self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows, one.span), default=None)
         return self.serving[key]
 
     def _is_due(self, key: GraphKey, lost: float) -> bool:
@@ -403,6 +413,9 @@ class Graphs:
         rows = sorted({*self.sizes, *self.coarse}, reverse=True)
         draws = [Drawn(n, SampleOperations((*others, variant), False, -1, False)) for n in rows for variant in variants]
         now, later = self.later.divide(decodes, draws)
+        whole = self._span(SHORT + 1)
+        long = [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)] if whole > SHORT else []
+        (later if self.later.gradual else now).extend(long)
         self._compile(now)
         with self.runner.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
@@ -424,7 +437,7 @@ class Graphs:
         At the start an error of a decode step is raised.  All other errors become notes."""
         if isinstance(shape, Drawn):
             self._sample_of(*shape)
-        elif shape.shared:
+        elif shape.shared or (shape.kind == "decode" and shape.span > SHORT):
             self._try_forward(shape)
         elif shape.kind == "decode" and shape.rows not in self.sizes:
             return
@@ -457,15 +470,16 @@ class Graphs:
         """
         budget = self.runner.wiring.max_num_batched_tokens
         rows, tokens = first_mixed(self.coarse, 1)[-1]
-        least = GraphKey("mixed", rows, tokens, SHORT)
-        measured = GraphKey("mixed", rows, max(token_size(min(budget, FIRST_TOKENS[-1])), rows), SHORT)
+        least = GraphKey("mixed", rows, tokens, self._span(1, tokens))
+        most = max(token_size(min(budget, FIRST_TOKENS[-1])), rows)
+        measured = GraphKey("mixed", rows, most, self._span(1, most))
         self._compile([least, measured])
         if not self._try_forward(least):
             return []
         if self.known is None and (measured == least or self._try_forward(measured)):
             self.costs = self._measure(measured)
         sizes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
-        now, later = self.later.divide_mixed(GraphKey("mixed", *size, SHORT) for size in sizes)
+        now, later = self.later.divide_mixed(GraphKey("mixed", r, t, self._span(1, t)) for r, t in sizes)
         if self.runner.adapters is not None:
             now.append(AdaptedKey("mixed", rows, tokens, SHORT))
         self._compile(now)
@@ -478,16 +492,21 @@ class Graphs:
         return later
 
     def step_tokens(self) -> int:
-        """Return the number of tokens of the longest captured step if a step of ``max_num_batched_tokens`` would take
-        longer to launch than to run, else 0.
+        """Return the tokens of the longest captured step if a step of ``max_num_batched_tokens`` would take longer to
+        launch than to run, else 0.
 
-        Two captured steps are then faster than one step of the same tokens as separate launches.
-        """
-        budget = self.runner.wiring.max_num_batched_tokens
+        Two captured steps are then faster than one step of the same tokens as separate launches."""
+        budget, longest = self.runner.wiring.max_num_batched_tokens, max(self._mixed_tokens(), default=0)
+        return longest if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens() else 0
+
+    def step_sizes(self) -> tuple[int, ...]:
+        """Return the tokens of captures of long mixed steps, ascending."""
+        return tuple(sorted(n for n in self._mixed_tokens() if n >= FIRST_TOKENS[-1]))
+
+    def _mixed_tokens(self) -> set[int]:
+        """Return the tokens of captures of mixed steps, and of those that are left for later."""
         shapes = {*self.forwards, *self.later.queue}
-        longest = max((key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"), default=0)
-        hidden = self.costs.most_tokens()
-        return longest if FIRST_TOKENS[-1] <= longest < budget < hidden else 0
+        return {key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"}
 
     def _launch_once(self, tokens: int) -> None:
         """Run a step of one prompt of ``tokens`` tokens as separate launches, up to the drawn token.

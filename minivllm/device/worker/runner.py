@@ -243,6 +243,7 @@ class Runner:
             no_images=w.no_images,
             drafts_ahead=self.drafts_ahead,
             step_tokens=step_tokens,
+            step_sizes=() if self.graphs is None else self.graphs.step_sizes(),
         )
 
     @property

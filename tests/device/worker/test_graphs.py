@@ -15,11 +15,16 @@ pytest.importorskip("triton")  # the kernels of a step are imported with the cap
 
 from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.device.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
+from minivllm.device.layers.captured_sizes import coarse_sizes, first_mixed, long_decode, row_sizes, token_size
 from minivllm.device.worker import build, graphs
 from minivllm.device.worker.graphs import CAPTURES, SHORT, SIGHTS, TAPPED_CAPTURES, Captured, Graphs, TappedKey
 from minivllm.device.worker.step_costs import HIDDEN, StepCosts, pair_flops, pairs_of
 from minivllm.testing.tiny import tiny_dir
+
+
+def mixed(rows: int, tokens: int) -> GraphKey:
+    """Return the shape of a mixed step of short contexts."""
+    return GraphKey("mixed", rows, tokens, graphs.SHORT if tokens < graphs.WHOLE_TOKENS else 1 << 15)
 
 
 def captures(most: int = 64) -> Graphs:
@@ -143,7 +148,7 @@ def test_padding_never_costs_more_than_the_launches_that_a_capture_saves(costs):
     some = captures(128)
     some.costs = costs
     most = min(1 << 14, max(costs.most_tokens(), 64))
-    some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in first_mixed(some.coarse, most)}
+    some.forwards = {mixed(*size): None for size in first_mixed(some.coarse, most)}
     for tokens in range(2, graphs.MOST_TOKENS + 1, 37):
         for computed in (0, 100):
             step = plan(1, tokens - 1, computed=computed)
@@ -161,7 +166,7 @@ def test_long_prompts_of_a_small_model_are_captured_at_the_start_and_those_of_a_
     for some, costs in ((small, SMALL), (large, LARGE)):
         some.costs = costs
         sizes = first_mixed(some.coarse, min(1 << 14, costs.most_tokens()))
-        some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in sizes}
+        some.forwards = {mixed(*size): None for size in sizes}
     for tokens in (2049, 3000, 4000, 5000, 6000):
         key = small.key(plan(tokens, computed=0))
         assert key is not None and tokens <= key.tokens <= 1.34 * tokens
@@ -172,7 +177,7 @@ def test_long_prompts_of_a_small_model_are_captured_at_the_start_and_those_of_a_
 
 def test_a_step_with_its_own_capture_leaves_it_once_its_padding_costs_more_than_launches():
     some = captures()
-    mine = GraphKey("mixed", 16, 2304, graphs.SHORT)
+    mine = mixed(16, 2304)
     some.forwards = {mine: None}
     assert some.key(plan(2100, computed=0)) == mine
     some.costs, some.paid[mine] = LARGE, 5.0
@@ -192,7 +197,7 @@ def test_every_mixed_step_is_served_from_the_start(most, most_tokens):
     some = captures(most)
     sizes = first_mixed(some.coarse, most_tokens)
     assert len(sizes) <= 40 and sizes == sorted(set(sizes), key=lambda size: (-size[1], -size[0]))
-    some.forwards = {GraphKey("mixed", *size, graphs.SHORT): None for size in sizes}
+    some.forwards = {mixed(*size): None for size in sizes}
     for rows in {1, most // 4 + 1, most // 2 + 1, most} & set(range(1, most_tokens)):
         for tokens in range(rows + 1, min(most_tokens, graphs.MOST_TOKENS) + 1, 13):
             key = some.key(plan(*[1] * (rows - 1), tokens - rows + 1, computed=0))
@@ -206,11 +211,35 @@ def test_a_step_that_is_served_buys_a_capture_no_sooner_than_one_that_is_not():
     assert [some.key(plan(1, 1, 170)).tokens for _ in range(SIGHTS)] == [512] * (SIGHTS - 1) + [192]
 
 
-def test_captures_of_long_contexts_serve_those_alone():
+def test_captures_of_long_contexts_serve_all_contexts_and_others_only_short_ones():
     some = captures()
-    some.forwards = {GraphKey("mixed", 16, 256, 1 << 15): None}
-    assert some.key(plan(1, 200)) is None
-    assert some.key(plan(1, 200, computed=graphs.SHORT)).span == 1 << 15
+    short, long = GraphKey("mixed", 16, 256, graphs.SHORT), GraphKey("mixed", 16, 256, 1 << 15)
+    some.forwards = {long: None}
+    assert some.key(plan(1, 200)) == some.key(plan(1, 200, computed=graphs.SHORT)) == long
+    some.forwards[short] = None
+    some.serving.clear()
+    assert some.key(plan(1, 200)) == short and some.key(plan(1, 200, computed=graphs.SHORT)) == long
+
+
+def test_long_mixed_steps_have_one_capture_for_contexts_of_any_length():
+    some = captures(128)
+    some.forwards = {mixed(*size): None for size in first_mixed(some.coarse, 1 << 14)}
+    for tokens in (10, 500, 1100, 4000, graphs.MOST_TOKENS - 64):
+        near, far = (some.key(plan(1, tokens, computed=n)) for n in (0, graphs.SHORT))
+        assert near is not None and far is not None and far in some.forwards
+        assert tokens < graphs.WHOLE_TOKENS or near == far
+
+
+def test_decode_steps_of_long_contexts_run_in_a_larger_capture_until_their_size_is_frequent():
+    some = captures()
+    far = {"computed": graphs.SHORT}
+    assert some.key(plan(*[1] * 9, **far)) == GraphKey("decode", 16, 16, 1 << 15), "there is no larger capture"
+    assert long_decode(some.sizes) == [64, 8] and long_decode([1, 2]) == [2]
+    some.forwards = {GraphKey("decode", n, n, 1 << 15): None for n in long_decode(some.sizes)}
+    some.serving.clear()
+    seen = [some.key(plan(*[1] * 9, **far)).rows for _ in range(graphs.DECODE_SIGHTS)]
+    assert seen == [64] * (graphs.DECODE_SIGHTS - 1) + [16]
+    assert some.key(plan(*[1] * 9)) == GraphKey("decode", 16, 16, graphs.SHORT), "short contexts have their own"
 
 
 def test_draws_beyond_those_that_are_kept_run_uncaptured_and_it_is_said_once():
@@ -277,8 +306,10 @@ def test_steps_are_limited_to_captures_only_if_the_longest_step_takes_longer_to_
     some.runner.wiring.max_num_batched_tokens, some.costs = budget, costs
     sizes = first_mixed(some.coarse, min(budget, costs.most_tokens()))
     some.forwards = {GraphKey("mixed", rows, size, SHORT): None for rows, size in sizes}
-    some.later.queue = []
+    some.later.queue = [some.forwards.popitem()[0] for _ in sizes[:2]]  # they are made later
     assert some.step_tokens() == tokens
+    captured = sorted({size for _, size in sizes if size >= 2048})
+    assert list(some.step_sizes()) == captured and (captured != []) == (costs != LARGE)
 
 
 def test_steps_are_not_limited_to_short_captures():
