@@ -103,7 +103,7 @@ MAY_IMPORT = {
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
-        "runtime.processes registration.fresh device.hardware"
+        "runtime.processes registration.fresh device.hardware device.early"
     ),
     "server.http": "server",
     "lab.bench": (
