@@ -10,15 +10,15 @@ from minivllm.config.base import refuse
 UNUSED = {
     "uds": "Ray Serve listens on a port",
     "ssl_certfile": "Ray Serve listens without TLS; put a proxy before it",
-    "router": "Ray Serve chooses the replica of a request",
-    "router_options": "Ray Serve chooses the replica of a request",
-    "replica_retries": "Ray Serve sends a request once",
-    "restart": "Ray Serve starts replicas again",
+    "router_options": "the routers of Ray Serve have no options of minivllm",
+    "replica_retries": "Ray Serve sends a request to one replica",
+    "restart": "a replica always starts its engine again",
     "admin": "a request of an operator would reach one replica of several",
     "responses_dir": "the requests of a conversation reach different replicas",
     "max_responses": "the requests of a conversation reach different replicas",
 }
 ONLY = ("ray_address", "autoscaling")
+ROUTERS = ("least-tokens", "session")  # those that Ray Serve has an equivalent of
 
 
 def check_cluster(server: Any) -> None:
@@ -32,6 +32,9 @@ def check_cluster(server: Any) -> None:
     for name, why in UNUSED.items():
         if name in given and getattr(server, name) != type(server).model_fields[name].default:
             refuse(name, f"{name} together with server.cluster=ray: {why}; remove it")
+    if server.router not in ROUTERS:
+        why = f"Ray Serve chooses the replica of a request; expected {' or '.join(ROUTERS)}"
+        refuse("router", f"router={server.router!r} together with server.cluster=ray: {why}")
     most = server.autoscaling.get("max_replicas")
     if server.autoscaling and (type(most) is not int or most < server.replicas):
         expected = f"expected max_replicas, a number of at least server.replicas={server.replicas}"

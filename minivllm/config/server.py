@@ -167,7 +167,7 @@ class ServerConfig(Strict):
             refuse("uds", f"uds together with server.{address[0]}: set a Unix socket or an address, not both")
         check_cluster(self)
         for name in ("router", "router_options", "replica_retries"):
-            if self.replicas == 1 and name in self.model_fields_set:
+            if self.replicas == 1 and not self.autoscaling and name in self.model_fields_set:
                 refuse(name, f"{name} without server.replicas above 1: set both, or neither")
         if self.replicas > 1 and "restart" in self.model_fields_set:
             refuse(

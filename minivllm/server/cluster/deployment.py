@@ -21,6 +21,7 @@ from . import plan
 
 ANSWER = 5.0  # seconds for the engine to answer; a long step takes longer, and ``stuck_after`` bounds it
 LOOK = 0.1  # seconds between two looks at the engine
+RESTARTS = 3  # of the engine of a replica, after which the replica ends
 LAST = 0.5  # seconds for the streams of an ended engine to receive its error
 
 
@@ -65,8 +66,9 @@ class WithLifespan:
 class EngineReplica:
     """A replica.
 
-    Serve calls ``check_health`` each second, and starts a new replica in place of one that fails or ends.  A replica
-    whose engine has ended also ends, since Serve would send it requests until several checks have failed.
+    A replica starts an ended engine again, at most ``RESTARTS`` times.  Requests without a token wait for it.  Serve
+    calls ``check_health`` each second, and starts a new replica in place of one that fails or ends.  A replica whose
+    engine has ended for good also ends, since Serve would send it requests until several checks have failed.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -83,7 +85,7 @@ class EngineReplica:
         # a response is stored by one replica, and the next request may reach another one
         server = loaded.server.model_copy(update={"max_responses": 0})
         self.application = Application(server, accepted)
-        self.engine = ProcessClient(loaded, server.stuck_after, 0)
+        self.engine = ProcessClient(loaded, server.stuck_after, RESTARTS)
         self.service: Any = None
         self.watch: asyncio.Task[None] | None = None
         try:
@@ -99,16 +101,17 @@ class EngineReplica:
         return WithLifespan(self.application)
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if the engine has ended."""
+        """Raise EngineDeadError if the engine has ended, and is not being started again."""
         healthy, why = self.engine.healthy()
-        if healthy:
+        if healthy or self.engine.restarting:
             return
         try:
             await asyncio.wait_for(self.engine.stats(), ANSWER)
         except asyncio.TimeoutError:
             return
         except EngineDeadError:
-            raise EngineDeadError(why) from None
+            if not self.engine.restarting:
+                raise EngineDeadError(why) from None
 
     async def end_with_the_engine(self) -> None:
         """End this process when the engine has ended."""

@@ -17,6 +17,7 @@ DEPLOYMENT = "Engine"
 BUILDER = "minivllm.server.cluster.deployment:build"
 HEALTH_PERIOD = 1.0  # seconds between two checks of a replica
 HEALTH_TIMEOUT = 10.0
+SESSIONS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # reads the header X-Session-Id
 STARTS = 2  # tries to start a replica, after which the deployment has failed
 
 
@@ -100,6 +101,8 @@ def deployment_options(loaded: Loaded, gpus: float) -> dict[str, Any]:
         "health_check_timeout_s": HEALTH_TIMEOUT,
         "max_constructor_retry_count": STARTS,
     }
+    if server.router == "session":
+        options["request_router_config"] = {"request_router_class": SESSIONS}
     if not server.autoscaling:
         return options | {"num_replicas": server.replicas}
     target = {"min_replicas": server.replicas, "target_ongoing_requests": engine.max_num_seqs}
