@@ -31,10 +31,12 @@ class HostSlab:
     def __init__(self, size: int) -> None:
         """Allocate ``size`` bytes, and touch each page of the system."""
         self._registered, self._size = False, size
-        self._memory = mmap.mmap(-1, size + HUGE)
+        # private, because a system need not have huge pages of shared memory
+        self._memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = np.frombuffer(self._memory, np.uint8)
         first = -whole.__array_interface__["data"][0] % HUGE
         self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory.madvise(mmap.MADV_DONTFORK)  # a fork would separate the GPU's memory from this process's
         self._bytes = whole[first : first + size]
         self._bytes[::ALIGNED] = 0
         self.address: int = self._bytes.__array_interface__["data"][0]
