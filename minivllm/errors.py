@@ -85,7 +85,7 @@ def shown(value: object) -> str:
     """Return the repr of any value for a message, on one line and shortened."""
     try:
         return brief(" ".join(_short.repr(value).split("\n")), QUOTED)
-    except Exception:  # a number of more than 4,300 digits, or an object whose repr fails
+    except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
         return f"a {type(value).__name__}"
 
 

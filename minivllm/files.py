@@ -25,11 +25,11 @@ from minivllm.errors import ConfigError, MinivllmError, brief, shown
 from minivllm.validation import lone_escape, whole
 
 MIB = 1 << 20
-SMALL = 4 * MIB  # for files written by hand: configurations, keys, schemas, templates
+SMALL = 4 * MIB  # size limit of files that are written by hand: configurations, keys, schemas, templates
 PART = 64 * MIB  # for config.json, an index of shards, the configuration of a tokenizer
 LARGE = 512 * MIB  # for prompts, records of runs, tokenizers
 HUGE = 8192 * MIB  # for traces, which are read line by line
-PATIENCE, SLOWEST = 10.0, 60.0  # seconds that a pipe may be silent, and that reading it may take in total
+PATIENCE, SLOWEST = 10.0, 60.0  # time limits in seconds: of a pause of a pipe, and of reading the pipe in total
 LONGEST = 16 * MIB  # largest size of a line
 POINTER = b"version https://git-lfs.github.com/spec/"
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, tuple[str, str]] = {  # old path: (new path, version of minivllm that drops the old one)
+MOVED: dict[str, tuple[str, str]] = {  # old path -> (new path, version of minivllm that removes the old path)
     "minivllm.bench": ("minivllm.lab.bench", "0.3"),
     "minivllm.compare_hf": ("minivllm.lab.compare_hf", "0.3"),
     "minivllm.config_files": ("minivllm.config.files", "0.3"),

@@ -44,11 +44,11 @@ from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, sh
 from minivllm.validation import is_text
 
 UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # errors of a full or broken output
-LONGEST_MESSAGE = 4000  # characters: enough for all candidates of a seam with their reasons
+LONGEST_MESSAGE = 4000  # length in characters; all candidates of a seam with their reasons fit
 LONGEST_USAGE_MESSAGE = 600  # characters of a message about the command line
 
-# These commands keep all that they import and build.  Garbage collection would scan it again and again, which is a
-# tenth of their start, so it is off until ``common.open_llm`` has excluded these objects from it.
+# These commands keep all objects that they import and build. Garbage collection would scan these objects repeatedly,
+# which takes a tenth of the start, so it is off until ``common.open_llm`` has excluded them.
 COLLECT_LATE = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.cli.commands:run")
 
 
@@ -79,7 +79,7 @@ class CommandParser(argparse.ArgumentParser):
             except ConfigError as exc:
                 self.error(str(exc))
         parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown and self._subparsers is None:  # report it here, because only this parser has the command's flags
+        if unknown and self._subparsers is None:  # reported here, because only this parser has the flags of the command
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return parsed, unknown
 
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lost = streams.open_closed_streams()
     try:
         code = _run(argv)
-    except SystemExit as exc:  # argparse raises it, also after --help and --version
+    except SystemExit as exc:  # argparse raises SystemExit, also after --help and --version
         if exc.code or lost is None:
             raise
         code = 0

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 PICTURES = 0x2400  # code point of the visible sign of control character 0
 REPLACED = {code: chr(PICTURES + code) for code in range(0x20) if chr(code) not in "\t\n"}
 REPLACED |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}  # DEL, and the controls of 8 bits
-# embeddings, overrides and isolates may show a text in another order than it has
+# Bidirectional control characters can change the order in which a text is shown.
 REPLACED |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
 REPLACED[0x0D] = ""  # of line ends
-# between two drawings: the least seconds, times the seconds that the last one took, and the most seconds
+# time between two drawings: least seconds, factor of the last drawing's seconds, most seconds
 LEAST_WAIT, SHARE, MOST_WAIT = 0.08, 8.0, 0.5
 LONG = 60_000  # characters of an unfinished paragraph or code block that is shown as plain text
-THOUGHT_LINES = 6  # last lines of the reasoning that are shown while it is generated
+THOUGHT_LINES = 6  # number of last lines of the reasoning that are shown while it is generated
 FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.M)
-# the begin of a paragraph that surely belongs to no list before it: no marker of an item, nor a part of one
+# the start of a paragraph that cannot belong to a preceding list: neither an item's marker nor the first part of one
 PARAGRAPH = re.compile(r"\n\n+(?=[^\s\d*+-]|[*+-]\S|\d+[^\d.)]|\d+[.)]\S)")
 
 
@@ -125,8 +125,8 @@ class MarkdownView:
         self._console = console
         self._live: Any = None
         self._tail = self._thought = ""
-        self._begun = 0.0  # when the reasoning began
-        self._drawn = self._cost = 0.0  # when the last drawing ended, and the seconds that it took
+        self._begun = 0.0  # time at which the reasoning began
+        self._drawn = self._cost = 0.0  # time at which the last drawing ended, and its duration in seconds
 
     def text(self, piece: str) -> None:
         """Show a piece of the answer."""
@@ -228,7 +228,7 @@ def view_of(plain: bool) -> AnswerView:
         return PlainView()
     from rich.console import Console
 
-    for name in ("rich.live", "rich.markdown"):  # now, so that the first answer does not wait for them
+    for name in ("rich.live", "rich.markdown"):  # imported now, so that the first answer does not wait for the import
         importlib.import_module(name)
 
     return MarkdownView(Console(file=sys.stdout, emoji=False, soft_wrap=False))

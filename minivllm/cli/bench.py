@@ -44,7 +44,7 @@ def profile(args: argparse.Namespace) -> int:
     """Run ``bench profile`` and return its exit code.  It profiles prefill and decode separately."""
     from minivllm.lab.bench.limits import of_engine
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler logs its own progress
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without this setting torch's profiler logs its own progress
     loaded = load(args)
     if args.trace:
         if args.trace.startswith(("sample:", "synthetic:")) or args.trace.endswith((".csv", ".jsonl")):
@@ -132,7 +132,8 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> J
             engine.step()
 
     phases: JsonObject = {}
-    for measured in (False, True):  # the first round warms up: first calls compile, allocate and fill caches
+    # The first round is a warm-up, because first calls compile, allocate and fill caches.
+    for measured in (False, True):
         names = _add_requests(llm, batch, length, answer, 1 + measured)
         phases["prefill"] = _phase(llm, measured, prefill)
         for _ in range(WARM):

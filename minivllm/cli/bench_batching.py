@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.lab.bench.batching import BatchingWay
 
-LONGEST_TIMEOUT = 10_000  # milliseconds: the wait of the static batch, which longer timeouts would not differ from
+LONGEST_TIMEOUT = 10_000  # longest timeout in milliseconds, which is the wait of the static batch
 
 
 def batching(args: argparse.Namespace) -> int:

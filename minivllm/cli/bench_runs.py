@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     RequestsBySeed = Callable[[int], Sequence[BenchAsk]]  # from a seed to the requests of a run
 
-COMPONENTS = {  # figures of ``bench memory``, in the order in which they are printed
+COMPONENTS = {  # figures of ``bench memory``, in the order of the printed rows
     "weight_bytes": "weights",
     "kv_pool_bytes": "KV cache, reserved",
     "kv_peak_bytes": "KV cache, held at the peak",
@@ -37,12 +37,13 @@ COMPONENTS = {  # figures of ``bench memory``, in the order in which they are pr
     "device_reserved_bytes": "device, reserved by torch",
     "device_used_bytes": "device, used by all",
 }
-VOCAB = 1000  # random prompts have token ids below this, so that models of all sizes get the same prompts
+VOCAB = 1000  # random prompts use token ids below this number, so that models of all sizes have the same prompts
 IN_TURNS = "alternate between the engines, one run each, and build a new engine for each run: evens out drift"
 SHARE = 0.9  # default share of requests that must meet the latency targets
 TARGETS = ("ttft", "tpot", "e2el")
-OWN_FILES = ("serve", "kernels", "batching")  # measurements that have a module of their own: ``cli/bench_NAME.py``
-DRAWN = {  # defaults of random requests; a command's own defaults replace some of them
+# measurements that are implemented in a separate module ``cli/bench_NAME.py``
+OWN_FILES = ("serve", "kernels", "batching")
+DRAWN = {  # defaults of random requests; a command may replace some of them
     "num_prompts": 32,
     "input_len": 64,
     "range_ratio": 0.0,

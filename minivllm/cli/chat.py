@@ -179,7 +179,8 @@ def chat(args: argparse.Namespace) -> int:
     local = LocalSource(None, dict(loaded.sampling), view_of(args.plain))
     local.check(local.sampling)  # raises for wrong parameters before the model is loaded
     with open_llm(loaded, args) as llm:
-        sampling = {"max_tokens": None}  # an answer ends where the model ends it, or where the context is full
+        # without a limit, so that an answer ends at its end token or at the end of the context
+        sampling = {"max_tokens": None}
         local.sampling = {**sampling, **llm.resolved.sampling, **loaded.sampling}
         local.llm = llm
         talk(args, local)

@@ -15,7 +15,8 @@ from pathlib import Path
 from minivllm.cli.commands import read_stdin
 
 QUOTES = '"""'
-LONGEST_HISTORY = 1 << 20  # bytes of a history that is read; a longer one is begun again
+# largest size in bytes of a history file that is read; a longer file is replaced by a new one
+LONGEST_HISTORY = 1 << 20
 
 
 def history_path() -> Path:

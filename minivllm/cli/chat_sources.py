@@ -42,7 +42,7 @@ class Facts:
     first: float = 0.0
     seconds: float = 0.0
     reason: str = ""
-    thought: str = ""  # the reasoning, where it comes apart from the answer
+    thought: str = ""  # the reasoning, if the source returns it apart from the answer
 
     def why(self) -> str:
         """Return the facts as sentences."""
@@ -101,7 +101,7 @@ class LocalSource:
         try:
             return write_stream(self._noted(stream, facts), self.llm.engine, params.max_tokens, view)
         finally:
-            stream.close()  # an interrupted answer ends its request
+            stream.close()  # closing the stream of an interrupted answer aborts its request
             facts.thought = view.thoughts
 
     def _separated(self, messages: Messages) -> Separated:

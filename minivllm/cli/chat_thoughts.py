@@ -13,7 +13,7 @@ from minivllm.runtime.replies import ReplyContext, ReplyParser, Said, Thought, d
 if TYPE_CHECKING:
     from minivllm.cli.answer_views import AnswerView
 
-TAIL = 400  # characters at the end of a prompt in which it may open the reasoning
+TAIL = 400  # number of last characters of a prompt that are searched for the start of the reasoning
 
 
 def parser_of(tokenizer: Any) -> ReplyParser | None:

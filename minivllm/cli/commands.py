@@ -25,7 +25,7 @@ from minivllm.validation import is_text
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-LONGEST_INPUT = 1 << 24  # characters that are read from standard input as one prompt
+LONGEST_INPUT = 1 << 24  # largest number of characters of a prompt from standard input
 
 
 def with_flags(args: argparse.Namespace, loaded: Loaded) -> Loaded:
@@ -109,7 +109,7 @@ def generate(args: argparse.Namespace) -> int:
     with open_llm(loaded, args) as llm:
         params = llm.get_default_sampling_params()
         question: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
-        if params.n > 1:  # print one text after another, because pieces of several would be mixed
+        if params.n > 1:  # Several texts are printed one after another, because their pieces would be mixed.
             complete = llm.chat if args.chat else llm.generate
             answer = complete(question, params, use_tqdm=False)[0]
             if answer.error:
@@ -145,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
     loaded, batches = workload(loaded, record, args.file)
     path = loaded.run.output
     if path:
-        files.check_output(path)  # before the work; an existing file keeps its content until results are written
+        # checked before the work starts; the content of an existing file stays until results are written
+        files.check_output(path)
     if record is not None:
         recording.check_recorded(record, loaded, args)
     outputs: list[Any] = []

@@ -226,7 +226,8 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
     """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
-    from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
+    # ``minivllm`` instead of ``minivllm.frontend.llm``, because it sets up the environment before torch is imported
+    from minivllm import LLM
     from minivllm.frontend.progress_display import shown
 
     if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs

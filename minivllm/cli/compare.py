@@ -137,9 +137,11 @@ def _measure(found: Sequence[Contender], work: ContenderWork) -> dict[str, str]:
     first = found[0]
     todo = [contender for contender in found if not work.done(contender)]
     if todo and args.quality_tokens and work.reference() is None and first not in todo:
-        todo.insert(0, first)  # its token distributions are the reference for the quality of the others
+        # the token distributions of the first contender are the reference for the quality of the others
+        todo.insert(0, first)
     by_name = {contender.name: contender for contender in found}
-    failed: dict[str, str] = {}  # texts only: an exception would keep the memory of its engine alive
+    # error texts instead of exceptions, because an exception would keep the memory of its engine alive
+    failed: dict[str, str] = {}
 
     def failing(cell: Cell, exc: Exception) -> None:
         if cell.name == first.name:
@@ -215,8 +217,8 @@ class ContenderWork:
     args: argparse.Namespace
     requests: RequestsBySeed
     store: Store
-    text: str  # scored for its perplexity; "" skips that
-    first: Contender  # the reference of the others
+    text: str  # text whose perplexity is measured; "" measures none
+    first: Contender  # the contender with which the others are compared
     lm_eval: JsonObject = field(default_factory=dict)  # the loaded tasks of lm-eval
     scores: TextScores | None = None  # those of ``first``
 

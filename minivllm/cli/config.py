@@ -103,6 +103,6 @@ def schema(args: argparse.Namespace) -> int:
         Path(args.output).write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{args.output}: {exc.strerror}") from None
-    path = os.path.join(".", args.output)  # an absolute path stays as it is
+    path = os.path.join(".", args.output)  # ``join`` keeps an absolute path unchanged
     print(f"written; the first line of a TOML file beside it names it: #:schema {path}", file=sys.stderr)
     return 0

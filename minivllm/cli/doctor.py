@@ -29,9 +29,9 @@ PROBE = "minivllm.plugins.executor.probe:main"
 ECHO, MEET = 1, 2  # kinds of the probe's messages
 SIZE = 64 << 20  # bytes of shared memory that are written
 ECHOES = 200
-STARTING = 60.0  # seconds for a process to answer its first message
+STARTING = 60.0  # time limit in seconds for the first message of a process
 MOST = 8  # ranks
-Lines = Iterator[tuple[str, str]]  # (name of the check, text); the name of its further lines is ""
+Lines = Iterator[tuple[str, str]]  # (name of the check, text); a further line of the same check has the name ""
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

@@ -14,12 +14,12 @@ from minivllm.cli.common import add_switch, add_value
 from minivllm.errors import ConfigError, shown
 
 GIB = 1 << 30
-USED = 0.9  # share of a device's memory for weights and KV cache, as the option gpu_memory_utilization has it
+USED = 0.9  # share of a device's memory for weights and the KV cache, the default of the option gpu_memory_utilization
 LEAST_TOKENS = 2048  # tokens of KV cache that a model should have room for
 KV_BYTES = 2  # bytes of an element of the KV cache
 PACKAGED = {"pocket": "model", "pocket-draft": "draft"}
 WEIGHTS = {"safetensors": "*.safetensors", "pt": "pytorch_model*.bin", "gguf": "*.gguf"}
-DEPTH = 3  # folders below a given one in which models are searched
+DEPTH = 3  # number of levels of subfolders that are searched for models
 MOST = 1000  # models that are listed
 
 

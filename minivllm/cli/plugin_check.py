@@ -116,7 +116,7 @@ class _Findings:
 def main(text: str) -> None:
     """Import the entry in ``text`` (JSON) and write the findings as the last line of standard output."""
     report = os.dup(1)
-    os.dup2(2, 1)  # send what the plug-in prints to standard error
+    os.dup2(2, 1)  # redirects the plug-in's standard output to standard error
     importing.on = False
     found = _Findings()
     try:
@@ -135,7 +135,8 @@ def _import(entry: Entry, found: _Findings) -> None:
     registry = Registry(kind, [entry], [entry.target])
     spec, found.spec_ms = _timed(lambda: registry.spec(entry))
     heavy = [module for module in HEAVY if module in sys.modules]
-    if heavy and entry.dist != "local":  # a local target is a class, so its spec is the implementation's module
+    # The target of a local entry is a class, so its spec is in the module of the implementation.
+    if heavy and entry.dist != "local":
         found.faults.append(f"its spec imports {', '.join(heavy)}: keep the module of the spec, and its package, light")
     found.faults += spec_faults(spec, kind)
     reasons = [needs.missing() for needs in spec.needs]

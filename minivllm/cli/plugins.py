@@ -284,6 +284,6 @@ def explain(args: argparse.Namespace) -> int:
         found = explain_loaded(loaded, weights=weights, parser=None if seam not in (None, "parser") else parser)
         answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
     if found.error is not None and all(seam.chosen is not None for seam in found.of(args.seam)):
-        raise found.error  # it is about another seam than the user named
+        raise found.error  # the error belongs to another seam than the named one
     print(json.dumps(answer, indent=1) if args.json else answer)
     return found.error.exit_code if found.error is not None else 0

@@ -28,7 +28,7 @@ from minivllm.cli.replay import choices_of, configs_of, part_flags, part_of, pri
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
-REPEATS = 3  # runs of the real engine: the smallest number that gives a useful interval
+REPEATS = 3  # runs of the real engine; fewer give no useful interval
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:

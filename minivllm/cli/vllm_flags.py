@@ -11,8 +11,8 @@ from functools import cache
 
 from minivllm.errors import ConfigError, suggest
 
-# Lines of: a fact <- the flags that have no effect because of it, each with the value for which the fact holds.  A flag
-# without a value is a switch.
+# Lines "fact <- flags": because of the fact these flags have no effect. Each flag has the value for which the fact
+# holds; a flag without a value is a switch.
 _SETTLED = """\
 tool_choice=auto is always served <- enable-auto-tool-choice
 usage always has them <- enable-prompt-tokens-details
@@ -125,7 +125,7 @@ SERVER_ONLY = ("disable_log_requests", "disable_log_stats")  # as flags of a ser
 @cache
 def settled() -> dict[str, tuple[list[str], str]]:
     """Return (accepted values, reason) of each flag for behaviour that minivllm always has."""
-    from minivllm.config.other_names import NEUTRAL  # here, because it imports pydantic
+    from minivllm.config.other_names import NEUTRAL  # imported here, because the module imports pydantic
 
     flags = dict(_as_flag(name, *neutral) for name, neutral in NEUTRAL.items() if name not in SERVER_ONLY)
     for flag, reason in _rows(_SETTLED):

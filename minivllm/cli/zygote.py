@@ -86,7 +86,7 @@ def start(idle: float) -> int:
     if answer != "ready":
         process.wait()
         raise ResourceError(f"the zygote could not start: {answer or f'exit status {process.returncode}'}")
-    process.returncode = 0  # it goes on without this process
+    process.returncode = 0  # the process continues without this one
     return 0
 
 

@@ -20,7 +20,7 @@ LORA = "lora"  # the method that enable_lora adds
 # (seam, choices, names of facts) -> the chosen plug-ins
 Choose = Callable[[str, Sequence[PluginChoice], Sequence[str]], Sequence[Part]]
 TYPE = "peft_type"  # the trait that names the folders of a method
-RANKED = "ranked"  # the trait that says whether a method uses max_lora_rank
+RANKED = "ranked"  # trait of adapter methods that use max_lora_rank
 
 
 def _with_lora(config: EngineConfig) -> list[PluginChoice]:

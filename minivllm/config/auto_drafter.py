@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FOUND = "the checkpoint holds a head for next-token prediction"
 AUTO, MTP = PluginChoice(), PluginChoice(prefer=["minivllm/mtp"])
-# executors whose steps may have drafts; others, such as simulations, may compute them in another way
+# executors whose steps may have drafts; others, such as simulations, may compute them differently
 EXECUTORS = ("minivllm/local", "minivllm/process", "minivllm/multiprocess", "minivllm/ray")
 
 

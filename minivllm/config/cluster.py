@@ -6,7 +6,7 @@ from typing import Any
 
 from minivllm.config.base import refuse
 
-# option -> why a server on Ray does not have it
+# option -> reason why a server on Ray does not use it
 UNUSED = {
     "uds": "Ray Serve listens on a port",
     "ssl_certfile": "Ray Serve listens without TLS; put a proxy before it",

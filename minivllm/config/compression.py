@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from .values import EngineConfig
 
-COMPRESSION_OPTIONS = ("kv_budget", "compress_every", "pressure_budget")  # of the engine, without its compressor
+# options of the engine that belong to compression, without the compressor's own ones
+COMPRESSION_OPTIONS = ("kv_budget", "compress_every", "pressure_budget")
 
 
 PLAIN_FORMATS = ("bf16", "fp16", "fp32")  # KV formats whose keys are numbers of the layout, without scales
@@ -29,7 +30,7 @@ class CompressedModel(NamedTuple):
     """The facts that may exclude a compressor."""
 
     specs: Sequence[AttnSpec]  # layers with attention
-    config: Any  # config object of the model
+    config: Any  # the model's config object
     recurrent: bool  # the model has recurrent states
     drafts: int  # number of drafts
     own_models: bool  # a processor has a second model

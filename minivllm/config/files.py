@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LONGEST_CHAIN = 64  # number of files that extend one another
+LONGEST_CHAIN = 64  # largest number of files that extend one another
 _LONG_KEY = re.compile(
     rf"""(?:^|[\[{{,])[ \t]*(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.M
 )
@@ -50,7 +50,7 @@ class ConfigFile:
         return self.name
 
 
-Other = Callable[[str], Mapping[str, Any] | None]  # reads a file of another format; None if it cannot
+Other = Callable[[str], Mapping[str, Any] | None]  # reads a file of another format, or returns None
 
 
 def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list[ConfigFile]:
@@ -168,7 +168,7 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     except tomllib.TOMLDecodeError as exc:
         message, _, place = str(exc).rpartition(" (at ")
         numbers = "".join(c if c.isdigit() else " " for c in place).split()
-        if len(numbers) != 2:  # "at end of document"
+        if len(numbers) != 2:  # a message without a line and column, such as "at end of document"
             numbers = [str(text.count("\n") + 1), str(len(text) - text.rfind("\n"))]
         raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
     except RecursionError:

@@ -112,7 +112,7 @@ def _facts(part: Part, checkpoint: Checkpoint, wiring: Wiring) -> ImageFacts:
         facts: Any = encoder.facts()
     except MinivllmError as exc:
         raise ModelError(str(exc)) from exc
-    except Exception as exc:  # code of a package
+    except Exception as exc:  # the code of a package may raise anything
         raise ModelError(f"the image encoder cannot read the checkpoint: {describe_error(exc, encoder)}") from exc
     if not isinstance(facts, ImageFacts):
         raise ModelError(f"facts() of {part.name} gave a {type(facts).__name__}; expected ImageFacts")
@@ -137,7 +137,7 @@ def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, part
     if wiring.rope_switch is not None:
         return "images are not implemented with a rotary embedding that changes with the length"
     if parts["scheduler"].name == "minivllm/static":
-        # its first step may have more tokens than there are rotary rows for parts of images
+        # a step of a static batch may have more tokens than the rotary tables have rows for parts of images
         return "images are not implemented with scheduler=static"
     return ""
 

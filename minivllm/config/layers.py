@@ -32,7 +32,7 @@ class ConfigShape:
     version: int
     free: Sequence[str] = ()  # options that are tables with arbitrary keys
     not_in_files: Sequence[str] = ("allow_targets",)
-    alone: Sequence[str] = ()  # lists of ``several`` that may be written as one plug-in
+    alone: Sequence[str] = ()  # lists of ``several`` whose value may be a single plug-in
 
 
 @dataclass

@@ -125,7 +125,7 @@ def _names(table: str) -> dict[str, str]:
 
 OPTIONS |= _names(_MORE)
 
-# reason why the option needs nothing <- options of vLLM with the accepted values
+# Lines "reason <- options": the reason why these options of vLLM need no equivalent if they have the given values.
 _NEUTRAL = """\
 the code of a model's directory is never run <- trust_remote_code=False
 prefills are always cut to the token budget <- enable_chunked_prefill=True

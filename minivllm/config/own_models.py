@@ -133,7 +133,7 @@ class OwnModels:
         except (ConfigError, ModelError) as exc:
             raise type(exc)(f"{label}: {exc}") from exc
         switch = head.arch.switch(head.cfg)
-        if switch is not None:  # a head without a switch reads one table, whatever the served model does
+        if switch is not None:  # A head without ``switch`` uses one rotary table, regardless of the served model.
             self.limits.check_switch(f"{label}: {files.folder}", switch)
         self.layers += attention_layers(head.arch, head.cfg)
         self.notes.append(("target_head", f"{describe_folder(Path(files.folder))} reads {', '.join(head.points)}"))

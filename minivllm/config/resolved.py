@@ -27,9 +27,9 @@ class Resolved:
     wiring: Wiring
     hf_config: Any
     device: Device
-    attention: tuple[AttnSpec, ...]  # one entry for each layer with attention
-    states: tuple[Recurrent, ...]  # one entry for each layer with a recurrent state
-    groups: tuple[tuple[int, ...], ...]  # layers of each KV group; groups of full attention come first
+    attention: tuple[AttnSpec, ...]  # one entry per layer with attention
+    states: tuple[Recurrent, ...]  # one entry per layer with a recurrent state
+    groups: tuple[tuple[int, ...], ...]  # indices of the layers of each KV group; groups of full attention come first
     parts: Mapping[str, Part]
     strategies: tuple[Part, ...]
     hooks: tuple[Part, ...]

@@ -172,7 +172,7 @@ def _options(registry: Registry, entry: Entry, spec: Any, definitions: Schema) -
     model = registry.options_model(entry, spec)
     try:
         return _hoist(model.model_json_schema(), f"{registry.kind.name}.{entry.dist}.{entry.name}", definitions)
-    except Exception as exc:  # a field of a type that JSON Schema cannot describe
+    except Exception as exc:  # a type of a plug-in's field that JSON Schema cannot describe
         return {"type": "object", "$comment": f"{spec.options} has no JSON Schema: {type(exc).__name__}"}
 
 

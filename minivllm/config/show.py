@@ -137,7 +137,7 @@ def toml_value(value: Any) -> str | None:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, (int, float)):
-        return repr(value)  # also nan, inf and -inf
+        return repr(value)  # ``repr`` also gives valid TOML for nan, inf and -inf
     if isinstance(value, (list, tuple)):
         parts = [toml_value(inner) for inner in value]
         return None if None in parts else f"[{', '.join(filter(None, parts))}]"

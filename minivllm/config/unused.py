@@ -76,7 +76,7 @@ def online_counterpart(registry: Registry, choice: PluginChoice, method: str) ->
         return choice, ""
     try:
         online = registry.spec(registry.find(choice.name)).traits.get("online")
-    except PluginError:  # the selection reports it
+    except PluginError:  # the selection of the plug-in reports this error
         return choice, ""
     if online is None:
         return choice, ""

@@ -29,7 +29,7 @@ MOST_POOL = 256
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
-# devices of vLLM and of torch for which nothing is built in
+# names of devices in vLLM and torch for which this package has no plug-ins
 OTHER_DEVICES = ("neuron", "tpu", "xla", "xpu", "hpu", "npu", "mps", "rocm", "hip")
 OTHER_DEVICE_PARTS = (
     "a package must supply its parts (device, attention, executor). Start from "

@@ -31,8 +31,9 @@ RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 BATCH = 32 << 20  # bytes of pages that are copied to the device together
 READ = 16 << 20  # bytes of pages that are read from the device together
-LINGER = 1e-3  # longest seconds that a loaded page waits for others of its batch, if their loads are fast
-LOOK = 1.0  # seconds without work after which a store looks for pages of other processes
+# longest time in seconds that a loaded page waits for the other pages of its batch, if their loads are fast
+LINGER = 1e-3
+LOOK = 1.0  # idle time in seconds after which a store looks for pages of other processes
 CLOSING = 2.0  # seconds to wait for the threads at the end
 log = logging.getLogger("minivllm")
 
@@ -59,7 +60,7 @@ class PageMemory(Protocol):
     queue: int  # bytes of pages that were read and that a store has not copied yet, at most
     # seconds to copy a byte to the device, measured at the start; None if it was not measured
     copy_seconds: float | None
-    written_bytes: int  # bytes of all copies to the device that have ended, and their time
+    written_bytes: int  # bytes and seconds of all finished copies to the device
     written_seconds: float
 
     def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
@@ -99,9 +100,9 @@ class TierThread:
         self.looks = type(store).look is not KVStore.look
         self.news: dict[bytes, int] = {}
         self.faults = 0
-        # pages that were loaded and are not yet staged: KV group, ticket, page, seconds of its load
+        # loaded pages that are not yet staged: KV group, ticket, page, seconds of the load
         self.loaded: list[tuple[int, int, np.ndarray, float]] = []
-        self.lingers = 0.0  # since when the first of them waits, in seconds of time.monotonic
+        self.lingers = 0.0  # time.monotonic() at which the first of these pages began to wait
         self._loads: deque[Callable[[], None]] = deque()
         # other work in order, each with the pages that must be on the host before
         self._others: deque[tuple[Callable[[], None], PageBatch | None]] = deque()
@@ -275,7 +276,8 @@ class Mover:
     ) -> None:
         """Index the pages that the stores have.  Not ``threaded``: the caller runs ``TierThread.work``."""
         self.memory, self.identity = memory, identity
-        self._staged: dict[int, Any] = {}  # by ticket; pages as ``PageMemory.stage`` returned them
+        # ticket -> staged page, as ``PageMemory.stage`` returned it
+        self._staged: dict[int, Any] = {}
         self._moving: deque[tuple[int, int, float]] = (
             deque()
         )  # staged pages to report: ticket, bytes, seconds
@@ -325,7 +327,7 @@ class Mover:
             batch = self.memory.read(group, blocks.tolist())
         except (
             Exception
-        ) as e:  # such as no memory on the device: the pages are lost, and no step is
+        ) as e:  # an error such as a lack of device memory loses these pages, but no step
             for thread in dict.fromkeys(threads):
                 thread.fault("read", e)
             for ticket in tickets:

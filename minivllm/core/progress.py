@@ -14,9 +14,7 @@ from typing import TypeVar
 WEIGHTS, CAPTURES = "weights", "captures"  # stages; weights are counted in bytes
 INTERVAL = 0.1  # seconds between two reports that ``thinned`` passes on
 
-Listener = Callable[
-    [str, int, int], None
-]  # gets the stage, how much is done, and how much there is
+Listener = Callable[[str, int, int], None]  # callback (stage, amount that is done, total amount)
 T = TypeVar("T")
 _listeners: list[Listener] = []
 
@@ -47,7 +45,7 @@ def counted(stage: str, items: Sequence[T]) -> Iterator[T]:
 
 def thinned(listener: Listener) -> Listener:
     """Return a listener that passes on the first and the last report of a stage, and few of those between."""
-    passed: dict[str, float] = {}  # stage -> when its last report was passed on
+    passed: dict[str, float] = {}  # stage -> time of its last report
 
     def listen(stage: str, done: int, total: int) -> None:
         now = time.monotonic()

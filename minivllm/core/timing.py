@@ -119,9 +119,9 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self.forms = {NO_FORM: 0}  # form of the layers -> its number in ``form``
+        self.forms = {NO_FORM: 0}  # form of a step's layers -> its number in ``form``
         self.form = np.zeros(size, np.int32)
-        # times since the end of the last step; times between two steps count for the second one
+        # seconds of plug-ins since the end of the last step; the time between two steps belongs to the later step
         self.seams = SeamTimes()
         self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
         # the current step

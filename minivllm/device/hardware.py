@@ -45,20 +45,22 @@ ISAS = (  # oneDNN's names of instruction sets in ascending order
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
     "AVX512_CORE_FP16",
 )  # fmt: skip
-# dtype -> the first of ISAS with products in it, and the CPU flags of its vector and of its tile instructions
+# dtype -> (first element of ISAS with products of this dtype, CPU flag of its vector instructions, CPU flag of its tile
+# instructions)
 PRODUCTS = {
     "bfloat16": ("AVX512_CORE_BF16", "avx512_bf16", "amx_bf16"),
     "float16": ("AVX512_CORE_FP16", "avx512_fp16", "amx_fp16"),
 }
 PROBED = ("float32", "bfloat16")  # the dtypes between which dtype=auto chooses
 DTYPES = ("float32", "bfloat16", "float16")
-ROWS = (1, 32)  # a decode step of one sequence, a small prefill
+ROWS = (1, 32)  # numbers of rows of the trial: a decode step of one sequence, and a small prefill
 _REPEATS = (20, 5)  # about 2 ms each, which is longer than usual interruptions by other processes
-FASTER = 1.25  # bfloat16 is chosen only if it is this many times faster for both sizes, so that noise does not decide
+FASTER = 1.25  # bfloat16 must be faster by this factor for both sizes, so that noise does not decide
 DOUBT = (1.0, 2.5)  # a speedup between these limits is measured again, up to AGAIN times
 AGAIN = 3
 _DIM = 1024  # float32 weights of 4 MiB, more than the cache of a core
-_FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0  # usually 0.1 and 2; importing torch from a cold disk takes longer
+# time limits; the usual times are 0.1 and 2 seconds, but torch may be imported from a cold disk
+_FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _measure(name: str) -> tuple[float, ...]:
     """Return the shortest times in milliseconds of some products [rows, DIM] x [DIM, DIM] on one thread."""
     import torch
 
-    torch.set_num_threads(1)  # a forked child must not wait for threads that exist only in its parent
+    torch.set_num_threads(1)  # a forked child has no threads of its parent, and must not wait for them
     dtype = getattr(torch, name)
     weight = torch.ones(_DIM, _DIM, dtype=dtype)
     results = []
@@ -282,7 +284,7 @@ def _child(measure: Callable[[str], tuple[float, ...]], names: list[str], write:
         import faulthandler
         import resource
 
-        faulthandler.disable()  # its traceback of an expected crash would mislead the user
+        faulthandler.disable()  # the traceback of an expected crash would mislead the user
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)

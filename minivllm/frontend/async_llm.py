@@ -80,7 +80,7 @@ class AsyncLLM(FrontDoor):
         if params.structured_outputs is not None:
             try:
                 await asyncio.to_thread(tracked.prepare, self.engine)
-            except KeyboardInterrupt as e:  # raised by a grammar plug-in on its thread
+            except KeyboardInterrupt as e:  # raised by a grammar plug-in on the thread of the plug-in
                 raise refusal(e) from e
 
         abandoned = False
@@ -284,7 +284,7 @@ class AsyncLLM(FrontDoor):
                 value = question()
             except Exception as e:
                 error = e
-            except BaseException as e:  # in a future, it would cancel the future or stop the event loop
+            except BaseException as e:  # such an exception would cancel the future or stop the event loop
                 error = refusal(e)
             _call(loop, _settle, answer, value, error)
 

@@ -72,7 +72,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
     with times.of("tokenizer"):
         tokenizer, eos_ids = open_tokenizer(resolved)
     config = loaded.engine
-    # made before the model, so that errors come early
+    # created before the model is loaded, so that errors are reported early
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None
     grammars: Any = None
     executor, capacity, resolved = start_executor(resolved, eos_ids, live, times)
@@ -102,7 +102,8 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
         figures.watch(engine, lambda: vars(grammars).get("plugin"), hooks)
         listen(engine, resolved)
         resolved = replace(resolved, sampling=sampling_read(resolved.sampling, engine))
-        if config.grammar.name != "auto":  # load a grammar that the user named now, so that its errors come early
+        # the named grammar plug-in is loaded now, so that its errors are reported early
+        if config.grammar.name != "auto":
             grammars.warm()
         if hooks is not None:
             EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()

@@ -31,7 +31,7 @@ HINTS = {
     "lora_request": "vectors are the base model's; adapters serve generate and chat",
     "tokenization_kwargs": "use truncate_prompt_tokens, or tokenize the prompt yourself and pass token ids",
 }
-TOGETHER = 32  # vectors in one product
+TOGETHER = 32  # number of vectors in one product
 ALL = -1  # value of truncate_prompt_tokens for as many tokens as the context holds
 
 
@@ -121,7 +121,7 @@ def cosines(one: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
 
 def listed(prompts: Any) -> list[Any]:
     """Return the prompts of a call as a list.  RequestError for a value that is no list of prompts."""
-    if hasattr(prompts, "tolist"):  # a tensor or an array
+    if hasattr(prompts, "tolist"):  # a tensor or an array is converted to lists
         prompts = prompts.tolist()
     if is_one_prompt(prompts):
         return [prompts]

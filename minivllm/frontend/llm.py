@@ -102,7 +102,8 @@ class LLM(FrontDoor):
     ) -> None:
         """Build the engine."""
         super().__init__(model, config, record, options)
-        self._abandoned: deque[str] = deque()  # ids to abort, whose stream was deleted during a step
+        # ids of requests whose stream was deleted during a step; they are aborted after it
+        self._abandoned: deque[str] = deque()
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class LLM(FrontDoor):
         from .requests import Tracked
 
         check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps", "lora_request"))
-        if hasattr(prompts, "tolist"):  # a tensor or an array
+        if hasattr(prompts, "tolist"):  # a tensor or an array is converted to lists
             prompts = prompts.tolist()
         single = is_one_prompt(prompts)
         if not single and not isinstance(prompts, Iterable):
@@ -299,7 +300,7 @@ class LLM(FrontDoor):
             for i, t in enumerate(tracked, 1):
                 try:
                     t.prepare(self.engine)
-                    added.append(t)  # first, because an interrupt may come directly after add_to
+                    added.append(t)  # appended before ``add_to``, because an interrupt may follow it directly
                     with uninterrupted():
                         t.add_to(self.engine)
                         self._recorder.tally.watch(t)
@@ -400,7 +401,7 @@ class LLM(FrontDoor):
 
         from .prompts import read_prompt
 
-        self.engine.named_prefixes()  # raises before anything is computed
+        self.engine.named_prefixes()  # raises if the executor has no tiers with names, before tokens are computed
         params = SamplingParams(max_tokens=1, temperature=0.0, tenant=tenant, cache_salt=cache_salt)
         ids = read_prompt(prompt, self.tokenizer).ids
         output = self.generate({"prompt_token_ids": ids.tolist()}, params, use_tqdm=False)[0]
@@ -536,7 +537,7 @@ class OutputStream:
             self.close()
 
 
-# Signals besides Ctrl-C for which applications often have Python handlers.
+# signals, besides Ctrl-C, for which applications often have Python handlers
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
@@ -569,8 +570,8 @@ def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
             signal.signal(number, hold)
         yield arrived
     finally:
-        # The stack calls all of these, the last one first, even if one of them raises.  First all handlers are
-        # restored, SIGINT before the others; then the handlers of the stored signals run in their order.
+        # The exit stack calls all functions in reverse order, even if one raises: first all handlers are restored,
+        # SIGINT first, then the handlers of the stored signals run in the order of arrival.
         with contextlib.ExitStack() as stack:
             for args in reversed(arrived):
                 if callable(handlers[args[0]]):

@@ -30,7 +30,7 @@ class Inbox(Generic[T]):
     but its items can still be taken."""
 
     def __init__(self) -> None:
-        self._urgent: deque[T] = deque()  # taken before the others
+        self._urgent: deque[T] = deque()  # entries that are taken before all others
         self._items: deque[T] = deque()
         self._arrived = threading.Condition()
         self.closed = False

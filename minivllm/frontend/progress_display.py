@@ -12,9 +12,9 @@ from typing import Any
 
 from minivllm.core.progress import WEIGHTS, listening, thinned
 
-EVERY = 10.0  # seconds between two lines about one stage in a log
+EVERY = 10.0  # interval in seconds between two log lines about one stage
 SHORT = 1.0  # seconds of a stage that is not worth a line in a log
-COLUMNS = 80  # largest width of a bar
+COLUMNS = 80  # largest width of a bar in characters
 
 
 class Bars:

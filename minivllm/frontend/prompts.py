@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
-MOST_NEGATIVE = 32768  # largest number of characters, because a server encodes them between two turns
+# largest number of characters; limited, because a server encodes negative prompts between two steps
+MOST_NEGATIVE = 32768
 MOST_WORDS = 1024  # number of ``bad_words`` that are encoded here; the processor refuses longer lists
 
 

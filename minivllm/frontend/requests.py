@@ -69,7 +69,7 @@ class Tracked(RequestText):
         self.stream, self.done = stream, done
         self.ended = False  # the last piece was passed on
         self._energy: Any = None  # energy.account.EnergyAccount
-        # Some branches may not be outputs.  Nothing is then streamed before all branches have ended.
+        # Some branches may not be outputs, so no output is streamed before all branches have ended.
         self.late = params.width > params.n or params.beam_width is not None
         self.request = Request(
             request_id or uuid.uuid4().hex,

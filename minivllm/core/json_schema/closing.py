@@ -24,7 +24,7 @@ INNER = (
     "propertyNames",
     "not",
 )
-# limit of the parts and names that are visited; objects that share parts visit them repeatedly
+# limit of the visited parts and names; an object that shares parts visits them repeatedly
 MOST_STEPS = 20_000
 MOST_ADDED = 256 << 10  # limit of the characters of added names
 
@@ -80,7 +80,8 @@ class _Closing:
             for part in self.parts[id(node)]:
                 if isinstance(part, dict) and id(part) not in self.shared:
                     self.shared.add(id(part))
-                    # The parts of a shared part describe the same object.  Other nodes that use it must be closed too.
+                    # The parts of a shared part describe the same object, so the other nodes that use it must be closed
+                    # too.
                     joining += [part, *users[id(part)]]
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 
 MOST_BYTES = 256 << 10  # largest size of a schema, regex or grammar as text
 MOST_DEPTH = (
-    100  # largest nesting of a schema, and of groups in a regex; libraries recurse over both
+    # largest nesting of a schema and of the groups of a regex, because libraries recurse over both
+    100
 )
 
 

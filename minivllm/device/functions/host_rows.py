@@ -45,7 +45,7 @@ class HostDraw:
         self.state.join(slot, torch.from_numpy(slot), joined)
 
     def __call__(self, logits: np.ndarray, ids: Sequence[int]) -> int:
-        x = torch.from_numpy(logits.astype(np.float32))  # a copy: the functions may write to it
+        x = torch.from_numpy(logits.astype(np.float32))  # a copy, because the functions may change their argument
         for function, takes_prompt in self.functions:
             arguments = [list(ids[self.prompt :]), x]
             if takes_prompt:
@@ -83,7 +83,7 @@ def _takes_prompt(function: Callable[..., Any]) -> bool:
     """Return whether a function takes three arguments and not two.  RequestError if it takes neither number."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature
+    except (TypeError, ValueError):  # a builtin function without a signature
         return False
     for count in (3, 2):
         try:

@@ -27,7 +27,7 @@ def activate(x, ACT: tl.constexpr):
         y = x / (1.0 + tl.exp(-x))
     elif ACT == 1:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACT == 2:  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
+    elif ACT == 2:  # uses (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         y = tl.maximum(x, 0.0)
@@ -118,7 +118,8 @@ def _gate_rounded(
     on = at < INNER
     gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
-    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # rounded as ``_gate_mul`` stores it
+    # rounded to the dtype in which ``_gate_mul`` stores the value
+    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)
     step, inverse = step_of(tl.max(size_of(v), 0), TOP)
     tl.store(scale + row, step)
     tl.store(y + row * INNER + at, codes_of(v, step, inverse, TOP, WHOLE).to(y.dtype.element_ty), mask=on)

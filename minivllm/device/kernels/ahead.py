@@ -37,7 +37,7 @@ THREADS = 16  # largest number of kernels that are compiled at the same time
 aten = torch.ops.aten
 # operations that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
-# operations that write constants, whatever the content of their arguments
+# operations whose result is constant, regardless of their arguments' content
 _CONSTANT = (
     aten.zeros_like,
     aten.ones_like,
@@ -66,7 +66,7 @@ class ShapesOnly(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # storages whose content is as in a real run, by address; they are kept alive, so that no address is used again
+        # address -> storage whose content equals that of a real run; kept alive, so that no address is reused
         self._certain: dict[int, Any] = {}
 
     @classmethod
@@ -109,7 +109,7 @@ class ShapesOnly(TorchDispatchMode):
 
     def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         """Return the results of an operation that does not run."""
-        # arguments to which the operation would write, by the names that its results have for their memory
+        # arguments that the operation would overwrite, by the names by which its results alias them
         written = {}
         for at, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -166,7 +166,7 @@ class CompileAhead:
         self.device = device
         count = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
-        # the compilation of each variant, by the number of its function and the key of the variant
+        # (number of the function, key of the variant) -> compilation of the variant
         self.jobs: dict[tuple[int, Any], Future[None]] = {}
         self._found: dict[tuple[int, Any], Future[None]] = {}
 

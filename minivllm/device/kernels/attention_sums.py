@@ -93,8 +93,9 @@ def _sums(
     by_k = tl.load(k_scales + at, mask=inside, other=0.0) if SCALED else on
 
     before = length - count  # position of the row's first query
-    start = tl.maximum(tile * N - before, 0) // M * M  # the first tile with a query that sees a key
-    whole = tile * N + N - 1 - before  # each query from this token on sees each key
+    # the first tile with a query that may attend to a key of this tile
+    start = tl.maximum(tile * N - before, 0) // M * M
+    whole = tile * N + N - 1 - before  # from this token on each query attends to every key of the tile
     total = tl.zeros([N], tl.float32)
     for i in tl.range(0, (count - start + M - 1) // M * G, num_stages=STAGES):
         token, own = start + i // G * M, head * G + i % G
@@ -148,7 +149,7 @@ def add_sums(
     ``lse`` f32 [T, heads] is the natural logarithm of the denominators.  ``number`` is the place of the layer in its
     group.  ``tiles`` None means the measured choice."""
     spec = layer.spec
-    # the interpreter cannot multiply bfloat16
+    # the interpreter does not support products of bfloat16
     dim, exact = spec.dim_qk, q.element_size() == 4 or q.device.type == "cpu"
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()

@@ -252,7 +252,7 @@ def _one(
     tl.store(
         out + (row.to(tl.int64) * HV + head) * DV + ov, tl.zeros_like(o).to(out.dtype.element_ty), mask=on_v & spare
     )
-    # only one program of each channel stores its inputs
+    # Only one program of each channel stores the inputs of the channel.
     lead = (head % (HV // HK) == 0) & (part == 0)
     keeps_k, keeps_v, keeps_gate = on_k & mine & lead, on_v & mine, mine & (part == 0)
     _keep_input(ring, at, first, xq, cq, keeps_k, C, RING)
@@ -330,7 +330,7 @@ def _norm(
 ):  # fmt: skip
     wait(PDL)
     at = tl.arange(0, PV)
-    which = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)  # index of a head of a token
+    which = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)  # index of a (token, head) pair
     token = which // HV
     dtype = y.dtype.element_ty
     place = which[:, None] * DV + at[None, :]

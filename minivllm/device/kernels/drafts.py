@@ -125,7 +125,7 @@ def _commit(
         flags = tl.where(raw != token, _FAILED, flags)
         flags = tl.where(bad, _NAN, flags)
         at = tokens + slot * tokens_stride + position
-        guess = tl.load(at, mask=on, other=-1)  # the draft of the next row, read before the drawn token replaces it
+        guess = tl.load(at, mask=on, other=-1)  # the draft of the next row, read before the drawn token overwrites it
         accept = on & alive & (bad == 0) & (raw == token)
         tl.store(at, token.to(tl.int32), mask=accept)
         tl.store(out + row, token.to(tl.int32), mask=on)

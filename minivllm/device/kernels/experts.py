@@ -32,9 +32,10 @@ from .activation import NUMBER, activate
 from .launch import kernel, pdl, wait
 from .router import assign
 
-FEW = 4  # tokens up to which each pair reads the weights of its expert separately
-MOST_PAIRS = 128  # pairs up to which the blocks of a grouped product find their pairs themselves, without ``assign``
-OAI = 5  # number of the activation "swiglu_oai", which is a function of both gate and up
+FEW = 4  # largest number of tokens for which each pair reads the weights of its expert separately
+# largest number of pairs for which the blocks of a grouped product find their pairs without ``assign``
+MOST_PAIRS = 128
+OAI = 5  # number of the activation "swiglu_oai", a function of both gate and up
 # Most pairs of an expert; then BM, BN, BK for elements of 2 bytes, stages and warps of ``up`` and of ``down``.
 TILES = (
     (12, (16, 64, 128, 2, 4), (16, 64, 128, 3, 4)),

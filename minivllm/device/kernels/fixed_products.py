@@ -36,21 +36,21 @@ from .activation import NUMBER, activate
 from .launch import capability, kernel, pdl, wait
 
 MOST_LEAVES = 8
-UNIT = 64  # inputs; a leaf has a multiple of them, so every tile's step over the inputs ends with the leaf
+UNIT = 64  # number of inputs; a leaf has a multiple of it, so that each tile's loop over the inputs ends with the leaf
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 GROUP = 8  # row tiles that neighbouring programs share
 # Measured on an H200 (2026-11-29, ``docs/performance.md``).
-SPREAD_TILES = 32  # tiles of few rows up to which each leaf has a program
-NARROW, WIDE = 2048, 8192  # outputs up to which tiles have fewer outputs, and from which a gated tile has more
-COUNTERS = 1024  # of programs that have arrived, one for each tile of a product with a program for each leaf
+SPREAD_TILES = 32  # largest number of tiles with few rows for which each leaf has a program
+NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; from WIDE outputs on, a gated tile has more
+COUNTERS = 1024  # counters of arrived programs, one per tile of a product whose leaves have separate programs
 
 
 class Tile(NamedTuple):
     """The part of a product that one program computes."""
 
     rows: int  # BM
-    outputs: int  # BN, a multiple of 64
-    inputs: int  # BK, in one step of the loop
+    outputs: int  # BN, the outputs of a tile; a multiple of 64
+    inputs: int  # BK, the inputs of one step of the loop
     warps: int = 4
     spread: bool = False  # each leaf has a program
     stages: int = 0  # steps in flight; 0 means as many as fit, 6 at most

@@ -19,7 +19,7 @@ from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .split_sums import drained, together
 
-DOTS = 256  # rows up to which ``dots`` is used
+DOTS = 256  # largest number of rows for which ``dots`` is used
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
 PROGRAMS = (128, 256)  # least number of programs after splitting sums, for up to 16 rows and for more
 MOST_SPLIT = 8

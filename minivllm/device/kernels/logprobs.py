@@ -45,7 +45,8 @@ def _parts(
     out = part + (row * TILES + tile) * 3
     tl.store(out, best)
     tl.store(out + 1, tl.sum(e, 0))
-    tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))  # exact, because it is at most TILE
+    # exact in float32, because the count is at most TILE
+    tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))
     if k > 0:
         groups: tl.constexpr = TILE // GROUP
         highest = tl.max(tl.reshape(x, (groups, GROUP)), 1)

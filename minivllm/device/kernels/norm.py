@@ -38,7 +38,7 @@ def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, e
         w = tl.load(first + at, mask=on, other=0.0).to(tl.float32)
         value = (wide * inverse * w).to(x.dtype.element_ty)
     if ADD:
-        # rounded to the dtype of the stream before it is squared, because the next layer reads the rounded sum
+        # rounded to the dtype of the residual stream before it is squared, because the next layer reads the rounded sum
         value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
         tl.store(residual + row * DIM + at, value, mask=on)
     wide = value.to(tl.float32)
@@ -127,8 +127,8 @@ def _launch(
             TOP=TOP.get(y.dtype, 0.0),
             WHOLE=y.dtype == torch.int8,
             num_warps=4 if dim <= 2048 else 16,
-            # Multiplying and adding in one instruction would give other bits than the separate norm, which steps with
-            # taps use. With 16 bits the product is rounded before.
+            # A fused multiply-add would give other bits than the separate norm, which steps with taps use. With 16 bits
+            # the product is rounded first, so it cannot be fused.
             enable_fp_fusion=x.dtype != torch.float32,
             **pdl(x),
         )

@@ -129,7 +129,7 @@ def takes(stored: StoredWeight | None) -> int:
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
     if group & (group - 1) and (group <= 64 or stored.scale.numel() != rows):
-        return 0  # a tile of up to 128 inputs lies within one group, or has whole groups
+        return 0  # a tile of up to 128 inputs lies in one group, or consists of whole groups
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:
@@ -155,7 +155,7 @@ class PackedExperts(ExpertProducts):
     are [E, 2 I] and [E, H].
     """
 
-    few = 0  # blocks of one pair are as fast as matvecs
+    few = 0  # blocks of one pair are as fast as matrix-vector products
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class PackedExperts(ExpertProducts):
         self.fixed = False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
-        table = TILES[max(one.form for one in self.packed)]  # both products use the same blocks
+        table = TILES[max(one.form for one in self.packed)]  # both products use the same blocks of pairs
         up, down = next(both for most, *both in table if pairs / self.count <= most)
         return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
 

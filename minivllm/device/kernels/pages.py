@@ -19,7 +19,7 @@ from torch import Tensor
 from .launch import kernel
 
 CHUNK = 1024  # elements that a program moves
-PINNED_FROM = 4096  # bytes of a host array from which the host would wait for its copy unless it is pinned
+PINNED_FROM = 4096  # size in bytes from which the host waits for the copy of an array that is not pinned
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
 

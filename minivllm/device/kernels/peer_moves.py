@@ -81,7 +81,7 @@ def gather(
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
     tl.store(count + block, number)
-    if block == 0:  # report both numbers if there were several meetings
+    if block == 0:  # both numbers are reported if the program had several meetings
         tl.store(progress, number)
         tl.store(progress + 1, number)
 

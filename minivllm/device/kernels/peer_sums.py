@@ -77,7 +77,8 @@ def _add_and_norm(
     place = tl.arange(0, at.shape[0])
     if BIAS:
         b_even, b_odd = _numbers(tl.load(bias + place, mask=on, other=0), KIND)
-        even, odd = _numbers(_words(even, odd, KIND), KIND)  # rounded as a product is before its bias is added
+        # rounded in the same way as a product before its bias is added
+        even, odd = _numbers(_words(even, odd, KIND), KIND)
         even += b_even
         odd += b_odd
     if ADD:
@@ -255,6 +256,6 @@ def sum_by_flags(
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
-    if block == 0:  # report both numbers if there were several meetings
+    if block == 0:  # both numbers are reported if the program had several meetings
         tl.store(progress, number)
         tl.store(progress + 1, number)

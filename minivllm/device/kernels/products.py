@@ -25,8 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activation import NUMBER, activate
 from .launch import kernel, pdl, roomy, wait
 
-MOST_ROWS = 64  # rows up to which this product is faster than the library's and two kernels (measured on an H200)
-SMALL = 1 << 23  # elements of a weight up to which more rows are faster here, which are ...
+# largest number of rows for which this product is faster than the library's product with two kernels (measured on an
+# H200)
+MOST_ROWS = 64
+SMALL = 1 << 23  # largest number of elements of a weight for which this product is faster with more rows
 SLOTS = 132  # multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
 PLAIN, GATED, ADDED = 0, 1, 2
@@ -208,7 +210,8 @@ class Product:
         self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
         self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
-        self.rows = 1  # most rows for which this is faster than the library's product with a separate norm or gate
+        # largest number of rows for which the kernel is faster than the library's product with a separate norm or gate
+        self.rows = 1
         if roomy(weight.device) and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 

@@ -22,12 +22,12 @@ from .quant_formats import QuantizedWeight
 from .quant_gemv import gemv
 from .quant_large_m import int8_large, matmul
 
-FEW = 8  # rows up to which ``gemv`` can run
+FEW = 8  # largest number of rows of ``gemv``
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
-# rows up to which ``int8_large`` and ``matmul`` with TMA are used on Hopper, as far as measured on an H100
+# largest numbers of rows for which ``int8_large`` and ``matmul`` with TMA run on Hopper, as measured on an H100
 INT8_ROWS, TMA_ROWS = 256, 256
-# dtype of the weight -> (rows up to which ``gemv`` is used, rows up to which ``matmul`` is used), as measured on an
-# H200 by benchmarks/quant_kernels.py
+# dtype of the weight -> (largest rows of ``gemv``, largest rows of ``matmul``), measured on an H200 by
+# benchmarks/quant_kernels.py
 SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
 
 

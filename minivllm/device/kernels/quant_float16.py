@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNITS = tl.constexpr(512.0)  # the unit of sums besides the power of two of their row, 2 ** (24 - 15)
+UNITS = tl.constexpr(512.0)  # unit of the sums apart from the power of two of their row: 2 ** (24 - 15)
 
 
 @triton.jit

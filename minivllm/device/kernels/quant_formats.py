@@ -156,7 +156,7 @@ def word_numbers(raw, BITS: tl.constexpr, ASM: tl.constexpr):
         h2, h3 = number_of(raw >> 8, 0xF000, ASM), number_of(raw >> 16, 0xF000, ASM)
         return n0, n1, n2, n3, h0, h1, h2, h3
     else:
-        raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
+        raw = raw ^ -0x7F7F7F80  # gives 128 + q in each byte
         n0, n1 = number_of(raw << 15, 0x7F8000, ASM), number_of(raw << 7, 0x7F8000, ASM)
         return n0, n1, number_of(raw >> 1, 0x7F8000, ASM), number_of(raw >> 9, 0x7F8000, ASM)
 

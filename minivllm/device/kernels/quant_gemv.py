@@ -36,8 +36,8 @@ from .quant_epilogue import Around, EpilogueProduct
 from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_of, two_of
 from .quant_formats import Form, QuantizedWeight, spread, values_of, word_numbers
 
-SHORT = 4096  # inputs up to which a row is short, because a program has all of them in registers
-WIDE = 16384  # outputs from which on there are enough programs for large tiles
+SHORT = 4096  # largest number of inputs of a short row, which one program has completely in registers
+WIDE = 16384  # number of outputs from which on large tiles give enough programs
 
 
 # ---- without an epilogue ---------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def _fused_gemv(
             each = _products(now[0], now[1], now[2], v, F, E, ASM)
             if P.mode == 1:
                 other = _products(now[3], now[4], now[5], v, F, E, ASM)
-                # one reduction for both sums, so that the program waits for its warps once
+                # one reduction for both sums, so that the program waits only once for its warps
                 acc, gated = tl.reduce((each, other), 1, both_added)
             else:
                 acc = tl.sum(each, 1)

@@ -190,7 +190,7 @@ def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr,
     inverse = tl.div_rn(1.0, step)
     for k in tl.range(0, K, BK):
         v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) * inverse
-        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # round to the nearest multiple of 128
+        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # rounds to the nearest multiple of 128
         low = (v - high * 128.0 + 12582912.0) - 12582912.0
         low = tl.minimum(tl.maximum(low, -127.0), 127.0)
         tl.store(q + row * K + k + ok, high.to(tl.int8), mask=k + ok < K)

@@ -38,8 +38,8 @@ from .quant_float16 import UNITS, power_of
 from .quant_formats import Form, byte_planes, code_planes, halves_of
 from .quant_gemv import WIDE, both_added
 
-ROWS, ROWS_OF_32 = 8, 4  # most rows; with groups of 32 inputs each row takes two columns
-MOST_INPUTS = 16384  # of 4 bits; with more inputs a program's parts of sums would not fit in its registers
+ROWS, ROWS_OF_32 = 8, 4  # largest number of rows; with groups of 32 inputs each row takes two columns
+MOST_INPUTS = 16384  # largest number of inputs of 4 bits for which a program's partial sums fit in its registers
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _prefetch(codes, on, first, INPUTS: tl.constexpr, N, K: tl.constexpr, WIDTH:
 
     WIDTH is a power of two of at least INPUTS.  A line has 128 bytes.  Lines outside are replaced by the first.
     """
-    ol = tl.arange(0, WIDTH // 256 if WIDTH > 256 else 1) * 64  # index of the first element of each line
+    ol = tl.arange(0, WIDTH // 256 if WIDTH > 256 else 1) * 64  # index of the first element of each line of the tile
     ok = (ol + 64 <= INPUTS // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
     at = codes + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :]
     ptx: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;"
@@ -304,7 +304,7 @@ def _small_m4(
         each = _products(w, scales, planes, of_x, step, side, SIDES, F.zero, ASM)
         if GATE:
             gated = _products(u, up_scales, planes, of_x, step, side, SIDES, F.zero, ASM)
-            # one reduction for both sums, so that the program waits for its warps once
+            # one reduction for both sums, so that the program waits only once for its warps
             total, up = tl.reduce((each, gated), 0, both_added)
             total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
         else:
@@ -397,7 +397,7 @@ def small_m_rows(product: EpilogueProduct) -> int:
         return ROWS if form.k % 128 == 0 and hopper >= 9 else 0
     whole = form.k % max(form.group, 64) == 0 and form.k <= MOST_INPUTS and product.rounded is None
     most = ROWS_OF_32 if form.group == 32 else ROWS
-    return most if whole and hopper == 9 else 0  # other GPUs were not measured with 4 bits
+    return most if whole and hopper == 9 else 0  # 4 bits were measured on Hopper only
 
 
 def small_m(

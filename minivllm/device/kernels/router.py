@@ -48,7 +48,7 @@ def _route(
     chance = score
     if CHOICE:
         chance = score + tl.load(choice_bias + at, mask=on, other=0.0).to(tl.float32)
-    # an expert with a logit of -inf comes after all others, also where their scores are 0 too
+    # an expert with a logit of -inf comes after all others, even if their scores are 0 too
     chance = tl.where(on & (chance == chance) & (x != float("-inf")), chance, float("-inf"))
     found = tl.zeros((KP,), tl.int32)
     weight = tl.full((KP,), float("-inf"), tl.float32)

@@ -27,7 +27,7 @@ from .quant import Quantized
 from .quant_gemv import WIDE, gemv
 
 MULTIPROCESSORS = 132  # number of the GPU that was measured
-FEW_ROWS = 2  # rows up to which tensor cores are not used
+FEW_ROWS = 2  # largest number of rows without tensor cores
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 
 
@@ -101,7 +101,7 @@ def _product(
     tensors.  ``codes`` points to the weight.  TURNED means that sums are [BN, BM]. AHEAD is the number of inputs of the
     weight to prefetch, a multiple of 256 and at most K. FAST keeps the sums of float8 in the tensor cores.
     """
-    # the tiles of eight rows of tiles run one after another, because they share their inputs
+    # Tiles of eight rows of tiles run consecutively, because they share inputs.
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     at, wide = tl.program_id(0), 8 * tiles_n
     first = at // wide * 8
@@ -189,7 +189,8 @@ def product(
     """
     (m, k), n = x.shape, len(weight)
     tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
-    tile["FAST"] &= int(y.dtype == torch.bfloat16)  # other dtypes have more digits than the sums of the tensor cores
+    # other dtypes have more significant bits than the sums of the tensor cores
+    tile["FAST"] &= int(y.dtype == torch.bfloat16)
     if tile["AHEAD"] > k or capability(x.device) < 9:
         tile["AHEAD"] = 0
     tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
@@ -242,7 +243,7 @@ class ScaledProduct:
         self.weight, self.scale = weight, scale
         n, k = weight.shape
         self.wide = Quantized(weight, scale)  # the product for x of 16 bits or more
-        self.even = k % 16 == 0  # the copy engine supports no other rows
+        self.even = k % 16 == 0  # the copy engine requires rows of a multiple of 16 elements
         self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -252,7 +253,7 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype)
             return self.wide((q.float() * scale).to(x.dtype), out)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
-        if 0 < m <= FEW_ROWS:  # these wait for memory, and the kernel with unrounded rows reads it faster
+        if 0 < m <= FEW_ROWS:  # few rows are limited by memory, and the kernel with unrounded rows reads it faster
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
             gemv(self.wide, q, y, scale)
         elif m:

@@ -34,7 +34,7 @@ def _conv(
     token, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
     on = c < C
     dtype = out.dtype.element_ty
-    # the last row that begins at or before this token; rows without tokens are skipped
+    # the last row that begins at or before the token; rows without tokens are skipped
     low, high = 0, count
     for _ in range(steps):
         middle = (low + high) // 2

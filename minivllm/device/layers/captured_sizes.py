@@ -9,7 +9,7 @@ A few of these sizes are captured before the engine is ready, and the others whi
 
 from __future__ import annotations
 
-MOST_TOKENS = 8192  # most tokens of a captured mixed step; it bounds the memory of captures
+MOST_TOKENS = 8192  # largest number of tokens of a captured mixed step, which bounds the memory of captures
 # tokens and rows of the mixed steps that are captured without having been seen
 FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
 # Longer steps have fewer captures.  A padded row costs little in them, so they have at least LONG_ROWS rows, and with

@@ -126,7 +126,7 @@ class ProcessGroup:
         self._note(self.calls, number)
         try:
             return call(*args)
-        except torch.OutOfMemoryError:  # this rank failed before it sent anything, so no rank is lost
+        except torch.OutOfMemoryError:  # this rank failed before it sent data, so no rank is lost
             raise
         except RuntimeError as e:
             first = str(e).splitlines()[0]
@@ -163,7 +163,7 @@ class ProcessGroup:
         if self.peers is None:
             parts = self._call("gather", self._gathered, x.contiguous())
             return None if parts is None else torch.cat(parts, dim=1)[:, :width].contiguous()
-        if self.peers.alone:  # a trial before a capture: the other ranks join only when the capture is replayed
+        if self.peers.alone:  # a trial before a capture, in which the other ranks do not take part
             return self.peers.gather(x, width)
         return self._call("gather", self.peers.gather, x, width)
 

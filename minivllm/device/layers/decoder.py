@@ -66,7 +66,7 @@ class Decoder:
         self.positions = None
         if spec.positions:
             self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
-        # rounded to the model's dtype, as a multiplication by a tensor of that dtype would use it
+        # rounded to the model's dtype, like a factor that is a tensor of this dtype
         self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
         entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
         self.norm = parts.norm("norm", spec.hidden, spec.norm)
@@ -183,7 +183,7 @@ class DecoderBlock:
 
     def _points(self) -> dict[str, int]:
         """Return the width of each tap point of this layer, and of the next layer's input, by the point's name."""
-        # q, k and v cannot be tapped if their heads are split over processes
+        # q, k and v have no taps if their heads are split over processes
         widths = {} if self.shared or self.recurrent else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:

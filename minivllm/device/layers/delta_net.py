@@ -69,8 +69,9 @@ class DeltaNet(Module):
         self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
-        self.both: NormedLinear | None = None  # ``project`` and ``gates`` as one product
-        # a CPU without Triton's interpreter: the weight as the native library reads it, f32 [width, channels]
+        self.both: NormedLinear | None = None  # ``project`` and ``gates`` joined to one product
+        # whether the native library runs, on a CPU without Triton's interpreter; it reads the weight f32 [width,
+        # channels]
         self.native = device == "cpu" and not fuse and library.load() is not None
         self.native_conv: Tensor | None = None
         if fuse:
@@ -226,7 +227,7 @@ class _FoldedTokens:
         starts = step.cu_q[:-1].long()
         self.n = step.cu_q[1:].long() - starts
         self.fold = step.behind.clamp(min=0).long()
-        self.begin = step.start.long() - self.fold  # position of a row's first token here
+        self.begin = step.start.long() - self.fold  # position of a row's first token in this tensor
         size = self.n + self.fold
         self.first = size.cumsum(0) - size  # its index here
         self.size = size

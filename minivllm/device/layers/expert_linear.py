@@ -42,7 +42,7 @@ class DenseExperts(Dense):
             return F.linear(x, self.each[e])
         if e not in self._fixed:
             self._fixed[e] = FixedRows(self.each[e], self._rows)
-            self._rows = self._fixed[e].rows  # the experts have one shape, so the number of rows is the same for all
+            self._rows = self._fixed[e].rows  # the experts have equal shapes, so the number of rows is the same for all
         return self._fixed[e](x)
 
 
@@ -53,7 +53,8 @@ class ExpertLinear(Linear):
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if param == "bias" and self.info.split == "row" and self.info.shard.rank > 0:
-            tensor = torch.zeros_like(tensor)  # so that the sum over processes has it once
+            # zeros on the other processes, so that the sum over processes contains the tensor once
+            tensor = torch.zeros_like(tensor)
         super().load(part, param, tensor)
 
     def expert(self, x: Tensor, e: int) -> Tensor:

@@ -42,7 +42,7 @@ def route(
     for chosen experts."""
     scores = logits.float()
     if router.score == SIGMOID:
-        # not ``torch.sigmoid``, because its rounding depends on the position of an element
+        # ``torch.sigmoid`` rounds an element depending on its position
         scores = scores.neg().exp_().add_(1.0).reciprocal_()
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
@@ -56,7 +56,7 @@ def route(
         weights = torch.softmax(weights, dim=-1)
     if router.normalize:
         total = weights[:, 0]
-        for s in range(1, chosen):  # the bits of ``torch.sum`` would depend on the other rows
+        for s in range(1, chosen):  # a loop, because the bits of ``torch.sum`` depend on the other rows
             total = total + weights[:, s]
         weights = weights / (total + floor_of(router))[:, None]
     if router.scale != 1.0:
@@ -117,7 +117,7 @@ class Mixture(NormFusing):
         self._serves = kernels_serve(parts, hidden, self.down.info.in_features)
         self.invariant = parts.invariant
         self._kernel: Any = None
-        self.taps: LayerTaps | None = None  # taps of the present call, where the caller does not pass them
+        self.taps: LayerTaps | None = None  # taps of the current call, for callers that do not pass them
         self._shared(name, hidden, parts)
 
     def _shared(self, name: str, hidden: int, parts: ModuleParts) -> None:
@@ -260,7 +260,7 @@ class Mixture(NormFusing):
         return ExpertsNorm(self, norm, whole)
 
     def kernel(self) -> Any:
-        if self._kernel is None:  # made once the weights are loaded
+        if self._kernel is None:  # created after the weights are loaded
             self._kernel = self._make()
         return self._kernel
 

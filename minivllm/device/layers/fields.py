@@ -25,7 +25,7 @@ ACTIVATION = {
 }
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 FULL, SLIDING = "full_attention", "sliding_attention"
-# rope_type -> (numbers that rope_parameters must have, numbers that they may have)
+# rope_type -> (required numbers of rope_parameters, optional numbers)
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ORIGINAL = "original_max_position_embeddings"
@@ -38,7 +38,7 @@ ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
     "proportional": ((), ("factor",)),
 }
-# fields of the multimodal rotary embedding; text has the same position in all sections, so they change nothing
+# fields of the multimodal rotary embedding; they have no effect on text, whose position is equal in all sections
 MROPE = ("mrope_section", "mrope_interleaved")
 HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL, *MROPE}
 LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
@@ -213,7 +213,8 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
     if ORIGINAL in ROPES[kind][0]:
         params[ORIGINAL] = _trained_length(cfg, params, nested)
     if nested:
-        params.pop("truncate", None)  # transformers reads it from the outer table only, so a nested value has no effect
+        # transformers reads this value from the outer table only, so a nested value has no effect
+        params.pop("truncate", None)
     needs, takes = ROPES[kind]
     for name in ("rope_theta", *needs, *takes):
         if name in needs or name == "rope_theta" or params.get(name) is not None:
@@ -265,7 +266,7 @@ def _numbers(
     found = {name: params[name] for name in (*needs, *takes) if params.get(name) is not None}
     switch = None
     if kind == "proportional":
-        found["turning"] = int(share * dim // 2)  # pairs that are rotated; the others keep their values
+        found["turning"] = int(share * dim // 2)  # number of pairs that are rotated; the other pairs stay unchanged
     if kind == "dynamic":
         switch = found["trained"] = cfg.max_position_embeddings
     if kind == "longrope":

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-ALIGNED = 16  # numbers of a row, so that the rows of 16-bit outputs begin at multiples of 32 bytes
+ALIGNED = 16  # row length is rounded up to this number of elements, so that 16-bit rows begin at multiples of 32 bytes
 
 
 class Rounded(NamedTuple):
@@ -80,11 +80,11 @@ class _Pair:
     Without such a kernel for the weight, or if the layer sums over processes, the layers run separately."""
 
     mode = 0
-    activation = "silu"  # the activation of the gate, if ``mode`` has one
+    activation = "silu"  # activation of the gate, for modes with a gate
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and not linear.reduce
-        self.bias = linear.bias  # the kernel adds it to the product; None means no bias
+        self.bias = linear.bias  # bias that the kernel adds to the product; None means no bias
         self.follower: _Pair | None = None
         self._kernel: Any = None
 
@@ -305,7 +305,7 @@ class Joined:
     def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
         """Do the same as a call, for y = linear(x) [T, dim] that has been computed."""
         if self.kernel is not None:
-            # both norms exist if there is a kernel
+            # a kernel exists only if both norms exist
             at = self.before.weight, self.before.eps, self.after.weight, self.after.eps  # type: ignore[union-attr]
             y, residual = self.kernel(y, residual, *at)
             return Normed(y), residual

@@ -52,9 +52,9 @@ class Dense(WeightScheme):
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
         self.info, self.fuse, self.invariant = info, fuse, invariant
-        self.row: Any = None  # the kernel for a product of one row
-        self.fixed: Any = None  # the product whose bits do not depend on the number of rows, if ``invariant``
-        self.native: StoredProduct | None = None  # the native product of a CPU, if it is faster than torch's product
+        self.row: Any = None  # the kernel for a product with one row
+        self.fixed: Any = None  # with ``invariant``, the product whose bits do not depend on the number of rows
+        self.native: StoredProduct | None = None  # the native product of a CPU if it is faster than torch's, else None
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -186,7 +186,7 @@ class Linear(Module):
 
     def finish(self) -> None:
         self.scheme.finish()
-        self.tensors = dict(self.scheme.tensors)  # a scheme may repack; this frees tensors that it dropped
+        self.tensors = dict(self.scheme.tensors)  # a scheme may repack its tensors, so the old ones are freed here
         if self.bias is not None:
             self.tensors["bias"] = self.bias
 

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from .module import Module
 
 
-SCALES = ("k_scale", "v_scale")  # cache tensors of the scales of int8 keys and values, see plugins/kvformat/scaled.py
+# names of the cache tensors with scales of int8 keys and values (plugins/kvformat/scaled.py)
+SCALES = ("k_scale", "v_scale")
 
 
 class NotLowered(Exception):
@@ -209,7 +210,7 @@ class Lowering:
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self.narrowed:  # storing the weight keeps its address from being reused
+        if key not in self.narrowed:  # the weight is stored too, so that its address is not reused
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_LIMIT = 4 << 20  # most bytes of a weight that gets a second copy
-PACK_ROWS = 32  # rows for which oneDNN chooses the order
-PACKED_FROM = 4  # fewest rows for which the packed copy is faster
+PACK_LIMIT = 4 << 20  # largest size in bytes of a weight that gets a second, packed copy
+PACK_ROWS = 32  # number of rows for which oneDNN chooses the packed order
+PACKED_FROM = 4  # smallest number of rows for which the packed copy is faster
 
 
 def pack(weight: Tensor) -> Tensor | None:

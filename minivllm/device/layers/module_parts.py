@@ -71,12 +71,12 @@ class ModuleParts:
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.arch: Any = None  # the plug-in of the architecture, which describes or builds the model
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
-        # whether these kernels run depends on the number of rows, and with it the bits of a result
+        # Whether these kernels run depends on the number of rows, so the bits of a result depend on it too.
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
         # these run for any number of rows, and have the bits of separate kernels
         self.fixed_gates = self.fuse_gate and batch_invariant and "pairs" not in unfused and self.device != "cpu"
-        self.described = False  # the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
+        self.described = False  # whether the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
         self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
         self.modules: dict[str, Module] = {}
@@ -84,9 +84,9 @@ class ModuleParts:
         self.states: list[StateLayer] = []  # layers with a recurrent state
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
-        self.free_rows = 0  # rows of the rotary tables behind the rows of positions; parts of images use them
+        self.free_rows = 0  # number of rows of the rotary tables after the rows of positions, for parts of images
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
-        # number of an attention layer -> its cos and sin tables; layers that rotate no keys are left out
+        # number of an attention layer -> its cos and sin tables, for layers that rotate keys
         self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:

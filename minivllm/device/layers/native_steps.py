@@ -207,7 +207,7 @@ class NativeSteps:
         self.program.states(rows)
 
         def advance() -> None:
-            held.clear()  # the program has read them
+            held.clear()  # the program has read the held tensors
             step.advance()
 
         return advance
@@ -261,7 +261,7 @@ class NativeHead:
         for plugin in (parts.backend, parts.backend.ctx.kv_format):
             if not replaceable(plugin):
                 raise NotLowered(f"{type(plugin).__name__} of the drafter's head runs itself")
-        # a draft is no accepted token: lengths and ends of the sequences stay as they are
+        # a draft is not yet accepted, so lengths and ends of the sequences stay unchanged
         self.known, self.stopped = torch.zeros_like(state.known), torch.zeros_like(state.stopped)
         own = {"known": self.known, "stopped": self.stopped, "end": torch.full_like(state.end, 1 << 40), "ahead": 1}
         columns = {**steps.columns, **own, "rope_first": None if one_rope else state.rope_first}

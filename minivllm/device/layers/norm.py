@@ -145,6 +145,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # torch has no fused CPU kernel for this; these operations take a third less time than its seven.
+    # torch has no fused CPU kernel for this norm. These operations take a third less time than its seven operations.
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)

@@ -117,7 +117,7 @@ class PeerMemory:
     def __init__(self, rank: int, peers: Tensor, keep: Any = None) -> None:
         self.rank, self.size, self.peers, self.keep = rank, len(peers), peers, keep
         self.layout = RegionLayout(self.size)
-        self.alone = False  # the other ranks do not take part, as in the trial of a draw before its capture
+        self.alone = False  # True while the other ranks do not take part, as in the trial of a draw
         device = peers.device
         self.words_met, self.flags_met, self.moves_met, self.tokens_met = (
             torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
@@ -203,7 +203,7 @@ class PeerMemory:
             num_warps=4 if n <= 1024 else 8,
             **pdl(x),
         )
-        # x stands in for absent tensors; the kernels do not read them
+        # ``x`` replaces absent tensors, which the kernels do not read
         given = (x, residual, None if norm is None else norm.weight, bias, y)
         tensors = [(x if one is None else one).view(torch.int32) for one in given]
         rest = (tensors[0].stride(0), self.rank, 0.0 if norm is None else norm.eps)

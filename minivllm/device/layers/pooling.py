@@ -73,7 +73,7 @@ def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tenso
     if len(single):
         lines, read = state.to(np.stack([single, rows[begin[single]]]))
         sums[lines] = hidden[read].double()
-    # one sum for each other line, because a copy of all hidden states as float64 may not fit into the memory
+    # one sum per line, because a copy of all hidden states as float64 may not fit into memory
     for line in np.flatnonzero(counts > 1).tolist():
         adjacent = hidden.narrow(0, int(rows[begin[line]]), int(counts[line]))
         sums[line] = adjacent.sum(0, dtype=torch.float64)

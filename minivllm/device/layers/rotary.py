@@ -33,7 +33,7 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
     numbers, dim = dict(rope.numbers), rope.dim
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = rope.theta
-    if rope.kind == "dynamic" and longest:  # NTK-aware scaling: the base grows with the length of the sequence
+    if rope.kind == "dynamic" and longest:  # NTK-aware scaling increases the base with the length of the sequence
         stretch = numbers["factor"] * max(longest, numbers["trained"]) / numbers["trained"] - (numbers["factor"] - 1)
         theta = theta * stretch ** (dim / (dim - 2))
     inv = 1.0 / (theta**exponent)
@@ -129,7 +129,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``cos`` and ``sin`` come from ``gather_rotary``.  The arithmetic is float32, the result has the dtype of x."""
     dim = cos.shape[-1]
     head = (x if x.shape[-1] == dim else x[..., :dim]).float()
-    # not addcmul: whether it rounds its product depends on the position of an element in a thread's share
+    # ``addcmul`` may round its product, depending on the element's position in a thread's share
     y = (head * cos).add_(head.roll(dim // 2, -1).mul_(sin)).to(x.dtype)
     return y if x.shape[-1] == dim else torch.cat((y, x[..., dim:]), dim=-1)
 
@@ -144,7 +144,7 @@ def prepare_qk(
     """
     same = (pre.q_norm is None) == (pre.k_norm is None)
     both = joined(q, k) if same and q.device.type == "cpu" and q.dtype == torch.float32 else None
-    if both is not None:  # q and k are adjacent in one projection, so one pass serves both
+    if both is not None:  # q and k are adjacent in one projection, so they are rotated in one pass
         if pre.q_norm is not None and pre.k_norm is not None and pre.both is None:
             pre.both = torch.cat((pre.q_norm.expand(q.shape[1], -1), pre.k_norm.expand(k.shape[1], -1)))
         both = prepare(both, pre.both, position, pre, work)

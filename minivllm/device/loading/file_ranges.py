@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# dtypes that a file stores as memory has them, in the spelling of the format
+# dtypes whose bytes in a file equal those in memory -> their names in the format
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-MOST_PARTS = 1024  # parts of memory in one call; Linux allows as many
+MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Linux
 
 
 class FileRange(NamedTuple):

@@ -20,7 +20,7 @@ CODE = (".py", ".cpp", ".h", ".cu", ".so")
 OWN = ("device", "plugins")  # folders of minivllm whose code affects keys and values
 READERS = 8  # files that are read at a time
 PIECE = 8 << 20
-UNREADABLE = os.urandom(16).hex()  # stands for the hash of code that has no source
+UNREADABLE = os.urandom(16).hex()  # random replacement for the hash of code without source
 
 
 def model_files(folder: str) -> Mapping[str, str]:

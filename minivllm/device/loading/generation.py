@@ -17,12 +17,12 @@ from minivllm.device.loading.gguf_file import is_gguf
 from minivllm.errors import ConfigError, ModelError, RequestError, shown
 
 NAME = "generation_config.json"
-NONE = ("none", "vllm")  # vLLM's word, for its own defaults
-APPLIED = {  # field of the file -> sampling parameter
+NONE = ("none", "vllm")  # values that mean vLLM's own defaults; "vllm" is the word of vLLM
+APPLIED = {  # field of generation_config.json -> sampling parameter
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-ELSEWHERE = {  # fields that are read elsewhere, or change nothing here
+ELSEWHERE = {  # fields that are read by other code, or have no effect
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
 }  # fmt: skip
 

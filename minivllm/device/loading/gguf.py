@@ -33,7 +33,7 @@ FOUR_NORMS = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-# architecture -> its name in config.json, its class, and the names of a layer's tensors besides linear modules
+# GGUF architecture -> (its name in config.json, its class, tensor names of a layer besides linear modules)
 KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "llama": ("llama", "LlamaForCausalLM", NORMS),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", NORMS),
@@ -43,12 +43,13 @@ KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 }
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"
-WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27B, which scale q by the width of their heads
+# number of layers of the 27B models, whose scale of q follows from the width of the heads
+WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 # fields of the rotary embedding of Llama 3.1 and later, which a file stores only as the resulting factors
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# values of Gemma 2 for files without them
+# values of Gemma 2, used for files without these fields
 SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-# fields of rotary embeddings that must have these values if they are present, because others change the result
+# fields of rotary embeddings -> accepted values; other values would change the result
 FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
     "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0), "rope.scaling.yarn_beta_fast": (32.0,),

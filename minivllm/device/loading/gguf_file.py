@@ -27,13 +27,13 @@ MAGIC = b"GGUF"
 # limits, several times the values of the largest published files
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 18
-# strings in all arrays of a file; a vocabulary of 262,144 tokens has some 800,000 with its merges
+# largest number of strings in all arrays of a file; a vocabulary of 262,144 tokens has about 800,000 with its merges
 MOST_STRINGS = 1 << 22
 MOST_TEXT = 1 << 28  # bytes of all strings of a file
 MOST_DIMS = 4
 LISTED = 1 << 12  # numbers of an array that becomes a list; longer arrays stay in the mapped file
 ALIGNMENT = 32  # alignment of tensors if the file has no general.alignment
-# tokens that end an answer by their spelling, as llama.cpp finds them, since many files name only one id
+# tokens that end an answer because of their spelling, as in llama.cpp, since many files name only one end id
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
     "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
@@ -44,7 +44,7 @@ SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
-NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the tensor's shape -> dtype of numpy
+NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the shape of the tensor -> dtype of numpy
 
 
 class GgufTensor(NamedTuple):
@@ -139,7 +139,7 @@ class _Header:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 8
-        self.strings, self.text = 0, 0  # number of strings read so far, and their bytes
+        self.strings, self.text = 0, 0  # number and total bytes of the strings read so far
 
     def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return the values and the tensors of the file.
@@ -239,7 +239,7 @@ class _Header:
         self, table: list[tuple[str, tuple[int, ...], int, int]], start: int, sizes: Mapping[int, tuple[str, int, int]]
     ) -> dict[str, GgufTensor]:
         found: dict[str, GgufTensor] = {}
-        end = 0  # end of the tensor before; tensors share no bytes, so all of them together are at most the file
+        end = 0  # end of the previous tensor; tensors do not overlap, so together they are at most as large as the file
         for name, shape, number, offset in sorted(table, key=lambda entry: entry[3]):
             if name in found:
                 raise Broken(f"tensor {shown(name)} is there twice")

@@ -21,12 +21,14 @@ from .overrides import lay_over
 from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
-IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft", "pocket-mtp": "mtp"}  # word -> directory in minivllm/pocket
+# name of a packaged model -> its directory in minivllm/pocket
+IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft", "pocket-mtp": "mtp"}
 # name of a class in a checkpoint's own code -> transformers' name of the class
 RENAMED = {"MPTForCausalLM": "MptForCausalLM"}
 # model types that have another name for max_position_embeddings
 CONTEXT_KEYS = {"mpt": ("max_seq_len",), "bloom": ("seq_length",)}
-BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # file of AutoGPTQ or AutoAWQ -> its method
+# file that AutoGPTQ or AutoAWQ writes -> its quantization method
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -92,8 +94,9 @@ class Checkpoint:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         known = self.model_type in CONFIG_MAPPING
-        kind = CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig  # ``get`` does not import the class
-        try:  # on a copy, because some classes write to it
+        # ``get`` does not import the configuration's class
+        kind = CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig
+        try:  # some classes change their argument, so they receive a copy
             return kind.from_dict(copy.deepcopy(dict(self.raw))).get_text_config()
         except Exception as exc:  # transformers checks fields with errors of many types
             raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc

@@ -105,7 +105,7 @@ def other_folders(name: str) -> list[str]:
     return patterns
 
 
-# Other folders have the same weights in other formats.
+# other folders, which have the same weights in other formats
 NEVER_READ = (*other_folders(POOLING), "consolidated*.safetensors")
 MODEL = HubFiles((*CONFIGURATION, WEIGHTS), whole_model)
 PICKLED_MODEL = HubFiles((*CONFIGURATION, *PICKLED), whole_pickled)

@@ -16,7 +16,7 @@ from minivllm.errors import ModelError, shown
 from . import Fields
 from .text_model import NESTED, nested_parts
 
-MOST_LAYERS = 2_000  # published models have up to about 130; a model of thousands takes seconds to build
+MOST_LAYERS = 2_000  # published models have up to about 130 layers; a model with thousands takes seconds to build
 INT32 = (1 << 31) - 1  # positions and token ids are held in 32 bits
 TINY, HUGE = 2.0**-126, 2.0**127  # float32 stores numbers between these limits without loss
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float", "double", "half", "float8_e4m3fn", "float8_e5m2")
@@ -72,7 +72,7 @@ class Dtype:
         return f"one of {', '.join(DTYPES)}, or null"
 
 
-# The numbers that the engine and its architectures read.
+# fields that the engine and its architectures read -> their accepted values
 LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "vocab_size": Whole(1, 1 << 24),
     "hidden_size": Whole(1, 1 << 18),
@@ -126,8 +126,9 @@ LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "partial_rotary_factor": Real(TINY, 1.0),
     "bos_token_id": Ids(),
     "eos_token_id": Ids(),
-    "pad_token_id": Ids(-1),  # some checkpoints write -1 for a missing id; nothing reads it
-    "num_labels": Whole(0, 1 << 16, null=True),  # transformers makes a name for each label, though nothing reads it
+    "pad_token_id": Ids(-1),  # some checkpoints store -1 for a missing id, which is not used
+    # transformers creates a name for each label, though labels are not used
+    "num_labels": Whole(0, 1 << 16, null=True),
     "dtype": Dtype(),
     "torch_dtype": Dtype(),
 }
@@ -209,7 +210,7 @@ def check_numbers(where: str, raw: Fields) -> None:
         skipped = unread(part)
         for key, value in part.items():
             if key == "sliding_window" and value == 0 and part.get("model_type") == "qwen2_moe":
-                continue  # how transformers writes that there is none, for this one
+                continue  # for this model type transformers writes 0 for no window
             if key == "intermediate_size" and value is None and part.get("model_type") == "gpt_neo":
                 continue  # four times hidden_size
             if key in LIMITS and key not in skipped:

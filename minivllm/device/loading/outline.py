@@ -44,8 +44,8 @@ class Component:
 
     count: int = 0
     held: int = 0  # bytes
-    plain: int = 0  # that they would take unquantized
-    # forms of the weights, or dtypes of unquantized weights, with their numbers
+    plain: int = 0  # bytes of the module without quantization
+    # forms of the weights, or dtypes of unquantized weights -> number of modules
     forms: Counter[str] = field(default_factory=Counter)
     quantized: bool = False
     served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the names for each form, if there are several
@@ -95,7 +95,7 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
         kind = "norms" if "norm" in LAYER.sub("", name) else LAYER.sub("", name)
         held = sum(t.nbytes for t in module.tensors.values())
         if not held and not isinstance(module, TiedLMHead):
-            continue  # it has no weight
+            continue  # the module has no weight
         one = found.setdefault(kind, Component())
         one.count += 1
         one.held += held

@@ -26,7 +26,7 @@ BY_ENGINE = {  # keys of any config.json, and the reader of each
     "compression_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
     "eos_token_id": "read by the engine",
 }  # fmt: skip
-UNREAD = {  # keys that nothing reads, and why
+UNREAD = {  # unused keys -> reason
     "transformers_version": "a note", "name_or_path": "a note", "_name_or_path": "a note",
     "bos_token_id": "the tokenizer has its own", "pad_token_id": "there is no padding",
     "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",

@@ -22,7 +22,7 @@ def _kinds(*kinds: Any) -> Kinds:
     return tuple(k for kind in kinds for k in (kind if isinstance(kind, tuple) else (kind,)))
 
 
-SIZES: Mapping[str, tuple[Any, Kinds]] = {  # field -> its default, the kinds of its values
+SIZES: Mapping[str, tuple[Any, Kinds]] = {  # field -> (default, kinds of its values)
     "hidden_size": (4096, _kinds(WHOLE)),
     "num_hidden_layers": (32, _kinds(WHOLE)),
     "num_attention_heads": (32, _kinds(WHOLE)),

@@ -42,7 +42,7 @@ KEYS = (
     ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
     ("num_key_value_heads", "head_dim"), ("head_dim",), ("num_attention_heads",), ("num_key_value_heads",),
 )  # fmt: skip
-LEAST_BYTES = 1 / 8  # the least bytes of a quantized weight: no format takes less than a bit
+LEAST_BYTES = 1 / 8  # least bytes per quantized weight, because every format takes at least a bit
 
 
 class _Plain:
@@ -90,7 +90,7 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
         arch.build(cfg, made)
     except ModelError:
         raise
-    except Exception:  # meta tensors have no values; the real build reports other errors
+    except Exception:  # tensors on the meta device have no values; the real build reports other errors
         return None
     return made
 
@@ -119,7 +119,7 @@ def check(
     _check_experts(folder, cfg, rules, headers)
     if plan is not None:
         _check_shapes(folder, cfg, targets, headers)
-        devices = 1 if parts.device == "cpu" else parts.shard.size  # processes of one machine share its memory
+        devices = 1 if parts.device == "cpu" else parts.shard.size  # the processes of a machine share its memory
         _check_memory(folder, plan, plan.bytes(quantized) // devices, free)
     if plan is None:
         return Found()
@@ -174,12 +174,12 @@ def sources_of(
 
 
 def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers: Mapping[str, Header]) -> None:
-    # a checkpoint that is quantized already packs its matrices as it likes
+    # a quantized checkpoint may pack its matrices in any layout
     packed = bool(getattr(cfg, "quantization_config", None))
     for name, target in targets.items():
         if packed and not isinstance(target.module, (Embedding, LayerNorm, RMSNorm)):
             continue
-        header = headers.get(name)  # one that is missing may be another's, and is the loader's to name
+        header = headers.get(name)  # a missing tensor may belong to another module, so the loader reports it
         if header is not None and target.shape is not None and header.shape != target.shape:
             raise ModelError(_contradiction(folder, cfg, name, target.shape, header.shape))
 
@@ -206,7 +206,7 @@ def _fields_of(cfg: Any, size: int) -> list[str]:
 def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """Raise ModelError if config.json has another number of layers than the checkpoint."""
     configured = getattr(cfg, "num_hidden_layers", None)
-    # if layers differ, each has rules of its own
+    # if layers differ, each layer has separate rules
     sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
     patterns = [re.compile(rule_pattern(s).pattern + r"\..+") for s in sorted(sources) if "{i}" in s]
     spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]
@@ -232,7 +232,7 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
 def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
     """Raise ModelError if config.json has another number of experts than the checkpoint has tensors for."""
     sources = {re.sub(r"\.\d+\.", ".{i}.", rule.source) for rule in rules if "{e}" in rule.source}
-    if not sources:  # reading a missing attribute of a config turns it into transformers' object
+    if not sources:  # reading a missing attribute would convert a configuration to transformers' object
         return
     key = expert_key(cfg)
     configured = getattr(cfg, key, None)

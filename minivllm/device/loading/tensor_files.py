@@ -26,7 +26,7 @@ class Header:
     path: Path
     shape: tuple[int, ...]
     name: str
-    dtype: str  # in the spelling of the format: "F16", "I32"
+    dtype: str  # name in the format, such as "F16" or "I32"
 
 
 def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from minivllm.errors import MinivllmError, ModelError, shown, suggest
 
 from .text_model import MARK
 
-# scales of a quantized cache, as vLLM, compressed-tensors, ModelOpt and Quark write them
+# names of the scales of a quantized KV cache in checkpoints of vLLM, compressed-tensors, ModelOpt and Quark
 KV_SCALE = re.compile(
     r".*\.(self_attn|self_attention|attn|attention)\.((attn|attention|impl)\.)?"
     r"(([qkv]|kv|prob|prob_output|softmax)_(scale|zero_point|zp)"
@@ -44,7 +44,7 @@ OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # a prefix of names
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-OF_TEXT = "the text model of "  # begins the note about tensors of other models, which an image encoder may read
+OF_TEXT = "the text model of "  # start of the note about tensors of other models, which an image encoder may read
 PREDICTED, CACHE_SCALES = "next-token prediction", "scales of keys and values"
 MOST_HEADER = 256 << 20  # bytes
 

@@ -16,10 +16,11 @@ from minivllm.errors import ModelError, shown
 from . import Fields
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-# flat files of Qwen2-VL have the text model's fields next to one of these keys
+# old files of Qwen2-VL have the text model's fields beside one of these keys
 ENCODERS = ("vision_config", "audio_config")
-MROPE = ("mrope_section", "mrope_interleaved", "interleaved")  # equal positions on all axes: ordinary rotary embedding
-MARK = "text_of"  # attribute of a configuration with the checkpoint that its model is a part of
+# fields with equal positions on all axes, which is an ordinary rotary embedding
+MROPE = ("mrope_section", "mrope_interleaved", "interleaved")
+MARK = "text_of"  # attribute of a text model's configuration that holds the configuration of its whole checkpoint
 PREFIX_LM = (
     "reads the tokens of a prompt with attention to later ones (a prefix language model), which is not implemented"
 )
@@ -94,7 +95,7 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
         text = whole.get_text_config()
         if text is whole:
             return None
-        if isinstance(text, Mapping):  # a class without parts keeps the table as it is
+        if isinstance(text, Mapping):  # a class without parts keeps the whole table
             raise ModelError(
                 f"model_type={shown(kind)} has no text model inside it, and the file has "
                 f"{nested_parts(raw)[0][0][:-1]}: expected the model_type of the whole checkpoint, or the keys at the "

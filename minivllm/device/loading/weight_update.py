@@ -36,9 +36,9 @@ from .tensor_names import BUFFERS, no_place
 from .weights import PLAIN, LoadedRules, Target, dummy_tensors, needless, roots_of, whole_name
 from .weights import own_names as names_of_heads
 
-TESTED_ROWS = (1, 16)  # rows of the products that compare a quantized layer with its new weights
+TESTED_ROWS = (1, 16)  # rows of the products by which a quantized layer is compared with its new weights
 WHERE = "update_weights"
-ALIGNED = 16  # bytes; the address of each copy in spare memory is a multiple of it
+ALIGNED = 16  # alignment in bytes of each copy in spare memory
 
 
 class SpareMemory:
@@ -112,7 +112,8 @@ class WeightUpdate:
         self.parts, self.loaded, self.finite, self.once = parts, parts.loaded, finite, once
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
-        self._finite: list[tuple[str, torch.dtype, Tensor]] = []  # tensors, each with a bool for its numbers
+        # (name in the checkpoint, dtype, whether all numbers are finite) of each checked tensor
+        self._finite: list[tuple[str, torch.dtype, Tensor]] = []
         # names in the checkpoint and of targets: tensors whose numbers are checked once the device has them
         self._unread: dict[str, str] = {}
         self.given = self._placed(tensors)

@@ -37,7 +37,7 @@ DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
 WORDS = (".qweight", ".weight_packed")  # ends of the names of packed weights
-ROWS_AT_ONCE = 4096  # rows that are compared at once of two matrices
+ROWS_AT_ONCE = 4096  # number of rows of two matrices that are compared in one operation
 log = logging.getLogger("minivllm")
 
 
@@ -46,17 +46,17 @@ class Target:
     """Where a checkpoint tensor goes."""
 
     module: Module
-    # the parts in the tensor, one after another; with ``experts``, the parts of each expert, as "{e}.up"
+    # the parts in the tensor, in order; with ``experts``, the parts of each expert, such as "{e}.up"
     parts: tuple[str, ...]
     param: str
-    # full shape, before tensor-parallel slicing; None means that the weight scheme checks it
+    # full shape before tensor-parallel slicing; None means that the weight scheme checks the shape
     shape: tuple[int, ...] | None
     rows: tuple[int, ...] = ()  # rows of each part, if there are several
     pairs: tuple[int, int] | None = None  # see ``Rule``
     transposed: bool = False  # whether the checkpoint has [in, out]; ``shape`` is that of the checkpoint
     interleaved: bool = False  # likewise
-    experts: int = 0  # number of experts on the first axis; 0 for a tensor without experts, or of one expert
-    whole: bool = False  # whether each part receives the whole tensor, because only its scheme can find the rows
+    experts: int = 0  # number of experts on the first axis, 0 for a tensor without experts or of one expert
+    whole: bool = False  # whether each part receives the whole tensor, because only its scheme can find the part's rows
     groups: int = 1  # see ``Rule``
 
     def fill(self, tensor: Tensor) -> None:
@@ -196,7 +196,8 @@ def tie(
     notes: list[str] = []
     for head, own in heads.items():
         untied = _untied(arch, cfg)
-        if head.scheme is not None and set(head.scheme.params()) != {"weight"}:  # it is packed, so it is its own
+        # a packed head does not share the embedding's weight
+        if head.scheme is not None and set(head.scheme.params()) != {"weight"}:
             head.untie()
             rules = untied
             continue
@@ -472,6 +473,6 @@ def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> I
         elif tensor.dim() == 1:
             tensor.fill_(1 - getattr(target.module, "offset", 0.0))
         else:
-            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU generator takes 32 bits of a seed
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # seeds of a CPU generator have 32 bits
             tensor.normal_(0, DUMMY_STD, generator=generator)
         yield name, tensor

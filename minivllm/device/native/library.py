@@ -19,11 +19,11 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError, brief, shown
 
-ABI = 7  # result of ``minivllm_abi`` in program.cpp; increment both when a call or a struct changes
+ABI = 7  # value of ``minivllm_abi`` in program.cpp; increment both if a call or a struct changes
 ISAS = ("none", "avx2", "avx512")  # in ascending order; ``minivllm_isa`` returns an index of this tuple
 SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
 FOLDER = Path(__file__).parent
-LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # hatch_build.py writes one of them
+LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # file names; hatch_build.py writes one of the two files
 NOT_BUILT = "the package was not built with it: reinstall with a C++ compiler"
 
 
@@ -77,7 +77,8 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
         return NativePart(None, why_not=_why_not_built(folder))
     try:
         library = ctypes.CDLL(str(path))
-        abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())  # both are int32_t (void)
+        # both functions have the signature int32_t (void)
+        abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())
     except (OSError, AttributeError) as exc:  # the file is no library, or lacks a function
         return NativePart(None, why_not=f"{brief(str(exc), 240)}: reinstall")
     if abi != ABI:

@@ -36,7 +36,7 @@ def each(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-# types of the arguments of functions of program.cpp that return nothing
+# function of program.cpp without a result -> types of its arguments
 _TAKES: Mapping[str, list[Any]] = {
     "register": [_ADDRESS, _ADDRESS, _INT, _INT],
     "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],

@@ -23,7 +23,7 @@ class Team:
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
         self.process = os.getpid()
-        self.busy = threading.Lock()  # only one engine of the process uses the threads at a time
+        self.busy = threading.Lock()  # locked while an engine uses the threads, because only one may do so at a time
         self._library = program.declared()
         self.address = self._library.minivllm_team(self.threads)
         if not self.address:
@@ -40,7 +40,7 @@ class Team:
             getattr(self._library, f"minivllm_{function}")(self.address, ISAS.index(program.isa()), *arguments)
 
 
-_teams: dict[int, Team] = {}  # by process id, because a forked process needs threads of its own
+_teams: dict[int, Team] = {}  # process id -> team, because a forked process has no threads of its parent
 _MAKING = threading.Lock()
 
 

@@ -80,7 +80,7 @@ class Adapters:
 
     def __init__(self, wiring: Wiring, cfg: Any, model: Model, parts: ModelParts, device: torch.device) -> None:
         limits, slots = wiring.adapters, wiring.max_num_seqs + 1
-        # the device with its number, because other threads may have another current device
+        # the device with its number, because the current device may differ in other threads
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         layers = {name: module for name, module in parts.modules.items() if type(module) is Linear}
         points = {name: width for name, width in tap_points(model).items() if not read_only(name)}
@@ -108,7 +108,7 @@ class Adapters:
         self.pointed = False  # an adapter on the device changes tap points
         self.tables = torch.full((len(self.all), limits.max_loras + 1), -1, dtype=torch.int32, device=device)
         self.loaded: dict[int, LoadedAdapter] = {}
-        # on a GPU: copies to the device that may not have ended, with an event behind each
+        # copies to a GPU that may not have finished, each with the event that follows it
         self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
         self._pinned = PinnedSlabs(self._allocate)
         self._reader = AdapterReader(wiring, cfg, parts)
@@ -117,7 +117,7 @@ class Adapters:
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        if self.device.type == "cuda":  # the allocation of pinned memory takes longer than a read
+        if self.device.type == "cuda":  # its allocation takes longer than a read
             threading.Thread(target=self._reserve, name="minivllm-adapters", daemon=True).start()
 
     def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:
@@ -162,7 +162,7 @@ class Adapters:
     def _reserve(self) -> None:
         """Allocate host memory for the first loads, on a thread."""
         for memory in self.memories:
-            with suppress(RuntimeError, MemoryError, OSError):  # the loads will fail, each with its error
+            with suppress(RuntimeError, MemoryError, OSError):  # the loads fail later, each with its error
                 memory.reserve()
 
     def _start(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-PAIRS = 1 << 22  # query-key pairs of all heads whose probabilities are computed at once
+PAIRS = 1 << 22  # largest number of (head, query, key) probabilities that are computed at a time
 
 
 class RowSums(NamedTuple):
@@ -66,7 +66,8 @@ class AttentionSums:
         self, layers: Sequence[Sequence[AttnLayer]], fmt: KVFormat, state: DeviceState, dtype: torch.dtype, kernel: bool
     ) -> None:
         self.layers, self.format, self.state, self.dtype, self.kernel = layers, fmt, state, dtype, kernel
-        self.number = {layer.index: i for group in layers for i, layer in enumerate(group)}  # place in its group
+        # layer index -> index in its KV group
+        self.number = {layer.index: i for group in layers for i, layer in enumerate(group)}
         self._of_slot: dict[int, dict[int, RowSums]] = {}
         self._rows: list[tuple[int, int, int, int]] = []  # (slot, first token, tokens, stored tokens) of the step
         self._tables: dict[int, SummedRows] = {}  # by KV group

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
 
-CPU_CACHE_SHARE = 0.25  # share of the free memory; the system allocates a page when it is first written
+CPU_CACHE_SHARE = 0.25  # share of the free memory; the operating system allocates a page at its first write
 CPU_CACHE_LIMIT = 8 << 30
 # Largest share of the memory after weights and slots' states for checkpoints of states, and largest number of
 # checkpoints per slot.
@@ -63,7 +63,7 @@ class Worker:
     model: Any
     backend: AttentionBackend
     processors: list[tuple[str, Processor]]
-    groups: list[list[int]]  # indices of the layers in each group; a group shares its block tables
+    groups: list[list[int]]  # indices of the layers of each KV group, which share block tables
     vocab_size: int
     hidden_size: int
     weight_bytes: int
@@ -78,7 +78,7 @@ class Worker:
     states: StateMemory | None = None  # states of recurrent layers; None without any
     # key: "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
-    # hidden states that a drafter reads, None without one
+    # hidden states that a drafter reads, or None
     target_states: TargetStates | None = None
     adapters: Adapters | None = None  # None if no adapters are served
     encoder: LoadedEncoder | None = None  # None if no images are read, for the reason ``no_images``

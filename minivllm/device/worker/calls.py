@@ -104,7 +104,7 @@ class SampleCalls(ABC):
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
-        its.own_logits = None  # ``its`` may be ``rows``, which the other processors get too
+        its.own_logits = None  # ``its`` may be the object ``rows``, which the other processors receive too
         if index is not None:
             logits[index] = part
 

@@ -40,7 +40,7 @@ class GraphRecorder:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.launch_ms = 0.0  # time that the host needed to launch the kernels of the last capture separately
-        # graphs whose capture failed; they are kept because torch still counts them as users of their memory pools
+        # graphs whose capture failed; kept, because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -55,7 +55,8 @@ class GraphRecorder:
             try:
                 return self._record(run)
             except torch.OutOfMemoryError:
-                # a graph cannot use memory that torch caches outside its pool, so return this to the device
+                # a graph can only use memory of its pool, so memory that torch caches elsewhere is returned to the
+                # device
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
                 return self._record(run)

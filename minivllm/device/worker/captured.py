@@ -55,8 +55,8 @@ class Buffers:
     """The tensors that all captures of B rows use."""
 
     slots: Tensor  # i64 [B] slots of the rows that draw; other rows have the spare slot
-    hidden: Tensor  # [B, H] result of FORWARD
-    out: Tensor  # i32 [3, B] result of SAMPLE: tokens, counts, flags
+    hidden: Tensor  # [B, H] hidden states that FORWARD returns
+    out: Tensor  # i32 [3, B] tokens, counts and flags that SAMPLE returns
     host_slots: np.ndarray  # host copy of ``slots``
 
 

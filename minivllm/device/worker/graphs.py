@@ -129,7 +129,7 @@ class Captured:
     result: Any = None
     # i64 row table of a mixed step (see ``step.pack_rows``)
     rows: torch.Tensor | None = None
-    # tensors that the graph uses but did not allocate: it stores only their addresses, so they must not be freed
+    # tensors that the graph uses without having allocated them; it stores only their addresses, so they must stay alive
     keep: Any = None
 
 
@@ -147,7 +147,7 @@ class Graphs:
     # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
     # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
-    gradual = True  # captures of sizes that first requests do not need may be made while the engine serves
+    gradual = True  # whether captures of sizes that first requests do not need may be made while the engine serves
     draws_apart = True  # ``_launch_once`` also draws a token
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
@@ -157,12 +157,12 @@ class Graphs:
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
-    # for each shape without a capture of its own, the time that its steps lost so far; 1.0 is the time of a capture
+    # shape without its own capture -> time that its steps have lost so far, in units of a capture's time
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    # results of ``_larger``: the smallest capture in which mixed steps of a shape can run
+    # shape of a mixed step -> smallest capture in which it can run (cached results of ``_larger``)
     serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    # bits of the sampler's variants that captured draws of 16-bit logits (False) and of float32 logits (True) had
+    # bits of the sampler variants of captured draws, for 16-bit logits (False) and float32 logits (True)
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
     # shapes whose capture failed; their steps run as separate launches
@@ -195,9 +195,9 @@ class Graphs:
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
         if len(plan.observe) or len(plan.sums):
-            return None  # they use the host's numbers of tokens, which a replay does not have
+            return None  # these steps use the host's numbers of tokens, which a replay does not update
         if len(plan.pooled) and not reads_last_tokens(plan):
-            return None  # a capture returns the hidden state of one token for each row only
+            return None  # a capture returns the hidden state of only one token per row
         if len(plan.draft) and self.runner.state.recurrent is not None:
             return None  # a recurrent state reads a row and its drafts as one row
         longest = int((plan.computed + plan.q_len).max())
@@ -213,7 +213,7 @@ class Graphs:
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = kind("decode", size, size, span)
         elif not self.mixed or tokens > MOST_TOKENS or read or given:
-            return None  # a capture stores tap values and given experts of one token for each row only
+            return None  # a capture stores tap values and given experts of only one token per row
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             padded = max(token_size(tokens), size)
@@ -244,7 +244,8 @@ class Graphs:
         saved = self.costs.saved_ms(tokens, pairs_of(plan))
         own = self.costs.padding_ms(tokens, key.tokens)
         if key in self.forwards:
-            return key if own <= saved else None  # the device is busy with a long step while the host launches it
+            # the device is busy with a long step while the host launches the kernels
+            return key if own <= saved else None
         larger, lost = self._larger(key), saved - own
         if larger is not None and self.costs.padding_ms(tokens, larger.tokens) > saved:
             larger = None
@@ -516,7 +517,7 @@ class Graphs:
         """
         r = self.runner
         if r.state.recurrent is not None:
-            return  # a step changes the states of its rows
+            return  # a trial step would change the states of its rows
         slots, q_len, first = np.array([[self.spare], [tokens], [0]], np.int32)
         plan = StepPlan(0, slots, q_len, computed=first, samples=first)
         read = r.read(plan)
@@ -525,7 +526,7 @@ class Graphs:
             hidden = step.forward(r.model, r.backend, read, GraphKey(), last, r.selects_tokens(read))
             if self.draws_apart:
                 self._draw_apart(plan, hidden)
-        except BaseException as e:  # a plug-in raised; requests will report its error
+        except BaseException as e:  # an error of a plug-in, which its requests will report
             self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _draw_apart(self, plan: StepPlan, hidden: torch.Tensor) -> None:
@@ -544,7 +545,7 @@ class Graphs:
         Its replay computes all products, and no attention, because its table has no rows."""
         worker = self.runner.worker
         token_ms = replay_ms(self.forwards[key].graph) / key.tokens
-        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # relative to the time of a token
+        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # in units of the time of a token
         narrow = any(x.element_size() == 1 for cache in worker.caches for layer in cache for x in layer.values())
         return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, NARROW if narrow else 1.0)
 
@@ -559,7 +560,7 @@ class Graphs:
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except BaseException as e:  # a plug-in raised; requests will report its error
+        except BaseException as e:  # an error of a plug-in, which its requests will report
             self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:

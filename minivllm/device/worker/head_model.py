@@ -41,7 +41,7 @@ class HeadModel(OwnModel):
     def __init__(self, *args: Any, states: TargetStates) -> None:
         super().__init__(*args)
         self.states = states
-        self.native: NativeHead | None = None  # the native program of a CPU
+        self.native: NativeHead | None = None  # the native program of a CPU, or None
         self.last: torch.Tensor | None = None  # [N, W] states of the head at the newest draft of each row
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
@@ -49,7 +49,7 @@ class HeadModel(OwnModel):
             return self.passes.logits(j)
         if not j:
             return self.logits_behind(ask.slots, ask.known, ask.k - 1)
-        # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
+        # all rows draw as many drafts as the row with the most drafts; additional drafts of the other rows are dropped
         pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, self.wiring.max_model_len - 2)
         return self._run(ask.slots, np.ones(len(pairs), np.int32), pairs, copied=True)
 
@@ -94,7 +94,7 @@ class HeadModel(OwnModel):
         return 1 + k
 
     def covers(self, slots: np.ndarray, k: int) -> bool:
-        # a row whose last step had more drafts may lack more pairs
+        # a row whose last step had more drafts may lack more (token, state) pairs
         return super().covers(slots, k) and bool((self.drafted[slots] <= k).all())
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:

@@ -23,7 +23,7 @@ class HostTokens:
 
     def __init__(self, slots: int, max_len: int, ended: Callable[[int, np.ndarray, int], None]) -> None:
         self.ended = ended
-        # a page of this memory is taken when it is first written
+        # the operating system allocates a page of this memory at its first write
         self.tokens = np.empty((slots, max_len + 1), np.int32)
         self.length, self.prompt = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.owner = np.zeros(slots, np.int64)
@@ -39,7 +39,7 @@ class HostTokens:
             self._join(delta.join, plan.id)
         for source, to, _ in delta.fork.tolist():
             self.tokens[to] = self.tokens[source]
-            # a source that leaves in this step was emptied before, but its tokens are still stored
+            # a source that leaves its slot in this step is already cleared, but its tokens are still stored
             self.length[to] = self.length[source] or before[source]
             for column in (self.prompt, self.owner):
                 column[to] = column[source]

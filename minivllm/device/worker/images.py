@@ -81,10 +81,11 @@ class ImageState:
         self.tables, self.scratch = tables, scratch
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
-        self.failed: dict[int, str] = {}  # number of an image -> why it has no features
+        self.failed: dict[int, str] = {}  # number of an image -> reason why its features are missing
         self.spans: list[tuple[Span, ...]] = [()] * slots
-        self.upto = np.zeros(slots, np.int64)  # end of the last image, 0 = none
-        self.offset = np.zeros(slots, np.int64)  # difference between positions and tokens behind the images
+        self.upto = np.zeros(slots, np.int64)  # end position of the last image of each slot, 0 means no image
+        # difference between position and token index after the images of each slot
+        self.offset = np.zeros(slots, np.int64)
         self.axes: Tensor | None = None
         if facts.sections:
             self.axes = axis_of_frequency(facts).to(state.device)
@@ -211,7 +212,7 @@ class ImageState:
             end = min(computed + n, int(self.upto[slot]))
             shift, behind = 0, computed
             for span in self.spans[slot]:
-                # the text before this image, behind the image before
+                # the text between the previous image and this one
                 positions = np.arange(behind, min(span.position, end))
                 behind = max(behind, span.end)
                 text.append(start + positions - computed)

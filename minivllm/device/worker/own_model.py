@@ -32,7 +32,7 @@ class OwnModel(DraftModel):
     A model with recurrent states has two for each slot.  The first one covers exactly ``read[s]`` tokens.  The newest
     token and the drafts are computed with a copy, so rejected drafts leave no trace; ``extra`` is 0 then."""
 
-    ahead = 0  # 1 if a token is the input of the position before its own, as in a head
+    ahead = 0  # 1 if a token is the input of the preceding position, as in a head, else 0
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OwnModel(DraftModel):
         self.wiring, self.state, self.chain, self.read_plan, self.second = wiring, state, chain, read_plan, second
         size = wiring.max_num_seqs + 1
         self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        # number of drafts of the row that the call in the step before this one computed, 0 without a call
+        # drafts of each row that the call in the previous step computed, 0 without a call
         self.drafted = np.zeros(size, np.int64)
         # the passes of a call that is being captured (``captured_proposals.CapturedPasses``), else None
         self.passes: Any = None
@@ -65,7 +65,7 @@ class OwnModel(DraftModel):
         lone = _lone(plan) if len(plan.draft) else plan.slots
         self.extra[lone] = self.drafted[lone] = 0
         table = delta.table[delta.table[:, 0] == 0]
-        # a block that replaced another one (a duplicate in the prefix cache) may not hold the KV of this model
+        # a block that replaced an equal block of the prefix cache may lack the KV of this model
         if len(table):
             slots, index = table[:, 1], table[:, 2].astype(np.int64)
             start = index * self.wiring.block
@@ -73,13 +73,14 @@ class OwnModel(DraftModel):
             np.minimum.at(self.read, slots, start)
             self.extra[self.read < before] = self.drafted[self.read < before] = 0
             if self.second.states is not None:
-                self.read[self.read < before] = 0  # a state cannot go back
+                self.read[self.read < before] = 0  # a recurrent state cannot be moved back to an earlier token
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if self.passes is not None:
             return self.passes.logits(j)
         if j:
-            # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
+            # all rows draw as many drafts as the row with the most drafts; additional drafts of the other rows are
+            # dropped
             last = self.wiring.max_model_len - 1
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
@@ -106,7 +107,7 @@ class OwnModel(DraftModel):
         """Return how many of the ``known`` tokens the KV cache of this model holds, fewer than ``known``."""
         read = self.read[slots]
         accepted = np.clip(known - 1 - read, 0, self.extra[slots])
-        # a row whose last draw was not accepted has the same ``known`` as before; its last token is computed again
+        # a row whose last draw was rejected has the same ``known`` as before, and its last token is computed again
         return np.minimum(read + accepted, known - 1)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
-STAGING = 1 << 30  # most bytes of device memory for loaded pages that wait for their blocks
-STAGING_SHARE = 1 / 128  # and the most as a share of the device's memory; as much is for blocks that leave it
+STAGING = 1 << 30  # largest size in bytes of loaded pages in device memory that wait for their blocks
+STAGING_SHARE = 1 / 128  # the same limit as a share of device memory; pages that leave the device have as much again
 TRIAL = 8 << 20  # bytes that are copied to compare the methods
 
 
@@ -158,7 +158,7 @@ class DevicePages:
         states: StateMemory | None,
         device: torch.device,
     ) -> None:
-        # with the device's number, because the current device of other threads differs
+        # the device with its number, because the current device may differ in other threads
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.groups = [[layer[name] for layer in group for name in sorted(layer)] for group in caches]
         if states is not None:
@@ -169,7 +169,7 @@ class DevicePages:
         # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         self.written_bytes, self.written_seconds = 0, 0.0
-        self._staged = 0  # bytes of landings, and of those that nothing refers to any longer
+        self._staged = 0  # bytes of staging memory in use, and of its parts that are free again
         self._freed: deque[int] = deque()
         self._tables: list[Any] = [None] * len(self.groups)
         # whether a kernel copies the pages of a group to the device, in place of the copy engine
@@ -237,7 +237,7 @@ class DevicePages:
             return pages
         size = sum(page.nbytes for page in pages)
         sources = [torch.from_numpy(page) for page in pages]
-        # no capture may begin meanwhile, because the allocation may wait for the device
+        # the allocation may wait for the device, so no capture may begin at the same time
         with ALONE, torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(self._loads):
             while self._freed:
                 self._staged -= self._freed.popleft()
@@ -431,7 +431,7 @@ def _machine(device: str) -> list[str]:
 
 
 KEYS = 2  # a higher number after a fault that stored pages under wrong keys: 1 did so for beams
-PAGES = ("model", "quantizer", "kvformat", "attention")  # seams whose plug-ins determine keys and values
+PAGES = ("model", "quantizer", "kvformat", "attention")  # seams whose plug-ins affect keys and values
 
 
 def page_mover(wiring: Wiring, worker: Any) -> Mover | None:

@@ -65,7 +65,8 @@ class Piece:
     """A piece of a slab, which is given back when no array refers to it any longer."""
 
     def __init__(self, at: int, size: int, slab: Any, free: list[tuple[Any, int]]) -> None:
-        self.slab, self.at, self._free = slab, at, free  # the slab lives as long as its pieces
+        # a piece references its slab, so the slab is freed after its last piece
+        self.slab, self.at, self._free = slab, at, free
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 3}
 
     def __del__(self) -> None:

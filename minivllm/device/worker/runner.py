@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 class Runner:
     """The model, its KV cache and the columns of one device.  It runs the steps of the engine."""
 
-    captures: Any = None  # class of the captures; a subclass may set it, None means ``Graphs``
+    captures: Any = None  # class of the captures; None means ``Graphs``
     drafts: Any = Drafting  # class that runs the drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
@@ -71,7 +71,7 @@ class Runner:
         self.worker = w = build_worker(wiring, ranks)
         self.device, self.model, self.backend = w.device, w.model, w.backend
         self.selects = takes_logits_indices(w.model)
-        slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
+        slots = wiring.max_num_seqs + 1  # one more than the requests: the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
         offsets = w.encoder is not None and bool(wiring.images.facts.sections)
@@ -93,7 +93,7 @@ class Runner:
         self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
         # by "drafter" or by the name of the processor
-        self.states_read = w.target_states  # hidden states that a drafter reads; None without one
+        self.states_read = w.target_states  # hidden states that a drafter reads, or None
         self.own_models: dict[str, OwnModel] = {}
         for name, model in w.own_models.items():
             made: Callable[..., OwnModel] = OwnModel
@@ -280,7 +280,7 @@ class Runner:
                 self._take_tokens(plan)
                 for model in self.own_models.values():
                     model.note(plan)
-                if self.drafted is None:  # only captured steps with drafts read their lengths on the device
+                if self.drafted is None:  # Only captured steps with drafts read lengths on the device.
                     plan = running.settle(self.state)
                 if self.drafting is not None:
                     self.drafting.prepare(running)
@@ -379,7 +379,7 @@ class Runner:
         used: np.ndarray | None = None
         if not len(plan.prompt) and len(needed) < len(read.ids) and (len(needed) or selects):
             used = needed
-            # keep one token if none is used, because kernels cannot be launched for an empty tensor
+            # at least one token, because a kernel cannot be launched for an empty tensor
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
         running.shared = self.shared_rows(plan)
         key = GraphKey(shared=running.shared > 0)
@@ -411,7 +411,7 @@ class Runner:
     def shared_rows(self, plan: StepPlan) -> int:
         """Return the number of decoding rows that share prefixes; 0 if the step reads each row alone."""
         if self.shared is None or len(plan.draft):
-            return 0  # a row with drafts occupies several rows of one slot
+            return 0  # a row with drafts has several rows of one slot
         return self.shared.sharing(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:
@@ -453,7 +453,7 @@ class Runner:
         whole = merged(plan) if self.merges or recurrent else plan
         read = self._read(whole if self.merges else plan)
         if recurrent and whole is not plan:
-            # a recurrent state reads a row and its drafts as one row
+            # a recurrent state processes a row and its drafts as one row
             meta = read.meta if self.merges else self._read(whole).meta
             read.states = step.states_of(self.state, meta, self.state.to(rows_with_drafts(plan)))
         return read
@@ -606,7 +606,7 @@ class Runner:
             self.adapters.close()
             self.adapters = None
         if self.device.type == "cuda":
-            # a failed device raises here; its results are lost, so there is nothing to wait for
+            # A failed device raises here. Its results are lost, so the error is ignored.
             with contextlib.suppress(RuntimeError):
                 synchronize()  # a step in flight still uses graphs and memory
         if self.native is not None:
@@ -615,7 +615,7 @@ class Runner:
             # emptied in place, because the layers of the model hold the same mappings
             for cache in (layer for group in self.worker.caches for layer in group):
                 cache.clear()
-        # a closed runner is not used again, so the types of its attributes do not include None
+        # A closed runner is not used again, so the types of its attributes exclude None.
         self.worker = self.backend = self.state = None  # type: ignore[assignment]
         self.weights = None  # type: ignore[assignment]
         self.taps = self.chain = self.processors = None  # type: ignore[assignment]

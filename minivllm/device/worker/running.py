@@ -32,7 +32,7 @@ class Running:
     captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
     shared: int = 0  # decoding rows that share prefixes, which the attention reads once
     native: bool = False  # the native CPU code computed the layers
-    # the native code returned the hidden states of the rows that draw, so it may draw their tokens
+    # whether the native code returned the hidden states of the drawing rows, so that it can draw their tokens
     draws_natively: bool = False
     start: float = 0.0
     device_ms: float = 0.0
@@ -47,12 +47,13 @@ class Running:
     pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
     kept: torch.Tensor | None = None  # i32, the kept tokens of ``delta.kept``
     errors: list[StepError] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # images whose features are missing, see ``StepResult``
+    # images whose features are missing -> reason (see ``StepResult.lost``)
+    lost: dict[int, str] = field(default_factory=dict)
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
     widths: tuple[int, ...] = ()  # widths of the points of the model
-    came: StepPlan | None = None  # the submitted plan if rows were removed from it, else None
-    back: np.ndarray | None = None  # for each remaining row that draws, its index in ``came.samples``
+    came: StepPlan | None = None  # the submitted plan if rows were removed from the executed plan, else None
+    back: np.ndarray | None = None  # for each remaining drawing row, its index in ``came.samples``
     # receives the tokens of the step; None if no drafter reads tokens on the host
     host_tokens: HostTokens | None = None
     seams: dict[str, float] = field(default_factory=dict)

@@ -146,7 +146,7 @@ def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
     """Return the positions i64 [N, k] of the k best values of ``x`` f32 [N, M], as given by ``ids`` i64 [N, M].
 
     A value and its id form one integer key, so that no two keys are equal."""
-    bits = (x + 0.0).view(torch.int32)  # replace -0 by the equal 0
+    bits = (x + 0.0).view(torch.int32)  # adding 0 replaces -0 by 0, so that equal values have equal bits
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     keys = (bits.long() << 32) | (_WORD - 1 - ids)
     return _WORD - 1 - (keys.topk(k, dim=1).values & (_WORD - 1))
@@ -203,7 +203,7 @@ def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: 
     ``logits`` is [N, V], ``stop_ids`` [N, STOP_IDS] padded with -1, ``position`` and ``min_end`` are [N]."""
     on = (position < min_end)[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1])
     push = torch.where(on, float("-inf"), 0.0).to(logits.dtype)
-    # added, not stored: the padding entries all fall on token 0, which may itself be a stop id
+    # added instead of stored, because all padding entries write to token 0, which may be a stop id
     logits.scatter_add_(1, torch.where(on, stop_ids, 0).long(), push)
 
 

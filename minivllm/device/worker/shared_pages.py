@@ -56,7 +56,8 @@ class SharedPages:
             return
         changed = delta.table[delta.table[:, 0] == self.group]
         slots, index = changed[:, 1], changed[:, 2]
-        if np.count_nonzero(self.pages[slots, index]):  # a block was replaced, for instance by an equal cached one
+        # a block of the row was replaced, for instance by an equal cached block
+        if np.count_nonzero(self.pages[slots, index]):
             self.slots = None
         self.pages[slots, index] = changed[:, 3]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
-FIRST, ALL = "first", "all"  # which captures have compiled kernels: the captures of the start, or all
+FIRST, ALL = "first", "all"  # captures whose kernels are compiled: those of the start, or all
 
 
 class Rehearsals:
@@ -104,7 +104,7 @@ def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
     if wiring.parallel.tensor_parallel_size > 1:
         return "several processes share the model"
     others = [part.name for part in (*wiring.parts.values(), *wiring.processors) if not part.name.startswith(OWN)]
-    if others:  # other plug-ins may read results of kernels on the host
+    if others:  # results of the kernels may be read on the host by other plug-ins
         return f"parts of other packages run on the device ({', '.join(others)})"
     return None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
-# columns with one number for each slot; a ``Join`` contains their values
+# columns with one number per slot, which a ``Join`` contains
 NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # bytes from which a host array is pinned: CUDA passes smaller arrays with the call, but for a larger array that is not
 # pinned the host waits for the device
@@ -130,7 +130,7 @@ class DeviceState:
         # behind a compression that rotates keys to new positions.
         self.rope_switch, self.rope_rows = rope_switch, max_len + 1
         self.rope_first = make(slots) if offsets or rope_switch is not None else None
-        # one table, so that a join needs one copy; each column begins at a multiple of 128 bytes, as kernels prefer
+        # one tensor, so that a join needs one copy; each column begins at a multiple of 128 bytes
         self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
         self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
         self.seed, self.sample, self.n_eos = self.numbers[4:]
@@ -141,10 +141,10 @@ class DeviceState:
         # if no row is compressed
         self.dropped = make(groups, slots) if compresses else None
         self.dropped_host = np.zeros((groups, slots), np.int64)
-        self.wants_min = np.zeros(slots, bool)  # on the host: whether a slot has ``min_tokens``
+        self.wants_min = np.zeros(slots, bool)  # host copy: whether a slot has ``min_tokens``
         self.processors: list[ProcessorState] = []
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
-        # sequence -> the kept columns of each processor at its last preemption, until the sequence ends
+        # sequence -> kept columns of each processor at its last preemption, until the sequence ends
         self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
     def to(self, array: np.ndarray) -> torch.Tensor:
@@ -239,8 +239,8 @@ class DeviceState:
         if self.dropped is not None:
             self.dropped[:, b] = self.dropped[:, a]
             self.dropped_host[:, to] = self.dropped_host[:, source]
-        # the source has drawn no token, so the copy cannot have ended, even if the source is marked as stopped because
-        # it was preempted in this delta
+        # The copy has not ended, although the source may be marked as stopped because it was preempted in the same
+        # delta.
         self.stopped.index_fill_(0, b, False)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]

@@ -171,7 +171,7 @@ class DrawCalls(Protocol):
 
     wants_min: bool  # whether at least one row has ``min_tokens``
 
-    # call the processors in order; they change ``logits`` in place
+    # calls the processors in order, which change ``logits`` in place
     def apply(self, logits: Tensor, rows: Rows) -> None: ...
     # call the sampler
     def draw(self, logits: Tensor, rows: Rows) -> Draw: ...
@@ -185,18 +185,18 @@ class StepCalls(DrawCalls, Protocol):
     topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
     processed: bool  # return the log-probabilities of the processed logits, not of the model's
 
-    # combine the logits of each row that has a guide with those of its guide; other rows do not change
+    # combines the logits of each row that has a guide with the logits of the guide
     def guide(self, logits: Tensor) -> Tensor: ...
     # return the rows that draw; called after the output layer was enqueued
     def rows(self) -> Rows: ...
     # apply the masks of late rows in place, and start the copy of logits to the host
     def meet_host(self, logits: Tensor) -> None: ...
-    # return a tensor from which ``accept`` finds the rows without a finite largest logit
+    # returns data from which ``accept`` finds the rows without a finite largest logit
     def peaks(self, logits: Tensor) -> Any: ...
-    # return the logits whose softmax the sampler draws from
+    # returns the logits whose softmax is the distribution of the sampler
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor: ...
-    # write the drawn tokens to the columns and the result, report them to the processors, and return them, i64 [N]
-    # within the vocabulary
+    # writes the drawn tokens to the columns and the result, passes them to the processors, and returns them, i64 [N] in
+    # the vocabulary
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Any) -> Tensor: ...
     # return log-probabilities as ``sampling.logprobs_of`` does
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]: ...
@@ -267,7 +267,7 @@ def accept(
         host[waits] = True
         flags = torch.where(host, flags & (FAILED | NAN), flags)
         taken &= ~host
-    if draft is not None:  # the tokens after a rejected draft are not accepted, and their flags do not count
+    if draft is not None:  # tokens after a rejected draft are not accepted, and their flags are ignored
         right = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
         taken, flags = taken & right, torch.where(right, flags, 0)
     taken &= (flags & (FAILED | NAN)) == 0

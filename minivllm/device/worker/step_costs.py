@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.plan import StepPlan
 
-# Separate launches are hidden behind a step that takes the device this many times as long.  The host also plans the
-# next step and publishes the last one.
+# A step hides its separate launches if the device takes this many times as long as the launches. The host also plans
+# the next step and publishes the last one in this time.
 HIDDEN = 1.25
 # Keys and values of one byte are copied as numbers of 16 bits in separate launches of long rows, but not in captures.
 # Attention then takes this many times as long (``plugins/attention/triton_widen.py``).
@@ -34,10 +34,10 @@ GUESSED_FLOPS_MS = 375e9  # operations in a millisecond; half of the bfloat16 pe
 class StepCosts:
     """The costs of mixed steps in milliseconds."""
 
-    launch_ms: float  # time in which the host launches the kernels of a step one by one
+    launch_ms: float  # time in milliseconds in which the host launches the kernels of a step separately
     token_ms: float  # time of a token in all products of the layers
     pair_ms: float = 0.0  # time of a pair in the attention of all layers
-    narrow: float = 1.0  # attention of a capture takes this many times as long as that of separate launches
+    narrow: float = 1.0  # factor of the time of attention in a capture, relative to separate launches
 
     @classmethod
     def guessed(cls, token_flops: float) -> StepCosts:

@@ -56,7 +56,7 @@ class TapState:
         self.widths = tuple(self.points.values())
         self.names, self.dtype, self.state = list(self.points), dtype, state
         self.slots = len(state.known)
-        # points at which a step may give experts, and their widths
+        # point at which a step may give experts -> its width
         self.given = {point: self.points[point] for point in given_points(model) if point in self.points}
         self.given_rows: Tensor | None = None  # i32 [S, sum of widths] given experts of captured decode steps
         self.steering: dict[str, Tensor] = {}

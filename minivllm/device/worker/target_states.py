@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-NORM = "norm"  # the point whose values are the results of a step
+NORM = "norm"  # name of the point whose values are the hidden states that a step returns
 
 
 class TargetStates:
@@ -41,7 +41,7 @@ class TargetStates:
                 problem = f"{part} reads the hidden states {shown(point)} of the model, which has none of this name"
                 raise ConfigError(f"{problem}; expected another drafter, such as ngram.{suggest(point, known)}")
         self.points = frozenset(points)
-        self.first: dict[str, int] = {}  # column of the memory at which the values of a point begin
+        self.first: dict[str, int] = {}  # point -> first column of its values in the memory
         self.width = 0
         for point in points:
             self.first[point] = self.width

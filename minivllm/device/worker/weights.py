@@ -149,7 +149,7 @@ class RunningWeights:
         self._close_native()
         try:
             self.runner.native = self.runner.native_steps()
-        except Exception as e:  # for example a lack of memory
+        except Exception as e:  # an error such as a lack of memory
             why = describe_error(as_exception(e))
             self.runner.worker.notes.append(f"steps are not captured, they run as separate operations: {why}")
 

@@ -11,5 +11,5 @@ Importing ``minivllm`` imports nothing of this package.
 from collections.abc import Mapping
 from typing import Any
 
-JsonObject = Mapping[str, Any]  # a bill, or an object in it
+JsonObject = Mapping[str, Any]  # a bill of materials, or an object in it
 Entries = dict[str, Any]  # the same, to be filled

@@ -15,13 +15,15 @@ from . import Entries
 SAID, CLOCK, COMPUTED = "said", "clock", "computed"
 EMPTY = ("dict", "list", "set", "frozenset", "deque", "defaultdict", "OrderedDict", "Counter", "ChainMap", "count",
          "Lock", "RLock", "local", "Event", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")  # fmt: skip
-CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # called alone; ``int(time())`` is rather a seed
+# functions of time that are a clock if the call is the whole value; ``int(time())`` is treated as a seed
+CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
 CHANGING = (
     "append", "appendleft", "add", "update", "pop", "popleft", "popitem", "setdefault", "clear", "extend", "extendleft",
     "insert", "remove", "discard", "sort", "reverse", "put", "fill", "fill_", "copy_", "zero_", "add_", "mul_", "sub_",
     "move_to_end", "subtract", "rotate", "__setitem__",
 )  # fmt: skip
-FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset)  # immutable: changes only by an assignment
+# immutable types, whose values only change by an assignment
+FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 

@@ -97,7 +97,8 @@ def finish(bill: Entries, results: Mapping[str, Any] | None, requests: Any = Non
     done = {**bill, "results": results}
     if requests is not None:
         done["requests"] = requests
-    done = json.loads(json.dumps(done, default=_plain))  # in the form in which the file will be read
+    # converted as JSON does, so that it equals the object that is later read from the file
+    done = json.loads(json.dumps(done, default=_plain))
     done["fingerprint"] = fingerprint(done)
     return done
 

@@ -24,7 +24,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MODES = ("w", "a", "wb", "x")
 MOST = 5000  # entries of a folder that are read
 FOLDERS = 64
-FEWEST = 3  # characters of a pattern besides wildcards; a shorter one would match anything
+FEWEST = 3  # least number of characters of a pattern besides wildcards; a shorter pattern would match too many files
 
 
 def data_files(file: Path, tree: ast.Module) -> Iterator[tuple[str, Path]]:
@@ -139,7 +139,7 @@ def _written_by(call: ast.Call) -> ast.expr | None:
         return None
     if isinstance(owner, ast.Name) and owner.id in ("io", "os", "gzip"):
         owner = None
-    first_mode = 1 if owner is None else 0  # the position of the mode: a method has no path argument
+    first_mode = 1 if owner is None else 0  # position of the argument ``mode``: a method has no path argument
     modes = call.args[first_mode : first_mode + 1]
     modes += [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
     for mode in modes:

@@ -12,7 +12,7 @@ from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
-MOST_NAMED = 6  # differing parts that the verdict names; the groups below it name all
+MOST_NAMED = 6  # largest number of differing parts that the verdict names; the list below names all
 MOST_VALUES = 2  # values that the verdict shows
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
@@ -41,12 +41,12 @@ class Comparison:
     """The result of comparing two bills."""
 
     differences: tuple[Difference, ...]
-    tokens: str  # same | other | unknown
+    tokens: str  # "same", "other" or "unknown"
     tokens_text: str
     results: tuple[tuple[str, Any, Any], ...]  # (name, a, b) of measurements that differ
     warnings: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # parts whose source or values are not known, so that a change may be hidden
-    values: tuple[str, ...] = ()  # "name: a -> b" of a value that a part read, if nothing else of the part differs
+    unknown: tuple[str, ...] = ()  # parts without known source or values, which may hide a change
+    values: tuple[str, ...] = ()  # "name: a -> b" for each value that a part read, if the part differs in nothing else
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: 
             continue
         cause_x, cause_y = pairs[name]
         cause = cause_x or cause_y
-        # Attention and block size may follow from each other.  Then only the one that the user asked for is a cause.
+        # Attention and block size may be chosen from each other. The one that the user set is then the cause.
         mutual = x.name in (cause_x or x).follows
         if not (mutual and _left_open(cause_x, cause_y)):
             causes.append(cause.label)

@@ -17,7 +17,7 @@ from .machine import SECRET
 ENVIRON, GETENV = "environ", "getenv"
 READS = ("get", "pop", "setdefault")
 SHOWN = 60  # characters of a value
-COMPUTED = "?"  # stands for a name that the code computes
+COMPUTED = "?"  # placeholder for a name that the code computes
 
 
 def values(texts: Mapping[str, str]) -> dict[str, Entries]:
@@ -67,7 +67,7 @@ def names(text: str) -> Iterator[str]:
         value = node.value if isinstance(node, ast.Constant) else constants.get(getattr(node, "id", ""))
         return value if isinstance(value, str) else COMPUTED
 
-    named_uses: set[int] = set()  # ids of the uses of environ that name their variable
+    named_uses: set[int] = set()  # ids of the nodes that read environ with a literal name
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is(node.value, ENVIRON):
             named_uses.add(id(node.value))

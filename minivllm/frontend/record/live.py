@@ -113,7 +113,7 @@ class _Walk:
             own = function.__module__ == cls.__module__ and function.__qualname__.startswith(f"{cls.__qualname__}.")
             if own or _generated(cls, function):
                 self._surroundings(function, typed)
-            else:  # it was defined elsewhere and assigned to the class
+            else:  # the method was defined outside of the class and assigned to it
                 self.add_function(function)
         changed = changed_by(text) if typed else assigned.of_module(cls.__module__).changed
         for key, value in vars(cls).items():

@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["torch"] = str(torch.__version__)  # with the build, for example +cpu or +cu126
+    found["torch"] = str(torch.__version__)  # the version with the build, such as +cpu or +cu126
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

@@ -21,11 +21,11 @@ IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fing
 QUIET = ("config_version", "requires", "enforce_eager", "download_dir", "energy")
 ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # see ``_model``
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # libraries whose version can change a token
-# variables that are not counted, because their effect is visible in the parts or in the machine
+# environment variables that are not counted, because their effect is visible in the parts or the machine
 CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS", "MINIVLLM_NATIVE", "MINIVLLM_ISA")
 # properties of the machine that can change a token
 MACHINE = ("cpu", "native", "cores", "threads", "gpu", "compute_capability", "driver")
-FOLLOWS: Mapping[str, tuple[str, ...]] = {  # the values that decide a value that the user left open
+FOLLOWS: Mapping[str, tuple[str, ...]] = {  # value that the user left open -> values from which it is chosen
     "tokenizer": ("model",),
     "executor": ("device", "tensor_parallel_size"),
     "model_arch": ("model", "device", "dtype", "batch_invariant"),
@@ -41,7 +41,8 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # the values that decide a value tha
     "prompts": ("tokenizer",),  # a chat template is the tokenizer's
 }
 SEVERAL = ("processors", "strategies", "hooks", "kvstore", "adapters")
-LOOK_ON = ("hooks", "kvstore")  # hooks only observe; if one redirects the model's name, the hash of the model shows it
+# Hooks and KV stores do not change results. If a hook redirects the model's name, the hash of the model shows it.
+LOOK_ON = ("hooks", "kvstore")
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _options(bill: JsonObject) -> Iterator[DiffNode]:
     for name, wanted in requested.items():
         if name in skipped:
             continue
-        if name == "run_ahead" and name not in used:  # the executor chooses it when it starts
+        if name == "run_ahead" and name not in used:  # the executor chooses the value at its start
             continue
         value = used.get(name, wanted)
         left_open = wanted in (None, "auto")
@@ -172,7 +173,7 @@ def _options(bill: JsonObject) -> Iterator[DiffNode]:
         follows = FOLLOWS.get(name, ())
         yield DiffNode(name, "options", value, wanted, left_open, follows, both=name == "run_ahead")
     if "kv_blocks" in used:
-        # Shown but not counted: without a number in the configuration it depends on the free memory of that moment.
+        # Shown but not counted: unless the configuration sets it, it depends on the free memory at the start.
         yield DiffNode(
             "kv_blocks", "options", used["kv_blocks"], requested["num_kvcache_blocks"], counts=False, both=True
         )
@@ -211,7 +212,8 @@ def _implementation(part: JsonObject, subject: str, owner: str) -> Iterator[Diff
     """
     name = f"{subject}@{part['name']}"
     counts = subject.partition(".")[0] not in LOOK_ON
-    version = None if part["distribution"] == "minivllm" else part["version"]  # the node ``minivllm`` has its version
+    # the version of this package is in the node ``minivllm``
+    version = None if part["distribution"] == "minivllm" else part["version"]
     code = [version, part["source"]["hash"], part["needs"], part["requires"]]
 
     def node(name: str, value: Any, **fields: Any) -> DiffNode:

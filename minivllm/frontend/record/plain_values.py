@@ -34,7 +34,7 @@ NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDes
 BY_TEXT = (enum.Enum, range, slice, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time,
            datetime.timedelta, datetime.tzinfo, types.GenericAlias, types.UnionType, typing.TypeVar,
            operator.attrgetter, operator.itemgetter, operator.methodcaller)  # fmt: skip
-# objects whose content has no effect on results, or belongs to other objects
+# objects without an effect on results, or whose content belongs to other objects
 IDLE = (logging.Logger, type(threading.Lock()), type(threading.RLock()), threading.local, threading.Event,
         threading.Condition, contextvars.ContextVar, weakref.ref, weakref.WeakKeyDictionary,
         weakref.WeakValueDictionary, weakref.WeakSet)  # fmt: skip
@@ -66,7 +66,7 @@ class ValueText:
             return sources.digest(self.of(value, 0))
         except UnknownValueError:
             raise
-        except Exception as exc:  # methods of the value may raise anything
+        except Exception as exc:  # the methods of a value may raise any exception
             raise UnknownValueError(f"{_kind(value)} ({type(exc).__name__})") from None
 
     def shown(self, value: Any, digest: str) -> str:
@@ -162,7 +162,7 @@ class ValueText:
         inner = getattr(value, "__wrapped__", None)
         if inner is None and kind.__module__.startswith("triton"):
             inner = getattr(value, "fn", None)
-        if inner is not None:  # the function inside a cache, or of a kernel
+        if inner is not None:  # the wrapped function of a cache or kernel
             return [name, self.of(inner, depth)]
         if kind.__module__.partition(".")[0].lstrip("_") in HIDING:
             raise UnknownValueError(_kind(value))
@@ -176,7 +176,7 @@ class ValueText:
                 if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                     held[slot] = getattr(value, slot)
         if not held and callable(value) and sources.known_without(kind.__module__):
-            return [name, str(getattr(value, "__name__", ""))]  # an operation of a library
+            return [name, str(getattr(value, "__name__", ""))]  # an operation of a library has no Python state
         if (not slots and not kind.__dictoffset__) or kind.__module__ == "builtins":
             return [name, *self._of_c(value, depth)]
         self._count(len(held))
@@ -192,7 +192,7 @@ class ValueText:
             return [value.format]
         try:
             reduced = value.__reduce_ex__(2)
-        except Exception:  # for example a generator
+        except Exception:  # an object that cannot be pickled, such as a generator
             raise UnknownValueError(_kind(value)) from None
         return [reduced] if isinstance(reduced, str) else [self.of(list(reduced[1:3]), depth)]
 

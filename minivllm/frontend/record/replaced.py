@@ -17,7 +17,7 @@ from typing import Any
 
 ENGINE = ("core", "device", "frontend", "plugins", "runtime")
 TORCH = ("torch", "torch.nn.functional", "torch.linalg", "torch.special")
-FUNCTION = 0x1  # CO_OPTIMIZED: code of a function, not of a class body
+FUNCTION = 0x1  # CO_OPTIMIZED, the flag of the code of functions; code of a class body lacks it
 WRAPPED = ("__wrapped__", "__func__", "fget", "func", "fn", "function", "_function", "python_impl")
 DEEPEST = 5  # decorators around a function
 
@@ -116,7 +116,7 @@ def _of_module(module: types.ModuleType, code: dict[str, list[types.CodeType]]) 
         if not any(found in own for found in _codes(loaded)):
             yield path, described(loaded)
     for name, cls in list(vars(module).items()):
-        plain = type(cls) in (type, abc.ABCMeta)  # other metaclasses, such as pydantic's, add functions themselves
+        plain = type(cls) in (type, abc.ABCMeta)  # other metaclasses, such as pydantic's, add functions to a class
         if plain and cls.__module__ == module.__name__ and cls.__name__ == name:
             yield from _added(module, cls, code)
 

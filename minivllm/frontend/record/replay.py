@@ -45,7 +45,8 @@ def batches(record: JsonObject, path: str) -> list[tuple[list[Any], list[Entries
     for _, group in groupby(requests, key=lambda request: request["batch"]):
         members = list(group)
         prompts = [{key: r[key] for key in ("prompt", "prompt_token_ids") if key in r} for r in members]
-        points = [[tap["point"] for tap in r.get("taps", ())] for r in members]  # all of them read: none has a vector
+        # recorded taps only read values, so no vectors are needed
+        points = [[tap["point"] for tap in r.get("taps", ())] for r in members]
         calls.append((prompts, [_params(r["params"]) for r in members], points))
     return calls
 

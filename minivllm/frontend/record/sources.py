@@ -26,13 +26,13 @@ from .machine import LIBRARIES
 
 PLUGINS = "minivllm.plugins"
 CODE = (".py", ".cpp", ".h")
-# folders of minivllm that are not in its hash, because they run no model or have hashes of their own
+# folders of minivllm that its hash leaves out, because they run no model or have separate hashes
 APART = ("plugins", "pocket", "frontend/record", "testing")
-WHOLE = 64 * 2**20  # bytes of the largest weight file that is hashed whole; a larger one is sampled
-LARGEST = 512 * 2**20  # the same for other files
+WHOLE = 64 * 2**20  # largest size in bytes of a weight file that is hashed as a whole; larger files are sampled
+LARGEST = 512 * 2**20  # the same limit for other files
 HEADER = 100 * 10**6  # most bytes of the header of a weight file (the limit of safetensors)
-PLACES = 1024  # pieces of a sampled file whose tensors are not known
-PIECE = 16 * 2**10  # bytes of a piece; a sampled weight file has three for each tensor: start, middle and end
+PLACES = 1024  # number of pieces of a sampled file with unknown tensors
+PIECE = 16 * 2**10  # size of a piece in bytes; a sampled weight file has three per tensor: start, middle and end
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "*.model", "*.tiktoken")  # fmt: skip
 
@@ -134,7 +134,7 @@ class _Scope:
 
     def __init__(self, module: str) -> None:
         self.top = module.partition(".")[0]
-        self.beside: Path | None = None  # the folder of an experiment
+        self.beside: Path | None = None  # the folder of an experiment, or None
         file = _file(self.top)
         if file is None or self.top == "minivllm":
             return
@@ -196,7 +196,7 @@ def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] 
                         yield from _class_at(at, alias.name, seen)
         elif isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == first for t in node.targets):
             other = f"{ast.unparse(node.value).partition('[')[0]}{'.' * bool(rest)}{rest}"
-            if other.replace(".", "").isidentifier():  # another name of it
+            if other.replace(".", "").isidentifier():  # a further name of the same module
                 yield from _defined_in(module, other, tree, seen)
 
 
@@ -266,7 +266,7 @@ def located(module: str) -> tuple[bytes, float] | None:
     except OSError:
         pass
     loader = getattr(sys.modules.get(module), "__loader__", None)
-    try:  # a module inside a zip file
+    try:  # the module may be inside a zip file
         return loader.get_data(str(file)), 0.0  # type: ignore[union-attr]
     except (AttributeError, OSError):
         return None
@@ -310,7 +310,7 @@ def _sha_file(path: Path) -> str:
         size = os.fstat(file.fileno()).st_size
         if size <= (WHOLE if is_weights else LARGEST):
             found = hashlib.sha256()
-            left = size  # a file that grows during the loop is read up to its first size only
+            left = size  # read only up to the size at the start, because the file may grow
             while left and (piece := file.read(min(WHOLE, left))):
                 found.update(piece)
                 left -= len(piece)

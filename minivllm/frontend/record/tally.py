@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.taps import Tap
     from minivllm.frontend.requests import Tracked
 
-MOST_DIGESTS = 10_000  # requests whose digests are kept, so that diff can name the requests that differ
+MOST_DIGESTS = 10_000  # largest number of requests with stored digests, by which ``diff`` names differing requests
 MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be repeated
 _MODULUS = 2**256
 
@@ -46,13 +46,15 @@ class ResultTally:
         self._digests: list[str | None] = []
         self._joules: list[float | None] = []  # by request; empty unless an energy counter is read
         self._prompts = self._sampling = self._outputs = 0
-        self._routed = self._routes = 0  # sequences whose routes were read, and the sum of the hashes of their routes
+        # number of sequences whose routes were read, and the sum of the hashes of these routes
+        self._routed = self._routes = 0
         self._route_counts: np.ndarray | None = None  # tokens of these sequences that used each expert
         self._active = 0  # requests that have not ended
-        self._busy = 0.0  # seconds with active requests, up to the last moment without one
+        self._busy = 0.0  # seconds with active requests, up to the last time without one
         self._since = 0.0  # when the present time with active requests began
         self._batch = 0
-        # the last sampling parameters with their JSON and hash: all requests of a call mostly have the same
+        # the last sampling parameters with their JSON and hash, because requests of a call mostly have the same
+        # parameters
         self._params: tuple[Any, Entries, int] = (None, {}, 0)
 
     def next_batch(self) -> None:

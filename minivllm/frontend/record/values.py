@@ -30,7 +30,7 @@ from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
 from .sources import PLUGINS, Source, known_without
 
 MOST = 2000  # values of a part that are recorded
-NOT_THERE = "what its file says"  # shown for a value that one of two records does not have
+NOT_THERE = "what its file says"  # text for a value that is missing in one of two records
 SAME, OTHER, UNKNOWN, IGNORED = "same", "other", "unknown", "ignored"
 
 
@@ -125,7 +125,7 @@ def _class(target: str, builtin: bool) -> type | None:
     if module not in sys.modules and not builtin:  # the part may run in another process only
         try:
             importlib.import_module(module)
-        except Exception:  # the engine reports it when it loads the part
+        except Exception:  # the engine reports this error when it loads the part
             return None
     cls: Any = sys.modules.get(module)
     for name in path.split("."):
@@ -141,7 +141,7 @@ class _Reads:
         self.found: dict[str, Entries] = {}
         self._seen: dict[int, Any] = {}  # by id; the objects are kept so that ids stay unique
         self._changed: set[str] = set()
-        self._where: dict[str, tuple[str, str]] = {}  # name of a value -> module, name in it
+        self._where: dict[str, tuple[str, str]] = {}  # name of a value -> (module, name in the module)
         self._folders = sorted({folder for name in scope if (folder := _folder(name))}, key=len, reverse=True)
 
     def _new(self, thing: Any) -> bool:

@@ -30,7 +30,7 @@ class Ablation:
 
     name: str
     sets: tuple[str, ...]
-    means: str  # the effect, for a table
+    means: str  # description of the effect for a table
     why_not: Callable[[Any], str]
     recompute: bool = False
 

@@ -12,12 +12,12 @@ from functools import partial
 from html import escape
 from typing import Any
 
-# widths of a chart and of the names beside bars, height of a bar, space above the first bar
+# sizes in pixels: width of a chart and of the names beside bars, height of a bar, space above the first bar
 WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
-LONGEST = 30  # characters of a name beside a bar
+LONGEST = 30  # largest number of characters of a name beside a bar
 LOW = 220  # y of the x axis of a chart with lines
-FEW = 16  # a joined line with fewer points shows each of them
-THIN = 12  # height of a request in a timeline
+FEW = 16  # largest number of points of a line for which each point is marked
+THIN = 12  # height in pixels of a request in a timeline
 COLOURS = "abcdef"  # classes of the style sheet
 DODGE = 5.0  # distance of the whiskers of two lines at the same x
 

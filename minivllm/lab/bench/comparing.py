@@ -39,7 +39,7 @@ class ComparedRuns:
                 name = task.removeprefix(LOWER)
                 self.tasks.append(trials.Metric(key, name, name == task, 3))
         self.counted = trials.counted(self.runs)
-        # evictions and preemptions explain a speed, and are no result of their own
+        # Evictions and preemptions explain a speed but are no results, so only TESTED counters are tested.
         tested = [metric for metric in self.counted if metric.key in TESTED]
         self.metrics = (*trials.SPEED, *tested, *self.tasks)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 START = 600.0  # seconds to wait for a server to start
-PATIENCE = 20.0  # seconds to wait for it to end
+PATIENCE = 20.0  # time limit in seconds for the end of the process
 
 
 @dataclass(frozen=True)

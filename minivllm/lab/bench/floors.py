@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ENOUGH = 0.01  # seconds that a measurement takes at least; short operations are repeated
-TRIES = 5  # measurements of each peak, of which the best is used
+ENOUGH = 0.01  # least duration of a measurement in seconds; short operations are repeated
+TRIES = 5  # number of measurements of each peak; the best one is used
 BUFFER = {"cpu": 128 << 20, "cuda": 512 << 20}  # bytes that are moved, more than caches hold
 SIDE = {"cpu": 1024, "cuda": 8192}  # rows, columns and inner length of the matrix product
 

@@ -44,13 +44,13 @@ class Operation:
     rows: int
     tokens: int
     context: int
-    calls: list[Call]  # one for each layer that has the operation
+    calls: list[Call]  # one call for each layer with the operation
     size: float  # bytes that a call moves
     flops: float  # of a call
-    reference: Callable[[], list[Call]] = list  # creates ``torch``, whose operands may be large
+    reference: Callable[[], list[Call]] = list  # creates ``torch`` on demand, because its operands may be large
     captured: bool = True  # whether a GPU graph can capture the calls; False for calls that replay graphs themselves
     of_step: bool = True  # whether all calls are part of a step
-    torch: list[Call] = field(default_factory=list)  # the same in plain torch, empty if torch cannot compute it
+    torch: list[Call] = field(default_factory=list)  # the same calls in plain torch; empty if torch cannot compute them
 
     @property
     def key(self) -> str:
@@ -150,7 +150,7 @@ class KernelBench:
         read = self.runner.read(plan)
         key = GraphKey()
         if tokens == 1 and self.runner.graphs is not None:
-            # plan attention as for a captured step, whose lengths are not known on the host
+            # attention is planned as for a captured step, whose lengths are unknown on the host
             from minivllm.device.worker import captured, graphs
 
             span = graphs.SHORT if context <= graphs.SHORT else self.wiring.max_model_len

@@ -19,7 +19,7 @@ class EngineLimits:
     rows: int
     step: int  # tokens
     block: int  # tokens of a block of the KV cache
-    cache: int | None = None  # tokens of the whole KV cache, None if the engine chooses its size
+    cache: int | None = None  # tokens of the whole KV cache; None means that the engine chooses the size
 
     def room(self, requests: int = 1) -> int:
         """Return the tokens that each of ``requests`` concurrent requests may have without preemption."""

@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError, MinivllmError, shown
 
 from . import Row
 
-MAX_TOKENS = 256  # the most tokens of an answer if the task does not limit it
+MAX_TOKENS = 256  # largest number of tokens of an answer if the task sets no limit
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -38,7 +38,7 @@ class MinivllmLM(TemplateLM):  # type: ignore[misc]
             raise ConfigError("lm-eval's tasks are texts, and there is no tokenizer; drop skip_tokenizer_init")
         self.llm = llm
         self.own = llm.tokenizer
-        # a window is scored as a prompt with a further token before it, and the engine generates a token after it
+        # two less than the longest sequence, because a scored window has a token before it and a generated one after it
         self.max_length = llm.engine.wiring.max_model_len - 2
 
     # ---- texts and tokens ----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class MinivllmLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each request's text, as a sum over windows."""
         windows: list[Scored] = []
-        owner: list[int] = []  # the request of each window
+        owner: list[int] = []  # index of the request of each window
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for window in utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):

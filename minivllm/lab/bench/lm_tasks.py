@@ -17,8 +17,8 @@ from minivllm.errors import ConfigError, brief, describe_error, shown
 from . import Result, Row
 
 INSTALL = "install it with: pip install 'minivllm[lm-eval]'"
-MOST = 20_000  # documents of a task that its identity includes
-LOWER = "lower_"  # prefix of results for which a lower value is better
+MOST = 20_000  # largest number of documents of a task that its identity includes
+LOWER = "lower_"  # prefix of the names of results for which lower is better
 NOT_SCORES = ("alias", "name", "sample_len", "sample_count")
 
 

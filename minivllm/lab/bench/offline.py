@@ -16,7 +16,7 @@ from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile
 from .workload import BenchAsk, Generated
 
-Runs = tuple[list[Result], list[Result]]  # results and machine states, one of each per run
+Runs = tuple[list[Result], list[Result]]  # results and states of the machine, one of each per run
 
 
 def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
@@ -69,7 +69,8 @@ def throughput(
     with held_blocks(llm.engine) as held:
         answers, seconds = by(llm, asks, temperature, seed)
     found = figures(answers, seconds)
-    found = {key: value for key, value in found.items() if "_itl_" not in key}  # the times of tokens are not known
+    # token times are unknown here, so figures about them are removed
+    found = {key: value for key, value in found.items() if "_itl_" not in key}
     found |= {"elapsed_time": seconds, "num_requests": len(asks)}
     found["total_num_tokens"] = found["total_input_tokens"] + found["total_output_tokens"]
     found["requests_per_second"] = found["request_throughput"]

@@ -22,7 +22,7 @@ COLOURS = (
     "#8a4fa3",
     "#b0851f",
     "#c2417c",
-)  # the colors of the HTML page in its light theme
+)  # the colors of the light theme of the HTML page
 WIDE, HIGH = 6.4, 3.2  # size of a chart with lines, in inches
 ROW, SPAN = 0.26, 0.11  # height of a bar, and of a request in a timeline, in inches
 DPI = 160
@@ -62,7 +62,7 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
                 axes = figure.add_subplot(grid[r, c])
                 axes.set_title(f"{chart.title}\n{title}", fontsize=9, loc="left")
                 _draw(axes, chart)
-        metadata = {"Date": None} if path.endswith(".svg") else None  # the same charts give the same file
+        metadata = {"Date": None} if path.endswith(".svg") else None  # no date, so that equal charts give equal files
         try:
             figure.savefig(path, dpi=DPI, metadata=metadata)
         except OSError as exc:
@@ -188,7 +188,7 @@ def _lines(axes: Any, chart: LineChart) -> None:
     axes.set_xlabel(chart.x_name)
     axes.set_ylabel(chart.y_name)
     axes.grid(alpha=0.3)
-    if _named(chart) > 1:  # the legend is below the axes, where it covers no line
+    if _named(chart) > 1:  # the legend is below the axes, so that it covers no line
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 

@@ -24,7 +24,7 @@ from minivllm.errors import ConfigError, MinivllmError, RequestError
 from . import Result, Row
 
 RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
-PIECE = 64  # tokens of a piece of text behind all but the last token of its prompt
+PIECE = 64  # number of tokens of a piece of text after all but the last token of its prompt
 LONG_PROMPT = 128  # tokens of the prompt of a piece for compressed requests
 STORIES = 40  # stories in the default text
 
@@ -121,7 +121,7 @@ def score(llm: Any, text: str, most: int, prompt: int = 1) -> TextScores:
     if prompt >= longest:
         raise ConfigError(f"--quality-prompt {prompt}: expected fewer tokens than max_model_len, {longest}")
     size = min(PIECE + prompt - 1, longest)
-    fed = size - prompt + 1  # tokens of a piece that pass through the cache one by one
+    fed = size - prompt + 1  # number of tokens of a piece that the engine receives one by one
     count = most * size // fed
     ids = llm.tokenizer.encode(text)[:count]
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]

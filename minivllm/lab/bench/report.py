@@ -37,7 +37,7 @@ from .trials import Metric, counted, ratio_text
 MOST_STEPS = 200  # points of a distribution
 MOST_LINES = 4  # distributions in a chart
 MOST_SPANS = 40  # requests in a timeline
-WHOLE_STEP = "step: all layers"  # the row of ``bench kernels`` that is the sum of the others
+WHOLE_STEP = "step: all layers"  # name of the row in ``bench kernels`` that is the sum of all other rows
 STYLE = """
 :root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3;
 --i:#b0851f;--j:#c2417c}

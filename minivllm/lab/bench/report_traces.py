@@ -295,7 +295,8 @@ def _throughput(names: Sequence[str], runs: Rows) -> list[Block]:
     out: list[Block] = []
     for title, key, unit in figures:
         lines = _over_rate(runs, key)
-        for i in range(0, len(lines), len(COLOURS)):  # each line of a chart has a colour of its own
+        # a chart has at most as many lines as there are colours, so that all lines differ
+        for i in range(0, len(lines), len(COLOURS)):
             some = lines[i : i + len(COLOURS)]
             out.append(LineChart(f"{title} against the rate", some, "arrivals, times as fast", unit))
     if finite != rates:

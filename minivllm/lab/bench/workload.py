@@ -11,7 +11,7 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ConfigError, shown
 
-VOCAB = 1000  # token ids are drawn below it if the size of the vocabulary is not given
+VOCAB = 1000  # upper bound of drawn token ids if the size of the vocabulary is not given
 LONGEST = 1 << 20  # tokens of an answer
 YEAR = 3.2e7  # seconds
 
@@ -99,7 +99,7 @@ def names_trace(source: str) -> bool:
     try:
         first = next((line for line in files.read_lines(source) if line.strip()), "")
         value = json.loads(first.removeprefix("\ufeff"))
-    except (ConfigError, ValueError, RecursionError):  # the reader of prompts reports it, with its line
+    except (ConfigError, ValueError, RecursionError):  # the reader of prompts reports the error with its line
         return False
     return isinstance(value, Mapping) and "prompt" not in value and "hash_ids" in value
 

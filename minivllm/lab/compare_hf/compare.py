@@ -16,7 +16,7 @@ from .points import NORM_OF, layer_point, layers_of, split
 from .report import lines
 
 PROMPTS = ("Once upon a time, in a village by the sea, there lived", "The answer to 12 + 30 is")
-SEAMS = ("model", "attention", "quantizer")  # the seams whose plug-ins compute the compared values
+SEAMS = ("model", "attention", "quantizer")  # seams whose plug-ins affect the compared values
 IDS = 24  # tokens of the prompt for a model without a tokenizer
 
 

@@ -18,7 +18,8 @@ from minivllm.errors import MinivllmError, ModelError
 from .errors import EngineRun
 from .points import DERIVED, LOGITS, K, Q, layer_point
 
-MOST_BYTES = 1 << 26  # bytes of tap values read in one run; a prompt runs again for each further group of points
+# largest size in bytes of tap values per run; the prompt runs again for each further group of points
+MOST_BYTES = 1 << 26
 NO_DECODER = "the engine's model is not one that a DecoderSpec describes, or not in this process"
 
 
@@ -126,7 +127,7 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
     device = decoder.norm.weight.device
     for number, (block, layer) in enumerate(zip(decoder.blocks, decoder.spec.layers, strict=True)):
         if not isinstance(layer.attention, AttnSpec):
-            continue  # a layer with a recurrent state
+            continue  # a layer with a recurrent state has no q and k
         dim = layer.attention.dim_qk
         rope = layer.rope
         order = torch.arange(dim)

@@ -28,7 +28,7 @@ from .points import (
     split,
 )
 
-# relative error of one correct operation; the dtypes round to 2**-24, 2**-11 and 2**-8
+# accepted relative error of a correct operation; the dtypes round to 2**-24, 2**-11 and 2**-8
 BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 
 
@@ -85,7 +85,7 @@ class TokenTally:
 
     count: int = 0
     same: int = 0
-    ties: int = 0  # other tokens whose logit is lower than the best by less than the bound
+    ties: int = 0  # number of other tokens whose logit is below the best one by less than the bound
     # (prompt, number of the token, engine's token, transformers' token, difference of their logits)
     differing: list[tuple[int, int, int, int, float]] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int,
     off = (ours - theirs).double()
     size = off.abs()
     ratio = off.norm(dim=-1) / theirs.double().norm(dim=-1)
-    ratio[size.amax(-1) == 0] = 0.0  # zeros on both sides
+    ratio[size.amax(-1) == 0] = 0.0  # both values are 0, so their error is 0
     ratio.nan_to_num_(math.inf, math.inf)
     beyond = (ratio > bound).nonzero()
     row = int(beyond[0] if len(beyond) else ratio.argmax())

@@ -12,18 +12,19 @@ Q, K, V = "q", "k", "v"
 Q_NORM, K_NORM, Q_ROPE, K_ROPE = "q_norm", "k_norm", "q_rope", "k_rope"
 INPUT, ATTENTION, ROUTER, MLP, RESIDUAL = "input", "attention", "router", "mlp", "residual"
 EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", "fused"
-# the operations of a layer, in the order of their computation
+# points of a layer in the order of their computation
 OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, ROUTER, MLP, RESIDUAL)
 DERIVED = (
     Q_NORM,
     K_NORM,
     Q_ROPE,
     K_ROPE,
-)  # these are no tap points; they are computed from q and k with the weights of the engine's model
-NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without this norm has equal values at both points
+)  # derived from q and k with the weights of the engine's model instead of being tapped
+# point after a norm -> point before it; a model without the norm has equal values at both
+NORM_OF = {Q_NORM: Q, K_NORM: K}
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
-# point that is the first to differ -> the operations since the points before it, one of which is wrong
+# first differing point -> description of the operations since the preceding points, one of which is wrong
 DESCRIPTIONS = {
     EMBEDDING: "the embedding: its table, scale or learned positions",
     INPUT: "the input of the layer",

@@ -44,8 +44,9 @@ LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these name
 FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f", "embedding_norm")
 SELF_ATTENTION = ("self_attn", "self_attention", "attention", "attn.attention", "attn")
 RECURRENT = ("linear_attn", "conv")  # layers with a recurrent state have these modules in place of attention
-FUSED = ("qkv_proj", "c_attn", "Wqkv")  # their rows are q, then k, then v
-GROUPED = "query_key_value"  # per head of k and v: the rows of its q heads, then its rows of k and of v
+FUSED = ("qkv_proj", "c_attn", "Wqkv")  # modules whose rows are q, then k, then v
+# module whose rows are, for each head of k and v, the rows of its q heads, then of k and of v
+GROUPED = "query_key_value"
 # (module whose output is compared, sibling that must exist or ""); the first existing module of a layer is used
 # the outputs of Bloom's attention and MLP, and of MPT's MLP, contain the residual
 AFTER_ATTENTION = [("post_self_attn_layernorm", ""), ("post_attention_layernorm", "post_feedforward_layernorm")]
@@ -85,7 +86,7 @@ class Reference:
         self.device = device
         self.missing: dict[str, str] = {}
         self.norms: set[str] = set()
-        self.rotates = True  # False for a model without a rotary embedding
+        self.rotates = True  # whether the model has a rotary embedding
         self._count = layers
         self._replacements: Values = {}
         self._found: dict[str, Tensor] = {}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST = 128  # columns of a block
 ROWS = 8  # of a program
-HALF = {torch.float16: 1, torch.bfloat16: 2}  # the kernel's number of a dtype of scales; others are 0
+HALF = {torch.float16: 1, torch.bfloat16: 2}  # dtype of scales -> the kernel's number; 0 for other dtypes
 
 
 @triton.jit
@@ -134,7 +134,7 @@ class ColumnKernel:
         grid = weight.grid
         self.size = grid.size(k)
         self._group_of = weight.group_of.int()
-        self.fit = not weight.fixed and self.size <= MOST  # a block is one group, which the kernel fits itself
+        self.fit = not weight.fixed and self.size <= MOST  # a block is one group, whose scale the kernel computes
         if self.fit:
             self.step = self.size
         elif weight.fixed:
@@ -155,7 +155,8 @@ class ColumnKernel:
         of = self.of
         group = start // self.size
         n = len(self.codes)
-        if not self.fit and not of.fixed and start % self.size == 0:  # the first block of a group
+        # at the first block of a group, the scale is computed
+        if not self.fit and not of.fixed and start % self.size == 0:
             of.fit_group(of.w[:, start : start + self.size], start)
         launch = _columns[(triton.cdiv(n, ROWS),)]
         tensors = (of.w, of.factor, of.importance, self._group_of, self.codes, self._errors, of.scales, of.zeros)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .layers import Inputs, LayerWeights
 
-# linear module -> the sibling whose outputs it reads, multiplied by or averaged with something else
+# linear module -> the sibling module whose multiplied or averaged outputs it reads
 BEFORE = {"o_proj": "v_proj", "out_proj": "v_proj", "dense": "v_proj", "down_proj": "up_proj", "w2": "w3"}
 # allowed relative change of a layer's contribution and of a module's output, since norms are rounded to their dtype
 APART: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 5e-2}

@@ -39,7 +39,7 @@ def solve(w: Tensor, moments: Tensor, grid: Grid, damping: float, act_order: str
     factor = inverse_factor(moments, damping)
     # the weight of an error, after the compensation by later columns
     importance = factor.diagonal().square().reciprocal()
-    group_of = torch.arange(k, device=w.device) // size  # the group of each column, in the order of rounding
+    group_of = torch.arange(k, device=w.device) // size  # index of the group of each column, in the order of rounding
     back = torch.argsort(order)
     if act_order == "static":
         group_of = group_of[order]
@@ -64,7 +64,7 @@ class Weight(NamedTuple):
     """A weight whose columns are being rounded, with the factor, scales and zero points that this uses."""
 
     w: Tensor  # f32 [n, k]
-    factor: Tensor  # [k, k], the U
+    factor: Tensor  # [k, k] the factor U
     importance: Tensor  # [k] factor of a column's squared error when a group's scale is chosen
     grid: Grid
     scales: Tensor  # [n, groups], written during rounding unless ``fixed``
@@ -89,7 +89,8 @@ class Rounding:
         self._group_of = weight.group_of.tolist()
         self.size = weight.grid.size(k)
         self.step = BLOCK if self.size == k else self.size * max(1, BLOCK // self.size)
-        self._codes = torch.empty(k, n, dtype=torch.uint8, device=weight.w.device)  # transposed: a column is contiguous
+        # transposed, so that a column is contiguous
+        self._codes = torch.empty(k, n, dtype=torch.uint8, device=weight.w.device)
 
     def round(self, start: int, stop: int) -> Tensor:
         """Round columns [start, stop) and return their errors [n, stop - start], for the update of later columns."""
@@ -133,7 +134,8 @@ def inverse_factor(moments: Tensor, damping: float) -> Tensor:
     """
     h = moments.clone()
     unused = h.diagonal() == 0
-    h.diagonal()[unused] = 1.0  # inputs that were always zero; their columns are rounded without compensation
+    # inputs that were always 0 in the samples; their columns are rounded without compensation
+    h.diagonal()[unused] = 1.0
     used = h.diagonal()[~unused]
     mean = used.mean() if len(used) else h.new_tensor(1.0)
     if not bool(torch.isfinite(h).all()):

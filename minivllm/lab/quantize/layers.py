@@ -21,7 +21,7 @@ from minivllm.device.loading.tensor_files import Header, checkpoint_headers, ope
 from minivllm.errors import ModelError, describe_error
 
 LAYERS = ("layers", "h", "blocks")  # names of lists of layers
-KEPT = 0.125  # share of a GPU's free memory that hidden states may take
+KEPT = 0.125  # largest share of a GPU's free memory for hidden states
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Inputs:
     moments: Tensor  # f32 [k, k]: the mean of x xᵀ
     means: Tensor  # f32 [k]: mean absolute values
     tokens: int = 0
-    made_by: str = ""  # the module whose output the tensor is, "" if no module's
+    made_by: str = ""  # name of the module whose output the tensor is, "" if there is none
 
 
 # the positional and keyword arguments of a layer except its hidden states
@@ -212,7 +212,8 @@ class LayerWeights:
         """Return the value of a parameter in ``changed``, or else the checkpoint's, float32."""
         if name in changed:
             return changed[name]
-        return self._checkpoint_tensor(name).to(self.model.device).float()  # widened there; a CPU is slower at it
+        # converted on the device, because a CPU is slower
+        return self._checkpoint_tensor(name).to(self.model.device).float()
 
     def _checkpoint_tensor(self, name: str) -> Tensor:
         return self.model.tensor(self.model.name(self.number, name))
@@ -242,10 +243,10 @@ class _Watcher:
     """Adds up statistics of the tensors that modules read, from forward hooks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Inputs] = {}  # module -> its inputs; modules with a common input share the object
+        self.found: dict[str, Inputs] = {}  # module -> its inputs; modules with the same input share the object
         # the tensors of the current sample; keeping them alive makes each a different object
-        self.read: list[tuple[Tensor, str]] = []  # tensors and the first module that read them
-        self.written: list[tuple[Tensor, str]] = []  # tensors and the module that wrote them
+        self.read: list[tuple[Tensor, str]] = []  # (tensor, first module that read it)
+        self.written: list[tuple[Tensor, str]] = []  # (tensor, module that wrote it)
 
     def before(self, name: str, module: nn.Module, args: Any) -> None:
         """Add the input of a module to its statistics; the forward pre-hook of linear modules."""
@@ -342,7 +343,7 @@ class _Stubs:
         self.layers = layers
         self.calls: dict[int, Call] = {}
         self.first = torch.empty(0)  # the hidden states that enter the first layer
-        self.in_sequence = True  # whether each layer got the output of the layer before it
+        self.in_sequence = True  # whether each layer received the output of the preceding layer
         self._last: Tensor | None = None
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ class CompressedFormat(PackedFormat):
 
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
         options = self.options
-        per_channel = options.group == -1  # its scale covers all inputs, whose order is then irrelevant
+        per_channel = options.group == -1  # one scale covers all inputs, so their order does not matter
         ordered = options.act_order == "static" and not per_channel
         weights = {
             "num_bits": options.bits,

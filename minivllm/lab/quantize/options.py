@@ -31,8 +31,8 @@ class QuantizeOptions:
     format: str = "gptq"
     symmetric: bool = True
     act_order: str = ORDERS[0]  # for GPTQ only
-    damping: float = DAMPING  # only GPTQ reads it: a share of the mean second moment
-    samples: int | None = None  # only methods that read a text use it; None means SAMPLES
+    damping: float = DAMPING  # damping of GPTQ, as a share of the mean second moment; other methods ignore it
+    samples: int | None = None  # number of samples for methods that read a text; None means SAMPLES
     length: int | None = None  # tokens of a sample; None means LENGTH
     skip: tuple[str, ...] = ()  # regular expressions; modules whose names begin with a match are not quantized
 

@@ -24,9 +24,9 @@ from .layouts import PackedFormat
 from .options import QuantizeOptions
 from .work import WorkFolder, check_free
 
-UNCUT = ("q_proj", "k_proj")  # AWQ does not clip them, since attention multiplies their errors
+UNCUT = ("q_proj", "k_proj")  # AWQ does not clip these modules, because attention multiplies their errors
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # dtypes of the layers during calibration
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number; all other dtypes take 1
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per number; 1 for all other dtypes
 
 # called with the samples (layers, for a method without samples) finished since its last call, and the current work
 Progress = Callable[[int, str], None]
@@ -176,7 +176,8 @@ class Quantizing:
             numbers = math.prod(header.shape)
             if name in packed:
                 group = self.grid.size(header.shape[-1])
-                bits = self.options.bits + (16 + self.options.bits) / group  # a scale and a zero point per group
+                # bits per weight, including a scale and a zero point per group
+                bits = self.options.bits + (16 + self.options.bits) / group
                 total += int(numbers * bits / 8)
             else:
                 total += numbers * SIZES.get(header.dtype, 1)

@@ -23,10 +23,10 @@ from .optimum import Optimum, uses_of
 class CacheRun:
     """The hits and evictions of one evictor."""
 
-    hits: np.ndarray  # i32 [n] blocks of each request that were cached, counted from its first block
+    hits: np.ndarray  # i32 [n] cached blocks at the start of each request
     requested: np.ndarray  # i32 [n] blocks of each request
     evictions: int
-    seconds: float  # CPU time in the evictor
+    seconds: float  # CPU seconds in the evictor
 
     @property
     def rate(self) -> float:

@@ -23,7 +23,7 @@ OPTIMUM = "optimum"
 SEAMS = ("evictor", "scheduler")
 NAMES = 3  # columns of the table that hold names, which are aligned at the left
 
-Results = list[dict[str, Any]]  # a row of each case
+Results = list[dict[str, Any]]  # one row per case
 
 
 @dataclass(frozen=True)

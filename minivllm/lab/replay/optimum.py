@@ -39,7 +39,7 @@ class Optimum(Leaves):
         while (block := self.queue.pop()) is not None:
             if self.rank(block) == block.mark:
                 return block
-            self.enqueue(block)  # its next use has passed without a hit, so its rank has changed
+            self.enqueue(block)  # the next use of the block has passed without a hit, so its rank changed
         return None
 
     def enqueue(self, block: LeafBlock) -> None:

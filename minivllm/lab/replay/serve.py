@@ -76,7 +76,7 @@ class ServeRun:
     preemptions: int
     part_s: Mapping[str, float]  # host seconds by part of a turn
     seam_s: Mapping[str, float]  # host seconds by seam
-    seconds: float  # duration of the whole replay
+    seconds: float  # duration of the whole replay in seconds
     cpu_s: float  # CPU seconds of this process; other processes do not count
     refused: int
     figures: Mapping[str, float] = field(default_factory=dict)  # counters of plug-ins, by "evictor.NAME"
@@ -136,9 +136,9 @@ class Counting(Sim):
     def __init__(self, trace: Trace, sizes: ServeSizes, steps: Steps) -> None:
         super().__init__(SimOptions(step_ms=0, vocab_size=VOCAB))
         self.trace, self.sizes, self.steps = trace, sizes, steps
-        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # by row: the content number of its answer
-        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: the number of its request
-        # by request: the steps of its place in a batch, its first and its last token; -1 means not yet
+        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # by row: content number of its answer
+        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: number of its request
+        # by request: step of its admission, of its first and of its last token; -1 means not yet
         not_yet = np.full(len(trace), -1, np.int64)
         self.joined = not_yet
         self.first = not_yet.copy()

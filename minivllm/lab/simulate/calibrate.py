@@ -38,7 +38,7 @@ LOADS = (0.1, 0.3, 0.6, 1.0)  # busy share of the rows
 LEAST_STEPS = 4  # measured steps of each load, however short the time is
 BURSTS = 4  # bursts of prompts for the same decoding rows
 BEHIND = 5  # fewer decode steps than this follow each burst
-REFILL = 0.15  # probability per step that a free row gets a request, so that rows do not start together
+REFILL = 0.15  # probability per step that a free row gets a new request, so that rows do not start together
 
 
 @dataclass
@@ -66,17 +66,18 @@ class Calibrator:
         self._paused = False  # whether the next step follows a pause
         self._woken: StepPlan | None = None  # the latest plan after a pause
         self._counter = StepCounter()
-        # since the latest result: rows that joined, planned prompt tokens, and seconds of turns
+        # rows that joined, planned prompt tokens and seconds of turns since the latest result
         self._joins = 0
         self._planned = 0
         self._carried = 0.0
         self._submit = engine.executor.submit
-        self._number = 0  # the number of the latest request
+        self._number = 0  # number of the latest request
         self._ended = 0  # requests that ended in the current turn
         w = engine.wiring
         self.rows = w.max_num_seqs
         self.most = w.max_num_batched_tokens
-        # KV tokens to use: a tenth is kept free, since a preemption would be charged to another request's step
+        # KV tokens that requests may use; a tenth stays free, because the time of a preemption would be attributed to
+        # another step
         blocks = engine.capacity.blocks[0] - 1
         self.room = blocks * w.block * 9 // 10
         self.longest = min(w.max_model_len - DECODES - 2, self.room)
@@ -198,7 +199,7 @@ class Calibrator:
         """
         steps = DECODES + self.room // self.most
         top = max(8, min(self.longest, share - steps))
-        low = int(self.rng.choice([4, top // 2]))  # measure a full cache as often as one with short rows
+        low = int(self.rng.choice([4, top // 2]))  # so that a full cache is measured as often as one with short rows
         prompts = [self._length(low, top) for _ in range(rows)]
         output = DECODES + sum(prompts) // self.most + 1
         for prompt in prompts:

@@ -94,7 +94,7 @@ def cases(
             shortest = config.model_copy(update={"scheduler": choice})
             parts = choose_seams(shortest, catalog, ("scheduler",), {})
             found.append(replace(case, scheduler=parts["scheduler"], known=True, predictor=None))
-    # configurations that differ in other plug-ins have the same bounds, which need one run
+    # configurations that differ only in other plug-ins have equal bounds, which one run gives
     distinct: dict[str, SimulatedCase] = {}
     for case in found:
         key = (case.head, case.evictor, case.scheduler, case.predictor)

@@ -39,8 +39,8 @@ class Simulated(Counting):
         self._rows: np.ndarray | None = None  # ``plan.slots`` of the last step, if the next step may repeat it
         self._at = np.empty(0, np.intp)  # the same slots as an index
         self._left = 0  # steps until a row ends
-        self._ahead = 0  # repeated steps that ``known`` does not include
-        self._kv = 0  # tokens whose KV the last step read
+        self._ahead = 0  # number of repeated steps that ``known`` does not include
+        self._kv = 0  # number of tokens whose KV the last step read
         self.tokens = np.empty(0, np.int32)  # the token that each row of the last step generates, in all steps the same
         self._unsaid = np.full(sizes.max_num_seqs, UNSAID, np.int32)
 
@@ -97,7 +97,7 @@ class Simulated(Counting):
         most = min(most, self.again)
         while taken < most and (until is None or time < until):
             kv += rows
-            seconds = 1e3 * (base + per_token * kv) / 1e3  # rounded as the milliseconds of other steps are
+            seconds = 1e3 * (base + per_token * kv) / 1e3  # rounded like the milliseconds of other steps
             self.busy += seconds
             free_at = max(time, free_at) + seconds
             time = max(time, free_at)

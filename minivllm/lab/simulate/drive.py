@@ -38,8 +38,8 @@ class TraceClock(Protocol):
 class TraceOutcome:
     """The results of a trace.  Columns are [n requests]; times are seconds from the first arrival, nan if refused."""
 
-    arrival: np.ndarray  # f64, the time in the trace
-    first: np.ndarray  # f64, the time of the first token
+    arrival: np.ndarray  # f64 arrival times in the trace, in seconds
+    first: np.ndarray  # f64 times of the first token, in seconds
     finished: np.ndarray  # f64
     prompt: np.ndarray  # i32 tokens
     output: np.ndarray  # i32 tokens
@@ -47,7 +47,7 @@ class TraceOutcome:
     steps: int
     preemptions: int
     evictions: int
-    busy: float  # seconds in which the simulated device computed; 0 for a real engine
+    busy: float  # seconds of computation on the simulated device; 0 for a real engine
     took: float  # seconds of this run on this machine
     cpu: float  # CPU seconds of this run
     figures: Mapping[str, float] = field(default_factory=dict)  # counters of plug-ins, by "evictor.NAME"

@@ -15,7 +15,7 @@ from .drive import TraceOutcome
 GOALS = ("ttft", "tpot", "e2el")  # milliseconds
 PERCENTILES = (50, 90, 99)
 
-Bounds = dict[str, list[float]]  # lower and upper bound of each error
+Bounds = dict[str, list[float]]  # figure -> lower and upper bound of its error
 
 
 def parse_goals(texts: Sequence[str]) -> dict[str, float]:
@@ -50,7 +50,7 @@ def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, f
 
     good = np.ones(served, bool)
     for name, limit in goals.items():
-        good &= ~(times[name] > limit)  # an answer of one token has no time per output token, and passes
+        good &= ~(times[name] > limit)  # an answer of one token has no time per output token, so it meets the limit
     prompt = int(run.prompt[ok].sum())
     output = int(run.output[ok].sum())
     found: dict[str, Any] = {"completed": served, "failed": len(ok) - served}

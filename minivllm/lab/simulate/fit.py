@@ -21,7 +21,8 @@ OFF = 0.5  # relative error above which a step has a smaller weight
 ROUNDS = 8  # of computing weights
 FEW_ROUNDS = 2  # the same, to compare limits
 FEWEST = 20  # steps near a point of a line
-SMOOTH = 16.0  # weight, in steps, of a point's place between its neighbours; it decides where few steps were measured
+# weight of the interpolation between a point's neighbours, in steps; it matters where few steps were measured
+SMOOTH = 16.0
 GAIN = 0.95  # largest error with a limit, as a share of the error without
 
 Array = np.ndarray
@@ -129,7 +130,7 @@ def _design(columns: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Se
     at_rows = _reached(rows_at, columns.rows[decodes])
     at_large = _reached(above, columns.tokens[large])
     at_small: list[int] = []
-    cold = np.zeros(len(large), bool)  # steps within the limit right after one beyond it
+    cold = np.zeros(len(large), bool)  # steps within the limit that directly follow a step beyond it
     if limit:
         at_small = _reached([x for x in tokens_at if x <= limit], columns.tokens[small])
         cold = (columns.before > limit) & ~large

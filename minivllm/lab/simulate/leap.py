@@ -165,7 +165,7 @@ class _Stretch:
                 rows = (lacks == lack).nonzero()[0]
                 if len(rows) > self.cache.available:
                     break
-                # no KV group has a sliding window, so a row needs its next block in all groups at once
+                # no KV group has a sliding window, so a row needs its next block in all groups in the same step
                 one_each = np.ones((len(self.cache.pools), len(rows)), np.int32)
                 self.cache.grow(self.at[rows], one_each)
                 lacks[rows] += self.slots.block

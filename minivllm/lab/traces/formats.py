@@ -22,7 +22,8 @@ from .trace import Trace, build
 MOST_TOKENS = 1 << 22
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 BAILIAN_BLOCK = 16
-STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")  # UTC without an offset
+# a time without an offset is UTC
+STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -99,7 +100,7 @@ def _read_csv(
         arrivals.append(seconds)
         prompts.append(prompt)
         outputs.append(output)
-    # prompt i has content number 2 * i and its answer 2 * i + 1, so no content occurs twice
+    # prompt i has content number 2 * i and its answer 2 * i + 1, so every content number is unique
     runs = [[(2 * i, tokens)] for i, tokens in enumerate(prompts)]
     answers = range(1, 2 * len(prompts), 2)
     return build(name, arrivals, prompts, outputs, answers, runs)
@@ -155,5 +156,5 @@ def _read_hashed(name: str, lines: Iterator[str], block: int, per_second: float,
         prompts.append(prompt)
         outputs.append(output)
         runs.append([(contents.setdefault(x, len(contents)), block) for x in ids])
-    answers = range(len(contents), len(contents) + len(runs))  # a content number of its own for each answer
+    answers = range(len(contents), len(contents) + len(runs))  # each answer has a unique content number
     return build(name, arrivals, prompts, outputs, answers, runs, unit=block)

@@ -37,16 +37,16 @@ class Synthetic:
     think: float = 60.0  # median time from a request's arrival to the next request of its conversation
     think_spread: float = 1.0
     known: float = 0.5  # share of the variance of this time's logarithm that the client knows (``Trace.next_s``)
-    single: float = 0.0  # share of conversations of one request, whose clients send no facts of sessions
+    single: float = 0.0  # share of conversations with a single request, whose clients send no facts of sessions
     single_question: int = 2000  # median
     question: int = 200  # median
     answer: int = 200  # median
     spread: float = 0.8
     depth: int = 3  # levels of the tree
-    fan: int = 20  # children of a node
+    fan: int = 20  # number of children of a node
     zipf: float = 1.2  # exponent; 0 chooses all children equally often
     node: int = 300  # tokens of a node, median
-    longest: int = 16384  # a conversation ends before its tokens exceed this
+    longest: int = 16384  # largest number of tokens of a conversation, which ends before it
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -109,7 +109,7 @@ class _Generator:
         self.child_shares = weights / weights.sum()
         self.nodes: dict[tuple[int, ...], Run] = {}  # path -> run
         self.contents = 0
-        # a generator of its own, so that ``known`` changes no request
+        # a separate generator, so that ``known`` does not change the requests
         self.guesses = np.random.default_rng((s.seed, 1))
         self.conversations = 0
         # (arrival, prompt tokens, output tokens, content number of the answer, runs of the prompt, number of the

@@ -39,7 +39,8 @@ class Trace:
     runs: np.ndarray  # i32 [total, 2] content number, tokens
     unit: int = 0
     # Both columns are empty for a trace without sessions.
-    session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # i32 [n] number, -1 for none
+    # i32 [n] number of the session, -1 means none
+    session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     # f64 [n] seconds to the next request of the session that a client expects
     next_s: np.ndarray = field(default_factory=lambda: np.empty(0))
 

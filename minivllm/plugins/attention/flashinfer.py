@@ -27,10 +27,10 @@ from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, Attn
 from .options import FlashInferOptions
 from .paged import Paged, dense_pages, ragged_pages, starts
 
-# bytes of scratch; 8 MiB are semaphores, and at most one program per multiprocessor shares a row
+# bytes of scratch memory: 8 MiB of semaphores, and results of at most one program per multiprocessor for a row
 DECODE_SPACE = 32 << 20
 PREFILL_SPACE = 128 << 20  # the size that the library recommends
-PLANS = 3  # wrappers for one kind of layer, used in turn
+PLANS = 3  # number of wrappers per kind of layer, which are used in turn
 
 
 @dataclass

@@ -34,8 +34,8 @@ class Limits:
 
     gather: int  # bytes of keys and values that a batch may gather, which should fit in a CPU's cache
     pairs: int = 1 << 22  # query-key pairs of a batch that needs a mask
-    batch_bytes: int = 512 << 10  # gathered bytes that cost as much as one more batch of decode rows
-    batch_pairs: int = 1 << 20  # query-key pairs that cost as much as one more batch of prefill rows
+    batch_bytes: int = 512 << 10  # number of gathered bytes that take as long as one more batch of decode rows
+    batch_pairs: int = 1 << 20  # number of query-key pairs that take as long as one more batch of prefill rows
 
 
 CPU, GPU = Limits(gather=2 << 20, batch_pairs=1 << 12), Limits(gather=256 << 20)
@@ -68,7 +68,7 @@ class KVPiece:
     n: int
     pos: int
     first: int
-    last: int  # the last position that a query sees
+    last: int  # the last position that a query attends to
     causal: bool  # whether all keys from position 0 to the query's own are visible, so that no mask is needed
 
     @property

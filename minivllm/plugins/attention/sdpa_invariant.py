@@ -164,7 +164,7 @@ def _items(
     by_tile = lambda x: torch.from_numpy(  # noqa: E731
         np.ascontiguousarray(x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None])
     )
-    # a tile behind the item's last one is hidden completely, so any existing tile can be used
+    # a tile after the item's last one is masked completely, so any existing tile can replace it
     tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
     given = [torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real)]
     distance = None if spec.alibi is None else by_tile(ahead.astype(np.float32))

@@ -71,7 +71,7 @@ TRITON = Spec(
 
 # ---- over libraries: they read the cache in place, in the dtype of the model ----------------------------------------
 
-HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the KV format that stores it
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> KV format that stores it unchanged
 
 
 def plainly(request: PluginQuery) -> Sequence[Reason]:

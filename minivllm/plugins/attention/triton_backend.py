@@ -56,7 +56,7 @@ class Triton(AttentionBackend):
 
     def __init__(self, options: TritonOptions | None, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
-        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel disagreed at the start
+        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel gave different results at the start
         wanted = "auto" if options is None else options.shared_prefixes
         if wanted != "off" and not ctx.batch_invariant:
             self.shares_from = SAVES_FROM if wanted == "auto" else 1

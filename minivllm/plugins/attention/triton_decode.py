@@ -34,10 +34,10 @@ from .triton_bytes import numbers, quarters, together
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score that no key reaches; finite, so that no NaN arises from it
+NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score below every real score; finite, so that no NaN can result
 PART: tl.constexpr = tl.constexpr(1 << 16)  # a number for part and parts, PART * part + parts
 AT_ONCE: tl.constexpr = tl.constexpr(16)  # partial sums that are loaded together
-PROGRAMS = 3 * 132  # programs that an H200 runs at once
+PROGRAMS = 3 * 132  # number of programs that an H200 runs at the same time
 LEAST_VECTOR = 128  # least number of elements of a vector over the rows of a step with shared prefixes
 LONG = 8192  # contexts that may have more tokens are split for any number of rows
 
@@ -126,7 +126,8 @@ def _part_of(tiles, most, at_once, capacity):
         parts = tl.sum((tiles + each - 1) // each, 0)
         full = parts.to(tl.float32) / at_once
         time = each * (0.3 + 0.67 * full)
-        if full > 1.0:  # parts run one after another, the longest first, and the first loads of each are not hidden
+        # the parts do not fit at the same time: they run in order of length, and the first loads of each are not hidden
+        if full > 1.0:
             time = total + 0.25 * each + 0.5 * full
         if each < most:
             time += 0.37 + (most - 1) // (each * AT_ONCE)  # sums are merged, AT_ONCE of a row at a time
@@ -254,7 +255,7 @@ def _decode(
         if SCALED:
             by_k = tl.load(k_scales + at * KH + head, mask=seen, other=0.0)
             by_v = tl.load(v_scales + at * KH + head, mask=seen, other=0.0)
-        # load the next tile's blocks now, so that this tile hides their latency
+        # loads the next tile's block numbers now, so that this tile hides their latency
         page = page_of(blocks, tile * N + N, on, last, BLOCK, N)
         if WORDS:
             k = numbers(k, ASM)
@@ -267,7 +268,7 @@ def _decode(
         if SLOPES:
             s += slope[None, :] * (token - last)[:, None].to(tl.float32)
         s = tl.where(seen[:, None], s, NEVER)
-        if WORDS and SCALED:  # so that no probability times the scale of its values exceeds 1
+        if WORDS and SCALED:  # scaled, so that no product of a probability and the scale of its values exceeds 1
             peak = tl.maximum(m, tl.max(s + _exponent(by_v)[:, None], 0))
         else:
             peak = tl.maximum(m, tl.max(s, 0))
@@ -323,7 +324,7 @@ def _merge(
     """
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    # written before the first layer's ``_decode``, which settled before it released
+    # written before the first layer's ``_decode``, which settled before it released, so no wait is needed
     entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
     settle(PDL)
     if parts < 2:
@@ -437,7 +438,7 @@ class DecodeWork(NamedTuple):
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
     first: Tensor  # i32 [rows, 2], each row's first entry and its number of parts
-    cut: bool  # whether a row may have more than one part
+    cut: bool  # whether at least one row has more than one part
     sums: Tensor  # float32 [E * heads, DV]
     norms: Tensor  # float32 [E * heads, 2] maximum and denominator
     shared: SharedParts | None  # partial sums over the first tokens of rows; None if every row is read alone
@@ -513,7 +514,7 @@ def decode(
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     shared = work.shared or (work.first, work.sums, work.norms)
     ends = (*shared, work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
-    one = len(work.first) == 1  # the products of quantized weights around it load to registers
+    one = len(work.first) == 1  # products of quantized weights before and after it load to registers
     room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
     launched = _decode[(spec.kv_heads, len(work.entries))](
         q,

@@ -31,14 +31,14 @@ from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, wh
 
 PART = 256  # keys
 PROGRAMS = 264  # of few tiles; two for each multiprocessor of an H200
-MOST_PROGRAMS = 32  # for one tile and KV head
+MOST_PROGRAMS = 32  # largest number of programs of one tile and KV head
 MOST_BYTES = 64 << 20  # of stored sums
 
 
 class Parts(NamedTuple):
     """The programs of a tile and KV head, and the sums that they store."""
 
-    programs: int  # 1 means that nothing is stored
+    programs: int  # number of programs of a tile; 1 means that no partial results are stored
     sums: Tensor  # float32 [tiles * heads * parts, DV]
     norms: Tensor  # float32 [tiles * heads * parts, 2] maximum and denominator
     most: int  # parts of the longest row
@@ -92,13 +92,14 @@ def _attend(
     position = length - (after - begin) + mine  # of each query
     low = length - (after - begin) + token  # position of the tile's first query
     end = tl.minimum(low + TOKENS, length)
-    first, whole, stop = 0, (low + 1) // N, (end + N - 1) // N  # all queries see the tiles of keys before ``whole``
-    least = low * 0  # the first position that a query of the tile sees: those before it may be gone (null block)
+    # all queries attend to the tiles of keys before ``whole``
+    first, whole, stop = 0, (low + 1) // N, (end + N - 1) // N
+    least = low * 0  # the first position that a query of the tile attends to; earlier blocks may be the null block
     if WINDOW > 0:
         least = tl.maximum(low - WINDOW + 1, 0)
         first = least // N
         whole = first
-    if STORE:  # contiguous shares of the parts from the first that is seen to the last one
+    if STORE:  # each program has a contiguous share of the visible parts
         begin_part, parts = first // EACH, (stop + EACH - 1) // EACH
         share = (parts - begin_part + tl.num_programs(2) - 1) // tl.num_programs(2)
         begin_part += tl.program_id(2) * share
@@ -117,21 +118,21 @@ def _attend(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     last = tl.maximum(length - 1, 0)
-    masked = tl.minimum(tl.maximum(whole, first), stop)  # the first tile with a mask
+    masked = tl.minimum(tl.maximum(whole, first), stop)  # the first tile that needs a mask
     part_m = tl.full([M], NEVER, tl.float32)
     part_total = tl.zeros([M], tl.float32)
     part_acc = tl.zeros([M, DVP], tl.float32)
     page = page_of(blocks, first * N, on, last, BLOCK, N)
-    # One loop for all parts, because a loop for each part would begin with loads that nothing hides.
+    # One loop for all parts, because the first loads of a separate loop are not hidden.
     for j in tl.range(first, masked, num_stages=STAGES):
         key = j * N + on
-        if TMA:  # whole, without a mask: each of these keys was written, and they lie in one block
+        if TMA:  # no mask is needed, because every key was written and the tile lies in one block
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
             k, v = load_tile(k_cache, v_cache, page, key, head, least, end, KH, D, DP, DV, VS, DVP, BLOCK, True)
         by_k, by_v = load_scales(k_scales, v_scales, page, key, head, least, end, KH, BLOCK, SCALED)
-        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the page of the next tile
+        page = page_of(blocks, j * N + N, on, last, BLOCK, N)  # the block number of the next tile
         part_m, part_total, part_acc = see(
             queries, k, v, by_k, by_v, key, position, position, slope, part_m, part_total, part_acc, scale, softcap,
             WINDOW, SOFTCAP, SLOPES, IEEE, True, SCALED,

@@ -199,7 +199,7 @@ def _turn(
     mbarrier.arrive(k_empty.index(stage))
     s = _scores(s, (last - 1 - i) * N, position, scale, softcap, on, WINDOW, SOFTCAP, MASK)
     p32, m, total, fade = _softmax(s, m, total, by, MASK and WINDOW > 0)
-    mbarrier.wait(v_full.index(before), past)  # prevents the compiler from moving the softmax behind the wait
+    mbarrier.wait(v_full.index(before), past)  # prevents the compiler from moving the softmax after the wait
     acc, p32 = warpgroup_mma_wait(0, deps=[acc, p32])
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, O_LAYOUT))[:, None]

@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
     row: Tensor  # i32 [tiles] the row of each tile, -1 for none
     token: Tensor  # i32 [tiles] the first token of each tile in its row
-    lines: int  # M, queries of a tile: tokens times the query heads of a KV head
+    lines: int  # M, lines of a tile: tokens times the query heads of a KV head
     count: Tensor | None = None  # i32 [1] the number of tiles with a row, for ``triton_hopper``
 
 
@@ -109,7 +109,7 @@ def see(
     peak = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - peak[:, None])
     if not ALL:
-        p = tl.where(seen, p, 0.0)  # needed for a line without a visible key, whose peak is NEVER too
+        p = tl.where(seen, p, 0.0)  # needed for a line without a visible key, whose largest score is NEVER too
     fade = tl.exp2(m - peak)
     total = total * fade + tl.sum(p, 1)
     if SCALED:
@@ -150,11 +150,11 @@ def _prefill(
     low = length - (after - begin) + token  # position of the tile's first query
     end = tl.minimum(low + TOKENS, length)
     upto = position
-    if SPANS:  # tokens of an image see its later tokens, and so do the tiles before it ends
+    if SPANS:  # tokens of an image attend to its later tokens, so more tiles are visible
         upto += tl.load(ahead + begin + mine, mask=real, other=0)
         end = tl.minimum(tl.maximum(end, tl.max(tl.where(real, upto, 0), 0) + 1), length)
-    first, whole = 0, (low + 1) // N  # all queries see the tiles before ``whole``
-    least = low * 0  # the first position that a query of the tile sees; earlier blocks may be the null block
+    first, whole = 0, (low + 1) // N  # all queries attend to the tiles before ``whole``
+    least = low * 0  # the first position that a query of the tile attends to; earlier blocks may be the null block
     if WINDOW > 0:
         least = tl.maximum(low - WINDOW + 1, 0)
         first = least // N
@@ -165,7 +165,7 @@ def _prefill(
     last = tl.maximum(length - 1, 0)
     page = page_of(blocks, first * N, on, last, BLOCK, N)
     for j in tl.range(first, whole, num_stages=STAGES):
-        if TMA:  # whole tiles need no mask, because each key was written and they lie in one block
+        if TMA:  # no mask is needed, because every key was written and the tile lies in one block
             place = page * BLOCK + j * N % BLOCK
             k, v = k_tiles.load([place, head * D]).T, v_tiles.load([place, head * VS])
         else:
@@ -262,7 +262,7 @@ def _tiles(
     counts = tl.where(lens >= LEAST, (lens + TOKENS - 1) // TOKENS, 0)
     ends = tl.cumsum(counts, 0)
     at = tl.program_id(0) * B + tl.arange(0, B)
-    passed = ends[None, :] <= at[:, None]  # [B, P] rows whose tiles all come before this one
+    passed = ends[None, :] <= at[:, None]  # bool [B, P] rows whose tiles all precede this tile
     row = tl.sum(passed.to(tl.int32), 1)
     token = (at - tl.sum(tl.where(passed, counts[None, :], 0), 1)) * TOKENS
     real = at < tl.sum(counts, 0)

@@ -291,7 +291,7 @@ def find_shared(
     lines, keys = lines_of(spec), keys_of(block, exact)
     each = lines // (spec.heads // spec.kv_heads)
     aim = max(1, TILE.programs // spec.kv_heads)
-    capacity = aim + rows // FEWEST_ROWS + rows // each + 1  # each group rounds up its tiles, and its chunks
+    capacity = aim + rows // FEWEST_ROWS + rows // each + 1  # the tiles and the chunks of each group are rounded up
     columns = table.shape[1]
     least = max(1, -(-LEAST_TOKENS // block))
     most_chunks = max(2, min(MOST_CHUNKS, aim * each // rows))
@@ -317,7 +317,7 @@ def find_shared(
         MIXED=mixed,
         **common,
     )
-    step = max(keys, keys_a_tile(spec, exact))  # the rest of a row begins at a tile of ``_decode``
+    step = max(keys, keys_a_tile(spec, exact))  # the rest of a row starts at a tile of ``_decode``
     _group[grid](label, same, groups, members, rows, BLOCK=block, N=step, FEWEST=FEWEST_ROWS, **common)
     _cut[grid](
         meta.slots,

@@ -27,9 +27,9 @@ from minivllm.device.kernels.launch import kernel
 from .triton_decode import scales_of
 from .triton_prefill import KEYS
 
-PAYS = 64  # mean number of queries per key from which on a copy saves time
-LEAST = 1 << 27  # pairs of a query head and a key; with fewer, launching the copy takes longer than it saves
-SHARE = 256  # a copy takes at most this fraction of the device's memory, 1 / SHARE
+PAYS = 64  # mean number of queries per key from which on a copy in 16 bits saves time
+LEAST = 1 << 27  # number of (query head, key) pairs below which launching the copy takes longer than it saves
+SHARE = 256  # a copy takes at most 1 / SHARE of the device's memory
 CHUNK = 4096  # elements of a program
 
 
@@ -142,6 +142,6 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
         SCALED="k_scale" in layer.cache,
         num_warps=4,
     )
-    # a row's "slot" is the index of its block 0 in one list of all blocks
+    # the "slot" of a row is the index of its block 0 in one list of all blocks
     table = table[None, :, None].expand(len(meta.table), -1, 1)
     return replace(layer, cache=cache), replace(meta, table=table, slots=starts)

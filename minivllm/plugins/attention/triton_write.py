@@ -23,8 +23,8 @@ from minivllm.device.kernels.launch import kernel, pdl, release, settle
 
 from .triton_decode import power, scales_of
 
-TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal number
-ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23; a sum with it has no fraction
+TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32 number
+ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding this number rounds to a whole number
 
 
 @triton.jit
@@ -143,8 +143,8 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     return pairs and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
 
 
-MANY = 512  # tokens above which programs are large, and an early start gains nothing
-FIXED = MANY  # number of tokens for the choice if it must not depend on the step
+MANY = 512  # number of tokens above which programs are large and an early start gains no time
+FIXED = MANY  # number of tokens that chooses the sizes if they must not depend on the step
 
 
 def heads_each(tokens: int) -> tuple[int, int]:

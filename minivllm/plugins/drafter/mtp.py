@@ -31,7 +31,7 @@ class MTP(ModelDrafter):
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         tokens, count = super().propose(ask)
-        return tokens, count.where(ask.rows.position > 1, 0)  # the first token has no states before it
+        return tokens, count.where(ask.rows.position > 1, 0)  # the first token has no preceding states
 
     @classmethod
     def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
 
-PLACES = 2048  # places of one text that are compared with more than two tokens
+PLACES = 2048  # largest number of places of one text at which more than two tokens are compared
 END = -1  # follows each stored text; equal to no token
 NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 
@@ -91,13 +91,13 @@ class Suffix(Drafter):
     def learn(self, owner: int, tokens: np.ndarray, prompt: int) -> None:
         if len(tokens) <= prompt:
             return
-        # the end of the prompt is kept too, so that the beginning of an output is found by it
+        # the end of the prompt is stored too, because it precedes the beginning of the output
         first = max(prompt - self.options.max_match, 0)
         self.texts.add(owner, tokens[first:])
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         assert ask.owner is not None
-        found = np.zeros((len(ask.slots), ask.k + 1), np.int64)  # the drafts of each row, and their number
+        found = np.zeros((len(ask.slots), ask.k + 1), np.int64)  # the drafts of each row, and the number of drafts
         for row, history in enumerate(ask.history):
             texts = self.texts.of(int(ask.owner[row]))
             drafts = self.continued(history, texts, ask.k)
@@ -123,7 +123,8 @@ class Suffix(Drafter):
         if other < length:
             there = NOWHERE
         most = max(1, int(options.drafts_per_match * length))
-        whole = np.append(history, np.zeros(k, history.dtype))  # drafts continue the history, so it may repeat
+        # matches may extend into the drafts, because these continue the history
+        whole = np.append(history, np.zeros(k, history.dtype))
         drafts: list[int] = []
         share = 1.0
         for step in range(1, min(k, most) + 1):

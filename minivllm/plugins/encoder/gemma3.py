@@ -57,7 +57,7 @@ class Gemma3Images(TowerEncoder):
 
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises its own errors
+        except Exception as exc:  # the library may raise its own errors
             raise ModelError(f"{TOKENIZER}: {exc}") from exc
         found = {}
         for count in range(1, LONGEST + 1):
