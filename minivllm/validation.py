@@ -38,7 +38,7 @@ _KINDS = {
     "integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
     "object": "a table",
 }  # fmt: skip
-_MOST = 64  # number of errors to report, because each unknown name costs a search for a similar one
+_MOST = 64  # largest number of reported errors, because each unknown name costs a search for a similar one
 _LISTED = 8  # up to this number of names, all are listed when no name is similar
 
 
@@ -122,7 +122,7 @@ def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[FieldFault]:
     found: dict[tuple[Any, ...], FieldFault] = {}
     for error in exc.errors(include_url=False)[:_MOST]:
         place = _place(error, values)
-        if place not in found:  # each branch of a union reports an error; one message describes all branches
+        if place not in found:  # each branch of a union reports an error, but one message describes all branches
             path = ".".join(str(p) for p in ((at,) if at else ()) + place)
             found[place] = FieldFault(path, _text(error, place, path, root))
     # Drop errors of a table that contains a more exact error, such as "expected a table or text" of a union.

@@ -19,7 +19,7 @@ from .muon import Optimizer
 from .net import SHAPES, Net, from_hf, hf_config, to_hf
 
 PART = 15_000_000
-HEADER = 100_000  # bytes of a part that are left for its header
+HEADER = 100_000  # bytes that are reserved for the header of a part
 
 
 def save(folder: Path, net: Net, optimizer: Optimizer, facts: dict) -> None:

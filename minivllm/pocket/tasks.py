@@ -153,7 +153,7 @@ def sums(rng: Random) -> TaskCase:
 # ---------------------------------------------------------------- JSON
 
 
-Fact = tuple[object, str]  # a value, and the sentence about it
+Fact = tuple[object, str]  # (value, sentence that states it)
 
 
 def person(rng: Random) -> tuple[list[str], dict]:

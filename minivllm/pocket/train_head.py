@@ -92,7 +92,7 @@ def loss_of(head: TrainedHead, net: Net, tokens: Tensor, doc: Tensor) -> tuple[T
     total = torch.zeros(())
     right = []
     for draft in range(1, DRAFTS + 1):
-        # pair i has the state of token i and the token behind all drafts before
+        # pair i has the state of token i, and the token after all earlier drafts
         n = tokens.shape[1] - draft
         later = doc[:, draft:].contiguous()
         mask = documents_mask(later, flex=False)

@@ -117,7 +117,7 @@ def _forked(target: str) -> int | None:
 def try_out(target: str) -> None:
     """Import a target, and end this process with ``CAME_THROUGH`` if the import does not end it."""
     try:
-        os.setsid()  # so that a signal to the module's process group reaches no other process
+        os.setsid()  # a session of its own, so that a signal to the module's process group reaches no other process
         faulthandler.disable()
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):

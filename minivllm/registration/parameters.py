@@ -102,7 +102,7 @@ class Param:
             return None
         if self.kind is float:
             if not _finite(value):
-                # A parameter whose default is None accepts None too, so the message does not name the type.
+                # A parameter with the default None also accepts None, so the message does not name the type.
                 prefix = "" if self.default is None else "a finite number: "
                 raise self._refused(value, f"{prefix}{self.wants}")
         elif not _is(value, self.kind):

@@ -259,7 +259,7 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
         ("quantizer", "online"): (lambda v: _text(v), "the name of a plug-in"),
     }
 )
-OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
+OPTION_OF = {  # kind -> name of its option in the configuration, for kinds where they differ
     "adapter": "adapters", "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser",
     "processor": "processors", "router": "server.router", "strategy": "strategies", "tokenizer": "tokenizer_mode",
 }  # fmt: skip
@@ -439,7 +439,7 @@ def _installed(module: str) -> bool:
         for name in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            # Use the last part of the name: for a full name, a namespace package needs its imported parent.
+            # The last part of the name is used, because a full name of a namespace package needs an imported parent.
             spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
         return spec is not None
     except (ImportError, ValueError):

@@ -70,7 +70,7 @@ def is_on() -> bool:
     """Return whether runs are counted.  Without a file this is a single look at the file system."""
     try:
         return bool((read() or {}).get("on"))
-    except (ConfigError, OSError, RuntimeError) as e:  # RuntimeError: the home folder is unknown
+    except (ConfigError, OSError, RuntimeError) as e:  # RuntimeError means that the home folder is unknown
         log.warning("usage is not counted: %s", e)
         return False
 
@@ -88,14 +88,14 @@ def delete() -> bool:
     at = path()
     if not at.parent.exists():
         return False
-    with _locked(PATIENCE):  # otherwise a process that has read the file would write it again
+    with _locked(PATIENCE):  # without the lock, a process that has read the file would write the old content again
         existed = at.exists()
         try:
             at.unlink(missing_ok=True)
             _lock_of(at).unlink(missing_ok=True)
         except OSError as e:
             raise ConfigError(f"{at}: cannot be deleted: {e.strerror}") from None
-    with contextlib.suppress(OSError):  # the folder has other files
+    with contextlib.suppress(OSError):  # the folder still has other files
         at.parent.rmdir()
     return existed
 

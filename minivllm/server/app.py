@@ -157,7 +157,7 @@ ADMIN: Routes = (
     *_ADAPTERS,
     *_WEIGHTS,
 )
-# columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
+# columns: path, method name of ``Application``, HTTP method; SageMaker sends its probes to /ping
 PROBES = (
     ("/health", "health", "GET"),
     ("/ready", "ready", "GET"),

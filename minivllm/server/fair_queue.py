@@ -15,7 +15,7 @@ from collections.abc import Container
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-NETWORK = 64  # bits of an IPv6 network prefix: a client can choose the other bits of its address itself
+NETWORK = 64  # bits of the network part of an IPv6 address; a client can choose the other bits
 
 
 class FairQueue(Generic[T]):

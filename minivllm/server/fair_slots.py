@@ -43,7 +43,8 @@ class FairSlots:
         try:
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the slot came in the same round of the event loop
+            # the slot was assigned in the same round of the event loop in which the task was cancelled
+            if turn.done() and not turn.cancelled():
                 self.give(owner, turn.result())
             raise
 

@@ -40,7 +40,7 @@ PARTS = {
     "queue": "from arrival to a place in the batch", "prefill": "from a place in the batch to the first token",
     "decode": "from the first token to the end", "inference": "from a place in the batch to the end",
 }  # fmt: skip
-# part of a request's time -> the times in ``RequestMetrics`` at which the part begins and ends
+# part of a request's time -> names of its start and end in ``RequestMetrics``
 SPANS = {
     "queue": ("arrival_time", "scheduled_time"),
     "prefill": ("scheduled_time", "first_token_time"),
@@ -50,7 +50,7 @@ SPANS = {
     "whole": ("arrival_time", "finished_time"),
 }
 
-# figure of a replica -> description of its gauge, or of its counter
+# figure of a replica -> description of its gauge or counter
 REPLICA = {
     "up": "1 for a replica whose engine runs",
     "requests": "requests of a replica that have not ended",
@@ -105,7 +105,7 @@ class Metrics:
     def __init__(self, model: str, info: EngineInfo) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self._labels = {"model_name": model, "engine": "0"}
-        self._seen: dict[str, float] = {}  # running total -> its value when it was last read
+        self._seen: dict[str, float] = {}  # running total -> value at the last reading
         counter = partial(self._metric, Counter)
         gauge = partial(self._metric, Gauge)
         histogram = partial(self._metric, Histogram)
@@ -137,7 +137,7 @@ class Metrics:
         self.figures = gauge("minivllm:plugin_figure", "a figure that a plug-in reports", "seam", "figure")
         self.joules = counter("minivllm:energy_joules", "energy used while the engine was busy or idle", "state")
         text = "energy of an output token, idle time excluded"
-        # has no value until the energy is known, so that 0 is not shown
+        # no value is shown until the energy is known, instead of 0
         names = tuple(self._labels)
         self.each_token = Gauge("minivllm:joules_per_output_token", text, names, registry=self.registry)
         text = "pages of a tier of the KV cache that were looked for, moved or lost"
@@ -253,7 +253,7 @@ class Metrics:
             seam, _, plugin = key.partition(":")
             plugin = plugin or ",".join(self._plugins.get(seam, ()))
             self.seams.labels(**self._labels, seam=seam, plugin=plugin).set(ms / 1e3)
-        self.figures.clear()  # otherwise a figure that is no longer reported would keep its last number
+        self.figures.clear()  # cleared, because a figure that is no longer reported would keep its last value
         for seam, figures in stats.get("figures", {}).items():
             for name, number in figures.items():
                 self.figures.labels(**self._labels, seam=seam, figure=name).set(number)

@@ -38,7 +38,7 @@ async def save(request: Request, service: Service) -> Any:
     if not isinstance(body.name, str):
         raise ApiError(400, "name: expected a text of 1 to 60 bytes", "name")
     tenant = state["tenant"] if body.tenant is None else body.tenant
-    await _client(service).prefixes()  # refuses an engine without a disk before anything is computed
+    await _client(service).prefixes()  # raises for an engine without the store ``disk``, before tokens are computed
     ids = await _ids(service, body.prompt, tenant, state["owner"])
     params = SamplingParams(max_tokens=1, temperature=0.0, tenant=tenant, cache_salt=body.cache_salt)
     stream = await service.client.stream(ids, params, f"{state['request_id']}-0", pieces=False, owner=state["owner"])

@@ -113,7 +113,7 @@ class FolderFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
-        self._turn = asyncio.Lock()  # changes of files run one after the other, in the order of their requests
+        self._turn = asyncio.Lock()  # files are changed one after another, in the order of the requests
         if not self.folder.is_dir():
             raise ConfigError(f"server.responses_dir={folder!r}: no such folder")
 
@@ -241,7 +241,7 @@ class KeyResponses:
         self.most_bytes = most_bytes
         self._held: OrderedDict[tuple[int, str], StoredResponse] = (
             OrderedDict()
-        )  # number of a connection, id -> response
+        )  # (number of a connection, id) -> response
         self._size = 0
         self._connections = itertools.count()
 

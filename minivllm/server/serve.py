@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 NOT_DRAINED = 6  # exit status
 LAST = 3  # seconds for connections to close at shutdown
 LOOK = 1.0  # seconds between checks of the engine
-HEAP_GROWN = 2 << 20  # bytes by which the resident memory may grow before free heap pages are returned to the system
+# growth of the resident memory in bytes after which free heap pages are returned to the operating system
+HEAP_GROWN = 2 << 20
 
 
 def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded] | None = None) -> int:
@@ -150,7 +151,7 @@ def make_service(
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
-    # imports the specs of other packages, which would delay the first request
+    # imports the specs of other packages now, because this would delay the first request
     declared_params.installed()
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
@@ -208,7 +209,7 @@ async def run(
                 await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 return 0
-            await opening  # raises the engine's error, with which the command ends
+            await opening  # raises the engine's error, which ends the command
             service = await open_service(app, client, loaded, server)
             service.reload = reload
             state.freeze_loaded()
@@ -297,7 +298,7 @@ async def _until_the_end(service: Service, serving: asyncio.Task[None], stop: St
             drain.cancel()
             door.end()
         second.cancel()
-        await asyncio.sleep(0.1)  # meanwhile the streams write their last events
+        await asyncio.sleep(0.1)  # the streams write their last events in this time
         ms = 1e3 * (time.monotonic() - start)
         logs.event("stopped", drained=drained, ms=round(ms, 1))
         return 0 if drained else NOT_DRAINED

@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 QUICK, BULK = range(2), range(2, 4)  # numbers of the workers
 BULK_NICE = 5  # nice value (priority) of bulk workers
-LARGE = 1 << 16  # bytes of a job above which it is bulk
-READ_SECONDS, READ_MB = 10.0, 64  # CPU time and memory for a body, without the memory that its bytes take
+LARGE = 1 << 16  # size of a job in bytes above which it counts as large
+READ_SECONDS, READ_MB = 10.0, 64  # limits of CPU seconds and MB for reading a body, without the memory of its bytes
 BYTES_A_BYTE = 16  # bytes of memory for a byte of a body, enough for lists of ids and characters above U+FFFF
 SECONDS_A_BYTE = 1e-5  # seconds of CPU time for tokenizing a byte
-FORM = 4096  # bytes of the fields ``FORMS`` of a body above which a worker reads them; a schema takes milliseconds
+# size in bytes of the fields ``FORMS`` above which a worker reads them, because a schema takes milliseconds
+FORM = 4096
 FORMS = ("structured_outputs", "response_format", "tool_choice", "tools", "parallel_tool_calls")
 
-Parts = tuple[dict[str, Any], list[bytes]]  # the JSON object and the other parts of a job's answer
+Parts = tuple[dict[str, Any], list[bytes]]  # (JSON object, other parts) of the answer of a job
 Limits = tuple[float, int]  # CPU seconds, megabytes
 
 
@@ -184,7 +185,7 @@ class WorkerPool:
             finally:
                 turns.give(owner, worker)
 
-        # a task of its own: if the caller is cancelled, the worker stays busy until its answer has come
+        # a separate task: if the caller is cancelled, the worker stays busy until its answer has arrived
         task = asyncio.create_task(run_job())
         self._running.add(task)
         task.add_done_callback(self._running.discard)

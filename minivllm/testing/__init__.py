@@ -69,6 +69,7 @@ def __getattr__(name: str) -> Any:
 
     prepare_environment()
     module = f"{__name__}.{_MODULES[name]}"
-    if module not in sys.modules:  # a failing assertion of the kit shows its values, as one in a test file does
+    # an assertion of the kit that fails shows its values, like an assertion in a test file
+    if module not in sys.modules:
         pytest.register_assert_rewrite(module)
     return getattr(importlib.import_module(module), name)

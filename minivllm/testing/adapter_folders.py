@@ -18,7 +18,7 @@ from torch import Tensor
 FOLDERS = 3
 RANKS = (6, 3, 1)
 PREFIX = "base_model.model."
-SCALED_INPUTS = ("o_proj", "down_proj")  # layers whose inputs IA3 scales; these layers are not merged
+SCALED_INPUTS = ("o_proj", "down_proj")  # layers whose inputs IA3 scales, and which are not merged
 Shapes = Mapping[str, tuple[int, int]]  # layer of the checkpoint -> (outputs, inputs)
 
 

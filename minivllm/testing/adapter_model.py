@@ -35,7 +35,7 @@ LAYERS = {
     _MLP + "gate_up_proj": (2 * INNER, HIDDEN),
     _MLP + "down_proj": (HIDDEN, INNER),
 }
-# served layer -> (layers of the checkpoint with their parts, split)
+# served layer -> (layer of the checkpoint -> its parts, split)
 _SERVED: dict[str, tuple[dict[str, tuple[str, ...]], str]] = {
     "layers.0.attn.qkv": ({f"{_ATTENTION}{part}_proj": (part,) for part in "qkv"}, "column"),
     "layers.0.mlp.gate_up": ({_MLP + "gate_up_proj": ("gate", "up")}, "column"),

@@ -17,7 +17,7 @@ from minivllm.core.interfaces.attention import GraphKey
 from .attention_world import World
 from .base import since
 
-LENGTHS = (1, 2, 17, 64, 300, 1000, 5000, 40_000)  # keys that a query may see
+LENGTHS = (1, 2, 17, 64, 300, 1000, 5000, 40_000)  # numbers of keys that a query may attend to
 LONG = (700, 130, 300)  # tokens in the cache, for each row of a step
 
 

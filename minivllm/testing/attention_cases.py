@@ -218,7 +218,7 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
     No step is empty.  A sequence has at most ``most`` tokens.  ``block`` is the number of tokens of a block.
     """
     steps = draw(st.integers(1, 3))
-    shareable = int(block + 40 < most)  # full blocks of a common prefix that leave room for other tokens
+    shareable = int(block + 40 < most)  # number of full blocks of a common prefix that leave room for other tokens
     if 3 * block < most:
         shareable = 2
     common = draw(st.integers(0, shareable)) * block if shareable else 0

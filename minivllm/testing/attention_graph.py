@@ -24,7 +24,7 @@ from .attention_world import Rows, Setting, World, WorldSuite
 from .waiting import no_wait, waits
 
 TOKENS = 300  # tokens of a sequence at most
-LONG = 360  # tokens of a sequence whose blocks others share
+LONG = 360  # number of tokens of a sequence whose blocks other sequences share
 
 
 def check_decode(suite: WorldSuite, setting: Setting) -> None:
@@ -77,7 +77,8 @@ class _Step:
         self.spare = world.add_null().slot
         self.meta = _bounded(self._meta(rows), world.tokens)
         if key.kind == "mixed":
-            self.meta.decode_rows = key.rows  # only arrays on the device show which rows have one token
+            # the host does not know which rows have one token, because only arrays on the device show it
+            self.meta.decode_rows = key.rows
             self.meta.host_q_len[:] = key.tokens
         self.on_device = world.suite.spec.traits.get("plan") == "device"
         self.static = [x.clone() for x in self._inputs(rows)]

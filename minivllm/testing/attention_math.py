@@ -21,7 +21,7 @@ class ExactAttention:
 
     out: Tensor  # [n, heads, dim_v]
     lse: Tensor  # [n, heads] natural logarithm of the softmax's denominator, the sink included
-    largest: float  # greatest absolute score of a query and a key that it sees
+    largest: float  # largest absolute score of a query and a visible key
 
 
 def attend(

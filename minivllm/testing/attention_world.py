@@ -30,7 +30,7 @@ from minivllm.registration.spec import Spec
 
 from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare, visible
 
-torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
 GUARD = 3  # guard rows before and after an output, which a back end must not change
 MARK = 7.0  # the value of the elements of guard rows
 UNOWNED = 4  # blocks of each KV group that no sequence owns
@@ -96,7 +96,7 @@ def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> 
 class Setting:
     """The configuration of a world: its layers, the dtype of the model, the KV format and the block size."""
 
-    specs: tuple[AttnSpec, ...]  # one for each layer
+    specs: tuple[AttnSpec, ...]  # one spec per layer
     dtype: str
     kv_format: str  # name of the format
     block: int  # tokens per block
@@ -141,7 +141,7 @@ class WorldSeq:
         return not (self.ended or self.null)
 
 
-Rows = Sequence[tuple[WorldSeq, int]]  # a step: each sequence with its number of new tokens
+Rows = Sequence[tuple[WorldSeq, int]]  # a step as (sequence, number of its new tokens)
 
 
 @dataclass
@@ -209,10 +209,10 @@ class World:
         self.static = static
         self.added = 0  # sequences so far
         self.key = GraphKey()  # of the steps
-        # slot -> spans (first position, end) whose tokens see each other
+        # slot -> spans (first position, end) whose tokens attend to each other
         self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
         self.position_offset = 0  # added to AttnMeta.position, as for a second rotary table
-        self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
+        self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> tensor
         self.rng = np.random.default_rng(seed)
         self.random = torch.Generator().manual_seed(seed)
         self.device = suite.place()
@@ -222,7 +222,7 @@ class World:
         ctx = suite.attention_context(setting, slots, tokens, batch_invariant)
         self.backend = suite.build(ctx) if backend is None else backend
         self.format = ctx.kv_format
-        self.geometries = list(dict.fromkeys(spec.geometry for spec in setting.specs))  # one for each KV group
+        self.geometries = list(dict.fromkeys(spec.geometry for spec in setting.specs))  # one geometry per KV group
         self.layers = [self._layer(i, spec) for i, spec in enumerate(setting.specs)]
         self.blocks = 1 + rows * self.per_row + UNOWNED
         self.free = [list(1 + self.rng.permutation(self.blocks - 1)) for _ in self.geometries]
@@ -257,7 +257,7 @@ class World:
         spec = layer.spec
         is_nan = self.poison != self.poison
         half = torch.float16 in (self.dtype, getattr(torch, self.format.dtype, None))
-        large_key = 100.0 if half and not is_nan else self.poison  # larger keys give infinite scores in float16
+        large_key = 100.0 if half and not is_nan else self.poison  # larger keys would give infinite scores in float16
         every = 1 if spec.v_in_k or is_nan else 2
         for slots in torch.arange(self.blocks * self.block).split(self.tokens):
             n = len(slots)

@@ -36,7 +36,7 @@ from .claims import claimed
 PROFILE = "MINIVLLM_TEST_PROFILE"  # fast | long
 SEED = "MINIVLLM_TEST_SEED"  # when unset, every run draws the same examples
 SHRINK = "MINIVLLM_TEST_SHRINK"  # when "0", hypothesis does not simplify a failing example
-# tests that run, and fail, where the plug-in is broken; all other tests skip then
+# tests that run, and fail, for a broken plug-in; all other tests are skipped
 REPORTING = ("test_the_spec_names_an_implementation_of_the_seam", "test_known_failures_name_tests_of_this_suite")
 # the test that fails where the constructor of the plug-in raises, and the test of the spec's ``check``, which may raise
 # before the constructor
@@ -139,7 +139,7 @@ class Conformance:
     options: Mapping[str, Any] = {}  # options of the plug-in
     device: str = ""  # cpu or cuda; empty means the first claimed device of this machine
     profile: str = ""  # fast or long; empty means the value of MINIVLLM_TEST_PROFILE, else fast
-    known_failures: Mapping[str, str] = {}  # test -> why it fails; a listed test that passes is an error
+    known_failures: Mapping[str, str] = {}  # test -> reason of its failure; a listed test that passes is an error
 
     # ---- the plug-in ---------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def pooled(probs: Tensor, n: int) -> tuple[Tensor, int]:
             mass = 0.0
         bins[cell] = last
         mass += expected[cell]
-    if mass < 5 and last:  # the last bin is too small: merge it with the previous bin
+    if mass < 5 and last:  # the last bin is too small, so it is merged with the bin before it
         last -= 1
         bins = [min(b, last) for b in bins]
     return torch.tensor(bins), last + 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm.registration.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, PluginQuery, Range, Spec, allows
 
-USUAL = {  # the value of each fact to use if the limit allows it
+USUAL = {  # fact -> value that is used if the limits allow it
     "architecture": "LlamaForCausalLM", "block": 16, "checkpoint": "none", "device": "cpu", "dim_qk": 64, "dim_v": 64,
     "dtype": "float32", "holds": "float32", "kv_format": "fp32", "model_type": "llama", "queries_per_kv": 1, "sm": 90,
     "tensor_parallel_size": 1, "format": "folder", "tokenizer_class": "LlamaTokenizer",

@@ -30,8 +30,8 @@ VOCAB = 61
 MAX_LEN = 96  # tokens of a sequence at most
 SLOTS = 9
 MANY = 40  # rows of a large step
-STALE = 53  # the token in all positions after the known tokens of a slot
-REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # rows whose tokens repeat
+STALE = 53  # the token at all positions after the known tokens of a slot
+REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # prompts with repeated tokens
 
 
 class FakeModel(DraftModel):

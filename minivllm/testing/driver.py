@@ -24,12 +24,12 @@ from minivllm.device.worker.build import make_processors
 
 from .tiny import tiny_dir
 
-torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
 SLOTS = 8
 BLOCK = 4  # tokens of a block
 MAX_LEN = 96  # tokens of a sequence at most
 NOTHING: Mapping[str, Sequence[float]] = {}
-NEAR = 1e-3  # allowed difference of log-probabilities: the order of a sum may differ, but nothing else
+NEAR = 1e-3  # allowed difference of log-probabilities, for sums in another order
 LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
 
 
@@ -84,8 +84,8 @@ class Joining:
     out: int  # tokens to generate at most
     stop: tuple[int, ...]
     params: SamplingParams
-    drawn: list[int]  # tokens that the sequence had generated when it was preempted
-    saved: int  # sequence number of its saved columns, or -1
+    drawn: list[int]  # tokens that the sequence had generated before it was preempted
+    saved: int  # number of the sequence whose saved columns are restored, or -1
     add: Mapping[str, Sequence[float]]  # point of the model -> vector that is added there
 
     @property

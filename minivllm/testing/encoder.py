@@ -34,7 +34,7 @@ from .tiny_images import CLASSES, make
 SIZES = ((40, 40), (90, 30), (30, 120), (64, 48), (33, 77))  # width and height
 THREADS = 6
 OUTPUT = 8  # tokens
-TOKEN = 60  # image_token_id of the checkpoint of text
+TOKEN = 60  # image_token_id in the configuration of the text model
 
 
 @cache

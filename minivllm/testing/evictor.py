@@ -30,14 +30,14 @@ from .spec import SpecConformance
 
 CAPACITY = 8192
 BRANCHES = 3  # children of a block; a small number, so that evicted paths are soon computed again
-DEEPEST = 5  # depth of a block without a parent, at most
-FEW = 512  # keys of the small pool whose calls are timed
-MANY = 1 << 18  # keys of the large pool whose calls are timed
-AT_ONCE = 5000  # keys that one call evicts
-# the most time of a call with many keys: a multiple of the time with few keys, plus some seconds
+DEEPEST = 5  # largest depth of a block without a parent
+FEW = 512  # number of keys of the small pool in the timed calls
+MANY = 1 << 18  # number of keys of the large pool in the timed calls
+AT_ONCE = 5000  # number of keys that one call evicts
+# largest time of a call with many keys: a multiple of the time with few keys, plus some seconds
 SLOWER = 3
 NOISE = 3e-5
-TRIES = 3  # attempts, one of which must succeed: another process may slow down the others
+TRIES = 3  # number of attempts, one of which must succeed, because another process may slow down the others
 BRANCH = st.integers(0, BRANCHES - 1)
 # requests of a few sessions, and None for a request without a session
 TURNS = st.none() | st.builds(

@@ -20,7 +20,7 @@ HOT = 6  # sequences that are used again
 LENGTH = 4  # blocks of a sequence
 LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # rounds of the runs
 LONGEST = 1000  # rounds of the longest run
-HITS = 40_000  # lookups of one key; another key has twice as many, which exceeds a counter of 16 bits
+HITS = 40_000  # number of lookups of one key; another key has twice as many, which exceeds a 16-bit counter
 
 
 class EvictorLife:

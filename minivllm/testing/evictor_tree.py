@@ -47,12 +47,13 @@ class Tree:
     """The cached keys, with the facts about each key that decide whether and when it may be evicted."""
 
     def __init__(self) -> None:
-        self.parent: dict[int, int] = {}  # 0 for a key without a parent
+        self.parent: dict[int, int] = {}  # key -> its parent, 0 for none
         self.depth: dict[int, int] = {}
         self.refs: dict[int, int] = {}  # running sequences that use the key
         self.children: dict[int, int] = {}  # number of cached children
         self.added: dict[int, int] = {}  # time
-        self.freed: dict[int, tuple[int, int]] = {}  # time, and order within a call: deeper keys first
+        # key -> (time, order within the call); keys of greater depth come first
+        self.freed: dict[int, tuple[int, int]] = {}
         self.hits: dict[int, int] = {}
         self.clock = 0
         self.gone: set[int] = set()  # keys that were cached once

@@ -282,7 +282,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                 driver.join(0, prompt, 40)
                 plans = []
                 results = []
-                # at least one step, so that the row joins before it leaves the batch
+                # at least one step is submitted, so that the row joins before it leaves the batch
                 for action in [*actions, "submit", 0]:
                     if action == "submit":
                         plans.append(driver.submit({0: int(driver.known[0] - driver.computed[0])}))

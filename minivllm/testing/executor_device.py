@@ -230,7 +230,7 @@ class ExecutorDevice(ExecutorReference):
             driver.join(1, b, 20)
             driver.submit({0: 6, 1: 9})
             driver.submit({0: 1, 1: 1})
-            driver.fork(0, 4, int(columns))  # made-up tokens depend on the number of the sample
+            driver.fork(0, 4, int(columns))  # generated tokens depend on the number of the sample
             driver.fork(1, 5, int(columns))
             driver.leave(0)
             driver.submit({1: 1})
@@ -239,7 +239,8 @@ class ExecutorDevice(ExecutorReference):
             for _ in range(3):
                 driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
             tokens = drawn(driver.executor.collect(0))
-            source = tally(5) if columns else self.greedy(a, 5)  # the samples of the row in slot 0 and of its branch
+            # expected tokens of the row in slot 0, and of its branch
+            source = tally(5) if columns else self.greedy(a, 5)
             other = self.greedy(b, 7)
             expected = {0: source[:2] + self.greedy(c, 4), 1: other, 4: source[2:], 5: other[2:5]}
             assert tokens == expected, f"tokens by slot {tokens}: expected {expected}"

@@ -39,7 +39,7 @@ class Faulty(Processor):
             raise RuntimeError("boom in commit")
 
 
-FIRST_TALLY = 3  # the first token of a row that counts its tokens
+FIRST_TALLY = 3  # the first generated token of a row that counts its tokens
 
 
 class CountingProcessor(Processor):

@@ -28,7 +28,7 @@ from minivllm.plugins.quantizer.none import Unquantized
 
 from .attention_world import allocate, keep_tensors, make_meta
 
-torch.set_num_threads(1)  # with tiny tensors, threads only wait for each other
+torch.set_num_threads(1)  # id of the token with the byte 0
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 
@@ -87,10 +87,10 @@ class Harness:
             layer.cache = allocate(layout, blocks, device, torch.nan)  # a read of an unwritten slot becomes visible
         self.states = self._make_states(slots, checkpoints, drafts)
         self.stopped: set[int] = set()  # slots whose sequence has ended
-        self.drafted: set[int] = set()  # slots all of whose tokens but the first are drafts in the next step
+        self.drafted: set[int] = set()  # slots whose next step has drafts at all tokens except the first one
         self.known = [0] * slots  # tokens in each slot
-        # a sequence longer than ``switch`` has another rotary embedding for all of its tokens; ``ends`` has the final
-        # length of a sequence that comes in several steps
+        # a sequence longer than ``switch`` uses another rotary embedding for all of its tokens, so ``ends`` has the
+        # final length of each sequence
         self.switch = arch.switch(cfg)
         self.ends = [0] * slots
         self.rope_rows = max_len + 1
@@ -235,7 +235,7 @@ class Seat:
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.size = len(sent)
-        self.sent = sent  # the tensor of each rank
+        self.sent = sent  # rank -> the tensor that it sends
         self.barrier = barrier
         self.peers = None
 

@@ -15,10 +15,10 @@ from .base import since
 
 FIRST = 6  # rounds before the first count
 ROUNDS = 24  # rounds between two counts
-WINDOWS = 3  # pairs of counts: a leak grows in each of them
+WINDOWS = 3  # pairs of counts; a leak increases each of them
 FILLING = 1000  # rounds, at most, that fill a cache of bounded size
 SECONDS = 8.0  # time limit of these rounds
-SLACK = 16  # allowed bytes for each round: less than one number in a list
+SLACK = 16  # allowed growth in bytes per round, which is less than one number in a list
 NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)  # objects that belong to no instance
 CONTAINERS = (dict, list, set, bytearray)
 
@@ -50,14 +50,14 @@ def parts(item: Any) -> Iterable[Any]:
     """Return the objects that an object refers to directly; for a function, without the globals of its module."""
     if isinstance(item, FunctionType):
         return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
-    if isinstance(item, dict):  # get_referents leaves out the keys of a dict whose keys are all text
+    if isinstance(item, dict):  # get_referents omits the keys of a dict if all keys are strings
         return [*item.keys(), *item.values()]
     if isinstance(item, MethodType):
         return [item.__self__, item.__func__]
     return gc.get_referents(item)
 
 
-# modules whose classes belong to the contract or to Python, so that their attributes are not counted
+# modules whose classes belong to the contract or to Python; their attributes are not counted
 FOREIGN = ("minivllm.core.", "minivllm.device.worker.", "builtins", "abc")
 
 

@@ -30,7 +30,7 @@ from .waiting import no_wait, waits
 
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # kinds of stored numbers
-FLOOR = 1e-5  # absolute error that every format may have for tiny numbers, for which its scales may be too coarse
+FLOOR = 1e-5  # absolute error that is allowed for tiny numbers, for which the scales of a format may be too coarse
 Cache = dict[str, Tensor]
 ENDLESS = (
     "(a scale overflowed, or 0 was divided by 0; if the scales of the format have a smaller range, set `largest` in a "
@@ -547,7 +547,7 @@ def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
     infos = (torch.finfo(stored), torch.finfo(dtype))
     most = min(info.max for info in infos)
     least = max(info.smallest_normal for info in infos)
-    subnormal = max(info.smallest_normal * info.eps for info in infos)  # the least positive number
+    subnormal = max(info.smallest_normal * info.eps for info in infos)  # the smallest positive number
     eps = max(info.eps for info in infos)
     values = [0.0, -0.0, most, -most, most / 2, least, -least, least / 2, subnormal, -subnormal, 3 * subnormal]
     values += [1.0, -1.0, 1 + eps, 1 - eps, 257.0]

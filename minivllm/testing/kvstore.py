@@ -44,12 +44,12 @@ class _StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # a model of its own, because the pages of the examples before may be durable
+        # a new model for each example, because pages of earlier examples may still be on the disk
         self.seen["examples"] += 1
         self.model = hashlib.sha256(f"model {self.seen['examples']}".encode()).hexdigest()
         self.store = self.suite.build(self.suite.context_of(self.model))
         self.pages: dict[bytes, np.ndarray] = {}
-        self.kept: list[tuple[np.ndarray, np.ndarray]] = []  # arrays that ``get`` returned, and their contents
+        self.kept: list[tuple[np.ndarray, np.ndarray]] = []  # (array that ``get`` returned, copy of its content)
 
     @rule(number=st.integers(0, 12), size=st.sampled_from(SIZES))
     def put(self, number: int, size: int) -> None:

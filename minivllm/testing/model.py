@@ -35,7 +35,7 @@ PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
 NEW_TOKENS = 32
 LARGEST = 3_000_000  # parameters of a model that is built hundreds of times
 MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
-FLOATS = ("float32", "bfloat16", "float16")  # the most exact dtype first
+FLOATS = ("float32", "bfloat16", "float16")  # the most precise dtype first
 Judgement = tuple[str, str]  # ("equal" | "refused" | "no such config" | "wrong", reason)
 
 
@@ -313,7 +313,7 @@ class ModelConformance(ModelTaps, ModelStates):
 
     def _check_indices(self, harness: Harness, tolerance: float) -> None:
         """Compare the logits of a step with logits indices with those of the same step without them."""
-        indices = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 comes first: its only token has index 0
+        indices = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 is the first row, so its only token has index 0
         got, _ = harness.logits({0: PROMPT, 1: [9]}, indices)
         assert len(got) == len(indices), f"{len(indices)} hidden states are requested, the model returns {len(got)}"
         every, _ = harness.logits({2: PROMPT, 3: [9]})

@@ -12,7 +12,8 @@ from torch import Tensor
 from minivllm.device.loading.overrides import BY_ENGINE, UNREAD
 
 IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder need read -> the reason
-UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # fields that keep their value
+# fields of a configuration that keep their value
+UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}
 
 
 def field_names(values: Mapping[str, Any]) -> Iterator[str]:

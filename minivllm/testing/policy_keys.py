@@ -17,7 +17,8 @@ from .policy_watch import arrivals, check_key, frozen
 
 LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)  # seconds, beyond the ranges of float16 and of int32 milliseconds
 MILLION, AT_ONCE = 10**6, 1 << 10  # tokens of a request, and number of requests that arrive together
-CROWDS, LONG_CROWDS = 80, 1 << 14  # such arrivals: beyond 16 bits of requests, in the long profile beyond 24
+# numbers of groups of AT_ONCE requests: more than 2**16 requests, in the long profile 2**24
+CROWDS, LONG_CROWDS = 80, 1 << 14
 GAP = 1e-3  # seconds between two requests
 PLAIN = {"prompt": 7, "known": 7, "max_out": 7, "predicted_out": 7, "priority": 0, "tenant": 0}
 LARGE = {**PLAIN, "prompt": MILLION, "known": MILLION, "max_out": MILLION // 2, "predicted_out": MILLION // 2}

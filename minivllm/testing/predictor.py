@@ -22,7 +22,7 @@ from .spec import SpecConformance
 MAX_LEN = 4096
 CTX = PredictorContext(MAX_LEN, 64, 2048, seed=5)
 MS = 1.0  # milliseconds of a call, at most
-TRIES = 5  # attempts, one of which must be fast enough: another process may slow down the others
+TRIES = 5  # number of attempts, one of which must be fast enough, because another process may slow down the others
 WORKS = [StepWork(rows, tokens, 100 * rows + tokens) for rows in (0, 1, 8, 64) for tokens in (0, 1, 512, 2048)][1:]
 EDGES = (1, 2, 7, MAX_LEN - 1)  # lengths of prompts
 

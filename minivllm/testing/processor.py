@@ -24,7 +24,7 @@ from .sampling_reference import standard_reference
 from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage, normal_logits, stack_logits
 from .sampling_sizes import ProcessorSizes
 
-TOLERANCE = 2e-6  # a share of the largest number in a row: a few roundings of float32
+TOLERANCE = 2e-6  # allowed error relative to the largest number of a row: a few roundings of float32
 
 
 class ProcessorConformance(ProcessorSizes, SamplingConformance):
@@ -149,7 +149,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         """Check a history of 400 tokens that has one token 300 times, in the output or in the prompt: no buffer may be
         too short for it, and no counter may wrap around."""
         rng = np.random.default_rng(2)
-        early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))  # some come only at the end
+        # the tokens of ``late`` occur only at the end
+        early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))
         history = tuple(map(int, [*early, *rng.permutation([8] * 300 + [9, 11] * 5), *late[:40]]))
         logits = normal_logits(rng, 3, self.vocab)
         params = [SamplingParams.make(**requested) for requested in self.tried_rows() or [{}]]

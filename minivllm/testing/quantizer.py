@@ -56,10 +56,9 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)  # numbers of inputs to test
     # sizes of the smallest and the largest rows; narrower for float16 scales
     sizes: tuple[float, float] = (1e-30, 1e30)
-    scale_bits: float = 2.0  # most bits an element that scales and zero points take: two float16 for 16 elements
-    patterns: Sequence[str] = (
-        "skip",
-    )  # options, if the quantizer has them, that list patterns of modules to leave out
+    # largest number of bits per element for scales and zero points: two float16 for 16 elements
+    scale_bits: float = 2.0
+    patterns: Sequence[str] = ("skip",)  # names of options with patterns of modules that stay unquantized
     model: Mapping[str, Any] = {"intermediate_size": 64}  # fields of the tiny config.json that suit the quantizer
 
     # ---- methods that a test class may override ------------------------------------------------------------------
@@ -457,7 +456,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         got = harness.step({0: PROMPT})[0].cpu()
         off = (got - want).abs()
         assert got.isfinite().all(), "logits are not finite"
-        if "inputs" in self.spec.traits:  # each layer rounds its inputs, and random layers magnify the error
+        if "inputs" in self.spec.traits:  # each layer rounds its inputs, and random layers increase the error
             error = float(off.norm() / want.norm())
             assert error <= 0.3, f"logits are off by {error:.2f} of their norm"
             return

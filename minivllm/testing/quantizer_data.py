@@ -178,7 +178,7 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
     out = torch.full_like(got, torch.nan)
     rounding = 8 * torch.finfo(x.dtype).eps
     largest = float(got.abs().max())
-    x.neg_()  # the inputs of the next step may lie in the same memory, and a format may round large inputs differently
+    x.neg_()  # the next step may place its inputs in the same memory, and a format may round large inputs differently
     negated = scheme.apply(x)
     assert torch.equal(got, kept), f"{what}: the next call writes into the tensor that was returned"
     x.copy_(before)

@@ -16,7 +16,7 @@ from .base import since
 from .quantizer_data import dtype_of, ones, storages
 
 USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is measured
-SLACK = 8192  # bytes of a workspace beside the tensors, but never of a copy
+SLACK = 8192  # size in bytes of a workspace besides the tensors, which is too small for a copy
 ELEMENTS = 512 * 256  # elements of the weight in this test
 
 

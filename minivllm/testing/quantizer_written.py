@@ -16,8 +16,8 @@ from torch import Tensor
 from minivllm.registration.spec import ANY, Spec, allows
 
 GROUP = 32
-BLOCK = 128  # rows, and inputs, of a block that has one float8 scale
-TOP = 7  # largest 4-bit code around 0
+BLOCK = 128  # rows and inputs of a block with one float8 scale
+TOP = 7  # largest signed 4-bit code
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 TINY = torch.finfo(torch.float32).tiny
 
@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float32).tiny
 class WrittenMethod(NamedTuple):
     """A method of quantized checkpoints, and functions that write a weight [out, in] by it."""
 
-    config: Mapping[str, Any]  # the ``quantization_config`` of config.json
+    config: Mapping[str, Any]  # ``quantization_config`` of config.json
     tensors: Callable[[Tensor], dict[str, Tensor]]  # weight -> {parameter: tensor}
     step: Callable[[Tensor], Tensor]  # weight -> distance of neighbouring numbers at each element
     bits: int = 4

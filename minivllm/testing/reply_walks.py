@@ -40,7 +40,7 @@ class Walker:
             self.ids[tag] = len(self.tokens)
             self.tokens.append(b"" if special else tag.encode())
         self.eos = len(self.tokens)
-        self.tokens += [b"", b""]  # the second one is another special token
+        self.tokens += [b"", b""]  # one of the two is another special token
         self.marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(marked)}
         self.hidden = frozenset(marked) if special else frozenset()
         self.plugin = LLGuidance(None, GrammarContext(self.tokens, len(self.tokens), (self.eos,)))

@@ -24,8 +24,8 @@ REPLICAS = 4
 CTX = RouterContext(REPLICAS, block=16, blocks=512)
 MS = 1.0  # milliseconds of a choice with the keys of a long prompt, at most
 LONG = 2000  # block keys of a long prompt
-TRIES = 5  # attempts, one of which must be fast enough: another process may slow down the others
-SHARE = 0.5  # each idle replica gets at least this share of its even share of new prompts
+TRIES = 5  # number of attempts, one of which must be fast enough, because another process may slow down the others
+SHARE = 0.5  # least share of new prompts that each idle replica receives, relative to an even division
 
 
 def request(keys: Sequence[int], session: str = "") -> RoutedRequest:

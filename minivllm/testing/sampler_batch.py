@@ -16,8 +16,9 @@ from .base import since
 from .sampling_data import unlike
 from .sampling_rows import SampledSeq, Stage, stack_logits
 
-MANY, FEW = 1 << 11, 24  # draws in one step, and draws in steps of a single draw
-SPREADS = (2.0, 6.0)  # spreads of the row's logits: a tail that is often drawn, and a tail that limits cut
+MANY, FEW = 1 << 11, 24  # number of draws in one step, and number of draws in steps of a single draw
+# standard deviations of the row's logits: a tail that is often drawn, and a tail that limits exclude
+SPREADS = (2.0, 6.0)
 
 
 class Batches:

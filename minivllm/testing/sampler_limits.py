@@ -13,7 +13,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side, as float32 cannot decide
+# masses within this distance of top_p or min_p may be kept or excluded, because float32 cannot distinguish them
+NEAR = 1e-4
 TINY = 1e-300  # keeps a sum from being 0
 
 _ALONE = {

@@ -40,7 +40,7 @@ from .sampling_rows import (
 from .spec import SpecConformance
 
 MOST_ALONE = 5  # rows of a step that are compared with the same rows alone
-MOST_COMMITTED = 12  # tokens of one commit of a row
+MOST_COMMITTED = 12  # largest number of tokens in one commit of a row
 
 
 class SamplingConformance(DeclaringOnRows, SpecConformance):
@@ -343,7 +343,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             self._check_commit(self.sequences(data, 3), np.random.default_rng(seed), seen)
 
         seen.require(twice=10)
-        if not seen["changed"]:  # a parameter without known values may turn the state on
+        if not seen["changed"]:  # a parameter without known values may enable the state
             self._skip_unknown()
         assert seen["changed"], "no commit changes a column: its tokens are lost, or stored where no fork copies them"
 
@@ -359,7 +359,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         together, single = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
         for stage in (together, single):
             stage.join(slots, seqs)
-            self.output(stage, slots, logits)  # a draw may store state that its commit reads
+            # a draw is needed, because it may store state that the following commit reads
+            self.output(stage, slots, logits)
         before = together.columns(slots)
         accepted = np.arange(k) < count[:, None]
         passed = np.where(accepted, tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))

@@ -29,7 +29,7 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
         values = {name: values_of(name, vocab) for name in group if name in reads}
         if values:
             found.append(st.fixed_dictionaries({}, optional=values))
-    if "mirostat_tau" in reads:  # it takes the place of the other limits
+    if "mirostat_tau" in reads:  # mirostat replaces the other limits
         more = {"mirostat_eta": st.sampled_from([0.05, 0.5]), "temperature": st.sampled_from([0.4, 1.7])}
         found.append(st.fixed_dictionaries({"mirostat_tau": values_of("mirostat_tau", vocab)}, optional=more))
     if params:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-OFF = {  # penalty -> value that changes nothing
+OFF = {  # penalty -> neutral value
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "encoder_repetition_penalty": 1.0,
 }  # fmt: skip
 

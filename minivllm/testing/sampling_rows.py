@@ -28,7 +28,7 @@ MAX_LEN = 48
 LONGEST = 1024  # tokens of a stored history; of a longer sequence only the position is stored
 NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # fields of Rows that are tensors [N]
 LARGE = 151_936  # size of a vocabulary whose ids do not fit 16 bits
-STALE = (-1, 2**30, 3, -(2**31), 0)  # numbers that a history may hold beyond its end
+STALE = (-1, 2**30, 3, -(2**31), 0)  # numbers that may follow the end of a history
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "encoder_repetition_penalty")
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 BANS = ("bad_words", "allowed_token_ids", "no_repeat_ngram_size")
@@ -165,10 +165,11 @@ class Stage:
         self.state = ProcessorState(self._worker, slots, self.device)
         shape = (slots, min(max_len, history) + 1)
         stale = np.random.default_rng(garbage).choice(STALE, shape) if garbage else np.zeros(shape)
-        self.ahead: Any = 0  # number, or [N] of each row, of drafts between the slot's known tokens and the row's token
+        self.ahead: Any = 0  # number of drafts between the slot's known tokens and the row's token, one number or [N]
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
-        self.waited: list[str] | None = None  # calls that would wait for a GPU; None means that they are not recorded
+        # names of calls that would wait for a GPU; None means that they are not recorded
+        self.waited: list[str] | None = None
         if garbage:
             self.poison(range(slots))
 

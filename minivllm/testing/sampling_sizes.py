@@ -20,11 +20,12 @@ from .sampling_rows import SampledSeq, Stage, normal_logits, some_prompt, stack_
 from .waiting import no_wait
 
 ROWS = 150  # rows of a large step
-WIDE = 2500  # tokens of a vocabulary in which limits keep many
+WIDE = 2500  # size of a vocabulary in which limits keep many tokens
 ENTRIES = (17, 40, 65, 129, 257, 300)  # lengths of lists in a request
 LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # tokens of a bad word, and of an n-gram
 HISTORY = 3000  # tokens of a long prompt
-FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)  # tokens whose noise is equal if their lane is cut to few bits
+# tokens whose noise is equal if their number is reduced to few bits
+FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)
 
 
 class SamplingSizes(Lasting):
@@ -125,7 +126,7 @@ class ProcessorSizes(SamplingSizes):
             yield "allowed_token_ids", {"allowed_token_ids": tokens}, (3,)
         for n in LENGTHS:
             word = [_token(i) for i in range(n)]
-            # the history ends with the word without its last token, or with another first token
+            # the history ends with the word without its last token, or the first token of the word differs
             for tail in (word[:-1], [word[1], *word[1:-1]]):
                 yield "bad_words", {"bad_words": [word]}, tuple(tail)
                 yield "no_repeat_ngram_size", {"no_repeat_ngram_size": n}, (*word, 1, *tail)

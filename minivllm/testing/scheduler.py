@@ -30,7 +30,7 @@ from .policy_watch import PolicyWatch, arrivals, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
-IDLE_LIMIT = 60.0  # seconds without a step while requests wait and nothing runs
+IDLE_LIMIT = 60.0  # largest time in seconds without a step while requests wait and none runs
 SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
 LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than a limit in tokens that a policy may contain
 
@@ -145,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         r = data.draw(st.sampled_from(self.made))
         self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
-    @precondition(lambda self: self.n < 5)  # it may happen once in an example
+    @precondition(lambda self: self.n < 5)  # the action may occur once per example
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
         """Add enough long answers at once that most pools are too small for them, so that rows are preempted."""
@@ -212,7 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert (got, reason) == (want, why)
             self.seen["finished"] += 1
-        # forks, and windows, whose blocks cannot be reserved, may be preempted more often
+        # forks and sliding windows, whose blocks cannot be reserved, may be preempted more often
         assert s.preempted <= PROTECTED_AFTER or r.params.n > 1 or len(self.engine.cache.pools) > 1
         assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
 
@@ -250,7 +250,7 @@ def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = 
 SAME = {"prompt": 6, "out": 4}
 STREAMS: Mapping[
     str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]
-] = {  # others -> (the request, the i-th other)
+] = {  # relation to the other requests -> (the request, the i-th other request)
     "shorter ones": ({"prompt": 40, "out": 20}, lambda i: {"prompt": 1 + i % 2, "out": 1 + i % 3}),
     "longer ones": ({"prompt": 1, "out": 1}, lambda i: {"prompt": 40, "out": 16 + i % 4}),
     "more urgent ones": ({**SAME, "priority": 3}, lambda i: {**SAME, "priority": -3}),

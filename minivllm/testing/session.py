@@ -65,7 +65,7 @@ class _Reporter:
             status, text = "xfailed", report.wasxfail
         elif report.skipped:
             text = str(report.longrepr[2]).removeprefix("Skipped: ")
-        elif report.failed and call.excinfo is None:  # a known failure that passed
+        elif report.failed and call.excinfo is None:  # a test of ``known_failures`` that passed
             text = str(report.longrepr) + "\nIt is among known_failures and passes now: remove it from the list."
         elif report.failed:
             text, where = _message(call.excinfo)

@@ -107,7 +107,7 @@ class SimExecutor(Sim):
     def _run(self, plan, late, ms):
         if plan.id not in self.fail_at:
             return super()._run(plan, late, ms)
-        self.stopped[plan.slots] = True  # their KV is not written: no later step may continue them
+        self.stopped[plan.slots] = True  # the KV of these slots is not written, so no later step may continue them
         zeros = np.zeros(len(plan.samples), np.int32)
         error = (StepError("step", "sim", "planned failure"),)
         return StepResult(plan.id, plan.slots[plan.samples], zeros, zeros, zeros.astype(np.uint8), errors=error)
@@ -122,7 +122,7 @@ class Clock:
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
-        self._replaced: list[Any] = []  # a block may be inside of another one
+        self._replaced: list[Any] = []  # a block may be nested in another block
 
     def monotonic(self) -> float:
         return self.now
@@ -254,7 +254,7 @@ def sim_engine(
 
     def space(slot: int) -> object:
         seq = engine.slots.seq[slot]
-        if seq is None:  # it left the slot between the plan of the step and its submission
+        if seq is None:  # the sequence left its slot between the plan of the step and its submission
             flight = engine.in_flight[-1]
             row = flight.plan.slots.tolist().index(slot)
             seq = engine.planner.departed[int(flight.serial[row])]

@@ -143,7 +143,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         tokens."""
         strategy = self.build()
         assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: expected 'free' or 'stepwise'"
-        self.widths()  # fails if it takes none
+        self.widths()  # fails if the strategy accepts no number of outputs
         for name, params in self.variants():
             if not strategy.takes(params):
                 continue

@@ -47,7 +47,8 @@ class Driven:
         out = []
         for tokens in self.live:
             values = logprobs_after(np.array(self.prompt + tokens)).astype(np.float64)
-            ids = np.argsort(-values, kind="stable")[: self.topk + 1]  # one more, as the stop id may be among them
+            # one more than topk, because the stop id may be among them
+            ids = np.argsort(-values, kind="stable")[: self.topk + 1]
             out.append(Grown(len(tokens), ids.astype(np.int32), values[ids]))
         return out
 

@@ -76,7 +76,7 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "index_head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "ffn_dim": 48, "decoder_ffn_dim": 48,
     "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
-# other names that config classes have for the number of experts, and for the number of experts of a token
+# further names in configuration classes for the number of experts, and for the number of experts per token
 EXPERTS = re.compile(r"\w*n(um)?_(\w+_)?experts?|\w*expert_num")
 CHOSEN = re.compile(r"\w*experts_per_tok(en)?|moe_(k|top_?k)|top_k_experts")
 LLAMA3_ROPE = {
@@ -186,7 +186,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     def canonical(name: str) -> str:
         return cls.attribute_map.get(name, name)
 
-    if "attention_types" in known:  # GPT-Neo's, an entry for each layer
+    if "attention_types" in known:  # GPT-Neo has an entry for each layer
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
     if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
@@ -205,7 +205,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
             if pattern.fullmatch(name) and type(default) is int and default > most and name not in aliases:
                 small[name] = most
     small = {k: v for k, v in small.items() if k in values or canonical(k) not in values}
-    # some classes change the values that they receive
+    # a copy, because some classes change the values that they receive
     return cls(**copy.deepcopy({**small, **values}))
 
 

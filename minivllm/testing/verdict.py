@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 CONFORMS, FAILS, PASSES = "conforms", "does not conform", "passes what -k selects"
 HARDLY, PARTLY, UNSEEN = "hardly tested", "own parameters not tested", "not tested here"
 MANY = {CONFORMS: "conform", PASSES: "pass what -k selects"}
-ELSEWHERE = ("needs ", "no device here")  # the reason of a test that cannot run on this machine begins so
-NO_VALUES = "no values known"  # the reason of a test without values for a parameter begins so
+ELSEWHERE = ("needs ", "no device here")  # start of the reason of a test that cannot run on this machine
+NO_VALUES = "no values known"  # start of the reason of a test of a parameter without known values
 EXIT = {CONFORMS: 0, PASSES: 0, FAILS: 1, HARDLY: 3, PARTLY: 3, UNSEEN: 3}
 Plugin = tuple[str, str]  # (seam, label)
 

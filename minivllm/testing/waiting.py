@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = {"tolist", "numpy", "__array__", "cpu", "item", "__int__", "__float__", "__bool__", "__index__", "__complex__"}
-OPERATIONS = {  # operations whose result, or its shape, the host has to wait for
+OPERATIONS = {  # operations for whose result, or its shape, the host has to wait
     "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
     "unique_dim_consecutive", "equal", "is_nonzero", "bincount",
 }  # fmt: skip

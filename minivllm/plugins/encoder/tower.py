@@ -161,7 +161,7 @@ def text_free_model(folder: Path, raw: Mapping[str, Any], dtype: Any) -> Any:
         eos_token_id=None,
     )
     try:
-        with no_init_weights():  # drawing them takes seconds
+        with no_init_weights():  # drawing initial weights takes seconds
             model = AutoModel.from_config(whole_config(fields), dtype=dtype)
     except Exception as exc:  # modules of transformers raise errors of many types on wrong fields
         raise ModelError(f"{folder}: the image encoder cannot be built: {str(exc).splitlines()[0]}") from exc

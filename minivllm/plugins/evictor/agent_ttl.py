@@ -34,8 +34,8 @@ class Pause:
     """The pause after the last turn of a session, in seconds of the engine's clock."""
 
     begun: float
-    due: float = -math.inf  # when the next turn is expected; -inf if nothing is known
-    end: float = -math.inf  # end of the time to live
+    due: float = -math.inf  # expected time of the next turn; -inf if unknown
+    end: float = -math.inf  # end of the block's time to live
     mean: float | None = None  # mean of the session's pauses so far
 
 
@@ -52,7 +52,7 @@ class AgentTtl(SessionLeaves):
         # a heap of (end of the time to live, unique number, block)
         self.ends: list[tuple[float, int, LeafBlock]] = []
         self.pushes = 0
-        self.expired = 0  # blocks whose time to live was over before their next use
+        self.expired = 0  # number of blocks whose time to live ended before their next use
 
     def began(self, keys: np.ndarray, turn: SessionTurn) -> None:
         pause = self.pauses.get(turn.session)

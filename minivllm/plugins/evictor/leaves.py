@@ -43,14 +43,14 @@ class LeafBlock:
     def __init__(self, key: int, parent: LeafBlock | None, depth: int, size: int, cost: float, age: int) -> None:
         self.key, self.parent, self.depth = key, parent, depth
         self.size = size  # bytes
-        self.cost = cost  # tokens to recompute if this block and all blocks before it are lost
-        self.age = age  # number of its arrival
-        self.hits = 0  # lookups that found it
+        self.cost = cost  # number of tokens to recompute if this block and all blocks before it are lost
+        self.age = age  # number of the block's arrival
+        self.hits = 0  # number of lookups that found the block
         self.children = 0  # cached children
         self.held = True
         self.stamp = 0  # unique number of the last release; deeper blocks of a call have smaller numbers
-        self.entry: float | None = None  # its place in a queue, while it is ripe
-        self.mark = 0  # subclasses use it, and ``worth``
+        self.entry: float | None = None  # position in a queue while the block is ripe, else None
+        self.mark = 0  # number that subclasses set and that ``worth`` reads
         self.worth = 0.0
 
 
@@ -107,7 +107,7 @@ class Ghosts:
     def __init__(self, most: int) -> None:
         self.most = most
         self.number: dict[int, int] = {}
-        self.line: deque[int] = deque()  # a deque, because a dict alone finds its oldest key slowly after deletions
+        self.line: deque[int] = deque()  # a deque, because finding the oldest key of a dict is slow after deletions
 
     def put(self, key: int, number: int) -> None:
         self.line.append(key)
@@ -179,7 +179,7 @@ class Leaves(Evictor):
     def drop(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
             block = self.blocks[key]
-            block.held = True  # so that it does not become ripe when its children, which follow, are removed
+            block.held = True  # held, so that the block does not become ripe when its children are removed after it
             self.unqueue(block)
             self._cut(block)
 

@@ -37,7 +37,7 @@ class S3Fifo(Leaves):
         self.main = RankQueue()
         self.small = 0
         self.limit = options.small * ctx.capacity
-        self.returned = 0  # blocks that came back while their key was a ghost
+        self.returned = 0  # number of blocks that came back while their key was a ghost
         self.ghosts = Ghosts(ctx.capacity - int(self.limit))
 
     def came(self, block: LeafBlock) -> None:
@@ -84,7 +84,7 @@ class S3Fifo(Leaves):
                 if block is None or block.mark == MAIN:
                     return block
                 block.mark -= 1
-            block.age = self.arrivals  # it goes to the end of the main queue
+            block.age = self.arrivals  # the block moves to the end of the main queue
             self.arrivals += 1
             self.enqueue(block)
         return None

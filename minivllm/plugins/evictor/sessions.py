@@ -11,7 +11,7 @@ from minivllm.core.interfaces.session import SessionTurn
 
 from .leaves import LeafBlock, Leaves
 
-LEAST = 64  # least number of sessions whose last turns are kept, for small caches
+LEAST = 64  # least number of sessions with a stored last turn, for small caches
 
 
 class SessionLeaves(Leaves):
@@ -22,7 +22,7 @@ class SessionLeaves(Leaves):
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
-        self.turns: dict[int, SessionTurn] = {}  # session -> its last turn, in order of the ends of turns
+        self.turns: dict[int, SessionTurn] = {}  # session -> its last turn, in the order in which the turns ended
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
         super().add(keys, info)

@@ -41,7 +41,7 @@ PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the costs of steps with promp
 
 PAUSE = 2e-3  # seconds without a step after which caches are cold and threads sleep
 
-SIZES = {  # sizes of the engine, each with its smallest value
+SIZES = {  # size of the engine -> its smallest value
     "kvcache_block_size": 1,
     "num_kvcache_blocks": 1,
     "max_model_len": 1,
@@ -78,8 +78,8 @@ class StepCounts(NamedTuple):
     ends: int = 0
     fresh: int = 0
     before: int = 0  # tokens of the larger of the two preceding steps, 0 for steps without prompts
-    wake: int = 0  # 1 after a pause
-    planned: int = 0  # prompt tokens that the host plans; for a measured step, those of its turns of the engine
+    wake: int = 0  # 1 for a step after a pause, else 0
+    planned: int = 0  # prompt tokens that the host plans; in a measurement, those of the engine's turns in the step
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.last: StepPlan | None = None
-        self.before = (0, 0)  # tokens of the last two steps, 0 for one without prompts
+        self.before = (0, 0)  # numbers of prompt tokens of the last two steps
 
     def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
         """Return the counts of a step.
@@ -146,7 +146,9 @@ class CostTable:
     rows: BrokenLine  # seconds of steps of decodes by rows
     small: PromptCosts
     large: PromptCosts
-    limit: int  # tokens of a step with prompts up to which the first costs hold; 0 means that there is one set of costs
+    # largest number of tokens of a step with prompts for which the first set of costs is used; 0 means that there is
+    # one set
+    limit: int
     slopes: Mapping[str, float]  # by ``SLOPES``
     add: float = 0.0  # seconds that the arrival of a request costs
     watts: Mapping[str, float] = field(default_factory=dict)  # "busy" and "idle", if the device has an energy counter

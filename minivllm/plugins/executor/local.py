@@ -94,7 +94,7 @@ class Local(Executor):
         out = []
         while self._running and (len(self._running) > in_flight or self._running[0].finished()):
             if not self._running[0].sampled:
-                break  # its masks have not arrived
+                break  # the masks of the step have not arrived
             out.append(self._running.popleft().result())
         if out and self._heap is not None:
             self._heap.look()

@@ -20,7 +20,8 @@ from minivllm.core.interfaces.plan import LogProbs
 
 BASE, START = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x2545F4914F6CDD1D)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
-SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)  # lanes of noise from one hash
+# constants that derive independent noise from one hash
+SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)
 MULTIPLIERS = 16  # number of multipliers that order the vocabulary
 PROBED = 64  # number of best tokens that are checked before the whole mask is read
 

@@ -42,8 +42,8 @@ OPERATIONS = (
     "gather",
     "broadcast",
     "all_gather",
-)  # only for the communicator, because it imports torch
-GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages besides those of ``process``, in JSON
+)  # imported for the communicator only, because this imports torch
+GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages in JSON, in addition to those of ``process``
 OF_ALL = (
     "kv_resident",
     "devices",
@@ -51,8 +51,8 @@ OF_ALL = (
     "kv_tiers",
     "adapters",
     "weights",
-)  # verbs whose results of all ranks are added
-AGREE = 5.0  # seconds in which all ranks must have reported a failed step
+)  # verbs whose results are added over all ranks
+AGREE = 5.0  # time limit in seconds for the reports of all ranks about a failed step
 DYING = 1.0  # seconds to find out which rank has ended, after a rank has reported the loss of another
 # extra seconds of a call between ranks, so that the parent process, which has more information, reports first
 PATIENCE = 2.0
@@ -70,7 +70,7 @@ class Multiprocess(Process):
         self._looked = 0.0  # time of the last check of the other ranks
         self._limit = self.options.timeout  # seconds of standstill
         self._calling = False  # whether an answer to a call is awaited
-        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> its report of the failure
+        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> report of the rank about the failure
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -170,9 +170,9 @@ class Multiprocess(Process):
         """Return the answers of all ranks when they are ready.  Raise the error of a rank that cannot start."""
         answers: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + self.options.start_timeout
-        failed: Exception | None = None  # an error of a rank other than 0; an error of rank 0 takes precedence
-        lost: Exception | None = None  # a report of one rank that another is lost
-        done: set[int] = set()  # ranks that have reported why they end
+        failed: Exception | None = None  # error of a rank other than 0; an error of rank 0 takes precedence
+        lost: Exception | None = None  # an error that reports the loss of another rank
+        done: set[int] = set()  # ranks that have reported the reason of their end
         while len(answers) < size:
             for rank in [r for r in range(size) if r not in answers and r not in done]:
                 try:
@@ -185,7 +185,7 @@ class Multiprocess(Process):
                 if message is None:
                     continue
                 content = json.loads(message.data)
-                if message.kind == MEETING:  # rank 0 sends the place where the ranks meet
+                if message.kind == MEETING:  # rank 0 sends the address at which the ranks connect to each other
                     self._tell(MEETING, bytes(message.data))
                     continue
                 if message.kind == PROGRESS:
@@ -374,7 +374,7 @@ class Multiprocess(Process):
                     if not child.alive() and (ended := child.ended()) is not None:
                         raise self._lost(other, ended)
                 time.sleep(STARTING)
-        if report["where"] == "sample":  # the other ranks do not draw, so they do not report it
+        if report["where"] == "sample":  # only the rank that draws can report a failure of the draw
             raise self._dead(self._differ(report["step"]))
 
     def _result(self, message: Message) -> StepResult:

@@ -74,7 +74,7 @@ class Rank:
 
     def _interface(self) -> str:
         """Return the network interface between the ranks; "" lets torch find one."""
-        return "lo"  # the ranks of one machine need no other interface
+        return "lo"  # all ranks run on one machine, so the loopback interface is enough
 
     def note(self, word: int, value: int) -> None:
         self.page.set(self.rank, word, value)

@@ -37,8 +37,8 @@ from minivllm.runtime.processes.rhythm import Rhythm
 from .steps import PLAIN, RESULT, Plans, StepResults
 
 WORKER = "minivllm.plugins.executor.process_worker:main"
-# kinds of messages besides those of ``steps``, in JSON except LATE (``codec``), MASKS (``PLACE``) and MEMORY (with a
-# descriptor)
+# kinds of messages in addition to those of ``steps``, in JSON except for LATE (``codec``), MASKS (``PLACE``) and MEMORY
+# (with a descriptor)
 START, LATE, MASKS, MEMORY, CALL, READY, ANSWER, FAILED = 1, 3, 4, 5, 6, 7, 9, 10
 PROGRESS = 18  # progress of the start, sent before READY, in JSON
 PLACE = struct.Struct("<qIQII")  # step; number of the shared memory and offset in bytes; rows and words of the masks
@@ -50,17 +50,19 @@ class Process(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self._child: Child | None = None
-        self._due: deque[int] = deque()  # steps whose results have not arrived, in order
+        self._due: deque[int] = deque()  # ids of the steps whose results have not arrived, in order
         self._masked: set[int] = set()  # due steps that wait for their masks
         self._plans, self._answers = Plans(), StepResults()
         self._slots: deque[np.ndarray] = deque()  # slots of the plans that are due
         self._results: list[StepResult] = []  # results that arrived while an answer was awaited
         self._memories: list[
             tuple[int, int, mmap.mmap | bytes]
-        ] = []  # shared memories for masks, with their addresses and used bytes
-        self._rhythm = Rhythm()  # from the start of a step on an idle device, or the preceding result, to the result
+        ] = []  # (shared memory for masks, its address, its used bytes)
+        # times between the start of a step on an idle device, or the preceding result, and the result
+        self._rhythm = Rhythm()
         self._calls = 0
-        self._fault: EngineDeadError | None = None  # an error that occurred behind results that had arrived
+        # an error that is raised after the results that arrived before it are returned
+        self._fault: EngineDeadError | None = None
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -134,9 +136,10 @@ class Process(Executor):
             raise self._fault
         try:
             if not self._due and not self.alive():
-                self._receive(wait=False)  # it raises an error with the reason
+                self._receive(wait=False)  # raises an error with the reason of the worker's end
             while self._due:
-                waits = self._due[0] in self._masked  # nothing else would notice the worker's end then
+                # a step that waits for its masks returns no result, so the worker's end must be checked here
+                waits = self._due[0] in self._masked
                 wait = len(self._due) > in_flight and not waits
                 message = self._receive(wait) if wait or waits or self._ready() else None
                 if message is None:

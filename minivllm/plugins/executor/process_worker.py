@@ -50,7 +50,7 @@ def _serve(channel: Channel) -> None:
             if isinstance(e, ResourceError):
                 e = with_others(e, json.loads(first.data)["device"])
             elif not isinstance(e, MinivllmError) and part_fault(e) is None:
-                raise  # a bug, whose whole trace is shown
+                raise  # an error in the code of this package, so the traceback is shown
             channel.send(FAILED, [_failure(0, e)])
             return
         channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
@@ -77,7 +77,7 @@ class WorkerLoop:
         self._plans, self._results = Plans(), StepResults()
         self._masked: set[int] = set()  # steps that wait for masks
         self._memories: list[mmap.mmap] = []
-        self._rhythm = Rhythm()  # from the last result or plan to the next message
+        self._rhythm = Rhythm()  # times between the last result or plan and the next message
 
     def run(self) -> None:
         while True:

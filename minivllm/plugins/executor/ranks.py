@@ -41,7 +41,7 @@ from minivllm.device.worker.running import Running
 if TYPE_CHECKING:
     from minivllm.device.layers.communicator import ProcessGroup
 
-FailureReport = Callable[[int, str, str], None]  # step, "forward" or "sample", message
+FailureReport = Callable[[int, str, str], None]  # arguments: step, "forward" or "sample", message
 
 
 class RankDrafter(Drafter):
@@ -228,8 +228,7 @@ class RankDrafting(Drafting):
         found = None
         if self._ranks.rank == 0 and not self._gone:
             found = super()._ask(running, packed, ask)
-            # Rank 0 does not call a drafter that has failed. The other ranks do not know this, and wait for its
-            # message.
+            # a failed drafter is not called again, but rank 0 still sends the message for which the other ranks wait
             self._gone, self.broken = self.broken, False
         rows = packed.shape[1]
         both = torch.zeros(rows, ask.k + 1, dtype=torch.int64, device=packed.device)
@@ -240,11 +239,9 @@ class RankDrafting(Drafting):
 
 
 def rank_graphs(ranks: ProcessGroup) -> type:
-    """Return a class of ``Graphs`` for ranks, which all capture FORWARD for the same sizes.
-
-    Sizes are not chosen by measurement, which would differ between ranks.  Rank 0 captures SAMPLE if logits are in
-    memory that all GPUs can reach, and the capture waits for the other ranks' parts.  Other ranks draw nothing.
-    """
+    """Return a class of ``Graphs`` for ranks, which all capture FORWARD for the same sizes.  Sizes are not
+    chosen by measurement, which would differ between ranks.  Rank 0 captures SAMPLE if logits are in memory that all
+    GPUs can reach, and the capture waits for the other ranks' parts.  Other ranks draw nothing."""
     from minivllm.device.worker.graphs import Graphs
     from minivllm.device.worker.step_costs import StepCosts
 
@@ -252,7 +249,8 @@ def rank_graphs(ranks: ProcessGroup) -> type:
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30
-        gradual = draws_apart = False  # captures and draws contain exchanges, so all ranks must begin them together
+        # captures and draws contain exchanges between ranks, so all ranks must begin them together
+        gradual = draws_apart = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -269,7 +267,8 @@ def rank_graphs(ranks: ProcessGroup) -> type:
             return self._agreed(super()._measure(key))
 
         def warm(self) -> None:
-            if ranks.peers is not None:  # all compile the kernels of both ends before rank 0 captures a step
+            # all ranks compile the kernels of the first and the last tile size before rank 0 captures a step
+            if ranks.peers is not None:
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
                 slots, at = self.runner.state.to(np.array([[self.spare], [0]]))
                 ranks.share_drawn(slots, at, self.runner.state)

@@ -35,7 +35,8 @@ from .ray_launcher import ALL_IN, ENDED, FAILED, FOUND, KILL, OPEN, PLACED, TARG
 from .ray_launcher import START as ASK
 from .ray_rank import CHANNEL, PlacedRank
 
-KEPT = ("OMP_NUM_THREADS",)  # variables of this process that actors receive, because Ray sets other values
+# environment variables of this process that actors receive, because Ray sets them to other values
+KEPT = ("OMP_NUM_THREADS",)
 
 
 class Ray(Multiprocess):
@@ -71,7 +72,7 @@ class Ray(Multiprocess):
         )
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        if verb == "weights":  # the ranks of other machines cannot read the folder of an update
+        if verb == "weights":  # ranks on other machines cannot read the folder of an update
             raise NotImplementedError("the executor ray does not change weights")
         return super().call(verb, args)
 
@@ -105,7 +106,7 @@ class RayCluster:
         self._folder = ""  # folder of a cluster that the launcher has started
         self._node = ""  # node of this process
         self._ranks: list[PlacedRank] = []
-        self._reasons: dict[int, str] = {}  # place -> Ray's description of the end of its actor
+        self._reasons: dict[int, str] = {}  # rank's place -> Ray's description of the end of its actor
         self._placed = False
         self._gate: ProcessGate | None = None
 

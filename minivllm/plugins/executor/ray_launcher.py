@@ -44,7 +44,7 @@ START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL, ALL_IN = range(1, 9)  # kinds o
 TARGET = "minivllm.plugins.executor.ray_launcher:main"
 LOOK = 0.1  # seconds between checks of the actors
 PROBE = 2.0  # seconds for a node to answer
-ANSWERS = 3.0  # seconds in which a cluster with a given address must answer
+ANSWERS = 3.0  # time limit in seconds for the answer of a cluster with a given address
 OBJECTS = 80 << 20  # bytes of Ray's object store, which is not used, so this is the smallest possible size
 FILES = 1024  # largest number of open files, which is enough for Ray's processes
 # prefix of the folders of clusters that are started here; short, because names of sockets are limited
@@ -53,7 +53,8 @@ TEMPORARY = "minivllm-ray-"
 
 def main(sock: str, memory: str) -> None:
     """Run the launcher; ``sock`` and ``memory`` are file descriptors of the channel."""
-    os.setsid()  # Ctrl-C is left to the engine, and processes of the cluster can be found by their session
+    # a session of its own: Ctrl-C is handled by the engine, and the cluster's processes can be found by their session
+    os.setsid()
     launcher = Launcher()
     channel = attach(sock, memory, last=launcher.sweep)
     try:
@@ -81,10 +82,10 @@ class RankPlace:
         context = ray.get_runtime_context()
         given["node"], given["gpus"] = context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
         given["ip"] = ray.util.get_node_ip_address()
-        if given["node"] == given["engine_node"]:  # on the engine's machine, whose files it uses
+        if given["node"] == given["engine_node"]:  # a rank on the engine's machine uses the engine's files
             sys.path[:] = [*given["path"], *(one for one in sys.path if one not in given["path"])]
             os.chdir(given["folder"])
-        for name, value in given["environment"].items():  # Ray sets this variable if it is unset
+        for name, value in given["environment"].items():  # as in the engine, because Ray sets missing variables
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -102,7 +103,7 @@ class NodeProbe(threading.Thread):
         """Store the address and the port of each place's node."""
         super().__init__(name="minivllm: asks the nodes", daemon=True)
         self.nodes, self.asks = nodes, True
-        self.lost: dict[int, str] = {}  # place -> why its node counts as lost
+        self.lost: dict[int, str] = {}  # place of a rank -> reason why its node counts as lost
 
     def run(self) -> None:
         answered = dict.fromkeys(self.nodes.values(), time.monotonic())
@@ -174,7 +175,7 @@ class Launcher:
                 ray.init(**more, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
             except Exception as e:  # the library raises errors of many types
                 raise ResourceError(refused(address, e)) from e
-        ignore_signals()  # Ray's client has installed its own handlers
+        ignore_signals()  # again, because Ray's client has installed its own handlers
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it tells of ends, as the engine does itself
 
     def _check_room(self) -> None:
@@ -338,5 +339,5 @@ def reason_of_end(e: Exception) -> str:
             text = text[text.index(mark) + len(mark) * (mark != "has died") :]
             break
     reason = text.split(". ")[0].strip(" .")[:300]
-    # for example an end by a signal, of which Ray has no description
+    # Ray has no description of some ends, such as an end by a signal
     return "" if reason.startswith("Worker unexpectedly exits") else reason

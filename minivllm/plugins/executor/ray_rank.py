@@ -20,7 +20,7 @@ from minivllm.runtime.processes.status import LINE, WORD, StatusPage
 from minivllm.runtime.processes.wire import Wire, cut_by, watch_peer
 
 CHANNEL, WORDS, STATE = "channel", "words", "state"  # the roles of a rank's connections
-RAY_SAYS = 0.4  # seconds in which Ray may report how an actor ended
+RAY_SAYS = 0.4  # time limit in seconds for Ray's report of the end of an actor
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -44,7 +44,8 @@ class PlacedRank:
         self.cluster, self.place, self.pid = cluster, hello["place"], hello["pid"]
         self.node, self.host, self.gpus = hello["node"], hello["host"], hello["gpus"]
         self.here = sock.family == socket.AF_UNIX
-        self._handle = _handle(sock) if self.here else -1  # handle of the process, to end it
+        # descriptor by which the process can be ended, -1 on another machine
+        self._handle = _handle(sock) if self.here else -1
         self._state, self._cut = None if self.here else came[STATE].sock, ""
         words = -1
         if self.here:
@@ -154,7 +155,7 @@ class PlacedRank:
             self._handle = -1
         if self._state is not None:
             with contextlib.suppress(OSError):
-                self._state.shutdown(socket.SHUT_RDWR)  # ends the thread that reads it
+                self._state.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from the socket
         self._words.join(max(0.1, deadline / 2))
 
 

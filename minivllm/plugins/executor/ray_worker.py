@@ -30,8 +30,8 @@ from .multiprocess_worker import Rank
 from .ray_rank import CHANNEL, STATE, WORDS
 
 COMES = 10.0  # seconds to reach the engine
-SAYS = 0.25  # seconds between checks of its progress
-LEAVES = 0.5  # seconds to end by itself after the end of the engine or of its node
+SAYS = 0.25  # seconds between checks of the rank's progress
+LEAVES = 0.5  # seconds in which the rank ends after the end of the engine or of its node
 SIOCGIFADDR = 0x8915
 
 
@@ -53,7 +53,7 @@ def main(given: dict[str, Any]) -> str:
         with contextlib.suppress(ChannelClosed):
             channel.close()
         sys.stderr.flush()
-        os._exit(code)  # frees its memory at once, whatever Ray does
+        os._exit(code)  # ends the process immediately and frees its memory, independent of Ray
 
 
 def come_in(given: dict[str, Any]) -> tuple[Channel, socket.socket | None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PREFIX = "seam "
 OTHER = "engine"  # columns, gathers and copies, which no plug-in does
-UNKNOWN = "unknown"  # the profile does not have its launch
+UNKNOWN = "unknown"  # kind of a kernel whose launch is not in the profile
 # launches by the runtime or the driver, such as cudaLaunchKernel and cuLaunchKernelEx
 CALL = re.compile(r"(cu|cuda|hip)[A-Z]")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minivllm.errors import ResourceError
 
-CONTEXT = 1 << 30  # largest memory in bytes of a process besides what torch counts
+CONTEXT = 1 << 30  # largest GPU memory of a process in bytes that torch does not count
 
 
 def with_others(error: ResourceError, device: str) -> ResourceError:

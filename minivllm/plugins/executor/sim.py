@@ -66,7 +66,7 @@ class SimStep:
 
     plan: StepPlan
     ms: float  # that it takes
-    result: StepResult | None = None  # None if its masks have not arrived
+    result: StepResult | None = None  # None if the masks have not arrived
     done: float = 0.0  # end of the step on the device's clock, in seconds
 
 
@@ -77,7 +77,7 @@ class Sim(Executor):
     """
 
     threaded = True  # whether threads call the stores of tiers
-    observed = 0  # last tokens whose queries a compressor reads, none here
+    observed = 0  # number of last tokens whose queries a compressor reads, which is not simulated
     sums = False  # whether a compressor reads attention sums
     # window of each KV group; None if the block tables show windows by missing entries
     windows: tuple[int | None, ...] | None = None
@@ -86,17 +86,17 @@ class Sim(Executor):
         super().__init__(SimOptions() if options is None else options)
         self.clock: Any = CLOCKS[self.options.clock]()
         self.costs = read_costs(self.options.costs) if self.options.costs else None
-        # real time, as the engine uses; replays replace it
+        # None means the real clock, which the engine uses; replays set another one
         self.now = None if self.options.clock == "real" else self.clock.now
-        # slot -> the salt of its KV cache; all slots that a row reads must have the same one
+        # slot -> salt of its KV cache; all slots whose KV a row reads must have the same salt
         self.space: Callable[[int], object] = lambda slot: ()
-        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks, and the steps behind it
+        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks, and the steps after it
         self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
         self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
         self._counter = StepCounter()  # counts of the steps that were begun
         self._free_at = 0.0  # time when the device has done all submitted work
         self._started = False
-        self.states: SimStates | None = None  # recurrent states, if they are checked
+        self.states: SimStates | None = None  # recurrent states, or None if they are not checked
         self.mover: Mover | None = None  # mover of the tiers of the KV cache
         # (group, slot) -> positions i64 of the tokens that the KV cache holds of a compressed row
         self.held: dict[tuple[int, int], np.ndarray] = {}
@@ -111,7 +111,8 @@ class Sim(Executor):
         self.known, self.end, self.min_end, self.sample = (np.zeros(s, np.int64) for _ in range(4))
         self.stop_ids, self.n_eos = np.full((s, STOP_IDS), -1, np.int32), np.zeros(s, np.int32)
         self.stopped = np.ones(s, bool)
-        self.refused: dict[int, str] = {}  # slot -> the name of the processor that its request binds
+        # slot -> name of the processor that its request uses and that cannot be simulated
+        self.refused: dict[int, str] = {}
         self.processors = [part.name for part in wiring.processors]
         self.block = wiring.block
         checkpoints, self.states = checkpoints_of(wiring), None
@@ -123,7 +124,7 @@ class Sim(Executor):
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
             if checkpoints is not None:
                 self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)
-        # without the check a block has no content, and its page has 8 bytes
+        # without the check a block has no content, and a page has 8 bytes
         kv = self.kv if self.options.check else [np.zeros((n, 1), np.uint64) for n in blocks]
         self.mover = sim_mover(wiring, kv, self.states, self.threaded)
         self._started = True
@@ -482,7 +483,8 @@ class Sim(Executor):
         for g, kv in enumerate(self.kv):
             copy = d.copy[d.copy[:, 0] == g]
             assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
-            kv[copy[:, 2]] = kv[copy[:, 1]]  # all sources are read before one is written
+            # all sources are read before a target is written, because a target may be a source
+            kv[copy[:, 2]] = kv[copy[:, 1]]
 
     def _own(self, slot: int, tokens: int) -> np.ndarray:
         """Return the content u64 [tokens] that the KV cache must have at each position of a row."""

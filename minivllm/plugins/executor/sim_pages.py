@@ -38,7 +38,7 @@ class SimPages:
         self.groups = [[array] for array in kv]
         if states is not None:
             self.groups.append([states.covered, states.hashes])
-        self.written_bytes, self.written_seconds = 0, 0.0  # writing takes no time here
+        self.written_bytes, self.written_seconds = 0, 0.0  # copies take no time in a simulation
         self.page_bytes: list[int] = [sum(array[0].nbytes for array in arrays) for arrays in self.groups]
 
     def read(self, group: int, blocks: Sequence[int]) -> SimBatch:

@@ -11,7 +11,7 @@ import numpy as np
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import Delta, StepPlan
 
-CHECKPOINTS_EACH = 4  # checkpoints of each slot if memory does not limit them, as in ``device.worker.build``
+CHECKPOINTS_EACH = 4  # number of checkpoints per slot if memory is not the limit, as in ``device.worker.build``
 
 
 def checkpoints_of(wiring: Wiring) -> int | None:
@@ -30,7 +30,8 @@ class SimStates:
         self.drafts = drafts
         self.covered = np.zeros(total, np.int64)
         self.hashes = np.zeros(total, np.uint64)
-        self.saves: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, number of the copy) -> (position, index)
+        # (slot, number of the copy) -> (position, index of the state)
+        self.saves: dict[tuple[int, int], tuple[int, int]] = {}
 
     def apply(self, delta: Delta) -> None:
         """Copy states, empty the states of slots with new sequences, and note the copies to make."""
@@ -49,7 +50,7 @@ class SimStates:
 
     def step(self, plan: StepPlan, live: np.ndarray, prefix: np.ndarray) -> None:
         """Run a step of the rows ``live`` bool [R]; ``prefix[slot, n]`` is the hash of a slot's first n tokens."""
-        level = np.zeros(len(plan.slots) + 1, np.int64)  # with one more place behind the last row
+        level = np.zeros(len(plan.slots) + 1, np.int64)  # one entry more than rows
         if len(plan.draft):
             level[:-1] = plan.draft
         first = level[:-1] == 0

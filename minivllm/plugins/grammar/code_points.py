@@ -9,7 +9,7 @@ from itertools import chain, groupby
 
 Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
-# parts of Unicode of which all code points have the same category, the first of them unassigned, and the other parts
+# BLOCKS: ranges of Unicode whose code points have one category, the first range unassigned; SPANS: the other ranges
 BLOCKS = ((0x40000, 0xDFFFF), (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
 SPANS = ((0, 0x3FFFF), (0xE0000, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST))
 FOLDED = {"k": (0x212A,), "s": (0x17F,), "i": (0x130, 0x131)}  # characters that fold to a letter

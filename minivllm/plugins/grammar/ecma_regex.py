@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from .code_points import Ranges, category, complement, decimals, folded, intersection, space, union, words
 
-MOST_DEPTH = 100  # groups within each other
+MOST_DEPTH = 100  # largest number of nested groups
 MOST_REPEAT = 1_000_000
 EVERYTHING: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # surrogates are no characters
 LINE_ENDS: Ranges = ((10, 10), (13, 13), (0x2028, 0x2029))
@@ -125,7 +125,7 @@ class _Reader:
         parts: list[Node] = []
         while self._next() not in ("", "|", ")"):
             part = self._repeated(self._atom())
-            if part != EMPTY:  # flags or an empty group; an anchor beside them is still at an edge
+            if part != EMPTY:  # flags or an empty group: an anchor next to them is still at an edge
                 parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -322,7 +322,7 @@ class _Reader:
                 found = self._fold(((low, high),), negated)
             else:
                 found = union(*(self._set_of(end, negated) for end in ends))
-                if len(ends) > 1:  # a hyphen beside a class is a character
+                if len(ends) > 1:  # a hyphen next to a character class is an ordinary character
                     found = union(found, ((45, 45),))
             ranges = union(ranges, found)
         if negated:
@@ -474,7 +474,8 @@ def pattern(node: Node) -> str:
 
 def write(node: Node) -> str:
     """Return a regular expression of the texts for a grammar library."""
-    sets: dict[Ranges, str] = {}  # for this call only; a longer life would reveal patterns of other requests
+    # cached for this call only, because a longer cache would reveal patterns of other requests
+    sets: dict[Ranges, str] = {}
 
     def part(node: Node) -> str:
         if isinstance(node, Chars):

@@ -50,7 +50,7 @@ IPV6 = (
 LABEL = "[a-zA-Z0-9](?:-?[a-zA-Z0-9])*"
 HOSTNAME = rf"(?:{LABEL}\.)*[a-zA-Z](?:-?[a-zA-Z0-9])*"
 SHORT_LABELS = r"[^.]{1,63}(?:\.[^.]{1,63})*"
-ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"  # RFC 5321: Dot-string, and a domain
+ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"  # RFC 5321: the local part is a Dot-string, followed by a domain
 LOCAL = rf"{ATOM}(?:\.{ATOM})*"
 
 _PCHAR = r"(?:[a-zA-Z0-9\-._~!$&'()*+,;=:@]|%[0-9a-fA-F]{2})"
@@ -63,7 +63,7 @@ URI = rf"[a-zA-Z][a-zA-Z0-9+\-.]*:{_PATH}(?:\?(?:{_PCHAR}|[/?])*)?(?:\#(?:{_PCHA
 
 UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
-# Name -> expressions all of which match the whole string.
+# name of a format -> expressions that must all match the whole string
 FORMATS: dict[str, tuple[str, ...]] = {
     "date": (DATE,),
     "time": (TIME,),
@@ -76,9 +76,9 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "uri": (URI,),
     "uuid": (UUID,),
 }
-# Formats that describe the purpose of a string to programs, and restrict nothing.
+# formats that only describe the purpose of a string and do not restrict it
 ANNOTATIONS = frozenset(("binary", "byte", "directory-path", "file-path", "password", "path"))
-# One expression for each format, for a library that takes a single one.  Texts are short enough for all bounds.
+# one expression per format, for a library that accepts only one; the bounds exclude only long texts
 _NAME = "(?:[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,20})?[.]){0,4}[a-zA-Z]{1,20}"
 ONE_EACH = {**FORMATS, "email": (r"[\w+\-]{1,20}(?:\.[\w+\-]{1,20}){0,2}@" + _NAME,), "hostname": (_NAME,)}
 

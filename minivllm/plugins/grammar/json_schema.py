@@ -43,7 +43,8 @@ TYPES: dict[str, Callable[[Any], bool]] = {
     "array": lambda v: isinstance(v, list),
     "object": lambda v: isinstance(v, dict),
 }
-# Values that further checks rely on; a library may fail on other values, or ignore them.
+# keyword -> accepted types of its value; later checks rely on them, and a library may fail on other types or ignore
+# them
 SHAPES: dict[str, tuple[type, ...]] = {
     "type": (str, list), "enum": (list,), "allOf": (list,), "anyOf": (list,), "oneOf": (list,), "prefixItems": (list,),
     "required": (list,), "properties": (dict,), "patternProperties": (dict,), "pattern": (str,), "format": (str,),
@@ -124,7 +125,7 @@ class Nodes:
         before = -1
         while before < len(self._ending):
             before = len(self._ending)
-            for node in reversed(self.all):  # nested schemas and references come later in the list
+            for node in reversed(self.all):  # reversed, because nested schemas and references come later in the list
                 if id(node) not in self._ending and self.ends(node):
                     self._ending.add(id(node))
 
@@ -213,7 +214,7 @@ def _refuse_unheld(node: Schema) -> None:
     least = node.get("minProperties")
     if not isinstance(least, int) or least <= len(set(_required(node))) + 1:
         return
-    # an answer may write an undeclared name twice, which is then one property
+    # a text may contain an undeclared name twice, which then counts as one property
     if node.get("additionalProperties") is not False or node.get("patternProperties"):
         raise ValueError(
             f"minProperties={least!r:.30} of names that are not declared: answers are held to one more than is required"
@@ -304,7 +305,8 @@ def _hold_numbers(node: Schema, merged: bool) -> None:
             continue
         is_close = any(_number(node.get(key)) and abs(node[key] - bound) < 1 for key in others)
         if merged or is_close:
-            # libraries accept an exclusive bound itself if the other bound has the same digits before the point
+            # libraries accept the exclusive bound itself if the other bound has the same digits before the decimal
+            # point
             gap = 8 * math.ulp(bound) if bound else SMALLEST
             least = bound + sign * gap
             del node[exclusive]
@@ -340,7 +342,7 @@ def _hold_names(node: Schema, write: Callable[[Node], str]) -> None:
     made: Schema = {}
     for pattern, inner in given.items():
         names = search(pattern)
-        # other names are the names that it does not match, so its meaning must be exact
+        # all other names are the names without a match, so the meaning of the pattern must be exact
         if not closed and names != search(pattern, exact=True):
             raise ValueError(
                 f"patternProperties: {brief(pattern)!r} is read in several ways (\\s, \\S, \\D, \\W): list the "

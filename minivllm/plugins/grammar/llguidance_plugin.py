@@ -27,17 +27,19 @@ from .threads import Threads
 HEAD = '%llguidance {"no_forcing": true}\n'
 MOST_WHITESPACE = 40  # between two tokens of JSON, because a model may write unbounded whitespace without end
 JSON_SPACE = ((9, 10), (13, 13), (32, 32))
-ESCAPES = 'nrbtf\\"'  # without u, so that each string has one spelling and no name is a declared one in disguise
-SPACED = {  # JSON within calls: with or without a space after a comma and a colon, as models write it
+# without u, so that a string has only one spelling and a name cannot be a disguised declared name
+ESCAPES = 'nrbtf\\"'
+SPACED = {  # JSON in calls, with or without a space after commas and colons, as models write it
     "json_allowed_escapes": ESCAPES, "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?",
 }  # fmt: skip
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
-# the most items of the Earley parser at one place; each option of a ``choice`` is one, and each optional property four
+# largest number of items of the Earley parser at one position; each option of a ``choice`` is one item, and each
+# optional property four
 ITEMS = 20_000
-# Measured memory in bytes: of a small grammar with its lexer, of a character of the source, and of a character of the
-# Lark grammar, in which a class such as \p{L} has thousands.
+# Measured memory in bytes: of a small grammar with its lexer, per character of the source, and per character of the
+# Lark grammar, in which a class such as \p{L} has thousands of characters.
 BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
@@ -65,7 +67,7 @@ class _Vocabulary:
         self.special_token_ids = list(ctx.eos_ids)
 
     def __call__(self, text: bytes) -> list[int]:
-        # the library calls it to tokenize forced text, and HEAD turns forced text off
+        # the library calls this function to tokenize forced text, which HEAD disables
         raise NotImplementedError("no token is forced, so no text has to be cut into tokens")
 
 
@@ -144,7 +146,8 @@ class LLGuidance(Grammar):
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
     """Return 1 for each matcher that accepts its token, else 0.  ``pool`` None means that this thread does the work."""
     if pool is None:
-        return [int(ll.consume_token(token)) for ll, token in pairs]  # ``try_consume_tokens`` goes over each twice
+        # one call per token, because ``try_consume_tokens`` processes each token twice
+        return [int(ll.consume_token(token)) for ll, token in pairs]
     return list(map(int, pool.consume_token_par(pairs)))
 
 
@@ -173,7 +176,7 @@ def lark(source: GrammarSource) -> str:
         return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
     try:
         return any_to_lark(source.text)
-    except Exception as e:  # its own errors, and RecursionError
+    except Exception as e:  # errors of the library, and RecursionError
         raise ValueError(f"neither Lark nor GBNF: {type(e).__name__}: {e}"[:MOST]) from None
 
 

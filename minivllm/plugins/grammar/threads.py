@@ -25,7 +25,7 @@ class Hill:
         self.seconds: list[float | None] = [None] * sizes
         self.best = 0
         self._up = True  # whether the last trial used more threads
-        self.calls = 0  # since the last trial
+        self.calls = 0  # number of calls since the last trial
         self.every = SOON
 
     def pick(self) -> int:

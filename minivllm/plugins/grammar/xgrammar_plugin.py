@@ -18,7 +18,8 @@ from .formats import ONE_EACH
 from .json_schema import prepare
 from .xgrammar_schema import Patterns, unheld
 
-MOST_WHITESPACE = 40  # whitespace between two tokens of JSON, because a model that may write more can write it for ever
+# largest number of whitespace characters between two JSON tokens; without a limit a model may write whitespace for ever
+MOST_WHITESPACE = 40
 # Characters that the library wrongly allows in strings: control characters (if the length is bounded), and the UTF-8 of
 # surrogates, which is ED followed by A0 to BF.
 CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")

@@ -26,7 +26,7 @@ HELD = frozenset((
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern", "format",
 ))  # fmt: skip
 ANY_TYPE = frozenset(("type", "enum", "const", "anyOf", "allOf", "$ref"))
-ALONE = ("anyOf", "allOf", "$ref", "enum", "const")  # XGrammar ignores other keywords next to one of these
+ALONE = ("anyOf", "allOf", "$ref", "enum", "const")  # keywords next to which XGrammar ignores all other keywords
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 

@@ -30,8 +30,8 @@ from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.runtime.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
 
-FLUSH = 3.0  # seconds that the engine waits at its end for spans to be sent
-# parameter of the request -> attribute
+FLUSH = 3.0  # seconds that the engine waits at its end until all spans are sent
+# parameter of a request -> attribute of a span
 ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens", "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p", "top_k": "gen_ai.request.top_k", "seed": "gen_ai.request.seed",

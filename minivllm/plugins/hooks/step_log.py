@@ -11,7 +11,7 @@ from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.runtime.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
-# fields of FinishedStep that are written under their own names
+# fields of FinishedStep that are written under the same names
 FIGURES = (
     "plan_ms", "submit_ms", "wait_ms", "publish_ms", "device_ms", "running", "waiting", "blocks_total", "blocks_free",
     "blocks_cached", "finished", "generated", "preemptions", "evictions", "prefix_queries", "prefix_hits", "error",

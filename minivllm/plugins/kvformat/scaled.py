@@ -29,7 +29,7 @@ TINY = torch.finfo(torch.float32).tiny
 class Scaled(KVFormat):
     """A format with scales.  There are no tensors of values if values are the first elements of keys (``v_in_k``)."""
 
-    most: float  # greatest number of the dtype
+    most: float  # largest number of the dtype
 
     def layout(self, spec: AttnSpec, block: int) -> KVLayout:
         tensors = dict(super().layout(spec, block).tensors)

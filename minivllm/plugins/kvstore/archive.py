@@ -153,7 +153,7 @@ def _private(path: Path) -> BinaryIO:
     """Open a file to write that no other user can read, because prompts can be recovered from it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     if stat.S_ISREG(os.fstat(fd).st_mode):
-        os.fchmod(fd, 0o600)  # it may have been there
+        os.fchmod(fd, 0o600)  # sets the mode of a file that existed before
     return os.fdopen(fd, "wb")
 
 

@@ -44,7 +44,7 @@ from .segments import (
     write_all,
 )
 
-LARGEST = 256 << 20  # bytes of a file, after which the next one is begun
+LARGEST = 256 << 20  # size in bytes after which the next file is started
 DESCRIPTORS = 256  # open files at most, and at most a quarter of the limit of the process
 FILES = 16  # files that the limit is divided into, at least
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
@@ -58,7 +58,7 @@ class PageFile:
 
     def __init__(self, path: Path, fd: int, owned: bool, size: int, ended: bool) -> None:
         self.path, self.owned, self.size = path, owned, size
-        self.fd: int | None = fd  # None while it is closed
+        self.fd: int | None = fd  # None if the file is closed
         self.ended = ended  # no record may be appended
         self.live = 0  # bytes of the records in use
 
@@ -80,13 +80,14 @@ class DiskStore(KVStore):
         self.share = options.bytes // ctx.ranks
         self.largest = max(1 << 16, min(LARGEST, self.share // FILES))
         self.files: dict[int, PageFile] = {}
-        self.opened: dict[int, None] = {}  # numbers of the files with a descriptor, the one used longest ago first
+        # numbers of the files with an open descriptor, the least recently used one first
+        self.opened: dict[int, None] = {}
         self.places: dict[bytes, SegmentPlace] = {}
         self.found: list[bytes] = []  # keys of pages of other processes that ``look`` has not returned yet
         self.newest: int | None = None
         self.numbers = itertools.count()
         self.skipped = 0  # files and ends of files that could not be used
-        self.foreign: list[tuple[Path, int]] = []  # files of other models and their sizes, the oldest first
+        self.foreign: list[tuple[Path, int]] = []  # (file of another model, size), the oldest first
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / ABOUT).write_text(ctx.label, encoding="utf-8")
@@ -127,7 +128,7 @@ class DiskStore(KVStore):
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            self.skipped += 1  # another process has just deleted it
+            self.skipped += 1  # another process has just deleted the file
             return
         number = next(self.numbers)
         try:
@@ -217,7 +218,7 @@ class DiskStore(KVStore):
                 if state.st_size > file.size:
                     self._fd(number)
                     self._extend(number)
-            except FileNotFoundError:  # its owner has deleted it
+            except FileNotFoundError:  # the process that owns the file has deleted it
                 self._forget(number)
         new = {key: self.places[key].size for key in self.found if key in self.places}
         self.found.clear()
@@ -304,7 +305,7 @@ class DiskStore(KVStore):
         for path in () if self.ctx.rank else files_below(self.root):
             kept = path.parent == self.folder or any(path.parent.glob(f"*{NAMED}"))
             if not kept:
-                with contextlib.suppress(OSError):  # another process may just have deleted it
+                with contextlib.suppress(OSError):  # another process may just have deleted the file
                     self.foreign.append((path, path.stat().st_size))
 
     def _delete_foreign(self) -> bool:
@@ -315,7 +316,7 @@ class DiskStore(KVStore):
         path, _ = self.foreign.pop(0)
         try:
             fd = _open_file(path)
-        except OSError:  # another process has deleted it
+        except OSError:  # another process has deleted the file
             return True
         try:
             if _lock(fd):
@@ -337,16 +338,16 @@ class DiskStore(KVStore):
             if newest is None or newest.live >= newest.size - FILE_HEAD.size:
                 return False
             newest.ended = True
-            self.newest = None  # the next record goes to another file, and this one can be compacted
+            self.newest = None  # the next record is written to another file, so that this file can be compacted
             return True
         number = min(able)[1]
-        if not self._hold(number):  # its bytes are counted no more
+        if not self._hold(number):  # another process has taken or deleted the file
             return True
         self.files[number].ended = True
         moving = [(key, place) for key, place in self.places.items() if place.file == number]
         for key, place in moving:
             page = self._read(key, place)
-            if number not in self.files:  # another process has deleted it
+            if number not in self.files:  # another process has deleted the file
                 return True
             if page is None:
                 del self.places[key]
@@ -415,7 +416,8 @@ class DiskStore(KVStore):
             file = self.files[place.file]
             file.live -= PAGE_HEAD.size + place.size
             empty = file.owned and not file.live and place.file != self.newest
-            if empty and self._hold(place.file) and not file.live:  # no other process has added pages
+            # only an empty file without pages of other processes is deleted
+            if empty and self._hold(place.file) and not file.live:
                 self._close(place.file, delete=True)
 
     # ---- names ---------------------------------------------------------------------------------------------------
@@ -426,7 +428,7 @@ class DiskStore(KVStore):
     def names(self) -> Mapping[str, Sequence[bytes]]:
         found = {}
         for path in self.folder.glob(f"{self._prefix}*{NAMED}"):
-            with contextlib.suppress(OSError, ValueError):  # it was deleted, or is damaged
+            with contextlib.suppress(OSError, ValueError):  # the file may be deleted or damaged
                 name = unquote(path.name.removeprefix(self._prefix).removesuffix(NAMED))
                 found[name] = [bytes.fromhex(key) for key in json.loads(path.read_text())]
         return found
@@ -450,7 +452,7 @@ class DiskStore(KVStore):
 
 def _open_file(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no page is read ahead of its load
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a page is not read ahead of its load
     return fd
 
 

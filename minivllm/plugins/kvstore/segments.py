@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-VERSION = 2  # 1 had CRC-32 of the whole page as its checksum
+VERSION = 2  # in version 1 the checksum was the CRC-32 of the whole page
 FILE_MAGIC, PAGE_MAGIC = b"mvllmkv1", b"mvpg"
 FILE_HEAD = struct.Struct("<8sI32sI16x")
 PAGE_HEAD = struct.Struct("<4s16sQII4x")
 SUFFIX = ".kv"
-SECTOR = 4096  # bytes that a checksum sums up; O_DIRECT needs offsets, sizes and addresses that are multiples of it
-DIRECT_FROM = 128 << 10  # bytes of a page from which on it is read past the page cache
+SECTOR = 4096  # block of a checksum in bytes; O_DIRECT needs offsets, sizes and addresses that are multiples of it
+DIRECT_FROM = 128 << 10  # size of a page in bytes from which on reads bypass the page cache
 PROBES = itertools.count()  # numbers of the looks whether a page is in the page cache
 
 
@@ -144,7 +144,7 @@ def _is_cached(fd: int, begin: int, size: int) -> bool:
     sector = next(PROBES) * 7919 % max(1, size // SECTOR - 1)
     try:
         return os.preadv(fd, [bytearray(SECTOR)], begin + sector * SECTOR, os.RWF_NOWAIT) == SECTOR
-    except OSError:  # EAGAIN, or the file system cannot tell
+    except OSError:  # EAGAIN, or the file system does not support the check
         return False
 
 
@@ -191,6 +191,6 @@ def files_below(folder: Path) -> list[Path]:
     for path in folder.glob(f"*/*{SUFFIX}"):
         try:
             found.append((path.stat().st_mtime, path))
-        except OSError:  # another process has just deleted it
+        except OSError:  # another process has just deleted the file
             continue
     return [path for _, path in sorted(found)]

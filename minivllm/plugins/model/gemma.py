@@ -58,4 +58,4 @@ class Gemma3(Gemma2):
     qk_norm = HEAD
 
     def score_cap(self, cfg: Any) -> float | None:
-        return None  # transformers ignores it for this type of layer
+        return None  # transformers ignores the field for layers of this type

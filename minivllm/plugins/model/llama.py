@@ -18,7 +18,7 @@ class Llama(ModelArch):
     """The architecture ``LlamaForCausalLM``."""
 
     qk_norm: str | None = None
-    partial = False  # whether ``partial_rotary_factor`` gives the part of a head that rotates
+    partial = False  # whether ``partial_rotary_factor`` is the rotated share of a head
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
         """Return whether q, k and v, the attention's output, and the MLP have biases."""

@@ -10,7 +10,7 @@ from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
 
-EPS = 1e-5  # torch's default, which the configuration cannot change
+EPS = 1e-5  # torch's default, which the configuration of this family cannot change
 FIRST = 2  # the row of position 0 in the table of positions
 WANTED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}
 

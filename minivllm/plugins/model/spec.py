@@ -38,7 +38,7 @@ def family(
         api=(2, 7),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
-        features=frozenset({"batch_invariant"}),  # every layer that a family is built from supports it
+        features=frozenset({"batch_invariant"}),  # all layers of the families support it
         traits={"ignores": ignores},
         check=check,
     )

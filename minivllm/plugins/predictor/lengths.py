@@ -113,7 +113,8 @@ class ClientHistory(LearnedSteps):
 
     def __init__(self, options: Any, ctx: PredictorContext) -> None:
         super().__init__(options or HistoryOptions(), ctx)
-        self.means: OrderedDict[int, float] = OrderedDict()  # by client, the oldest answer first
+        # client -> mean; the client with the oldest answer comes first
+        self.means: OrderedDict[int, float] = OrderedDict()
         self.overall: float | None = None
 
     def output_tokens(self, request: RequestFacts) -> float | None:

@@ -27,7 +27,7 @@ class LearnedSteps(Predictor):
 
     def stepped(self, work: StepWork, ms: float) -> None:
         x = _features(work)
-        x /= ms  # relative errors: all steps count alike
+        x /= ms  # errors are relative to the measured time, so that all steps have equal weight
         if self._sums is None:
             self._sums = np.zeros((4, 4))
             self._products = np.zeros(4)

@@ -52,7 +52,8 @@ class Penalties(Processor):
         history = rows.history()
         index = torch.arange(history.shape[1], device=history.device)
         known = index < rows.position[:, None]
-        history = torch.where(known, history, 0)  # stale entries may be any number, so they become token 0 with count 0
+        # entries after the end of a history may be any number, so they become token 0 with count 0
+        history = torch.where(known, history, 0)
         if rows.variant & REPETITION:
             penalty = state["repetition"][slots][:, None]
             seen = _count(history, known, logits) > 0

@@ -16,8 +16,8 @@ from .spec import THINKING_BUDGET
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-ANY = -1  # in ``start`` and ``end``, at a position before the tag: matches every token
-NEVER = -1  # the budget of a request without a bound
+ANY = -1  # entry before a tag in ``start`` and ``end`` that matches every token
+NEVER = -1  # budget of a request without a limit
 
 
 class ThinkingBudget(Processor):
@@ -65,7 +65,7 @@ class ThinkingBudget(Processor):
         last = rows.position[:, None] - 1
         width = inside.shape[1]
         index = torch.arange(width, device=logits.device)
-        # the token at an index is reasoning if the index before it is inside
+        # a token counts as reasoning if the index before it is inside the reasoning
         reasoning = torch.where(index < last, inside, 0)
         spent = reasoning.sum(dim=1)
         at = last.clamp(0, width - 1)

@@ -22,7 +22,7 @@ from .forms import Numbers
 from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want, holds_words
 
 FIELDS = 8  # of a word
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of each output
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each output's field in a word
 GEMM = (
     "its words lie in another order; use the same model as version=gemm, which AutoAWQ writes by default and to which "
     "GPTQModel converts others"

@@ -81,7 +81,7 @@ INT8 = Spec(
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
-    traits={"bits": 8},  # and not sliceable, because a share of the inputs has its own row scales
+    traits={"bits": 8},  # not sliceable, because a share of the inputs would need its own row scales
 )
 INT8_W8A8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Int8W8A8",

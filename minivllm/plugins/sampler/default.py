@@ -21,11 +21,11 @@ from .spec import SMALL_K
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-# variant bits; the bits above them mark the power of two that bounds a small top_k
+# variant bits; the higher bits mark the power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
 MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32, so the row is greedy
 MIN_TOP_P = torch.finfo(torch.float32).tiny  # below, the column would hold 0, which excludes even the best token
-MASS_SCALE = 2.0**40  # integer mass of the likeliest token, for which sums of 2**22 tokens fit in int64
+MASS_SCALE = 2.0**40  # integer mass of the most likely token; sums over 2**22 tokens fit in int64
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # the columns that the kernels read
 CHUNK = 1 << 23  # logits that are sorted at a time, which limits the temporary memory to about 0.25 GB
 
@@ -125,7 +125,8 @@ class DefaultSampler(Sampler):
             count = min(1 << (bounds.bit_length() - 1), width)
             best_first = x.topk(count, dim=1).values
             limit = _nucleus(best_first, floor, top_k, top_p)
-            # rows without a limit share the step, so their floor must not come from the few best logits
+            # Rows without a limit are in the same step, and their floor must not be computed from only the few best
+            # logits.
             free = (top_k == 0) & (top_p == 1)
             return torch.where(free, floor, limit)
         chunk = max(CHUNK // width, 1)

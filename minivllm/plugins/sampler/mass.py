@@ -22,7 +22,7 @@ def totals(mass: Tensor) -> Tensor:
 
 def mean(x: Tensor, mass: Tensor) -> Tensor:
     """Return the mean f32 [N] of ``x`` [N, V] <= 0 under ``mass``, with an error of about 1e-7; -inf has no mass."""
-    # x * mass is at most MASS_SCALE / e, and rounding it to whole numbers makes the sum exact
+    # x * mass is at most MASS_SCALE / e; rounded to whole numbers, so that the sum is exact
     finite = torch.where(mass > 0, x, 0.0)
     part = finite.double() * mass.double()
     weighted = part.to(torch.int64).sum(dim=1)

@@ -140,7 +140,7 @@ class DrawWork:
     peak: Tensor  # f32 [N, tiles] largest logit, inf if there is a NaN
     score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf for none
     index: Tensor  # i32 [N, tiles] token id of the best token of each tile
-    known: Tensor  # f32 [N, 8] largest logit, 1 / T, floor of min-p, top_p, the candidate's logit
+    known: Tensor  # f32 [N, 8]: largest logit, 1 / T, floor of min-p, top_p, logit of the candidate
     state: Tensor  # i32 [N] OPEN, DONE, WAITS
     top: Tensor  # f32 [N, groups] largest logits of groups of lanes, for rows with top-k
     group: int  # lanes of a group

@@ -52,7 +52,7 @@ def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     x = x ^ (x >> 16)
     u = tl.fma((x & 0x7FFFFFFF).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # (bits + 1/2) / 2 ** 31
     u = tl.minimum(u, 0.99999994)
-    # -log(-log1p(-u)), with both logarithms in base 2. The factor 1 / ln 2 inside becomes the constant outside. For
-    # small u, which give the large values, a series keeps the digits that 1 - u would lose.
+    # -log(-log1p(-u)) with both logarithms in base 2. The inner factor 1 / ln 2 becomes a constant outside. For small
+    # u, where the result is large, a series keeps the digits that 1 - u would lose.
     e = tl.where(u < 0.00390625, u * tl.fma(u, tl.fma(u, 0.48089835, 0.7213475), 1.442695), -_log2(1.0 - u, FAST))
     return tl.fma(_log2(e, FAST), -0.6931471805599453, 0.36651292)

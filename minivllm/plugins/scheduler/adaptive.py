@@ -34,7 +34,7 @@ RECENT = 64  # number of recent requests whose times and targets are used
 WINDOW = 8  # steps of a window
 ENOUGH = 8  # windows, and new requests, before any request waits
 KEPT = 0.98  # the weight of a window shrinks by this factor with each later window
-DOUBT = np.array([1e-6, 0.05, 1e-3])  # shrinkage of each of the three times, as a share of its evidence
+DOUBT = np.array([1e-6, 0.05, 1e-3])  # ridge penalty of each of the three times, as a share of its evidence
 TOKENS = 64.0  # unit of prompt tokens, which gives the columns similar sizes
 
 
@@ -50,12 +50,12 @@ class Adaptive(SchedulerPolicy):
         super().__init__(options or AdaptiveOptions(), ctx)
         self.arrivals: deque[float] = deque(maxlen=RECENT)
         self.targets: deque[float] = deque(maxlen=RECENT)  # seconds to a first token, inf = none
-        self.seen = np.zeros((3, 3))  # normal equations of the windows: the matrix
+        self.seen = np.zeros((3, 3))  # matrix of the normal equations of the windows
         self.took = np.zeros(3)  # the right side of the equations
         self.windows = 0
         self.held = 0
         self.times = np.zeros(3)  # seconds of a step, of prompts in a step, and of TOKENS prompt tokens
-        self.begun = 0.0  # time of the first step of the window
+        self.begun = 0.0  # time at which the first step of the window began
         self.counted = [0.0, 0.0, 0.0]  # steps, steps with prompts, and prompt tokens of the window
         self.was = 0  # running rows at the last plan
         self.gone = 0  # sequences that have ended since

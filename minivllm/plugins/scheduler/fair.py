@@ -160,7 +160,7 @@ class Fair(SchedulerPolicy):
         been charged."""
         n = len(self.ids)
         m = len(ids)
-        if n <= m and (ids[:n] == self.ids).all():  # usual for running rows, since new requests are the last of them
+        if n <= m and (ids[:n] == self.ids).all():  # usual for running rows, because new requests come last
             every = np.arange(m)
             return every, every < n
         if n * m <= FEW:

@@ -77,9 +77,9 @@ class EnergyAccount:
         self._read_at = now()
         self._working = False  # steps are planned, in flight, or wait
         self._ended_at = 0.0
-        self._begun: dict[int, float] = {}  # start of each step in flight
+        self._begun: dict[int, float] = {}  # step in flight -> time of its start
         self._published = 0.0  # time of the last result
-        self._stays: dict[int, RequestJoules] = {}  # serial of a stay -> joules of its request
+        self._stays: dict[int, RequestJoules] = {}  # serial number of a row's slot -> joules of its request
         # id() of a request -> its joules; only requests with a weight outside the columns
         self._open: dict[int, RequestJoules] = {}
         self._waiting: list[tuple[RequestJoules, Callable[[], None]]] = []
@@ -159,7 +159,7 @@ class EnergyAccount:
         """Divide the seconds of a step among its rows, by the bytes that each row moves."""
         plan, slots, length = flight.plan, flight.slots, flight.after
         tokens = int(plan.q_len.sum())
-        moved = np.zeros(len(slots))  # bytes of each row, then its weight
+        moved = np.zeros(len(slots))  # bytes that each row moves, later the weight of the row
         for size, window in self._groups:
             moved += size * (length if window is None else np.minimum(length, window + plan.q_len))
         moved += self._weights / tokens * (1 if tokens == len(slots) else plan.q_len)

@@ -34,7 +34,7 @@ class EngineHooks:
         self.parts = MappingProxyType(dict(parts))
         self.engine, self.clock, self.failures = engine, engine.clock, manager.failures
         manager.times = engine.clock.seams
-        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # steps in flight: their view, and row of the clock
+        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # step in flight -> (its view, its row in the clock)
         self._published: list[tuple[PlannedStep, int, StepResult]] = []  # steps of this turn of the loop
         self._running = False
         events, listens = engine.events, manager.listens
@@ -78,7 +78,8 @@ class EngineHooks:
         try:
             self.manager.start(engine=self.view)
         except BaseException as exc:
-            self.stopped(f"a hook failed at start: {exc}")  # after this the started hooks release their resources
+            # the hooks that have started release their resources afterwards
+            self.stopped(f"a hook failed at start: {exc}")
             raise
 
     def stopped(self, error: str | None) -> None:

@@ -35,7 +35,7 @@ class PluginFigures:
         self._made: dict[str, int] = {}
         self._failed: set[str] = set()
         self._worker: Callable[[str], Any] | None = None
-        self._last: list[dict[str, Any]] = []  # the worker's last figures, because it ends before a record is written
+        self._last: list[dict[str, Any]] = []  # the last figures of the worker, which ends before a record is written
 
     def of(self, seam: str, plugin: Plugin) -> Plugin:
         """Add a plug-in if it has a method ``figures``, and return it."""

@@ -180,7 +180,8 @@ class HookManager:
         member = call.member
         try:
             return self.times.run(f"hooks:{member.name}", function, *args)
-        except Exception as exc:  # ``run`` converts SystemExit and panics in Rust, so none of them ends the engine
+        # ``run`` converts SystemExit and panics of Rust to exceptions, so that they do not end the engine
+        except Exception as exc:
             member.failures += 1
             how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {describe_error(exc)}"
             log.warning(how, exc_info=exc if log.isEnabledFor(logging.DEBUG) else None)

@@ -19,7 +19,7 @@ import numpy as np
 class EngineView:
     """The configuration of an engine, as hooks receive it when the engine starts and stops."""
 
-    model: str  # directory of the model
+    model: str  # folder of the model
     device: str
     dtype: str
     block: int  # tokens of a KV block
@@ -35,7 +35,7 @@ class RequestView:
     """An accepted request."""
 
     id: str
-    sequences: tuple[int, ...]  # numbers of its branches
+    sequences: tuple[int, ...]  # numbers of the request's branches
     prompt: np.ndarray  # i32 [n]
     params: Mapping[str, Any]  # the fields of SamplingParams
     arrival: float
@@ -45,11 +45,11 @@ class RequestView:
 class RequestEnd:
     """The end of a request."""
 
-    reasons: tuple[str, ...]  # per branch: stop, length, abort or error
+    reasons: tuple[str, ...]  # for each branch: stop, length, abort or error
     tokens: tuple[int, ...]  # generated tokens per branch
     cached_tokens: int  # prompt tokens found in the prefix cache
     preempted: int  # preemptions of all branches together
-    scheduled: float | None  # time at which it first left the queue
+    scheduled: float | None  # time at which the request first left the queue
     first_token: float | None
     finished: float
     error: str | None
@@ -62,7 +62,7 @@ class PreemptionView:
     request: str
     sequence: int
     tokens: int  # tokens of the sequence that the host has
-    times: int  # preemptions of this sequence so far, including this one
+    times: int  # number of preemptions of the sequence, including this one
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BlocksView:
 
     group: int
     tier: str  # device
-    reason: str  # stored, evicted (to make room) or dropped (after a reset, or replaced by newer content)
+    reason: str  # "stored", "evicted" (for other blocks) or "dropped" (by a reset, or replaced by newer content)
     keys: np.ndarray  # u64 hash of the content and of all earlier blocks
     parents: np.ndarray  # u64 key of the previous block, 0 for none; empty unless stored
     depth: np.ndarray  # i32 number of earlier blocks; empty unless stored
@@ -110,7 +110,7 @@ class FinishedStep(PlannedStep):
     token: np.ndarray  # i32 [N]
     count: np.ndarray  # i32 [N] 1 if the token was accepted, else 0
     flags: np.ndarray  # u8 [N] EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED (core.interfaces.plan)
-    error: str | None  # a plug-in's error in the step
+    error: str | None  # error of a plug-in in the step
     time: float
     plan_ms: float  # host time of planning, in the turn that planned the step
     submit_ms: float

@@ -40,16 +40,18 @@ from typing import NamedTuple
 from .rhythm import Rhythm, let_others
 
 OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
-NOTE = struct.Struct("<IIHH4x")  # position of a piece, its bytes, kind of the message, whether more pieces follow
-NOTES = 512  # most unread notes, and most bells that are received at once
+# position of a piece, number of its bytes, kind of the message, whether more pieces follow
+NOTE = struct.Struct("<IIHH4x")
+NOTES = 512  # largest number of unread notes, and of bells that are received in one call
 WORD = 8
-READ, ASLEEP, RECEIVED = 0, 8, 64  # offsets of the words: pieces read, reader asleep (one cache line), notes written
+# offsets in bytes of the words: pieces read, reader asleep (one cache line), notes written
+READ, ASLEEP, RECEIVED = 0, 8, 64
 HEAD = 128 + NOTES * NOTE.size  # bytes of words and notes before the data of a memory
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # the processor keeps stores in order
 PAUSE = 2e-4  # seconds between looks at a full memory
 NAPS = (1e-3, 0.5)  # seconds of the first and the longest sleep between looks
 BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes for the descriptors that arrive with bells
-FEW = 1024  # descriptors above this number need ``poll``, whose timeout has whole milliseconds only
+FEW = 1024  # larger descriptors need ``poll``, whose timeout is a whole number of milliseconds
 _fence = threading.Lock()
 
 
@@ -84,7 +86,7 @@ def shared_file(size: int) -> int:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
     try:
-        os.ftruncate(fd, size)  # the system allocates pages at their first write
+        os.ftruncate(fd, size)  # the operating system allocates a page of the file at its first write
     except OSError:
         os.close(fd)
         raise
@@ -196,7 +198,7 @@ class Channel:
         self._files: deque[int] = deque()
         self._pieces: list[bytearray] = []  # pieces of an incomplete message
         self._came: deque[Message] = deque()
-        self._ended = False  # the other process will write nothing more
+        self._ended = False  # the other process will not write any more
         self.patience = math.inf  # most seconds to wait for room
         self._full = 0.0  # time since which the memory is full
         self._poll = select.poll()

@@ -20,12 +20,13 @@ from minivllm.registration import fresh
 from .channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from .rhythm import Rhythm
 
-LAST_WORDS = 16_000  # bytes of its standard error that are kept to explain its end
+LAST_WORDS = 16_000  # number of last bytes of standard error that are kept to explain the end of the process
 MOST = 400  # most characters of a line in the explanation
 CRASH = "Fatal Python error"  # the first words of faulthandler
-LOOK = 0.5  # seconds between checks that the process lives, because others may hold its end of the channel
-PATIENCE = 5.0  # seconds that a process may take to end after its channel has closed
-HUNG_UP = getattr(select, "POLLRDHUP", 0)  # the other end of a socket has closed, even if there are bytes to read
+LOOK = 0.5  # seconds between checks that the process is alive, because another process may hold its end of the channel
+PATIENCE = 5.0  # time limit in seconds for the end of a process after its channel has closed
+# event: the other end of a socket has closed, even if bytes can still be read
+HUNG_UP = getattr(select, "POLLRDHUP", 0)
 
 
 class ChildEnded(Exception):

@@ -32,11 +32,11 @@ from minivllm.registration import fresh
 
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
 PATIENCE = 120.0  # seconds without an answer, also during the start, after which all workers are replaced
-BY_THE_CLOCK = 10  # real-time limit of a job as a multiple of its CPU seconds, for loaded machines
+BY_THE_CLOCK = 10  # wall-clock limit of a job as a multiple of its CPU seconds, for loaded machines
 HEAD = struct.Struct("<QI")  # number of the job, number of parts that follow
 PARTS = 16  # most parts of a frame
-LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: the socket has closed, MemoryError, a malformed frame
-NOBODY = 0  # the number of a frame about the worker itself
+LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: closed socket, MemoryError, malformed frame
+NOBODY = 0  # number of frames about the worker itself
 
 
 class Exceeded(Exception):
@@ -132,7 +132,7 @@ class Confined:
         null = subprocess.DEVNULL
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=null, stderr=null, pass_fds=passed, env=quiet)
         assert process.stdin is not None
-        with contextlib.suppress(OSError), process.stdin:  # if it has died, the first job reports it
+        with contextlib.suppress(OSError), process.stdin:  # if the worker is dead, the first job reports it
             process.stdin.write(self._hello())
         return process
 
@@ -188,7 +188,8 @@ class _Seat:
 
 def main(target: str, fds: str, nices: str) -> None:
     """Make the work, and keep a worker process for each socket until the server closes the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # this process ends when the server closes its sockets
+    # signals are ignored, because this process ends when the server closes its sockets
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
     try:
@@ -198,7 +199,7 @@ def main(target: str, fds: str, nices: str) -> None:
             _tell(link, {"broken": describe_error(e)})
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to shared pages, and so copy them
+    gc.freeze()  # a garbage collection in a worker would write to shared pages, and so copy them
     niceness = list(map(int, nices.split(",")))
     workers = {_fork(at, links, work, niceness[at]): at for at in range(len(links))}
     while workers:

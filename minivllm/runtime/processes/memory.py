@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 GROWN = 32 << 20  # bytes of growth that cause a trim
-SETTLE = 30.0  # seconds after a trim; a trim takes about 1 ms, and steps take each page again in 2 us
+SETTLE = 30.0  # seconds between trims; a trim takes about 1 ms, and steps need 2 us to get each page back
 LOOK = 1.0  # seconds between looks at the resident memory
 
 

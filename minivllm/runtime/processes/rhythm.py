@@ -25,7 +25,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-let_others = getattr(os, "sched_yield", lambda: None)  # runs other processes that wait for this core
+let_others = getattr(os, "sched_yield", lambda: None)  # lets other processes of this core run
 
 
 class Rhythm:
@@ -34,7 +34,7 @@ class Rhythm:
     def __init__(self) -> None:
         self.usual = 0.0  # seconds
         self._since = float("-inf")
-        self._looks = cores() > 1  # with a single core, polling would stop the other process
+        self._looks = cores() > 1  # with a single core, polling would keep the other process from running
 
     def begin(self) -> None:
         """Start to measure a wait."""

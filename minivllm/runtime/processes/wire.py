@@ -26,7 +26,7 @@ from .channel import Channel, ChannelClosed, ChannelStuck, Message
 from .rhythm import let_others
 
 HEAD = struct.Struct("<IH2x")
-READ = 1 << 20  # most bytes of one read
+READ = 1 << 20  # largest number of bytes of one read
 GONE = 6  # seconds after which a silent machine counts as unreachable
 # options of TCP in seconds, but TCP_USER_TIMEOUT (the longest time without an acknowledgement) in milliseconds
 WATCH = {
@@ -72,7 +72,7 @@ class Wire(Channel):
         self._buffer = bytearray()  # the received part of a message
         self._came: deque[Message] = deque()
         self._ended = False
-        self.cut = ""  # the system's message about an unreachable machine
+        self.cut = ""  # message of the operating system about an unreachable machine
         self.patience = math.inf
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

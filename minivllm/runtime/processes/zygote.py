@@ -55,11 +55,11 @@ PRELOADED = (
     "minivllm.plugins.tokenizer.hf",
     "minivllm.plugins.processor.thinking_budget",
 )
-# beginnings of variables that Python and libraries read when they start or are imported
+# prefixes of environment variables that Python and libraries read at their start or import
 EARLY = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNNL_", "LRU_CACHE_", "LD_", "MALLOC_",
          "TORCH_", "PYTORCH_", "ATEN_", "LC_ALL", "LC_CTYPE", "LANG")  # fmt: skip
 EARLY_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-GRACE = 5.0  # seconds in which a command ends after SIGHUP, before SIGKILL
+GRACE = 5.0  # seconds between SIGHUP and SIGKILL for a command
 LONGEST_PATH = 107  # bytes of the path of a socket
 LONGEST = 1 << 22  # bytes of a message
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a peer
@@ -284,7 +284,8 @@ class Zygote:
             return
         self.listening.close()
         os.close(self.lock)
-        signal.pthread_sigmask(signal.SIG_BLOCK, EARLY_SIGNALS)  # they arrive when the command has its handlers
+        # blocked, so that they arrive after the command has installed its handlers
+        signal.pthread_sigmask(signal.SIG_BLOCK, EARLY_SIGNALS)
         command = os.fork()
         if command == 0:
             end.close()

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # syntaxes of arguments
-JSON = "json"  # an object behind the head
-OBJECT = "object"  # one object with the name and the arguments; there is no head
+JSON = "json"  # arguments are an object after the head
+OBJECT = "object"  # one object has the name and the arguments, and there is no head
 PAIRS = "pairs"  # a tagged text for each argument
 PYTHON = "python"  # keyword arguments of a call in Python
-QUOTED = "quoted"  # an object whose keys have no quotes, and whose strings stand between two tags
+QUOTED = "quoted"  # an object whose keys have no quotes, and whose strings are enclosed in two tags
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ def _free(rules: Rules, lists: _Lists, used: Iterable[Calls]) -> str:
     """Return the start of a grammar of free text with calls."""
     form = rules.form
     untagged: list[Calls] = []
-    tokens: dict[str, list[str]] = {}  # tag that is a token -> lists that begin with it
-    texts: dict[str, list[str]] = {}  # tag that is text -> lists that begin after it
+    tokens: dict[str, list[str]] = {}  # tag that is one token -> lists of calls that begin with it
+    texts: dict[str, list[str]] = {}  # tag that is text -> lists of calls that begin after it
     for calls in used:
         if _is_untagged(form, calls):
             untagged.append(calls)

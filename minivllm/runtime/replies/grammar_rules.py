@@ -12,7 +12,7 @@ from minivllm.core.json_schema.depth import MOST_BYTES
 from .description import Calls, ReplyFormat
 from .elements import PLACEHOLDER, Templates
 
-BEHIND = '{"behind": true'  # the beginning of the source of a grammar that begins behind reasoning
+BEHIND = '{"behind": true'  # start of the source of a grammar that follows the reasoning
 DEFINED = re.compile(r"#/(\$defs|definitions)/([^/]+)(?:/.*)?")
 # terminals that each grammar has; control characters are not written
 BASE = {
@@ -168,7 +168,7 @@ class Rules:
         """Return members with separators in their order; each is a sequence and whether it is required.
 
         "" means that there are no members."""
-        rest = ""  # members after the first one that is written
+        rest = ""  # rule for the members after the first written one
         whole = ""
         for body, required in reversed(members):
             first = joined(body, rest)

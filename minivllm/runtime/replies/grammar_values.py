@@ -30,7 +30,7 @@ OF_ARRAY = frozenset(("type", "items", "minItems", "maxItems"))
 OF_STRING = frozenset(("type", "minLength", "maxLength", "pattern", "format"))
 PYTHON_NAME = re.compile(r"[A-Za-z_]\w{0,63}")
 PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]{0,127}")
-# texts that are excluded, because the parser would convert them to a value of another type
+# type -> texts that are excluded, because the parser would convert them to a value of this type
 CONVERTED = {
     "null": 'BLANK ("null" | "None") BLANK',
     "boolean": 'BLANK ("true" | "false" | "True" | "False") BLANK',
@@ -70,7 +70,7 @@ class Arguments:
     def __init__(self, rules: Rules, calls: Calls) -> None:
         self._rules, self._calls = rules, calls
         self._root: Any = None
-        self._values: dict[str, str] = {}  # rules of quoted values by their schemas
+        self._values: dict[str, str] = {}  # schema -> rule of its quoted values
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """Return the sequence of the arguments for the schema of a function, without the tail of the call.

@@ -30,8 +30,8 @@ from .scan import INSIDE, Scanner
 from .values import call_of, dumped, python_arguments, quoted_arguments, typed, types_of
 
 NESTED = ("object", "array")  # types of values with brackets
-TICKS = 3  # backticks that begin and end a block of code
-WAIT, GO = False, True  # results of a step: more text is needed, or the next state goes on
+TICKS = 3  # number of backticks that begin and end a block of code
+WAIT, GO = False, True  # results of a step: wait for more text, or continue with the next state
 
 
 class DescribedReply:
@@ -44,15 +44,15 @@ class DescribedReply:
         self._at = 0  # the text before this position of the buffer has been read
         self._read = 0  # characters before the buffer
         self._final = False
-        self._fresh = bool(plan.first) and context.calls  # a call without a tag may begin here
+        self._fresh = bool(plan.first) and context.calls  # whether a call without a tag may begin here
         self._undecided = context.answer  # the content may be JSON
         self._thinking = context.opened and plan.format.reasoning is not None
         self._untagged = False  # the last head of a call was an object without a tag
-        self._owed = False  # a call ended reasoning whose closing tag may still come
+        self._owed = False  # whether the closing tag of reasoning may still follow a call that ended the reasoning
         self._ticks = 0  # backticks in a row that end at ``_ticks_end``
         self._ticks_end = -1
-        self._inline = False  # within code of a line
-        self._fenced = False  # within a block of code
+        self._inline = False  # whether the text is inside inline code
+        self._fenced = False  # whether the text is inside a block of code
         self._state: Callable[[], bool] = self._text
         self._is_text = True
         self._streams = self._collects = self._values = False
@@ -67,9 +67,9 @@ class DescribedReply:
         self._ends = 0  # index of the next of the form's ``ends``
         self._key = ""
         self._count = 0  # arguments of the call so far
-        self._as_string = False  # the value is a string, which is returned as it comes
+        self._as_string = False  # whether the value is a string, which is returned piece by piece
         self._begun_value = False
-        self._string: OpenString | None = None  # the strings of a JSON value, in which a closing tag is text
+        self._string: OpenString | None = None  # the strings of a JSON value, in which a closing tag is ordinary text
         if self._thinking:
             self._out.begin_thought()
 
@@ -112,7 +112,7 @@ class DescribedReply:
         An incomplete tool call is dropped.
         """
         if self._collects and '"name"' not in "".join(self._held + self._collected) and self._is_object():
-            self._release()  # an answer that is other JSON
+            self._release()  # the answer is JSON, but no call
         if self._is_text and not self._waits_for_head():
             return self.feed("", True)
         self._held = []
@@ -345,7 +345,7 @@ class DescribedReply:
         """Return whether the model may call a function.  The name "" is not known yet."""
         only, functions = self._context.only, self._context.functions
         if name and self._untagged and functions and name not in functions:
-            return False  # without a tag, an object with a name is no call unless it names a function
+            return False  # without a tag, an object with a name is a call only if it names a function
         return only is None or name == "" or name in only
 
     # ---- calls -------------------------------------------------------------------------------------------------------

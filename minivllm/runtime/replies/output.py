@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .parts import Begun, Ended, Part, Said, Thought, Written
 
-# treatment of whitespace before the next text for the user
+# treatment of whitespace before the next text of the answer: keep, hold, drop
 KEEP, HOLD, DROP = 0, 1, 2
 
 

@@ -37,12 +37,12 @@ SCALAR = Word(
     re.compile(r'"[^"\\\udc80-\udcff]{0,128}"|[-+.0-9a-zA-Z]{1,32}'),
     re.compile(r'"[^"\\\udc80-\udcff]{0,128}"?|[-+.0-9a-zA-Z]{0,32}'),
 )
-# elements that may follow the arguments in an object: a further member, which is skipped
+# elements that may follow the arguments in an object: a further member, which is ignored
 MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE, SCALAR)
 END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
-# an object whose name is not its first member, or whose arguments are text
+# the start of an object whose name is not its first member, or whose arguments are text
 UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON)
-# the same without a tag before it, where an answer that is any JSON must not be held
+# the same without a tag before it; other JSON answers must not be held back
 UNTAGGED: tuple[Element, ...] = (OPEN, SPACE, Literal((*KEYS, '"function"')), SPACE, COLON)
 TYPED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"type"',)), SPACE, COLON, SPACE, Literal(('"function"',)))
 TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
@@ -109,7 +109,7 @@ class TagRole:
     """The meaning of a tag at the place where it stands."""
 
     calls: tuple[CallCandidate, ...] = ()
-    thought: CallCandidate | None = None  # the tag begins reasoning
+    thought: CallCandidate | None = None  # the reasoning whose start this tag is, or None
     closes: bool = False  # the tag ends reasoning
 
 
@@ -125,7 +125,7 @@ class FormatPlan:
     def __init__(self, form: ReplyFormat, marks: Mapping[str, str], strict: bool = False) -> None:
         self.format = form
         self.tag_of = {mark: tag for tag, mark in marks.items()}
-        spellings = {tag: (marks.get(tag, tag),) for tag in form.tags}  # the mark of a tag, if it has one
+        spellings = {tag: (marks.get(tag, tag),) for tag in form.tags}  # a tag is replaced by its mark if it has one
         self._templates = Templates(spellings)
         self.roles: dict[str, TagRole] = {}
         self.first: list[CallCandidate] = []

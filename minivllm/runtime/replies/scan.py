@@ -17,7 +17,7 @@ class Scanner:
     """The open brackets and strings of the arguments of one call."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # closing brackets of those that are open
+        self._open: list[str] = []  # closing brackets of the open objects and lists
         self.quoted = False
 
     def read(
@@ -55,7 +55,7 @@ class Scanner:
             elif not self.quoted and found in form.closers:
                 pieces += [text[start : match.start()], self.rest()]
                 return pieces, match.start(), True
-            else:  # a mark that is part of nothing
+            else:  # a character that belongs to no value
                 escaped = json.dumps(shown(found), ensure_ascii=False)[1:-1]
                 pieces += [text[start : match.start()], escaped if self.quoted else shown(found)]
                 start = at

@@ -15,8 +15,8 @@ from minivllm.core.json_schema.references import find
 
 from .parts import NAME
 
-MOST_PARTS = 1 << 13  # commas of arguments that are converted: their conversion takes up to 50 ms
-MOST_LEVELS = 24  # references and alternatives of a schema within each other
+MOST_PARTS = 1 << 13  # largest number of commas in converted arguments, whose conversion takes up to 50 ms
+MOST_LEVELS = 24  # largest nesting of references and alternatives of a schema
 SPACE = re.compile(r"[ \t\n\r]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}

@@ -8,7 +8,7 @@ from typing import Any
 from .description import JSON, OBJECT, PAIRS, PYTHON, Calls, Channels, Pairs, ReplyFormat
 from .values import dumped
 
-Call = tuple[str, Mapping[str, Any]]  # the name of a function and its arguments
+Call = tuple[str, Mapping[str, Any]]  # (name of a function, its arguments)
 
 
 def write_reply(form: ReplyFormat, thought: str = "", content: str = "", calls: Sequence[Call] = ()) -> str:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
 
 START = 60.0  # most seconds for the start of a process, because imports are slow on a busy machine
-STOP = signal.SIGUSR1  # ends the process that compiles a grammar; the others ignore it
-LEFT = 3  # exit status of a child whose helper gets no more requests
+STOP = signal.SIGUSR1  # signal that ends the process that compiles a grammar; other processes ignore it
+LEFT = 3  # exit status of a child whose helper receives no more requests
 DRAWS = 4  # tokens that are drawn with a new grammar
-BY_THE_CLOCK = 5  # real-time limit of a grammar as a multiple of its CPU seconds, for loaded machines
-GRACE = 5.0  # seconds beyond the limit after which a helper that has not ended its child is killed
+BY_THE_CLOCK = 5  # wall-clock limit of a grammar as a multiple of its CPU seconds, for loaded machines
+GRACE = 5.0  # seconds after the limit until a helper that has not ended its child is killed
 
 
 class Stopped(ResourceError):
@@ -199,7 +199,7 @@ class Helper:
 
 def main() -> NoReturn:
     """Answer the engine's lines until it closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C; this process ends with its pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C; this process ends when its pipe is closed
     signal.signal(STOP, signal.SIG_IGN)
     hello = json.loads(sys.stdin.buffer.readline())
     seconds, megabytes, forks = hello["seconds"], hello["megabytes"], False
@@ -213,7 +213,7 @@ def main() -> NoReturn:
         forks = threads() == before
         if not forks:
             limit_memory(megabytes)
-        gc.disable()  # a collection in a child would write to shared pages, and so copy them
+        gc.disable()  # a garbage collection in a child would write to shared pages, and so copy them
         answer: dict[str, Any] = {"forks": forks}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
@@ -232,7 +232,7 @@ def main() -> NoReturn:
         if not line:
             os._exit(LEFT if forks else 0)
         signal.signal(STOP, signal.SIG_DFL)
-        # the signal of a timer ends a process in any state: the child, or the helper itself if it cannot fork
+        # a timer signal ends a process in any state: the child, or the helper itself if it cannot fork
         signal.setitimer(signal.ITIMER_REAL, BY_THE_CLOCK * seconds if forks else 4 * seconds)
         if forks:
             signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, so that load does not cause refusals

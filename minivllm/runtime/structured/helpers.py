@@ -34,7 +34,8 @@ class Helpers:
         with self._changed:
             while not self._idle and len(self.made) >= self._most:
                 self._changed.wait()
-            helper = self._idle.pop() if self._idle else self._add()  # the last used, whose memory is warm
+            # the helper that was used last, whose memory is in the caches
+            helper = self._idle.pop() if self._idle else self._add()
             if not self._idle and len(self.made) < self._most:
                 threading.Thread(target=self._start, args=(self._add(),), name="minivllm-helper", daemon=True).start()
         try:
@@ -52,7 +53,7 @@ class Helpers:
         """Start the process of a spare helper, then make the helper available."""
         try:
             helper.make_ready()
-        except Exception as e:  # the request that uses the helper reports it
+        except Exception as e:  # the request that uses the helper reports the error
             log.debug("a spare helper did not start: %s", e)
         self._put_back(helper)
 

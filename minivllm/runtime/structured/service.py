@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REFUSED = 1 << 20  # bytes of cached refusals, with the refused grammars
 TOOLS = "tools"  # the field of a request with the schemas of functions
-ENTRY = 512  # bytes of a cached refusal without its texts
+ENTRY = 512  # size in bytes of a cached refusal without its texts
 
 
 def default_threads() -> int:
@@ -152,7 +152,7 @@ class Grammars:
             raise RequestError(f"{NAME}.{source.kind}: {self.part.name} takes only {takes}; choose another", NAME)
         try:
             with self.helpers.one() as helper:
-                helper.start()  # while it starts, the plug-in is made here
+                helper.start()  # the plug-in is created here while the helper process starts
                 plugin = self._build()
                 self._try(helper, source, salt)
                 made = plugin.compile(source)
@@ -168,9 +168,9 @@ class Grammars:
             raise RequestError(f"{NAME}: {e}", NAME) from e
         except KeyboardInterrupt:
             raise
-        except BaseException as e:  # SystemExit too: it must not end the thread that compiles
+        except BaseException as e:  # BaseException, because SystemExit must not end the thread that compiles
             raise RequestError(f"{NAME}: {self.part.name} failed: {describe_error(e)}", NAME) from e
-        with self._lock:  # running sequences keep their grammars, even if the cache drops them
+        with self._lock:  # running sequences keep their grammars even if the cache drops them
             self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
         return made
 

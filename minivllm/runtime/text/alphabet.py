@@ -57,7 +57,7 @@ def bytes_of_byte_level(token: str) -> bytes:
     """Return the bytes of a token of byte-level BPE."""
     try:
         return bytes([ALPHABET[c] for c in token])
-    except KeyError:  # the token does not spell bytes, so the decoder returns its text
+    except KeyError:  # the token does not consist of byte characters, so the decoder returns its text
         return token.encode()
 
 

@@ -77,7 +77,7 @@ class ChatTemplates:
         for name, source in self.sources.items():
             try:
                 found += self.select(name, None).facts.written
-            except RequestError:  # it is broken; a chat that uses it reports the error
+            except RequestError:  # a broken template; a chat that uses it reports the error
                 found.append(source)
         return found
 

@@ -17,7 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.registration import fresh
 from minivllm.runtime.processes.confined import BY_THE_CLOCK, MEMORY, allow, limit_memory
 
-SECONDS = 60.0  # CPU time limit; a vocabulary of 256,000 pieces takes 8 s
+SECONDS = 60.0  # CPU time limit in seconds; a vocabulary of 256,000 pieces takes 8 s
 MEGABYTES = 4096
 
 

@@ -21,7 +21,8 @@ from .tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CONTEXT = 4  # earlier tokens that are decoded again with new tokens, for decoders that look at neighbours
-PATIENCE = 16  # tokens for which a trailing U+FFFD of an unknown decoder is held back; a character has fewer bytes
+# number of tokens for which a trailing U+FFFD of an unknown decoder is held back; a character has fewer bytes
+PATIENCE = 16
 
 
 class _Bytes(dict):
@@ -86,8 +87,8 @@ class _Scheme:
         if self.byte_level:
             self.bytes: dict[int, bytes] = _PluginBytes(plugin, plugin.special_ids if skip else frozenset())
             return
-        # tokens are skipped by spelling, as in the tokenizers library, which also skips ordinary tokens spelled like
-        # special ones
+        # tokens are skipped by their spelling, as in the tokenizers library, so ordinary tokens with such a spelling
+        # are skipped too
         special = [tokenizer.token(i) for i in tokenizer.special_ids] if skip else []
         skipped = frozenset(token for token in special if token is not None)
         steps = _decoder_steps(tokenizer.backend)

@@ -21,8 +21,8 @@ class Split(NamedTuple):
     The patterns are applied one after another.  Text between matches also forms a word."""
 
     patterns: tuple[str, ...]
-    bos: bool = False  # a prompt begins with BOS if the file has no add_bos_token
-    whole: bool = False  # a word that is a token is not divided, even if the merges would not make it
+    bos: bool = False  # whether a prompt begins with BOS if the file has no add_bos_token
+    whole: bool = False  # whether a word that is a token stays undivided, even if the merges would not produce it
     nfc: bool = False  # compose characters first
 
 
@@ -50,7 +50,7 @@ DEEPSEEK = (
     rf"{ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# letters with case as DeepSeek LLM lists them
+# letters with case, in the list of DeepSeek LLM
 LETTERS = (
     "A-Za-z"
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"

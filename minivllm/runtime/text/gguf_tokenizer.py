@@ -22,17 +22,17 @@ from minivllm.errors import shown
 
 from .gguf_splits import Split, split_named
 
-SPACE = "\u2581"  # sentencepiece's spelling of a space
+SPACE = "\u2581"  # the character with which sentencepiece represents a space
 # largest sum of squared token lengths, because ``merges_of`` divides each token at each position; a usual vocabulary of
 # 262,144 tokens has 2 * 10**7
 MOST_WORK = 10**9
 NO_TOKENIZER = "choose one with the option tokenizer, or set skip_tokenizer_init=True"
-OTHERS = {  # tokenizer.ggml.model -> its kind of vocabulary, which is not supported
+OTHERS = {  # value of tokenizer.ggml.model -> name of an unsupported kind of vocabulary
     "bert": "WordPiece (WPM)", "t5": "unigram of sentencepiece (UGM)", "rwkv": "RWKV", "plamo2": "PLaMo 2",
     "gemma4": "Gemma 4", "hybriddna": "HybridDNA", "whitespace": "words between spaces", "no_vocab": "no vocabulary",
     "none": "no vocabulary",
 }  # fmt: skip
-ROLES = {  # name in transformers -> key of its id
+ROLES = {  # name of a special token in transformers -> key of its id
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding",
     "cls_token": "cls", "mask_token": "mask",
 }  # fmt: skip
@@ -124,7 +124,7 @@ def _ids(file: GgufFile, model: str, count: int) -> dict[str, int]:
             continue
         if type(i) is int and 0 <= i < count:
             found[role] = i
-        elif role in ("bos", "eos"):  # other roles do not change prompts, and files use -1 for "none"
+        elif role in ("bos", "eos"):  # other special tokens do not change prompts, and files use -1 for a missing one
             raise file.refuse(f"{key}={shown(i)}: expected an id below {count}")
     return found
 
@@ -222,7 +222,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
         found = [score if kinds[i] in PIECES else least for i, score in enumerate(scores)]
         pieces = list(zip(tokens, found, strict=True))
         backend = Tokenizer(models.Unigram(pieces, vocabulary.ids.get("unknown"), of_bytes))
-        if of_bytes:  # split text that is spelled like a byte token, so that the library does not use the token for it
+        # text that is spelled like a byte token is split, so that the library does not use the token for it
+        if of_bytes:
             backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
     else:
         merges = merges_of(vocabulary, scores)

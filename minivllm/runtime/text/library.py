@@ -97,7 +97,7 @@ class SlowTokenizer(TokenizerBackend):
 
     def encode_plain(self, text: str) -> list[int]:
         ids = list(self._slow.encode(text, add_special_tokens=False, split_special_tokens=True))
-        unknown = self._slow.unk_token_id  # stands for unknown characters
+        unknown = self._slow.unk_token_id  # unknown characters are replaced by this token
         if not (self.special_ids - {unknown}).isdisjoint(ids):
             raise ValueError("this tokenizer cannot tell apart a special token and text that spells it")
         return ids

@@ -29,7 +29,7 @@ from minivllm.errors import ModelError, RequestError, shown
 
 FIRST, LAST = 0xE000, 0xF8FF  # the private-use area, which provides the marks
 MARKED = re.compile("(\\\\+)u([e-f][0-9a-f]{3})|[\ue000-\uf8ff]", re.I)  # a mark, plain or escaped by JSON
-NOT_IN_JSON = frozenset('"\\')  # characters that JSON escapes; a mark in their place would not be escaped
+NOT_IN_JSON = frozenset('"\\')  # characters that JSON escapes; a mark that replaces one would not be escaped
 CHANGING = frozenset(  # filters and methods that change characters, but not marks
     {"upper", "lower", "title", "capitalize", "swapcase", "casefold", "e", "escape", "forceescape", "urlencode"}
 )
@@ -66,7 +66,7 @@ class Spellings:
         """Compile the search.  ``words`` are tokens that count only without an adjacent letter or digit."""
         self.tokens = frozenset(filter(None, tokens))
         alone = frozenset(words)
-        # grouped by their first two characters, so that few alternatives are tried at most positions
+        # grouped by their first two characters, so that most positions need few comparisons
         groups: dict[str, list[str]] = {}
         for token in sorted(self.tokens, key=lambda t: (-len(t), t)):
             rest = re.escape(token[2:])
@@ -220,7 +220,8 @@ def _restored(text: str, back: Mapping[str, str]) -> str:
             return match[0]
         if not match[2]:
             return char
-        # JSON in JSON doubles backslashes: the last 1, 2, 4, ... belong to the mark, the others to the text before it
+        # JSON inside JSON doubles backslashes: the last 1, 2, 4 ... belong to the mark, the others to the text before
+        # it
         slashes = len(match[1])
         own = slashes & -slashes
         escaped = char if char.isascii() else json.dumps(char)[1:-1].replace("\\", "\\" * own)
@@ -345,7 +346,7 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
     """
     from tokenizers import Tokenizer as Backend
 
-    prefix = f"\ue000{secrets.token_hex(16)}"  # a caller cannot guess it
+    prefix = f"\ue000{secrets.token_hex(16)}"  # random, so that a caller cannot guess it
     names = {token: f"{prefix}{number}\ue000" for number, token in enumerate(sorted(tokens))}
     data = json.loads(backend.to_str())
     for added in data["added_tokens"]:
@@ -354,14 +355,14 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
     model = data["model"]
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
-    elif isinstance(model.get("vocab"), list):  # Unigram: pieces with scores
+    elif isinstance(model.get("vocab"), list):  # the model Unigram, whose vocabulary is a list of pieces with scores
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:  # remove the merges that would make a special token
         pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
-    data["post_processor"] = None  # templates print their special tokens themselves
+    data["post_processor"] = None  # no added special tokens, because templates print them
     renamed = Backend.from_str(json.dumps(data))
     for token, name in names.items():
         if renamed.token_to_id(name) != backend.token_to_id(token):

@@ -24,18 +24,19 @@ from .image_parts import is_placeholder
 from .template_facts import MAPPING, PARTS, TEXT, TemplateFacts
 
 Message = dict[str, Any]
-Chat = Sequence[Mapping[str, Any]]  # a conversation, or other objects of a request
+Chat = Sequence[Mapping[str, Any]]  # a conversation, or another list of objects in a request
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 WANT = 'messages: expected a non-empty list of {"role": ..., "content": ...}'
-# type of a part -> the field with its text; input_text and output_text belong to OpenAI's Responses API
+# type of a part -> field with its text; input_text and output_text are types of OpenAI's Responses API
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 NEEDS_CONTENT = ("system", "developer", "user")  # roles whose messages must have content
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field; the first is the usual one
+# names of the field with the reasoning, the usual name first
+REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = re.compile(
     r"(input_)?(image|audio|video|file|document|media)s?(_url|_urls|_data|_embeds|_pil|_id)?|attachments?"
 )
 TEXT_ONLY = "this engine serves text, images only if the model reads them, and no audio, video or files"
-# keys without a warning, because a prompt contains their data or because they have no meaning for a prompt
+# keys without a warning, because their data are in the prompt or do not concern the prompt
 KNOWN = frozenset(
     {
         "role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations",
@@ -68,7 +69,7 @@ def depth_checked() -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     """Return a value with its mappings, lists, dataclasses and pydantic models converted to dicts and lists."""
-    # a body may have 100,000 scalars, so they are copied without a call
+    # a body may have 100,000 scalars, so scalars are copied without a function call
     if isinstance(value, (dict, Mapping)):
         return {key: one if type(one) in SCALARS else _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -167,7 +168,7 @@ def _calls(message: Message, at: str) -> None:
     legacy = message.pop("function_call", None)
     if calls is not None and not isinstance(calls, (list, tuple)):
         raise _fail(f"{at}.tool_calls", f"={shown(calls)}: expected a list of calls")
-    if legacy is not None and not calls:  # the older form of tool_calls
+    if legacy is not None and not calls:  # ``function_call`` is the older form of tool_calls
         if not isinstance(legacy, dict):
             raise _fail(f"{at}.function_call", f"={shown(legacy)}: expected a mapping with name and arguments")
         message["tool_calls"] = [_call({"id": "call_0", "type": "function", "function": legacy}, at, "function_call")]
@@ -229,7 +230,7 @@ def fit(chat: Chat, facts: TemplateFacts) -> list[Message]:
         elif message["role"] == "function" and "function" not in facts.roles:
             message["role"] = "tool"
         reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-        if reasoning is not None:  # a template reads one of two names, as in transformers
+        if reasoning is not None:  # stored under two names, because a template reads one of them, as in transformers
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
             if calls and facts.calls_have_one_text:
                 _join_texts(message)
@@ -403,7 +404,7 @@ def with_content(chat: Chat) -> list[Message] | None:
 
 # ---- continuation of the last message --------------------------------------------------------------------------------
 
-MARK = "CONTINUE_FROM_HERE "  # its space shows whether a template trims the message; a number makes the mark unique
+MARK = "CONTINUE_FROM_HERE "  # the space shows whether a template trims the message; a number makes the mark unique
 GOES_ON = "continue_final_message"
 
 

@@ -313,7 +313,7 @@ class SequenceText:
         self.stop_reason: int | str | None = None
         scored = scored and params.logprobs is not None
         self._scores: Scores | None = Scores() if scored else None
-        self._entries: list[dict[int, Logprob]] = []  # dicts of the first tokens, as far as they were read
+        self._entries: list[dict[int, Logprob]] = []  # dictionaries of the first tokens, as far as they have been read
         self.cumulative_logprob: float | None = 0.0 if scored else None
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
@@ -366,7 +366,7 @@ class SequenceText:
             text = self._detokenizer.add(shown)
             if final:
                 text += self._detokenizer.finish()
-        if len(shown) < len(ids) and stopped is None:  # a tag may end the answer, and a parser reads it
+        if len(shown) < len(ids) and stopped is None:  # a tag that a parser reads may end the answer
             self._end_mark = self._marks.get(ids[-1], "")
             text += self._end_mark
         self.token_ids += ids if used == len(ids) else ids[:used]

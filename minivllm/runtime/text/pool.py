@@ -27,10 +27,11 @@ from minivllm.registration import fresh
 
 from .tokenizer import Tokenizer
 
-FEW = 1 << 16  # characters, or token ids, that one thread converts in less time than others need to start
+# largest number of characters or token ids that one thread converts in less time than other threads need to start
+FEW = 1 << 16
 PART = 1 << 15  # characters, or token ids, of a job; a few milliseconds
 MOST = 8  # threads that ``size=None`` starts at most
-GAIN = 0.8  # largest share of the time of one thread for which ``auto`` uses threads
+GAIN = 0.8  # largest relative time, compared with one thread, for which ``auto`` uses threads
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 T = TypeVar("T")
 R = TypeVar("R")
@@ -127,7 +128,8 @@ class TokenizerPool:
     def _in_order(self, function: Callable[[T], R], parts: Sequence[T]) -> Iterator[R]:
         """Yield the results of all parts in their order.  At most twice ``size`` parts are submitted at once."""
         if self._threads is None:
-            # the library's own threads would compete, and it warns in each process that is forked after their use
+            # the library's threads would compete with these, and the library warns in each process that is forked after
+            # their use
             os.environ.setdefault(PARALLELISM, "false")
             self._threads = ThreadPoolExecutor(self.size, "tokenizer")
         waiting: deque[Future[R]] = deque()
@@ -250,6 +252,6 @@ def main(number: str) -> None:
             items = split_ids(items, column)
         try:
             answer = packed(job, run(tokenizer, job, items))
-        except Exception:  # the caller repeats the job, and gets the exception
+        except Exception:  # the caller repeats the job, and so receives the exception
             answer = packed({}, []).replace(b"{}", b"null", 1)
         link.send_bytes(answer)

@@ -14,7 +14,7 @@ from typing import Any
 TEXT, PARTS, MAPPING, EITHER = "text", "parts", "mapping", "either"
 CONTENT, ARGUMENTS, CALL, CALLS, ROLE = "content", "arguments", "function", "tool_calls", "role"
 MESSAGES, MESSAGE = "messages", "one of messages"
-ONE_TEXT = "Cannot pass both content and thinking"  # in the error message of a template
+ONE_TEXT = "Cannot pass both content and thinking"  # part of a template's error message
 TRACKED = frozenset({CONTENT, ARGUMENTS, CALL, CALLS, ROLE})
 SAME = frozenset({"default", "d", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "first", "last"})
 OF_PARTS = frozenset({"selectattr", "rejectattr", "map"})
@@ -26,14 +26,14 @@ METHODS_OF_MAPPINGS = frozenset({"items", "keys", "values", "get"})
 class TemplateFacts:
     """The facts about a template."""
 
-    written: tuple[str, ...] = ()  # texts that it may print
-    names: frozenset[str] = frozenset()  # words that it looks up or compares with
-    filters: frozenset[str] = frozenset()  # names of its filters
+    written: tuple[str, ...] = ()  # texts that the template may print
+    names: frozenset[str] = frozenset()  # words that the template looks up or compares with
+    filters: frozenset[str] = frozenset()  # names of the filters in the template
     variables: frozenset[str] = frozenset()  # variables that the caller may set
-    roles: frozenset[str] = frozenset()  # roles that it compares a message's role with
-    content: str = TEXT  # form in which it reads the content of a message
-    arguments: str = EITHER  # form in which it reads the arguments of a tool call
-    prints_messages: bool = False  # it prints whole messages as JSON
+    roles: frozenset[str] = frozenset()  # roles with which the template compares a message's role
+    content: str = TEXT  # form in which the template reads the content of a message
+    arguments: str = EITHER  # form in which the template reads the arguments of a tool call
+    prints_messages: bool = False  # whether the template prints whole messages as JSON
 
     @property
     def reads_calls(self) -> bool:

@@ -23,13 +23,13 @@ from jinja2.visitor import NodeTransformer
 
 from minivllm.errors import RequestError
 
-SECONDS = 10.0  # time limit of one conversation; a published template takes milliseconds
+SECONDS = 10.0  # time limit in seconds for one conversation; a published template takes milliseconds
 MOST_TEXT = 1 << 26  # most characters or elements of a value
 MOST_NODES = 1 << 18  # most values inside a list or mapping that becomes text
 MOST_NUMBER = 100_000  # largest width, indent or count
 MOST_BITS = 1 << 16  # most bits of a whole number
-MOST_INDENT = 64  # largest indent of ``tojson``
-WIDE = re.compile(r"\d{6,}|\*")  # a long width or precision in a format
+MOST_INDENT = 64  # largest indentation of ``tojson``
+WIDE = re.compile(r"\d{6,}|\*")  # pattern of a long width or precision in a format string
 # filters that do not convert their input to text
 STRUCTURAL = frozenset(
     {
@@ -274,7 +274,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _tick()
-        text = getattr(__obj, "__self__", None)  # the object of a method
+        text = getattr(__obj, "__self__", None)  # the object to which the method belongs
         name = getattr(__obj, "__name__", "")
         if isinstance(text, (str, bytes)):
             _check_numbers((*args, *kwargs.values()))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-# start and end of reasoning; a model has a pair if both are added tokens
+# (start, end) of reasoning; a model has a pair if both are added tokens
 PAIRS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),

@@ -84,11 +84,10 @@ class Tokenizer:
         self._templates = ChatTemplates({DEFAULT: templates} if isinstance(templates, str) else templates or {})
         self._fillers: dict[str, ChatFiller] = {}
         own = self._special_id("eos_token")
-        # files of chat models may name different end-of-sequence tokens for the model and the tokenizer: all of them
-        # count
+        # the model's and the tokenizer's files may name different end-of-sequence tokens, and all of them are used
         self.eos_ids = tuple(dict.fromkeys([*eos] if own is None else [*eos, own]))
         self._folder: Path | None = None  # the source of the files
-        self._part: Part | None = None  # the plug-in that read them
+        self._part: Part | None = None  # the plug-in that read the files
         self.pool: Any = None  # a ``TokenizerPool``, which converts long lists of texts
 
     @property
@@ -173,7 +172,7 @@ class Tokenizer:
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as e:  # half of a surrogate pair
+        except (TypeError, UnicodeEncodeError) as e:  # the text contains half of a surrogate pair
             raise RequestError(NOT_UNICODE, "prompt") from e
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -201,7 +200,7 @@ class Tokenizer:
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
-                # the positions of tokens are not computed, which takes a fifth less time
+                # without the positions of tokens, which takes a fifth less time
                 found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:
             raise RequestError(NOT_UNICODE, "prompt") from e

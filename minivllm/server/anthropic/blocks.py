@@ -48,7 +48,7 @@ class ContentBlocks:
         self._shows_thoughts = shows_thoughts
         self._blocks: list[Block] = []
         self._open: Block | None = None
-        self._spaces: list[str] = []  # whitespace that may begin a block
+        self._spaces: list[str] = []  # whitespace that is held back, because it may begin a block
         self._spaces_kind = TEXT
         self._arguments = ""  # beginning of the arguments of a call, not yet sent
 

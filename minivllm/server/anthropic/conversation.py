@@ -19,7 +19,7 @@ from minivllm.server.openai import JsonObject, Warnings
 from minivllm.server.openai.fields import warn
 
 ROLES = ("user", "assistant", "system")
-# role -> types of its blocks -> the keys that the server reads, or that do not concern the prompt
+# role -> block type -> keys that the server reads, or that do not concern the prompt
 COMMON = frozenset({"type", "cache_control"})
 TEXT_KEYS = COMMON | {"text", "citations"}
 BLOCKS: dict[str, dict[str, frozenset[str]]] = {
@@ -39,7 +39,7 @@ BLOCKS: dict[str, dict[str, frozenset[str]]] = {
 RESULT = {"text": TEXT_KEYS}  # blocks of the content of a tool_result
 MEDIA = ("image", "document", "audio", "video", "container_upload", "search_result")
 OF_MESSAGE = frozenset({"role", "content"})
-MOST_BLOCKS = 4096  # the most blocks of all messages together; each is at most one message of the chat
+MOST_BLOCKS = 4096  # largest number of blocks of all messages together; each block is at most one message of the chat
 
 
 @dataclass
@@ -66,7 +66,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings, images: bo
     turns = _turns(messages, system, warnings, images)
     continues = turns[-1].role == "assistant"
     if continues and not _says(turns[-1].blocks):
-        continues = False  # an empty last message of the assistant requests nothing
+        continues = False  # an empty last message of the assistant has no effect
         turns.pop()
     if not any(turn.role != "system" for turn in turns):
         raise wrong("messages", ": expected a message of role user")

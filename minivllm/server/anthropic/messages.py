@@ -53,7 +53,7 @@ async def _work(request: Request, service: Service, model: type[Any]) -> Message
     tokenizer = service.tokens.tokenizer
     bounds = BUDGET in service.client.info.reads and tokenizer is not None and tags_of(tokenizer) is not None
     translation = translate(body, bounds, service.images.reads)
-    await asyncio.sleep(0)  # a large conversation takes some milliseconds, so other requests run in between
+    await asyncio.sleep(0)  # reading a large conversation takes some milliseconds, so other requests run first
     if model is CountBody:
         translation.values["max_tokens"] = 1
     if request.headers.get("anthropic-beta"):
@@ -90,7 +90,8 @@ class Messages(Chat):
         self.warnings[:0] = translation.warnings
         del self.warnings[MOST:]
         self.shows_thoughts = translation.shows_thoughts
-        # as in Anthropic's API, the end of the context may end an answer before max_tokens: a default may be cut
+        # As in Anthropic's API, the end of the context may end an answer before max_tokens, so the value is treated as
+        # a default that may be reduced.
         self.most = self.default = self.requested
         self.requested = None
         if self.most is not None and self.params.min_tokens > self.most:

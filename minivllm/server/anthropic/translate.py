@@ -32,7 +32,7 @@ NO_EFFECT = {
     "user_profile_id": "it is a feature of another service",
 }
 NEUTRAL = {"speed": "standard"}
-# fields of a chat whose effect a message cannot show -> what to use instead
+# field of a chat whose effect a message cannot show -> alternative
 REFUSED = {
     **dict.fromkeys(("n", "best_of"), "a message has one answer"),
     **dict.fromkeys(
@@ -46,7 +46,7 @@ REFUSED = {
     "add_generation_prompt": "a last message of the assistant is continued",
     "continue_final_message": "a last message of the assistant is continued",
 }
-NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that request nothing
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that have no effect
 THREAD = "this server stores no conversations: send the whole conversation, without thread"
 # an error with this code makes the client package repeat the request without a thread
 THREAD_CODE = "thread_unsupported_request"
@@ -56,7 +56,7 @@ SAME = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "tool_choice": "tool_choice",
     "metadata": "metadata", "service_tier": "service_tier", "mcp_servers": "mcp_servers",
 }  # fmt: skip
-# type of thinking -> its keys
+# type of ``thinking`` -> keys of the object
 OF_THINKING = {
     "enabled": ("type", "budget_tokens", "display"),
     "adaptive": ("type", "display"),

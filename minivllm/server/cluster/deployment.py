@@ -19,7 +19,8 @@ from minivllm.server.serve import check_config, fair_to, in_time, open_service
 
 from . import plan
 
-ANSWER = 5.0  # seconds for the engine to answer; a long step takes longer, and ``stuck_after`` bounds it
+# time limit in seconds for an answer of the engine, except during a long step, which ``stuck_after`` bounds
+ANSWER = 5.0
 LOOK = 0.1  # seconds between two looks at the engine
 RESTARTS = 3  # of the engine of a replica, after which the replica ends
 LAST = 0.5  # seconds for the streams of an ended engine to receive its error
@@ -82,7 +83,7 @@ class EngineReplica:
         if loaded.server.api_key_file is not None:
             accepted += read_keys(loaded.server.api_key_file)
         loaded = fair_to(accepted, in_time(loaded))
-        # a response is stored by one replica, and the next request may reach another one
+        # 0, because a response would be stored by one replica while the next request may reach another one
         server = loaded.server.model_copy(update={"max_responses": 0})
         self.application = Application(server, accepted)
         self.engine = ProcessClient(loaded, server.stuck_after, RESTARTS)

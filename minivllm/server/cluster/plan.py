@@ -113,7 +113,8 @@ def run_file(loaded: Loaded) -> dict[str, Any]:
     """Return the configuration for ``serve run`` and ``serve deploy``, for a file in YAML."""
     server = loaded.server
     args = arguments(loaded)
-    for name in ("host", "port", "ray_address"):  # Serve listens, in the cluster that it runs in
+    # Ray Serve listens on its own address and runs in its own cluster, so these settings are left out
+    for name in ("host", "port", "ray_address"):
         args["server"].pop(name, None)
     application = {"name": NAME, "route_prefix": "/", "import_path": BUILDER, "args": args}
     return {"http_options": {"host": server.host, "port": server.port}, "applications": [application]}

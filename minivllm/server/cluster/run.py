@@ -88,7 +88,7 @@ def prepare(loaded: Loaded) -> None:
     """Set Ray's variables, which it reads when it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not loaded.server.ray_address and "RAY_AUTH_MODE" not in os.environ:
-        # without a token in the environment, Ray would leave one in the user's home
+        # without a token in the environment, Ray would write one to the user's home folder
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
@@ -129,7 +129,7 @@ def cluster(loaded: Loaded) -> Iterator[Any]:
 
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as e:  # whatever the library raises
+        except Exception as e:  # the library may raise any exception
             raise ResourceError(refused(address or "", e)) from e
         try:
             yield ray
@@ -146,14 +146,14 @@ class ServeApplication:
 
         self.serve = serve
         self.loaded: Any = None  # the configuration of the replicas
-        # Serve's own processes, which may serve other applications, stay in a cluster that others have started
+        # in a cluster that others have started, the processes of Ray Serve may serve other applications, so they stay
         self.alone = not any(actor for actor in _serve_actors(ray))
         address, _, number = ray.get_runtime_context().gcs_address.rpartition(":")
         self.head = (address.strip("[]"), int(number))
         self.answered = time.monotonic()
         try:
             serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-        except Exception as e:  # whatever the library raises
+        except Exception as e:  # the library may raise any exception
             raise ResourceError(f"Ray Serve cannot start: {describe_error(e)}") from e
 
     def deploy(self, loaded: Loaded, keys: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class ServeApplication:
         self.check_head()
         try:
             found = self.serve.status().applications.get(plan.NAME)
-        except Exception as e:  # whatever the library raises
+        except Exception as e:  # the library may raise any exception
             raise EngineDeadError(f"Ray Serve does not answer: {describe_error(e)}") from e
         if found is None:
             return "NOT_STARTED", "the application was removed"

@@ -58,7 +58,7 @@ class PooledTexts:
 
     stream_type: type[EventStream] = EventStream
     media_type = "application/json"
-    prefix = ""  # begins the id of the answer
+    prefix = ""  # prefix of the id of an answer
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
         self.service, self.body, self.state = service, body, state

@@ -34,9 +34,9 @@ FILES = 65536  # limit of open files that the server requests
 OWN = 64  # descriptors reserved for pipes to processes and for files
 SPARE = 16  # connections beyond ``room``, for /health, /ready and /metrics
 LEAST = 16  # connections without which the server does not start
-TURN = 64  # connections that are accepted in one round of the event loop
+TURN = 64  # largest number of connections that are accepted in one round of the event loop
 AGAIN = 0.2  # seconds until the next try to accept
-GOODBYE = 2.0  # seconds in which a client must answer the end of TLS
+GOODBYE = 2.0  # time limit in seconds for a client's answer to the end of TLS
 BACKLOG = 2048  # connections that wait in the kernel
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -89,12 +89,13 @@ class Acceptor:
         self._make = make
         self._connections = connections
         self._tls: dict[str, Any] = {} if context is None else {"ssl": context}
-        self._opening: dict[asyncio.Task[None], float] = {}  # task that sets a connection up -> its start
-        self._made: dict[asyncio.Task[None], Any] = {}  # such a task -> its protocol, once it has one
+        self._opening: dict[asyncio.Task[None], float] = {}  # task that sets a connection up -> time of its start
+        # task that sets a connection up -> protocol of the connection, once it exists
+        self._made: dict[asyncio.Task[None], Any] = {}
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
-        self._logged = -float("inf")  # time of the last log line
+        self._logged = -float("inf")  # time of the last warning
         self._closed = False
         self._dropped = 0  # idle connections closed since the last log line
         bound.setblocking(False)
@@ -162,7 +163,8 @@ class Acceptor:
                 if sys.version_info >= (3, 11):  # older versions have no such limit
                     tls["ssl_shutdown_timeout"] = GOODBYE
             await self._loop.connect_accepted_socket(make, link, **tls)
-        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):  # cancelled: closed to make room
+        # CancelledError means that the connection was closed to make room
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             with contextlib.suppress(OSError):
                 link.close()
 
@@ -179,14 +181,14 @@ class Acceptor:
         are closed.
         """
         most = max(self.room // 16, 1)
-        empty: dict[Any, float] = {}  # connection, or task that sets it up -> idle since
+        empty: dict[Any, float] = {}  # connection, or task that sets it up -> time since which it is idle
         incomplete: dict[Any, float] = {}
         for connection in self._connections:
             kind = getattr(connection, "idle", None)
             if kind is not None:
                 since = incomplete if kind else empty
                 since[connection] = connection.since
-        if self._tls:  # a connection has no request before its handshake has ended
+        if self._tls:  # before the end of its handshake a connection has no request
             empty.update(self._opening)
         since = empty or incomplete
         chosen = heapq.nsmallest(most, since, key=since.__getitem__)

@@ -74,7 +74,7 @@ class Bodies:
         bounds.check_shape(raw)
         value = load_object(raw)
         if not inner:
-            check_text(raw, value)  # a message is checked later, when its id is known and can be put into the error
+            check_text(raw, value)  # a message is checked later, so that the error can contain its id
         body = value.get(inner) if inner else value
         if isinstance(body, dict):
             bounds.check_fields(body)

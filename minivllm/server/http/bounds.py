@@ -14,12 +14,12 @@ import numpy as np
 from minivllm.server.errors import ApiError
 
 MOST_FIELDS = 256  # fields of the body; fewer than a hundred are defined
-MOST_DEPTH = 128  # the most nested objects and lists; a JSON schema may have 100, and lies within others
+MOST_DEPTH = 128  # largest nesting of objects and lists; a JSON schema may have 100 levels, inside of other objects
 MOST_HOLDERS = 20_000  # objects and lists, enough for 4,096 messages of a few parts each
 MOST_VALUES = 1 << 17  # values of a body, without the token ids of a prompt
 MOST_IN_FIELD = 4096  # values of a field that is not in MOST_IN
 MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
-    (  # the last six are names that other servers use for structured output
+    (  # the last six names are used by other servers for structured output
         "messages",
         "input",
         "tools",
@@ -35,7 +35,8 @@ MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
     1 << 16,
 )
 IDS = ("prompt", "tokens")  # fields that may hold token ids; the code that reads them checks their number
-INPUTS = ("input", "text_1", "text_2")  # the same, but with other values they are limited as other fields
+# fields that may hold token ids, but whose other values are limited as other fields are
+INPUTS = ("input", "text_1", "text_2")
 OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 
 
@@ -70,7 +71,7 @@ def check_shape(raw: bytes) -> None:
     ``check_values`` checks the number of values once the text has been parsed.
     """
     if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH:
-        return  # the text is neither deep nor large if it has so few brackets, even counting brackets in strings
+        return  # with so few brackets, also counting brackets in strings, a text is neither deep nor large
     shape = shape_of(raw)
     if shape.depth > MOST_DEPTH:
         raise ApiError(400, f"the JSON of the body is nested too deeply: expected at most {MOST_DEPTH} levels")

@@ -33,16 +33,19 @@ from .crowd import Crowd
 CROWDED = "the server has no room for more connections; try again later"
 BESIDE = "the request has too many bytes of headers, trailers or chunk extensions"
 SLACK = (
-    8  # a request with up to this many times the limit of headers is read, so that it gets an answer with the reason
+    # factor of the limit of headers up to which a request is read, so that the client receives an answer with the
+    # reason
+    8
 )
 
-READ = 16 << 10  # bytes read in one round of the event loop; if they are one-byte chunks, they take a few milliseconds
+# number of bytes that are read in one round of the event loop; as one-byte chunks they take a few milliseconds
+READ = 16 << 10
 # limits of requests, and of bytes of the last one's body, that are sent ahead of an answer; more waits in the kernel
 AHEAD, AHEAD_BYTES = 64, 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # limits of data that is dropped after the last answer of a connection
-PROBES = 0.02, 1.0  # seconds between checks whether a client has left: at first, and at most
-ASK = 0.1  # seconds between checks from which on each check also sends an interim answer
-POLLED = frozenset({"/health", "/ping", "/ready", "/metrics"})  # monitoring requests them every few seconds
+PROBES = 0.02, 1.0  # seconds between checks whether a client has left: the first, and the largest
+ASK = 0.1  # interval in seconds from which on each check also sends an interim answer
+POLLED = frozenset({"/health", "/ping", "/ready", "/metrics"})  # paths that monitoring requests every few seconds
 OLD = ("0.9", "1.0")  # versions of HTTP without chunks and interim answers
 NO_REQUEST = "this is not an HTTP request"
 METHOD = re.compile(rb"[A-Z-]{1,24} [!-~]{1,8192} HTTP/[0-9]")
@@ -61,7 +64,7 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
     """Do nothing.  uvicorn's Config requires an application."""
 
 
-_Connection: Any = object  # only the type checker reads it; ``protocol`` adds the real base, one of uvicorn's classes
+_Connection: Any = object  # for the type checker only; ``protocol`` adds the real base class, one of uvicorn's
 
 
 class Direct:
@@ -72,10 +75,10 @@ class Direct:
     """
 
     def __init__(self, cycle: Any) -> None:
-        self._cycle = cycle  # uvicorn's state of one request
+        self._cycle = cycle  # uvicorn's state of the current request
         self._flow = cycle.flow
         self._put = cycle.transport.write
-        self.last = -math.inf  # time.monotonic of the last part
+        self.last = -math.inf  # time.monotonic() at which the last part was sent
 
     def write(self, part: bytes) -> bool:
         """Write a part of the body, which must not be empty, as a chunk.  Return whether it was written."""
@@ -197,7 +200,7 @@ class WatchedConnection(_Connection):
         if self._last is not None:
             return
         if getattr(self, "pipeline", ()) and not self.transport.is_closing():
-            self.flow.resume_reading()  # does nothing if the connection is full
+            self.flow.resume_reading()  # has no effect while the connection is full
             if self.full:
                 self._start_watching()
         if busy or self.cycle is not before:  # the data was a body, or completed the headers of a request
@@ -397,7 +400,7 @@ class Framed(WatchedConnection):
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
-            self._beside -= 2 * len(body)  # the receive buffer may have as many bytes outside of the body as in it
+            self._beside -= 2 * len(body)  # the receive buffer may hold as many bytes of other data as of the body
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
@@ -451,7 +454,7 @@ def read_little(transport: Any, size: int) -> None:
 
     asyncio reads 256 KiB, which may hold 40,000 tiny requests.
     """
-    inner = getattr(transport, "_ssl_protocol", None)  # TLS passes on all that it has decrypted at once
+    inner = getattr(transport, "_ssl_protocol", None)  # TLS passes on all decrypted data in one call
     if inner is not None and hasattr(inner, "_ssl_buffer_view"):
         inner.max_size, inner._ssl_buffer = size, bytearray(size)
         inner._ssl_buffer_view = memoryview(inner._ssl_buffer)

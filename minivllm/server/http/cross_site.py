@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 from minivllm.server.errors import ApiError, printable
 
 Headers = Sequence[tuple[bytes, bytes]]
-NAMES = 256  # host names whose check is cached
-SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # methods that change nothing
+NAMES = 256  # number of host names whose check is cached
+SAFE = frozenset({"GET", "HEAD", "OPTIONS"})  # HTTP methods that change no state
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,255})(?::[0-9]{1,5})?")
 # ends of names that no public DNS has (RFC 6761, 6762, 8375, ICANN's .internal; .lan and .svc by custom)
 PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".svc")
@@ -66,7 +66,7 @@ class Hosts:
         more = not self.allowed and not is_loopback(listens.lower())
         self._all, self._private = "*" in self.allowed or (more and keys), more and not keys
         self._own = {listens.lower(), socket.gethostname().lower()}
-        self._serves = lru_cache(NAMES)(self._is_served)  # most clients use one name
+        self._serves = lru_cache(NAMES)(self._is_served)  # cached, because most clients use one name
 
     def check(self, headers: Headers, reached: str = "", version: str = "1.1") -> None:
         """Check the ``Host`` header of a request.  ``reached`` is the address that the connection was made to.

@@ -76,9 +76,9 @@ class Guard:
                 if is_anthropic(scope):
                     ids.append((b"request-id", echoed.encode()))
                 message["headers"] = [*message.get("headers", ()), *ids]
-            return send(message)  # the caller awaits it
+            return send(message)  # returned instead of awaited, because the caller awaits it
 
-        # HEAD is served as GET; uvicorn leaves out the body
+        # HEAD runs as GET, and uvicorn leaves out the body
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             self._check(scope, headers, state)
@@ -180,7 +180,7 @@ class Guard:
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             state["tenant"], state["owner"] = tenant, owner_of(tenant, scope.get("client"))
             state["identity"] = self.keys.identity(tenant)
-        # Ollama's own clients and its documentation send JSON under other content types; no page can send this request
+        # Ollama's clients and documentation send JSON with other content types; a web page cannot send such a request
         lenient = errors.OLLAMA.fullmatch(requested_path(scope)) and not cross_site.from_page(scope["headers"])
         if changes and not lenient:
             cross_site.check_json(scope["headers"])
@@ -200,7 +200,7 @@ class RememberingSend:
 
     def __call__(self, message: Any) -> Any:
         self.begun = True
-        return self._send(message)  # the caller awaits it
+        return self._send(message)  # returned instead of awaited, because the caller awaits it
 
 
 async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:

@@ -13,10 +13,11 @@ from minivllm.server.fair_queue import owner_of
 from .body import HELD
 from .connection import read_little
 
-READ = 4 << 10  # bytes read in one round of the event loop; if they are empty frames, they take tens of milliseconds
+# number of bytes that are read in one round of the event loop; as empty frames they take tens of milliseconds
+READ = 4 << 10
 DROPPED = 256 << 10  # the same once the data is dropped
 PATIENCE = 3.0  # seconds for a close frame to be sent and answered
-PIECES = 4096  # limit of the frames of one message
+PIECES = 4096  # largest number of frames of one message
 BAD_TEXT, LATE, TOO_BIG, FULL = 1007, 1008, 1009, 1013  # close codes (RFC 6455)
 # uvicorn's server state -> address -> bytes of the messages that are being received from there
 _HELD: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -38,7 +39,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self._held = _HELD.setdefault(server_state, Counter())
         self._fragments = 0  # bytes of the complete frames of an incomplete message
         self._kept = 0  # the same with the bytes of an incomplete frame, as counted in ``_held``
-        self._late: Any = None  # timer of an incomplete message
+        self._late: Any = None  # timer for an incomplete message
         self._failed = False  # the close frame with an error was sent; data that arrives is dropped
 
     def connection_made(self, transport: Any) -> None:
@@ -52,7 +53,9 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._failed:
-            return  # if it were not read, the kernel would reset the connection and the close frame would be lost
+            # the data is read and dropped; otherwise the kernel would reset the connection, and the close frame would
+            # be lost
+            return
         super().data_received(data)
         if self.close_sent or self.transport.is_closing():
             self._hold(0)

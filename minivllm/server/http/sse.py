@@ -144,7 +144,7 @@ class EventStream(Response):
             except Gone:
                 scope["state"]["log"]["gone"] = True
                 if not self._started:
-                    # only the log gets it, since the client has left
+                    # for the log only, since the client has left
                     await Response(status_code=499)(scope, receive, send)
                 return
             except Exception as exc:

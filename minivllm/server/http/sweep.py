@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from minivllm.server.fair_queue import owner_of
 
 SMALL = 64 << 10  # unsent bytes of a connection that are not counted, since a stream may have as many
-UNREAD = 256 << 20  # limit of the unsent bytes on all connections of one address
+UNREAD = 256 << 20  # largest number of unsent bytes on all connections of one address
 
 
 class Sweep:
@@ -29,7 +29,7 @@ class Sweep:
 
     def __init__(self, seconds: float, unread: int = UNREAD) -> None:
         self.seconds, self.unread = seconds, unread
-        # connection -> its unsent bytes, and the time since when they have not decreased
+        # connection -> (number of unsent bytes, time since which it has not decreased)
         self._stuck: WeakKeyDictionary[Any, tuple[int, float]] = WeakKeyDictionary()
 
     def look(self, connections: Iterable[Any]) -> None:

@@ -16,8 +16,8 @@ CHAT, COMPLETIONS, MODELS = "POST /v1/chat/completions", "POST /v1/completions",
 MESSAGES = "POST /v1/messages"
 EMBEDDINGS, SCORE = "POST /v1/embeddings", "POST /v1/score"
 ALL = f"use {CHAT}, {COMPLETIONS} or {MODELS}"
-LIKE = 0.8  # similarity by difflib from which a route is suggested, as for /v1/chat/completion
-LONGEST = 128  # characters of a path up to which it is compared with the routes
+LIKE = 0.8  # least difflib similarity for which a route is suggested, such as for /v1/chat/completion
+LONGEST = 128  # largest number of characters of a path that is compared with the routes
 # advice <- ends of paths that other servers have; * stands for one part of a path
 _OTHERS = f"""\
 batches of messages are not stored; use {MESSAGES} for each request <- messages/batches messages/batches/* \
@@ -87,7 +87,7 @@ def _instead(path: str, routes: Sequence[str]) -> str:
         return f"use /v1{plain}: the base URL ends with /v1"
     listed = next((advice for pattern, advice in OTHERS if pattern.fullmatch(plain)), "")
     of_ollama = plain.startswith("/api/") and plain.count("/") == 2
-    if listed and of_ollama:  # the names of Ollama's routes are short, so many others are similar to them
+    if listed and of_ollama:  # the names of Ollama's routes are short, so many other names are similar to them
         return listed
     alike = [route for route in routes if route.startswith("/api/") == of_ollama]
     if near := difflib.get_close_matches(plain, alike, n=1, cutoff=LIKE):

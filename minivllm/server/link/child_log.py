@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import logging
 
-MARK = "\x1eminivllm "  # no ordinary line begins with this
+MARK = "\x1eminivllm "  # prefix of the lines for the parent process; no ordinary line begins with it
 BEGIN = "Traceback (most recent call last):"
 BETWEEN = ("During handling of the above", "The above exception was")  # lines between two exceptions of a chain
-MOST = 20_000  # characters of a traceback that are kept, its last ones
+MOST = 20_000  # number of last characters of a traceback that are kept
 
 log = logging.getLogger("minivllm.engine")
 

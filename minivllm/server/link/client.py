@@ -106,12 +106,12 @@ class EngineClient:
         self.on_gap: Callable[[float, int], None] | None = None
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._ids: dict[str, int] = {}  # request id -> number of the stream
-        self._read: set[Stream] = set()  # streams whose next piece a task waits for
+        self._read: set[Stream] = set()  # streams for whose next piece a task waits
         self._accepting: dict[int, asyncio.Future[None]] = {}  # requests that the engine has not accepted yet
         self._questions: dict[int, asyncio.Future[Any]] = {}  # questions without an answer
         self._last_written: tuple[SamplingParams, dict[str, Any]] | None = None
         self._numbers = itertools.count(1)
-        self._last_frame = -math.inf  # time.monotonic of the last frame
+        self._last_frame = -math.inf  # time.monotonic() of the last frame
         self._why = "the engine has not been started"
         self._gone = True  # there is no engine; every request is refused with ``_why``
         self._draining = False

@@ -53,7 +53,7 @@ class Compiling:
         self._compile = compile
         self._stop = stop
         self._workers = workers
-        self._most = max(workers - 1, 1)  # workers of one owner
+        self._most = max(workers - 1, 1)  # largest number of workers of one owner
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
         self._lock = threading.Lock()
         self._queue: FairQueue[_CompileJob] = FairQueue()

@@ -67,7 +67,7 @@ END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which an idle loop sends an empty frame
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
 FRAME = 1 << 16  # weight (scores and weighted tokens) at which a frame is full: 0.5 MB, read in some milliseconds
-TOKEN = 32  # weight of a token, because its reader has to make text of it
+TOKEN = 32  # cost of a token, because the reader must convert it to text
 NO_VECTORS = np.empty(0, np.float32)
 NO_IMAGES = np.empty(0, np.int64)
 PATIENCE = 0.005  # seconds of a turn for new requests, because running requests wait meanwhile
@@ -104,7 +104,7 @@ class _Live:
         self.reads = reads
         self.energy = energy
         self.ended: set[int] = set()
-        self.started = False  # its first token was reported
+        self.started = False  # whether the first token of the stream was reported
 
 
 class EngineLoop(TurnLoop):
@@ -121,7 +121,7 @@ class EngineLoop(TurnLoop):
         self.ends = ends
         self.live: dict[int, _Live] = {}
         self.stopping = False
-        self.turned = time.monotonic()  # when the last turn began
+        self.turned = time.monotonic()  # time at which the last turn began
         self.accepted = 0  # requests that the engine accepted; as many have finished once none runs
         self.turns = 0  # turns with a frame
         self.own_seconds = 0.0  # time of commands and frames in these turns
@@ -146,7 +146,7 @@ class EngineLoop(TurnLoop):
             lambda params: grammars.stop(params.structured_outputs, params.salt),
         )
         self.snapshots = Snapshots(engine)
-        self._sent = 0.0  # time.monotonic of the last frame
+        self._sent = 0.0  # time.monotonic() of the last sent frame
         self._dead_sent = False  # the end of the engine was reported
         engine.events.tokens_streamed.subscribe(self._add_tokens)
         self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # full frames of this turn
@@ -208,7 +208,7 @@ class EngineLoop(TurnLoop):
             return
         tokens = q_len[chunk]
         context = np.concatenate([plan.computed for plan in plans])[chunk] + tokens / 2
-        # the time of the prompts is the step's time without that of its decodes
+        # time of the prompts: the time of the step minus the time of its decodes
         decodes = self.decode_seconds * min(rows / self.decode_rows, 1.0)
         prompts = max(seconds - decodes, 0.2 * seconds)
         scored = any(len(plan.prompt) for plan in plans)
@@ -351,7 +351,7 @@ class EngineLoop(TurnLoop):
 
         ``load_adapter`` is answered later, by ``_loaded``."""
         try:
-            if what == "load_adapter":  # the answer comes once it is loaded
+            if what == "load_adapter":  # the answer is sent after the adapter is loaded
                 self.engine.load_adapter(LoRARequest(*args["lora"]), lambda error: self._loaded(ask, error))
                 return
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
@@ -428,7 +428,8 @@ class EngineLoop(TurnLoop):
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
         self.tokens: list[int] = []  # of ``rows``
-        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows [6, R] and their tokens, which precede ``rows``
+        # (rows [6, R], their tokens) of parts that precede ``rows``
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()
         self.firsts: list[tuple[int, float, int, float]] = []  # stream, first_at, cached, entered
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
@@ -487,7 +488,7 @@ class EngineLoop(TurnLoop):
         weight = TOKEN * len(ids)
         if begin is not None:
             part = seq.logprobs[begin : begin + len(ids)]
-            self.scores.extend(part)  # whole columns, because an answer may come with all of its scores at once
+            self.scores.extend(part)  # whole columns are sent, because an answer may arrive with all of its scores
             weight += len(ids) * live.request.logprobs
         self._weigh(weight)
 
@@ -532,7 +533,7 @@ class EngineLoop(TurnLoop):
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
                 if seq.error:
                     self.header.setdefault("errors", []).append([live.number, *fault(self.engine, seq)])
-            elif seq.error:  # its last row was sent before, so the answer as a whole fails
+            elif seq.error:  # the last row of the sequence was already sent, so the whole answer fails
                 self.header.setdefault("failed", []).append([live.number, seq.error])
         if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]

@@ -25,8 +25,8 @@ from minivllm.errors import EngineDeadError, MinivllmError, describe_error
 from .child_log import LineFormatter
 from .frames import Frame, Splitter, encode
 
-GRACE = 5.0  # seconds to release everything after the parent has gone
-BACKLOG = 32 * 2**20  # bytes of unread frames from which the engine waits for its parent
+GRACE = 5.0  # time limit in seconds for the release of resources after the end of the parent
+BACKLOG = 32 * 2**20  # number of unread bytes from which on the engine waits for its parent
 CHUNK = 1 << 18  # bytes of a read
 ENGINE = (
     "minivllm.core.",
@@ -120,7 +120,7 @@ def main(socket_fd: str, life_fd: str) -> None:
         print(f"minivllm: error: {e}", file=sys.stderr)
         status = EngineDeadError.exit_code
     sys.stderr.flush()
-    os._exit(status)  # does not wait for threads of libraries; everything has been released
+    os._exit(status)  # ends without waiting for threads of libraries, because all resources have been released
 
 
 def _serve(link: SocketLink, running: threading.Event) -> int:
@@ -149,7 +149,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
         loaded = loaded_from_json(opening[0].header)
         with progress.listening(progress_to(link)):
             engine, resolved, _ = build_engine(loaded, live=True)
-    except BaseException as e:  # SystemExit too, so that the parent always gets the reason
+    except BaseException as e:  # BaseException, so that the parent receives the reason also for SystemExit
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
         text = str(e) if isinstance(e, MinivllmError) else describe_error(e).partition(": ")[2]

@@ -13,7 +13,7 @@ from collections import Counter
 from minivllm.errors import EngineDeadError
 from minivllm.server.fair_queue import FairQueue
 
-HIGH = 64 << 10  # unsent bytes in the transport from which requests wait here
+HIGH = 64 << 10  # number of unsent bytes in the transport from which on frames wait in this queue
 UNREAD = 64 << 20  # bytes of an owner's requests that may wait
 
 
@@ -61,7 +61,7 @@ class Outbox:
     async def _push_on(self) -> None:
         """Send the waiting requests as the transport gets room."""
         try:
-            with contextlib.suppress(ConnectionError):  # the client notices a dead engine by itself
+            with contextlib.suppress(ConnectionError):  # the client detects a dead engine separately
                 while self._queue:
                     await self._writer.drain()
                     self._push()

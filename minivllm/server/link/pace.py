@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from minivllm.core.engine.pace import Pace
 
-TURN = 0.5  # seconds that the prompts of a step should take at most
-LONG = 0.9  # seconds that they may take if chunks would otherwise have fewer than ``LEAST`` tokens
-LEAST = 256  # tokens of a chunk, since smaller chunks cost more than they gain
+TURN = 0.5  # target in seconds for the prompts of a step
+LONG = 0.9  # limit in seconds for the prompts of a step if chunks would otherwise have fewer than ``LEAST`` tokens
+LEAST = 256  # least number of tokens of a chunk, because smaller chunks cost more than they gain
 SHARED_TURN = 0.05  # seconds that prompts may add to a step while several owners are served
-SHARED_FOR = 10.0  # seconds that steps stay short after several owners were served, since they are likely to return
+# seconds for which steps stay short after several owners were served, because these are likely to return
+SHARED_FOR = 10.0
 SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served
-SHARED_LEAST_ELSE = 512  # the same for accelerators, which take about as long for fewer tokens
+SHARED_LEAST_ELSE = 512  # LEAST for accelerators with several owners, because fewer tokens take about the same time
 FIRST = 32  # tokens of a step on a CPU before any step has been measured
 
 

@@ -31,7 +31,7 @@ from .outbox import UNREAD, Outbox
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-SLICE = 0.002  # seconds of handling frames after which other tasks get their turn
+SLICE = 0.002  # seconds of handling frames after which other tasks run
 AGAIN = 5.0  # longest time in seconds between two tries to start a child
 TAIL = 2000  # characters of the end of the process's output, for an error message
 
@@ -48,7 +48,7 @@ class ProcessClient(EngineClient):
     ``environ`` are variables that the child gets in addition to those of this process.
     """
 
-    _name = ""  # begin of the stages of its progress
+    _name = ""  # prefix of the names of the start's stages
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class ProcessClient(EngineClient):
     def _died(self, why: str) -> None:
         """Restart an engine that has ended by itself or, if that is not possible, fail all requests."""
         if self.restarting:
-            return  # reported twice: by the engine, and by the end of its process
+            return  # the end is reported twice: by the engine, and by the end of its process
         if self._closing or not self.restarts_left or not self._was_open:
             self._lost(why)
             return
@@ -275,7 +275,7 @@ class ProcessClient(EngineClient):
                 begin = time.perf_counter()
                 for frame in splitter.feed(data):
                     self._take(frame)
-                    if time.perf_counter() - begin > SLICE:  # many frames may have come at once
+                    if time.perf_counter() - begin > SLICE:  # many frames may have arrived together
                         await asyncio.sleep(0)
                         begin = time.perf_counter()
         except OSError as e:

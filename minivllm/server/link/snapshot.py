@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Request, Seq
 
-FREE, CACHED, USED, SHARED = range(4)  # states of a block, in the order in which a cell of several blocks shows them
-IN_TIER = 8  # added to the state of a block whose content is also in a tier
+# states of a block, in the order of precedence for a cell that shows several blocks
+FREE, CACHED, USED, SHARED = range(4)
+IN_TIER = 8  # flag of a block's state: the content is also in a tier
 MOST_CELLS = 16_384  # a larger cache is shown with several blocks in a cell
 MOST_ROWS = 512  # running and waiting sequences in a snapshot
 LEAST_WAITING = 64  # waiting sequences that a snapshot has room for, however many run
@@ -34,8 +35,8 @@ MOST_SEARCHED = 4096  # the most waiting sequences that are searched for the seq
 MOST_ENDED = 64  # the most ended requests that are kept for open pages
 MOST_STEPS = 512  # steps over which times are averaged
 MOST_FORMS = 6  # forms of steps in a snapshot
-WATCHED = 10.0  # seconds after a snapshot in which ended requests are kept
-# why a request does not run, in the order in which it is checked
+WATCHED = 10.0  # seconds after a snapshot in which ended requests are recorded
+# reasons why a request does not run, in the order in which they are checked
 LOADING, NO_ROW, HELD, PREFIX, NO_BLOCKS, BUDGET = "loading", "rows", "held", "prefix", "blocks", "budget"
 
 
@@ -204,7 +205,7 @@ def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
     slots = engine.slots
     requests = [seq.request for seq in seqs]
     at = np.array([seq.slot for seq in seqs], np.intp)
-    runs = at >= 0  # other rows have the columns of slot -1, which are not used
+    runs = at >= 0  # waiting requests have slot -1, whose columns are not used
     known = np.where(runs, slots.known[at], [seq.known for seq in seqs]).tolist()
     computed = np.where(runs, slots.computed[at], 0).tolist()
     blocks = np.where(runs, slots.blocks[0, at], 0).tolist()

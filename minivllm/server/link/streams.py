@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
-# ``tell`` (sample, text, number of tokens) returns whether it has sent the text; a text that was not sent becomes a
-# piece
+# ``tell`` (sample, text, number of tokens) returns whether the text was sent; a text that was not sent becomes a piece
 Tell = Callable[[int, str, int], bool]
 
 
@@ -73,7 +72,7 @@ class Stream(RequestText):
         read: set[Stream],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        # beams are sent once they have been chosen, so only the n best become branches here
+        # beams are sent only after they are chosen, so only the n best ones are branches of the stream
         branches = params.n if params.beam_width is not None else params.width
         super().__init__(params, tokenizer, branches, time.monotonic(), scored=False, marks=marks)
         self.number = number
@@ -85,19 +84,20 @@ class Stream(RequestText):
         self._spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
         # log-probabilities of all tokens of each branch
         self.scored = None if params.logprobs is None else [Scored(self._spell) for _ in range(branches)]
-        # values f32 [width] of each read (``taps``) of each branch that has ended well, or its embedding
+        # branch that ended without an error -> values f32 [width] of each read of ``taps``, or its embedding
         self.weights_version = 0  # newest version of the weights that drew tokens, once the request has ended
         self.tapped: dict[int, list[np.ndarray]] = {}
-        self.routes: dict[int, ReadRoutes] = {}  # routes of each branch that has ended well, if the request reads them
-        self.moves = 0  # number of times that the request was sent to another engine, because its own had ended
+        # branch that ended without an error -> its routes, if the request reads them
+        self.routes: dict[int, ReadRoutes] = {}
+        self.moves = 0  # number of times that the request was sent to another engine after the end of its engine
         self._drop = drop  # aborts the request
         self._cut = cut  # ends a branch in the engine
         self._read = read  # the client's set of streams that a task waits for
         self._pending: dict[int, TextPiece] = {}
         self._fed: dict[int, float] = {}  # branch -> time of its last tokens
         self._error: Exception | None = None
-        self._done = False  # nothing more will come
-        self._tell: Tell | None = None  # set while the reader waits in ``take``
+        self._done = False  # True after the last piece has arrived
+        self._tell: Tell | None = None  # set only while the reader waits in ``take``
         self._wake: asyncio.Future[None] | None = None
         self._until: Callable[[int, str], bool] | None = None
 
@@ -114,7 +114,8 @@ class Stream(RequestText):
             if self._done:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
-            # the client's other references to a stream are weak: this one keeps the waiting task from being collected
+            # a strong reference keeps the waiting task alive, because all other references of the client to the stream
+            # are weak
             self._read.add(self)
             try:
                 await self._wake
@@ -191,7 +192,7 @@ class Stream(RequestText):
         end-of-sequence token.  ``error`` and ``param`` are those of ``TextPiece``.
         """
         if reason is None and sample in self.open and self.texts[sample].plain and self._until is None:
-            # the usual case: a token or two in the middle of an answer
+            # the usual case: one or two tokens in the middle of an answer
             new, stopped, used = self.texts[sample].extend(ids), None, len(ids)
             if self._tell is not None and not self._pending and self._tell(sample, new, used):
                 return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.request import Request, Seq
 
 MEAN, LAST = POOLS = ("mean", "last")
-MOST_ADDED = 16 << 20  # bytes of the vectors of a request, which is sent in one frame
+MOST_ADDED = 16 << 20  # largest size in bytes of the vectors of a request, which is sent in one frame
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def pooled(request: Request, reads: Sequence[tuple[str, str]]) -> Iterator[tuple
     """
     if not reads:
         return
-    sums: dict[tuple[str, int], Any] = {}  # (point, number of shared positions) -> sum over them
+    # (point, number of shared positions) -> sum of the values over these positions
+    sums: dict[tuple[str, int], Any] = {}
     for seq in request.sequences:
         if seq.finish_reason not in ("stop", "length"):
             continue

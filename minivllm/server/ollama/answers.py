@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHAT_PATH = "/api/chat"
 HEAD = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-REASONS = {"tool_calls": "stop", None: "stop"}  # finish reason -> done_reason, if they differ
+REASONS = {"tool_calls": "stop", None: "stop"}  # finish reason -> Ollama's done_reason, where they differ
 
 
 class ChatLines(EventStream):

@@ -78,7 +78,7 @@ class Vectors(Embeddings):
     """One request to ``/api/embed``."""
 
     results_name = "embeddings"
-    shown = ""  # the model's name in the answer, as the client spelled it
+    shown = ""  # the name of the model in the answer, in the client's spelling
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
         super().__init__(service, body, state)

@@ -26,11 +26,11 @@ VERSION = "0.18.2"  # the version of Ollama whose API these routes follow, becau
 GREETING = "minivllm is running. To clients of Ollama's API: Ollama is running\n"
 FOREVER = "2318-01-01T00:00:00+00:00"  # when the model is unloaded; Ollama has such a year for "never"
 LINES = "application/x-ndjson"
-# variables with which chat templates switch reasoning
+# template variables that switch reasoning on or off
 THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 # parameters of a Modelfile <- sampling defaults of this server
 PARAMETERS = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
-# keys of model_info, behind the name of the architecture <- sizes of the model
+# key of model_info after the name of the architecture -> size of the model
 SIZES = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -122,7 +122,8 @@ def capabilities(service: Service) -> list[str]:
     found = ["completion"]
     tokenizer = service.tokens.tokenizer
     if tokenizer is not None and tokenizer.chat_templates:
-        found.append("tools")  # a template without a place for tools lists them in the system message
+        # supported in any case, because without a place for tools in the template they are listed in the system message
+        found.append("tools")
     if thinks(service):
         found.append("thinking")
     if service.client.info.for_embeddings:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from minivllm.server.worker_pool import WorkerPool
 
 PIECE = 1 << 16  # least bytes of a piece
-AT_ONCE = 1024  # scores of an answer that the event loop converts: one or two milliseconds
-FEW = 128  # tokens of an answer whose positions the event loop computes
-JOB = 1 << 13  # scores of a job for the worker pool: about ten milliseconds, and 0.5 MB of JSON
-SLICE = 0.002  # seconds of the event loop's time, after which other requests run
+AT_ONCE = 1024  # largest number of scores of an answer that the event loop converts, in one or two milliseconds
+FEW = 128  # largest number of tokens of an answer whose text positions the event loop computes
+JOB = 1 << 13  # number of scores of a job for the worker pool: about ten milliseconds, and 0.5 MB of JSON
+SLICE = 0.002  # seconds of work in the event loop after which other requests run
 
 
 class Slices:
@@ -223,5 +223,5 @@ def _has_leaf(value: Any) -> bool:
         return True
     if isinstance(value, dict):
         return any(map(_has_leaf, value.values()))
-    # all elements of a list are alike, so a long list of numbers takes no time
+    # only the first element is checked, because all elements of a list are alike
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and any(map(_has_leaf, value))

@@ -40,7 +40,7 @@ class Finished:
     stop: int | str | None = None
 
 
-# the parts of one answer, in the order of its text
+# a part of an answer; the parts have the order of the text
 Part = Said | Thought | Begun | Written | Ended | Finished
 
 
@@ -136,7 +136,7 @@ class Distinct:
         self._held: list[Part] = []
         self._name = ""
         self._text = ""  # arguments of the last call
-        self._holds = False  # the last call may become equal to an earlier one
+        self._holds = False  # whether the last call is held back, because it may become equal to an earlier call
         self.repeated = False
 
     def feed(self, text: str, final: bool) -> list[Part]:

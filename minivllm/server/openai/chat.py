@@ -103,9 +103,9 @@ class Chat(Work):
         self._set_length(service.defaults.get("max_tokens"))
         self.kept = truncation(body, self.requested or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
-        self.in_pieces = bool(body.stream)  # the streams give text while it is generated
-        self.mode = ""  # the mode of a grammar of calls, "" without one
-        self.behind = False  # the form begins behind the reasoning
+        self.in_pieces = bool(body.stream)  # whether the streams return text while it is generated
+        self.mode = ""  # the mode of the grammar of calls, "" without a grammar
+        self.behind = False  # whether the constrained form begins after the reasoning
         spelling = service.spelling() if self.tools.choice != "none" else None
         form = whole_form(body, self.tools, spelling)
         if form is not None:
@@ -160,7 +160,7 @@ class Chat(Work):
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.requested is None and self.default is None)
             begins = params.structured_outputs is not None and TAGS not in self.passed and self.mode != AUTO
-            if not begins:  # otherwise the form begins with the answer
+            if not begins:  # without reasoning the constrained form begins with the answer
                 self.opened = opens_reasoning(self.parser, tokenizer, ids)
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None

@@ -65,8 +65,8 @@ class Completion(Work):
         self.only_scores = self.requested == 0
         self.kept = truncation(body, self.default if self.requested is None else self.requested, info.max_model_len)
         self.top = body.logprobs or 0
-        self.echoed: list[str] = []  # with ``echo``: the text of each prompt
-        self.sent: list[str | None] = []  # with ``echo``: the same text if the client sent it, else None
+        self.echoed: list[str] = []  # the text of each prompt, for ``echo``
+        self.sent: list[str | None] = []  # for ``echo``: the text of each prompt if the client sent text, else None
         self.ids: list[Ids] = []
         self._set_params(len(self.prompts), body.logprobs, whole_form(body))
         check_size(service, len(self.prompts), self.params, self.taps)
@@ -81,8 +81,9 @@ class Completion(Work):
         with named(sent_names(body)):
             held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
             asks: list[tuple[Ids, Any]] = []
-            by_length: dict[int, Any] = {}  # prompts with the same limit share their parameters
-            # a request for no tokens generates one, which is not shown, because the prompt's scores come with a token
+            by_length: dict[int, Any] = {}  # prompts with the same limit share one object of parameters
+            # if no token is requested, one is generated but not shown, because the scores of a prompt are returned with
+            # a token
             requested = 1 if self.only_scores else self.requested
             for prompt, whole in zip(self.prompts, await self._encoded(), strict=True):
                 ids = await self._cut(prompt, whole)
@@ -158,7 +159,8 @@ class Completion(Work):
         self._rows: list[Placed] = []
         if self.body.logprobs is not None:
             self._rows = [self._placed(number // self.n) for number in numbers]
-        # choices that have not sent their prompt, and choices that have not sent the ids of their prompt
+        # numbers of the choices that have not sent their prompt, and of those that have not sent the ids of their
+        # prompt
         self._unsent = set(numbers) if self.body.echo or self.only_scores else set()
         self._without_ids = set(numbers) if self.body.return_token_ids else set()
         return []

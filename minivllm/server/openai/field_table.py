@@ -337,7 +337,7 @@ RESPONSES_ONLY = {
     "safety_identifier": (TEXT, "has no effect"),
     "prompt_cache_key": (TEXT, "has no effect"),
 }
-# the fields of both routes of Ollama's API that generate text
+# the fields that both of Ollama's routes for generation have
 OLLAMA = {
     "model": (TEXT, "a name of the model, with or without :latest; absent: the model that the server loaded"),
     "name": (TEXT, "the older name of model"),
@@ -443,7 +443,7 @@ PARAMETERS = (
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
     "early_stopping", *declared_params.builtin(),
 )  # fmt: skip
-# parameters that clients of other servers send by habit; ignored with a warning if no plug-in of the engine reads them
+# parameters that clients of other servers often send; ignored with a warning if no plug-in of the engine reads them
 OPTIONAL = (
     "typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale",
     "negative_prompt",
@@ -591,7 +591,7 @@ def _rows() -> Iterator[BodyField]:
 
 
 TABLE = tuple(_rows())
-# the treatment of a name in bodies that do not declare it
+# name -> its treatment in bodies that do not declare it
 OTHER = {row.name: row for row in TABLE if row.use != DECLARED}
 
 

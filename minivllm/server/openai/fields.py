@@ -37,7 +37,8 @@ MOST = 32  # warnings of an answer
 ENDLESS = (-1, -2)  # values of n_predict and num_predict that request the rest of the context
 NESTED = ("options", "parameters", "sampling_params")  # objects of fields in Ollama, TGI and SGLang
 SYNONYMS = {"max_tokens": "max_completion_tokens"}  # declared fields with the same meaning
-SEARCHES = 8  # unknown names of a body that are compared with all known names; each search takes about 1 ms
+# largest number of unknown names of a body that are compared with all known names, which takes about 1 ms each
+SEARCHES = 8
 SIMILARITY = 0.8  # least difflib ratio of a misspelled name: accepts max_token for max_tokens, rejects user_data
 NEUTRAL = {
     **{one.name: one.default for one in fields(SamplingParams)},

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 WARNINGS = "X-Warnings"
-SCORES = 512  # most log-probabilities in a chunk of a stream, because a whole answer may arrive at once
+SCORES = 512  # largest number of log-probabilities in a chunk of a stream, because a whole answer may arrive together
 TEXT = "\0"  # placeholder for the text of a choice
 NAMED = 8  # most models that an error message names
 
@@ -79,7 +79,7 @@ class Service:
     metrics: Metrics
     defaults: Mapping[str, Any]
     most_tokens: int | None = None
-    allow_targets: Sequence[str] = ()  # modules of which the configuration may name a parser
+    allow_targets: Sequence[str] = ()  # modules from which the configuration may name a parser
     created: int = field(default_factory=lambda: int(time.time()))
     reload: Callable[[], Loaded] | None = None  # reads the configuration again
 
@@ -91,7 +91,7 @@ class Service:
         self.responses = ResponseStore.of(self.server)
         self.background = Jobs()
         self.live = LiveStates(self.client, self.server)
-        # identity of a key -> responses of its WebSockets, as long as one is open
+        # identity of a key -> responses of its WebSockets, kept while one of them is open
         self.socket_responses: WeakValueDictionary[str, KeyResponses] = WeakValueDictionary()
         self._chosen: dict[str, Chosen] = {}
 
@@ -200,7 +200,8 @@ class Answer:
     energy: bool = False  # the usage reports joules
     timed: bool = False  # the answer has llama.cpp's timings, in a stream every chunk
     sent: int = 0  # tokens in the chunks of a stream so far
-    thought: dict[int, int] | None = None  # choice -> tokens of its reasoning; None for answers without reasoning
+    # choice -> number of tokens of its reasoning; None for answers without reasoning
+    thought: dict[int, int] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self) -> JsonObject:
@@ -276,7 +277,8 @@ class Answer:
 
         All waiting events are yielded together, so a slow client receives fewer and larger parts.  Text in the middle
         of the answer is written to ``direct``, the client's connection, where there is one and it accepts the text."""
-        before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]  # the same for every chunk
+        # the bytes before the choices, which are equal in all chunks
+        before = encode({**self.head(), "choices": []})[: -len(b"]}\n\n")]
         behind = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         choice_of, slices = work.choices, self.service.slices
         if opening := [encode(chunk) for chunk in self._opening(work)]:
@@ -517,7 +519,7 @@ async def open_streams(
             name = f"{state['request_id']}-{number}"
             stream = client.stream(ids, params, name, **shared)
             opening.append(asyncio.create_task(stream))
-            await asyncio.sleep(0)  # sending a prompt's parameters takes time, so other requests run in between
+            await asyncio.sleep(0)  # sending the parameters of a prompt takes time, so other requests run in between
         opened = await asyncio.gather(*opening, return_exceptions=True)
     except asyncio.CancelledError:  # the client has left
         for task in opening:
@@ -570,7 +572,7 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             return LongAnswer(_resumed(begun, written), held.pop_all(), service.door, service.server, left, headers)
         except Gone:
             state["log"]["gone"] = True
-            return Response(status_code=499)  # only the log gets it
+            return Response(status_code=499)  # for the log only
 
 
 async def _begin(written: AsyncIterator[bytes]) -> list[bytes]:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from .generate import Service
 
-CPU_COST, COST = 1 << 15, 1 << 20  # default limit of the tokens of a request, on a CPU and on other devices
-UNSAID = 512  # tokens that count for an answer whose length the client does not limit
-SCORED = 20  # log-probabilities of one token that cost as much as the token
+CPU_COST, COST = 1 << 15, 1 << 20  # default limit of a request's cost in tokens, on a CPU and on other devices
+UNSAID = 512  # number of tokens that is assumed for an answer without a limit of the client
+SCORED = 20  # number of log-probabilities of one token that cost as much as the token
 
 
 def stream_options(body: Any) -> tuple[bool, bool]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.link.scored import ScoredToken
 
-LEAST = -9999.0  # stands for minus infinity, which JSON cannot express; vLLM uses the same value
-Score = tuple[int, float]  # a token and its log-probability
+LEAST = -9999.0  # replaces minus infinity, which JSON cannot express; vLLM uses the same value
+Score = tuple[int, float]  # (token id, its log-probability)
 
 
 def _score(value: float) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.link.scored import ScoredToken
 
-PART = "\ufffd"  # the text of a part of a character
+PART = "\ufffd"  # the replacement character, which is the text of an incomplete character
 
 
 class Places:

@@ -61,7 +61,7 @@ def make_params(
     if search:  # vLLM searches with as many beams as answers
         values.setdefault("beam_width", values.get("n", 1))
     client = {"tenant": state["tenant"], "trace_headers": state["trace"]}
-    # a default is passed as a keyword, which would take precedence over a value in ``extra``
+    # a default is passed as a keyword, which takes precedence over a value in ``extra``, so such defaults are left out
     defaults = {name: value for name, value in defaults.items() if name not in extra}
     params = SamplingParams.make(**{**defaults, "max_tokens": None, **values, **client})
     _check_width(params, body.stream, server.max_n)

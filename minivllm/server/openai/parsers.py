@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 AUTO = "auto"
-TAIL = 24  # tokens at the end of a prompt in which a text, which is no token, may open the reasoning
+TAIL = 24  # number of last tokens of a prompt that are searched for a text that opens the reasoning
 # names of vLLM -> our names
 ALSO: Mapping[str, str] = {
     "deepseek_v3": "deepseek_r1",

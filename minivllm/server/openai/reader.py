@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
-FORCED = ("required", "named")  # choices of tools with which the model must call
-PIECE = 1 << 10  # characters that are parsed at once: at most 10 milliseconds, for text of nothing but tags
+FORCED = ("required", "named")  # choices of tools with which the model must write a call
+# number of characters that are parsed in one step: at most 10 milliseconds, even for text that consists of tags
+PIECE = 1 << 10
 
 
 def _parser_of(offered: tools.Tools, parser: Any, marks: Marks, context: ReplyContext | None) -> Any:
@@ -80,7 +81,7 @@ class Reader:
         self._marks = marks
         self._format = parser if isinstance(parser, ReplyParser) else None
         self._parser = _parser_of(offered, parser, marks, context)
-        self._size = 0  # characters of the text, and of the reasoning in it
+        self._size = 0  # number of characters of the text, and of the reasoning in it
         self._thought_size = 0
         self._content: list[str] = []
         self._thoughts: list[str] = []
@@ -150,7 +151,7 @@ class Reader:
                 self._thought_size += len(part.text)
                 if not self._shows_reasoning:
                     continue
-            if self._whole and not self._offered.parallel:  # only one call is allowed
+            if self._whole and not self._offered.parallel:  # the request allows only one call
                 return
             if isinstance(part, ToolCall) and self._offered.allows(part.name):
                 for step in (Begun(part.name, part.id), Written(part.arguments), Ended()):
@@ -184,7 +185,7 @@ class Reader:
         found = list(self._parser.feed(text, reason is not None and cut is None))
         if cut is not None:
             rest = cut()
-            # a beginning of an opening tag is no content of an answer that is nothing but calls
+            # the start of an opening tag is not part of the content of an answer that consists of calls
             found += [part for part in rest if self._offered.choice not in FORCED or not isinstance(part, Said)]
         formatted = self._format is not None and (self._strict or self._offered.choice not in FORCED)
         if formatted or not self._marks.by_tag:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = "minivllm"  # the subprotocol that the server accepts
 KEY = "key."  # prefix of a subprotocol that carries a key
-WAITING = 64  # most messages in the outgoing queue; requests wait while it is full
+WAITING = 64  # largest number of messages in the outgoing queue; requests wait while it is full
 LONGEST_AUTH = 8192  # most characters of the message with the key
 BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
@@ -110,7 +110,8 @@ class Socket:
 
     async def _write(self) -> int:
         """Send queued messages and return the close code, once the client does not receive them any more."""
-        while not self.ending:  # before Python 3.12, wait_for loses a cancellation that arrives with its result
+        # before Python 3.12, ``wait_for`` loses a cancellation that arrives together with the result
+        while not self.ending:
             text = self.text(await self.out.get())
             try:
                 await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)

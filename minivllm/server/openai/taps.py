@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MOST = 16  # most taps of a request
 LARGEST = files.MIB  # most bytes of a file with a vector
 NAMED = 8  # most vectors that an error message names
-MOST_READ = 4 << 20  # most bytes of the values of all choices; their JSON has five times as many
+MOST_READ = 4 << 20  # largest size in bytes of the values of all choices; their JSON is five times as large
 SUFFIX = ".npy"
 KEYS = ("point", "read", "add", "scale")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

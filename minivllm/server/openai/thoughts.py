@@ -57,7 +57,7 @@ class AfterThought:
         self._start, self._end = start, end
         self._thinks = opened
         self._begun = opened
-        self._out = Output()  # drops whitespace at both ends of the reasoning
+        self._out = Output()  # removes whitespace at both ends of the reasoning
         self._out.begin_thought()
 
     def feed(self, text: str, final: bool) -> list[Any]:

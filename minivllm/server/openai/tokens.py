@@ -25,10 +25,10 @@ from .prompts import around
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-LONG = 2048  # characters that take half a millisecond to encode
-MANY = 1024  # token ids that take half a millisecond to decode
-CACHED = 8 << 20  # bytes of cached texts and their ids, with Python's overhead
-ENTRY = 376  # bytes of a cache entry without its text and ids: keys, pair, number, and its slots in an OrderedDict
+LONG = 2048  # number of characters whose encoding takes half a millisecond
+MANY = 1024  # number of token ids whose decoding takes half a millisecond
+CACHED = 8 << 20  # size in bytes of the cached texts and ids, including Python's overhead
+ENTRY = 376  # size in bytes of a cache entry without its text and ids
 BYTES_A_TOKEN = 16  # a text with more bytes for each token of the context is refused without encoding
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
 PLACES = frozenset({"add_generation_prompt", "continue_final_message"})
@@ -118,7 +118,7 @@ class Tokens:
 
     def _keep(self, salt: Salt, key: tuple[Any, ...], ids: list[int]) -> None:
         """Add the ids of a text to the cache.  The first part of ``key`` is the text or its digest."""
-        kept = array("i", ids)  # a ninth of the memory of a list
+        kept = array("i", ids)  # an array takes a ninth of the memory of a list
         size = sys.getsizeof(key[0]) + sys.getsizeof(kept) + ENTRY
         if size <= CACHED // 16:
             self._kept.put(salt, key, kept, size)
@@ -157,7 +157,7 @@ class Tokens:
             "variables": variables,
         }
         data = to_json(conversation)
-        # the template copies its input, so the size of the input bounds the work
+        # the template copies its input, so the size of the input limits the work
         if len(data) > 2 * self.most:
             self.check_length(" " * (len(data) // 2), "messages")
         varies = any(map(VARYING.search, tokenizer.chat_templates.values()))

@@ -189,7 +189,8 @@ class Connection(Socket):
             return {"type": "done", "id": ident, "cancelled": True}
         try:
             return {"type": "done", "id": ident, **request.work.result()}
-        except (Exception, asyncio.CancelledError) as exc:  # the client has not cancelled: an internal failure
+        # the client has not cancelled the request, so this is an internal failure
+        except (Exception, asyncio.CancelledError) as exc:
             error = errors.of(exc)
             if error.status == 500:
                 logs.log.error("request %s failed", state["request_id"], exc_info=exc)

@@ -60,7 +60,7 @@ class Work:
 
     def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
         """Yield the answer as the events of a stream (``Answer.events``)."""
-        work: Any = self  # a protocol's class has the other members of ``ProtocolWork``
+        work: Any = self  # typed Any, because the class of a protocol has the other members of ``ProtocolWork``
         return answer.events(work, direct)
 
     def written(self, answer: Answer) -> AsyncIterator[bytes]:

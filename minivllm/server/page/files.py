@@ -20,7 +20,7 @@ KINDS = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-# Trusted types: scripts make markup of text by the sanitizer's policy only, in browsers that support them.
+# Trusted types: in browsers that support them, scripts can convert text to markup only by the sanitizer's policy.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -45,7 +45,7 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Cache-Control": "no-cache",
 }
-ADDRESSES = {"index.html": "/", "docs.html": "/docs"}  # file -> path; other files are below /page/
+ADDRESSES = {"index.html": "/", "docs.html": "/docs"}  # file -> path; all other files are below /page/
 
 
 @dataclass(frozen=True)

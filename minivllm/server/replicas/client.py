@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.params import SamplingParams
 
-SLOW = 5.0  # seconds in which a replica must report its statistics
+SLOW = 5.0  # time limit in seconds for the statistics of a replica
 
 
 class MovedTooOften(EngineDeadError):
@@ -148,7 +148,7 @@ class ReplicaClient(EngineClient):
                 return await replica.stream(prompt_ids, params, request_id, **how)
             except MovedTooOften:
                 raise
-            except EngineDeadError:  # it ended unnoticed, or reads nothing: the request was not accepted
+            except EngineDeadError:  # the engine has ended or does not read, so the request was not accepted
                 tried.add(replica.number)
 
     def _routed(

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 ADDED = ("_joules", "_seconds")  # ends of the names of numbers with a fraction that are added
-# running totals of an engine, which begin at 0 when it is started again
+# running totals of an engine, which start at 0 when it is restarted
 TOTALS = (
     "finished", "generated_tokens", "prompt_tokens", "overshoot_tokens", "preemptions", "prefix_queries",
     "prefix_hits", "evictions", "steps",

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 VISIBLE, THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
-# hooks that write one file or one screen, which several processes cannot share
+# hooks that write one file or screen, which several processes cannot share
 ALONE = ("live", "step_log")
-CLUSTER = "ray"  # executor whose devices may be those of other machines
+CLUSTER = "ray"  # executor that may use devices of other machines
 
 
 def visible_gpus(environ: Mapping[str, str], folder: str = "/dev") -> list[str]:

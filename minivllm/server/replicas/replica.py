@@ -22,7 +22,7 @@ from .figures import LifeTotals
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-# facts about an engine that may differ between replicas, for example while an update replaces them
+# facts that may differ between replicas, for example during an update
 MAY_DIFFER = ("kv_tokens", "max_num_seqs", "selections", "weight_bytes", "energy", "block", "sampling", "explained")
 
 
@@ -64,13 +64,13 @@ class Replica(ProcessClient):
         self._numbers: Any = numbers
         self._read = read
         self._orphaned, self._on_opened, self._check = orphaned, opened, verify
-        self._sizes: dict[int, int] = {}  # number of a stream -> its prompt tokens
+        self._sizes: dict[int, int] = {}  # number of a stream -> number of its prompt tokens
         self._tokens = 0  # sum of ``_sizes``
-        self.closed = False  # the socket of the engine has closed, and the reason is not known yet
+        self.closed = False  # whether the socket of the engine has closed while the reason is still unknown
         self.drained = False  # set by an operator, or for an update of the replicas
-        self.outdated = ""  # the reason why the weights or their state may differ from other replicas
-        self.engine_version = 0  # the version of the weights, as the engine counts it
-        self.versions: dict[int, int] = {}  # version of the engine -> version that clients see; others are equal
+        self.outdated = ""  # reason why the weights or their state may differ from other replicas, "" if they are equal
+        self.engine_version = 0  # version of the weights in the count of the engine
+        self.versions: dict[int, int] = {}  # version of the engine -> version that clients see, if they differ
         self.requests = 0  # requests that were sent to this replica
         self.totals = LifeTotals()
 

@@ -20,7 +20,9 @@ from minivllm.server.logs import event
 from .replica import Replica
 
 STATS, UPDATE, SLEEP, WAKE, PAUSE = "stats", "update", "sleep", "wake", "pause"
-TURNS = 2  # turns of an engine, each of at most ``stuck_after`` seconds: the running step, and the change
+# number of turns of an engine that an update may wait for, each of at most ``stuck_after`` seconds: the running step,
+# and the change
+TURNS = 2
 STARTING = "the replica starts, and repeats the changes of the weights before it serves"
 
 

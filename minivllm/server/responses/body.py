@@ -28,9 +28,9 @@ FOREIGN = (
     "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
 FORMATS = ("text", "json_object", "json_schema")
-MOST_UNKNOWN = 8  # unknown fields that are compared with the known ones
+MOST_UNKNOWN = 8  # largest number of unknown fields that are compared with the known ones
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
-# fields that are passed to the chat under their own name, where the table of fields treats them
+# fields that are passed to the chat under the same name, which the table of fields handles
 PASSED = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "truncation", "user", "service_tier",
     "safety_identifier", "prompt_cache_key", "max_tool_calls",

@@ -29,7 +29,7 @@ class History:
 
     def __init__(self, service: Service, identity: str, owner: str, local: LocalStore | None = None) -> None:
         self.service, self.identity, self.owner, self.local = service, identity, owner, local
-        self._read: dict[str, dict[Any, JsonObject]] = {}  # id of a response -> its items by id
+        self._read: dict[str, dict[Any, JsonObject]] = {}  # id of a response -> (id -> item)
         self._left = service.server.max_body_bytes  # bytes of earlier items that this request may still read
 
     @property

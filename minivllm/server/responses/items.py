@@ -49,7 +49,8 @@ class ItemConversation:
         self.places: dict[str, str] = {}
         self.warnings: Warnings = []
         self._opening = True  # whether all messages so far are instructions
-        self._instructions: list[str] = []  # the first messages of system and developer, which become one message
+        # the leading messages of system and developer, which are joined to one message
+        self._instructions: list[str] = []
         if instructions is not None:
             self._append({"role": "system", "content": instructions}, "instructions")
             self._instructions.append(instructions)

@@ -41,8 +41,8 @@ class ResponseOutput:
         self.sequence = 0  # number of events so far
         self.thought = 0.0  # tokens of reasoning so far
         self._open: _TextItem | _CallItem | None = None
-        self._blank = ""  # whitespace that becomes text only if text follows it
-        self._scored = Scored()  # scores of tokens whose text is not known to be part of a message yet
+        self._blank = ""  # whitespace that is sent only if text follows it
+        self._scored = Scored()  # scores of tokens that may not belong to the text of a message
 
     def event(self, kind: str, **members: Any) -> JsonObject:
         """Return an event with the next sequence number."""

@@ -19,7 +19,7 @@ FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 # tools that clients send by default although they work without them; they cause a warning
 OPTIONAL = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11", "tool_search")
 SERVED = f"{FUNCTION}, {CUSTOM} or {NAMESPACE}"
-INPUT = "input"  # the argument of a custom tool
+INPUT = "input"  # name of the argument of a custom tool
 
 
 @dataclass(frozen=True)

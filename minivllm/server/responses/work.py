@@ -215,7 +215,7 @@ class ResponseWork(Chat):
     async def _keep(self, whole: bytes) -> None:
         """Keep the response for later requests, if a request may refer to it.  ``whole`` is its JSON."""
         if not self.request.stored and self.history.local is None:
-            return  # no later request can refer to it
+            return  # a response that is not stored cannot be referenced by a later request
         turns = [dump(self.request.items), dump([plain_item(item) for item in self.output.items])]
         stored = StoredResponse(self.id, whole, (*self.request.turns, *turns))
         await self.history.keep(stored, self.request.stored)

@@ -28,7 +28,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 COMMON = {"pyproject.toml.in": "pyproject.toml", "README.md": "README.md", "gitignore": ".gitignore"}
 NAME = re.compile(
     r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-)  # names as PEP 503 normalises them, and names with several '-' in a row
+)  # names that PEP 503 normalizes, and names with several '-' in a row
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ def new(args: argparse.Namespace) -> int:
     assert seam is not None
     for path, _ in files(args.name, seam):
         print(folder / path)
-    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"  # pip must not take it for a name
+    # written as a path, so that pip does not read it as a package name
+    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"
     print(
         f"\nA working {seam} plug-in.  Next:\n"
         f"  pip install -e {shlex.quote(where + '[test]')}\n"

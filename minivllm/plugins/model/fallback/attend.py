@@ -17,7 +17,7 @@ from minivllm.core.interfaces.attention import QKPre
 from minivllm.core.interfaces.model import StepTensors
 
 NAME = "minivllm"  # in transformers' registry; transformers makes no masks, because no mask function has this name
-SLOT = "minivllm_attends"  # the attribute of an attention module with the function that computes its attention
+SLOT = "minivllm_attends"  # attribute of an attention module that holds the function of its attention
 _listener: ContextVar[Callable[..., Any]] = ContextVar("minivllm_attention")
 
 

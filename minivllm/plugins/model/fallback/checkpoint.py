@@ -60,7 +60,7 @@ class HFConversion(Conversion):
             converter.add_tensor(name, source, pattern, tensor)
         try:
             made = converter.convert(name, model=self.model, config=self.model.config)
-        except Exception as exc:  # for instance if one of the tensors is missing
+        except Exception as exc:  # any error, for instance because a tensor is missing
             what = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
             raise ModelError(f"{name} cannot be computed from the checkpoint's {what}; download it again") from exc
         for target, tensor in made.items():

@@ -19,7 +19,7 @@ from transformers.integrations.moe import (
 from .attend import NAME
 
 ALIGNED = 16  # each row of a matrix of a grouped product must be a multiple of this number of bytes
-MOST_BYTES = 64 << 20  # bytes of the weights that are copied for the tokens of one piece, at most
+MOST_BYTES = 64 << 20  # largest size in bytes of weights that are copied for the tokens of one piece
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 

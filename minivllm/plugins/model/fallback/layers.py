@@ -166,7 +166,7 @@ class GivenBody(nn.Module):
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.__dict__["body"] = body  # stored here, so that torch does not register it as a submodule
+        self.__dict__["body"] = body  # stored in __dict__, so that torch does not register the module as a submodule
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["body"], name)

@@ -22,8 +22,8 @@ from minivllm.errors import ModelError
 from .blank import blank_model, check_config, class_of, own_attention
 from .trace import Call, trace_model
 
-MARK = torch.bfloat16  # the dtype on the meta device of tensors that have the model's dtype, which is not known yet
-# names of matrices that form one product if all read the same tensor
+MARK = torch.bfloat16  # dtype on the meta device that marks tensors with the model's dtype, which is not known yet
+# names of matrices that are joined to one product if all read the same tensor
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("gate_proj", "up_proj"), ("w1", "w3"),
 )  # fmt: skip
@@ -46,7 +46,7 @@ class Plan:
     matrices: dict[str, Matrix] = field(default_factory=dict)
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name of the product -> names of its matrices
     gated: dict[str, str] = field(default_factory=dict)  # name of an MLP -> its activation
-    # name of the experts -> their activation; their weights stay in the module
+    # name of the experts -> their activation; the module keeps the weights
     experts: dict[str, str] = field(default_factory=dict)
     norms: dict[str, tuple[int, Norm]] = field(default_factory=dict)
     # attention module -> names of the norms of each head of q and k, which the engine's attention applies before it
@@ -55,7 +55,7 @@ class Plan:
     embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows, dim
     head: str = ""
     tied: str = ""  # name of the embedding whose weight the head shares
-    # module -> parameter -> shape and dtype, None for the model's dtype
+    # module -> parameter -> (shape, dtype or None for the model's dtype)
     rest: dict[str, dict[str, tuple[tuple[int, ...], str | None]]] = field(default_factory=dict)
     layers: int = 0
 
@@ -192,7 +192,7 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
     try:
         found = probe(x)
     except Exception:
-        return None  # its inputs are not those of such an MLP
+        return None  # the inputs of the products differ from those of a gated MLP
     for activation in ACTIVATIONS:
         wanted = (APPLY[activation](x @ gate.T) * (x @ up.T)) @ down
         if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4):
@@ -223,7 +223,7 @@ def experts_of(module: Any) -> str | None:
     try:
         found = module._apply_gate(x)
     except Exception:
-        return None  # it has further parameters
+        return None  # the module has further parameters
     gate, value = x.chunk(2, dim=-1)
     for activation in ACTIVATIONS:
         wanted = APPLY[activation](gate) * value

@@ -118,7 +118,7 @@ def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[...,
         inner, names, closure = getattr(old, "__wrapped__", None), old.__globals__, old.__closure__
         if inner is None:
             names = {**names, APPLY: function}
-        else:  # a decorator, whose closure holds the decorated function
+        else:  # the closure of a decorator holds the decorated function
             new = remade(inner)
             cells = (types.CellType(new) if cell.cell_contents is inner else cell for cell in closure or ())
             closure = tuple(cells)
@@ -146,7 +146,7 @@ def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
         found = function(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
         found = [x[0].transpose(0, 1) for x in found]
     except Exception:
-        return False  # it expects other shapes
+        return False  # the function expects other shapes
     wanted = prepare_qk(q, k, torch.arange(5), QKPre(cos, sin))
     return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 

@@ -43,14 +43,14 @@ class Call:
     spec: AttnSpec
     sinks: str | None
     rotation: Rotation | None
-    # modules whose output for each head is q and k before rotation
+    # modules that give q and k of each head before the rotation, or None
     before: tuple[str, str] | None
 
 
 @dataclass
 class ModelTrace:
     calls: list[Call] = field(default_factory=list)
-    inputs: dict[str, Any] = field(default_factory=dict)  # name of a module without children -> its input tensor
+    inputs: dict[str, Any] = field(default_factory=dict)  # name of a module without submodules -> its input tensor
     outputs: dict[str, Any] = field(default_factory=dict)
     often: set[str] = field(default_factory=set)  # modules without children that were called more than once
     hidden: int = 0
