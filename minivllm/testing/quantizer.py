@@ -56,8 +56,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)  # numbers of inputs to test
     # sizes of the smallest and the largest rows; narrower for float16 scales
     sizes: tuple[float, float] = (1e-30, 1e30)
-    # largest number of bits per element for scales and zero points: two float16 for 16 elements
-    scale_bits: float = 2.0
+    scale_bits: float = 2.0  # most bits per element for scales and zero points: two float16 for 16 elements
     patterns: Sequence[str] = ("skip",)  # names of options with patterns of modules that stay unquantized
     model: Mapping[str, Any] = {"intermediate_size": 64}  # fields of the tiny config.json that suit the quantizer
 
