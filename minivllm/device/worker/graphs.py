@@ -159,8 +159,7 @@ class Graphs:
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
     # shape without its own capture -> time that its steps have lost so far, in units of a capture's time
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    # shape of a mixed step -> smallest capture in which it can run (cached results of ``_larger``)
-    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
+    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # mixed step -> result of ``_larger``
     notes: list[str] = field(default_factory=list)
     # bits of the sampler variants of captured draws, for 16-bit logits (False) and float32 logits (True)
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
