@@ -4,6 +4,6 @@ from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 0),
+    api=(1, 1),
     summary="keeps compressed pages in memory",
 )
