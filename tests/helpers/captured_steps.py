@@ -30,6 +30,7 @@ from minivllm.device.layers import captured_sizes
 from minivllm.device.layers.experts import Mixture
 from minivllm.device.worker import captured, graphs, sampling, step
 from minivllm.device.worker.graphs import AdaptedKey, TappedKey
+from minivllm.device.worker.query_store import QueryStore, StepQueries
 from minivllm.device.worker.state import DeviceState
 from minivllm.device.worker.taps import TapState
 from minivllm.plugins.adapter import ia3_memory, lora_memory
@@ -441,6 +442,37 @@ def test_compressed_rows_draw_the_same_in_captured_steps(models, model, name):
     compressor = {"name": "streaming", "options": {"rerotate": True}} if name == "rerotated" else name
     graphs = compare(models[model], more, compressor=compressor, compress_every=7, run_ahead=1)
     assert {"decode", "mixed"} <= {key.kind for key in graphs.forwards}
+
+
+def queries_of_another_row(real, self, plan, queries):
+    rolled = StepQueries()
+    rolled.of_layer = {layer: q.roll(1, 0) for layer, q in queries.of_layer.items()}
+    real(self, plan, rolled)
+
+
+def queries_of_another_layer(real, self, plan, queries):
+    turned = StepQueries()
+    turned.of_layer = dict(zip(queries.of_layer, reversed(queries.of_layer.values()), strict=True))
+    real(self, plan, turned)
+
+
+@pytest.mark.parametrize("fault", [None, queries_of_another_row, queries_of_another_layer])
+@pytest.mark.parametrize("name", ["tova", "snapkv"])
+def test_captured_steps_return_the_queries_that_a_compressor_reads(models, monkeypatch, name, fault):
+    taken, real = [], QueryStore.take
+
+    def take(self, plan, queries):
+        taken.append(len(plan.observe))
+        (fault or (lambda real, *args: real(*args)))(real, self, plan, queries)
+
+    monkeypatch.setattr(QueryStore, "take", take)
+    more = requested(*PLAIN, ignore_eos=True, max_tokens=20, kv_budget=0.5)
+    if fault is None:
+        compare(models["qwen3"], more, compressor=name, compress_every=5, run_ahead=1)
+    else:
+        with pytest.raises(AssertionError):
+            compare(models["qwen3"], more, compressor=name, compress_every=5, run_ahead=1)
+    assert max(taken) > 1
 
 
 def test_a_step_that_waits_for_the_device_is_not_captured_and_it_is_said_once(models):

@@ -78,7 +78,8 @@ class Compressor(ABC):
     # scores of a layer must not depend on the other layers.
     joins_layers = False
     # Number of last tokens whose queries ``score`` reads, 0 for none.  Steps that compute the end of a prompt then run
-    # as separate launches.  At a compression after the prompt only the query of the last token is there.
+    # as separate launches.  At a compression after the prompt only the query of the last token is there, and decode
+    # steps remain captured.
     window = 0
     # True if ``score`` reads the sums of attention.  Prompts are then computed whole, without prefix hits, and their
     # steps run as separate launches.  Queries of generated tokens are not added, so decode steps remain captured.

@@ -52,9 +52,10 @@ from minivllm.errors import describe_error
 from . import step
 from .adapters import applied
 from .calls import SeparateCalls
-from .capture import GraphRecorder
+from .capture import GraphRecorder, replay_ms
 from .captured import Buffers, CapturedCalls, Drawn, SampleOperations, bounds, column_tensors, read_columns
 from .later import LaterCaptures
+from .query_store import StepQueries
 from .running import Running
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
@@ -80,6 +81,7 @@ SIGHTS = 4
 DECODE_SIGHTS = 16
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
+OBSERVED_ROWS = 64  # largest decode step whose capture keeps its queries for a compressor
 
 
 @dataclass(frozen=True)
@@ -108,19 +110,6 @@ def adapted(key: GraphKey) -> bool:
     return key.adapted if isinstance(key, TappedKey) else isinstance(key, AdaptedKey)
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the time of a replay in milliseconds, the shortest of three."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    found = []
-    for _ in range(3):
-        begun.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        found.append(begun.elapsed_time(ended))
-    return min(found)
-
-
 @dataclass
 class Captured:
     """A captured graph, and the tensors through which a replay gets its input and returns its result."""
@@ -131,6 +120,7 @@ class Captured:
     rows: torch.Tensor | None = None
     # tensors that the graph uses without having allocated them; it stores only their addresses, so they must stay alive
     keep: Any = None
+    queries: StepQueries | None = None  # queries of a replay of a decode step, if a compressor reads them
 
 
 class Measured(NamedTuple):
@@ -193,7 +183,7 @@ class Graphs:
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
-        if len(plan.observe) or len(plan.sums):
+        if len(plan.sums):
             return None  # these steps use the host's numbers of tokens, which a replay does not update
         if len(plan.pooled) and not reads_last_tokens(plan):
             return None  # a capture returns the hidden state of only one token per row
@@ -202,17 +192,20 @@ class Graphs:
         longest = int((plan.computed + plan.q_len).max())
         (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
         methods, changed = self.runner.adapts(plan)
-        adapts = bool(methods)
+        adapts, observed = bool(methods), len(plan.observe) > 0
+        if observed and (rows > OBSERVED_ROWS or tokens > rows):
+            return None  # a capture keeps the queries of few rows of one token
         kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
-            plain, span = not (steered or read or given or adapts), self._span(longest)
+            plain = not (steered or read or given or adapts or observed)
+            span = self._span(longest)
             if plain and (shared := self._shared(plan, span)) is not None:
                 return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = kind("decode", size, size, span)
-        elif not self.mixed or tokens > MOST_TOKENS or read or given:
-            return None  # a capture stores tap values and given experts of only one token per row
+        elif observed or not self.mixed or tokens > MOST_TOKENS or read or given:
+            return None  # a capture stores queries, tap values and given experts of only one token per row
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             padded = max(token_size(tokens), size)
@@ -237,6 +230,8 @@ class Graphs:
         key = self.shape(plan)
         if key is None:
             return None
+        if len(plan.observe):
+            return self._unless_refused(key)  # a larger capture may keep no queries
         if key.kind == "decode" and not isinstance(key, TappedKey):
             return self._decode_key(key)
         tokens = int(plan.q_len.sum())
@@ -356,6 +351,8 @@ class Graphs:
         if isinstance(key, TappedKey) and key.given:
             self.runner.taps.give(plan, key.rows)
         captured.graph.replay()
+        if captured.queries is not None and len(plan.observe):
+            self.runner.compactor.queries.take(plan, captured.queries)  # type: ignore[union-attr]
         return b.hidden[: len(plan.slots)]
 
     def sample(
@@ -623,15 +620,18 @@ class Graphs:
         """Return the operations of a decode step, and the tensors of its capture by their names in ``Captured``."""
         r = self.runner
         static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
+        observes = r.compactor is not None and r.compactor.queries is not None and key.rows <= OBSERVED_ROWS
+        queries = StepQueries() if observes else None
 
         def run() -> None:
             read = read_columns(r.state, static)
+            read.queries = queries
             self._tap(key, read)
             read.watch = r.watch(read)
             with applied(r.adapters, read.meta, self._methods(key)):
                 step.forward(r.model, r.backend, read, key, out=b.hidden)
 
-        return run, {"keep": static}
+        return run, {"keep": static, "queries": queries}
 
     def _mixed(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
         """Return the operations of a mixed step, and the tensors of its capture by their names in ``Captured``."""

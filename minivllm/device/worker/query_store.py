@@ -14,6 +14,20 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import Delta, StepPlan
 
 
+class StepQueries:
+    """The prepared queries of all tokens of a captured decode step, which each replay computes again, by layer."""
+
+    def __init__(self) -> None:
+        self.of_layer: dict[int, Tensor] = {}
+
+    def keep(self, layer: int, q: Tensor) -> None:
+        """Store the queries q [T, heads, dim] of a layer, or a copy if they are a part of a tensor.
+
+        The other parts may be overwritten by later layers."""
+        whole = q.untyped_storage().nbytes() == q.nbytes
+        self.of_layer[layer] = q if whole else q.clone()
+
+
 class QueryStore:
     """The prepared queries of the last tokens of rows that are compressed next, by slot and layer."""
 
@@ -38,6 +52,15 @@ class QueryStore:
             if more:
                 new = torch.cat([self._kept[slot, layer], new])
             self._kept[slot, layer] = new
+
+    def take(self, plan: StepPlan, queries: StepQueries) -> None:
+        """Store copies of the wanted queries of a captured decode step, whose layers are copied together."""
+        for slot, first, end, more in self.of_step(plan)._wanted:
+            parts = [q[first:end] for q in queries.of_layer.values()]
+            copied = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
+            for layer, part, new in zip(queries.of_layer, parts, copied, strict=True):
+                q = new.view(part.shape)
+                self._kept[slot, layer] = torch.cat([self._kept[slot, layer], q]) if more else q
 
     def of(self, slot: int, layers: Sequence[AttnLayer]) -> Tensor | None:
         """Return the queries [w, layers * heads, dim] of a slot in some layers, None if none are kept."""
