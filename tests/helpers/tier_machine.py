@@ -231,7 +231,8 @@ class TierMachine(CacheMachine):
             return
         super().teardown()
         self.finish_store_work()
-        for _ in range(4):
+        steps = 4 + 3 * len(self.tiers.loading)  # the copy of a slow page ends at the third look
+        for _ in range(steps):
             self.engine.step()
             self.finish_store_work()
         self.engine.cache.check()
