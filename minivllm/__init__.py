@@ -78,10 +78,12 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name in ("LLM", "AsyncLLM"):
-        # oneDNN reads environment variables at its first use, so they must be set before torch is imported.
+        # Libraries of torch read environment variables when they are loaded.
+        from minivllm.device import early
         from minivllm.device.hardware import prepare_environment
 
         prepare_environment()
+        early.open_torch()
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -177,7 +177,7 @@ MAY_IMPORT = {
     "device.loading.gguf_file": "",
     "runtime.usage": "",
     "plugin": "",
-    "minivllm": "device.hardware errors moved",
+    "minivllm": "device.hardware device.early errors moved",
     "device.hardware": "",
     "device.early": "",
     "files": "validation errors",
