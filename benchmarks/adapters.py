@@ -4,8 +4,10 @@
     python benchmarks/adapters.py --model DIR --load-format dummy --folder /tmp/adapters --engine vllm --adapters 0 8
 
 The adapters are written to --folder with random weights, for all projections of a model of Llama's layout; folders that
-exist are used.  Times of decode steps are differences: 129 tokens minus 1 token, divided by 128.  ``off`` is a second
-engine without ``enable_lora`` in the same process, with half of the memory.  Its runs alternate with the others.
+exist are used.  The time of a decode step is the median time between two tokens of the row whose prompt ends last, and
+the prefill ends with its first token.  For vLLM, which streams no tokens here, a step is a difference: 129 tokens minus
+1 token, divided by 128.  ``off`` is a second engine without ``enable_lora`` in the same process, with half of the
+memory.  Its runs alternate with the others.
 
 The loads: while 32 rows decode, further requests of one token come, with adapters that are on the device (``resident``)
 or that are nowhere yet (``new``).  Each line has the times between two tokens of the 32 rows, and the times from
@@ -15,11 +17,12 @@ these further requests to their token.  The difference of the latter is the time
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,6 +102,7 @@ class Engine:
             from vllm.lora.request import LoRARequest
         else:
             from minivllm import LLM, LoRARequest, SamplingParams
+        self.own = args.engine == "minivllm"
         self.lora, self.params_of = LoRARequest, SamplingParams
         begun = time.perf_counter()
         self.llm = LLM(**options)
@@ -122,32 +126,63 @@ class Engine:
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == rows * tokens
         return spent
 
-    def loads(self, folders: list[Path], later: list[Path]) -> tuple[list[float], list[float]]:
-        """Return milliseconds between tokens of rows that decode, and those of each further request up to its token.
+    def times(self, rows: int, prompt: int, folders: list[Path], seed: int) -> tuple[float, float]:
+        """Return the milliseconds of a decode step of ``rows`` requests, and those of the prefill of all."""
+        if not self.own:
+            first = self.seconds(rows, prompt, 1, folders, seed)
+            whole = self.seconds(rows, prompt, STEPS + 1, folders, 100 + seed)
+            return 1e3 * (whole - first) / STEPS, 1e3 * first
+        prompts = random_prompts(rows, prompt, seed)
+        begun = time.perf_counter()
+        tokens = [
+            self.start(prompt, STEPS + 1, folders[row % len(folders)] if folders else None)
+            for row, prompt in enumerate(prompts)
+        ]
+        self.run()
+        last = max(tokens, key=lambda times: times[1])
+        assert all(len(times) == STEPS + 3 for times in tokens)  # the last piece has no token
+        gaps = [after - before for before, after in itertools.pairwise(last[4:-1])]
+        return 1e3 * median(gaps), 1e3 * (last[1] - begun)
 
-        The rows use ``folders`` in turns, the further requests ``later``.  This is for minivllm."""
+    def start(self, prompt: dict[str, Any], tokens: int, folder: Path | None) -> list[float]:
+        """Start a request of minivllm, and return a list that gets the time now, of each token, and of the end."""
         from minivllm.frontend.requests import Tracked
 
+        times = [time.perf_counter()]
+        params, lora = self.params(tokens), None if folder is None else self.request(folder)
+        stream = lambda _: times.append(time.perf_counter())  # noqa: E731
+        Tracked(prompt, params, None, stream=stream, lora=lora).add_to(self.llm.engine)
+        return times
+
+    def run(self, stepped: Callable[[], None] = lambda: None) -> None:
+        """Run the steps of minivllm until no request is left, and call ``stepped`` after each."""
         engine = self.llm.engine
-
-        def start(prompt: dict[str, Any], tokens: int, folder: Path) -> list[float]:
-            times = [time.perf_counter()]
-            params, lora = self.params(tokens), self.request(folder)
-            Tracked(prompt, params, None, stream=lambda _: times.append(time.perf_counter()), lora=lora).add_to(engine)
-            return times
-
-        prompts = random_prompts(LOADED_ROWS, 64, 5)
-        tokens = APART * (len(later) + 2)
-        rows = [start(prompt, tokens, folders[row % len(folders)]) for row, prompt in enumerate(prompts)]
-        waits, left, steps = [], list(later), 0
         while engine.requests:
-            if not engine.step():
+            if engine.step():
+                stepped()
+            else:
                 time.sleep(engine.idle())
-                continue
-            steps += 1
-            if left and steps % APART == 0:
-                waits.append(start(random_prompts(1, 16, steps)[0], 1, left.pop(0)))
-        gaps = [1e3 * (after - before) for times in rows for before, after in pairwise(times[21:])]
+
+    def loads(self, folders: list[Path], later: list[Path], at_once: int = 1) -> tuple[list[float], list[float]]:
+        """Return milliseconds between tokens of rows that decode, and those of each further request up to its token.
+
+        The rows use ``folders`` in turns, and the further requests ``later``, of which ``at_once`` come together.  This
+        is for minivllm."""
+        tokens = APART * (len(later) // at_once + 2)
+        rows = [
+            self.start(prompt, tokens, folders[row % len(folders)])
+            for row, prompt in enumerate(random_prompts(LOADED_ROWS, 64, 5))
+        ]
+        waits, left, steps = [], list(later), itertools.count()
+
+        def stepped() -> None:
+            if left and next(steps) % APART == APART - 1:
+                for folder in left[:at_once]:
+                    waits.append(self.start(random_prompts(1, 16, len(left))[0], 1, folder))
+                del left[:at_once]
+
+        self.run(stepped)
+        gaps = [1e3 * (after - before) for times in rows for before, after in itertools.pairwise(times[21:-1])]
         return gaps, [1e3 * (times[1] - times[0]) for times in waits]
 
 
@@ -168,10 +203,8 @@ def measure(engines: dict[str, Engine], rows: int, folders: list[Path], args: ar
             if turn < 0:
                 engine.seconds(rows, prompt, 8, folders[:count], 99)
                 continue
-            first = engine.seconds(rows, prompt, 1, folders[:count], turn)
-            whole = engine.seconds(rows, prompt, STEPS + 1, folders[:count], 100 + turn)
-            times[name][0].append(1e3 * (whole - first) / STEPS)
-            times[name][1].append(1e3 * first)
+            for found, value in zip(times[name], engine.times(rows, prompt, folders[:count], turn), strict=True):
+                found.append(value)
     base = [median(values) for values in times[cases[0][0]]]
     for name, (steps, prefills) in times.items():
         step, prefill = median(steps), median(prefills)
@@ -184,17 +217,20 @@ def measure(engines: dict[str, Engine], rows: int, folders: list[Path], args: ar
 
 
 def report_loads(engine: Engine, folders: list[Path], new: list[Path]) -> None:
-    """Print the times between tokens while new adapters are loaded, and while loaded adapters are used."""
+    """Print the times between tokens while new adapters are loaded, and while loaded adapters are used.
+
+    The last of the new adapters come at once."""
     engine.loads(folders, [])
     for turn in range(0, len(new), LOADS):
+        at_once = LOADS if turn + LOADS == len(new) else 1
         for kind, later in (("resident", folders[:LOADS]), ("new", new[turn : turn + LOADS])):
-            gaps, waits = engine.loads(folders, later)
+            gaps, waits = engine.loads(folders, later, at_once)
             gaps.sort()
             p50, p99, p999 = (gaps[int(share * len(gaps))] for share in (0.5, 0.99, 0.999))
             each = " ".join(f"{wait:.1f}" for wait in waits)
             print(
-                f"loads, {kind:>8}: between tokens p50 {p50:.2f}, p99 {p99:.2f}, p99.9 {p999:.2f}, most {gaps[-1]:.2f}"
-                f" ms; to the token median {median(waits):.1f} ms: {each}",
+                f"loads of {at_once}, {kind:>8}: between tokens p50 {p50:.2f}, p99 {p99:.2f}, p99.9 {p999:.2f}, most "
+                f"{gaps[-1]:.2f} ms; to the token median {median(waits):.1f} ms: {each}",
                 flush=True,
             )
 
@@ -217,7 +253,7 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
     args = parser.parse_args()
     most, own = max(args.adapters), args.engine == "minivllm"
-    count = most + (2 * LOADS if own else 0)
+    count = most + (3 * LOADS if own else 0)
     folders = [write_adapter(Path(args.model), args.folder / f"a{i}", args.rank, i) for i in range(count)]
     engines = {"off": Engine(args, 0, 0.45)} if own and not args.skip_off else {}
     engines["on"] = Engine(args, most, 0.9)
