@@ -54,6 +54,7 @@ from .adapters import applied
 from .calls import SeparateCalls
 from .capture import GraphRecorder, replay_ms
 from .captured import Buffers, CapturedCalls, Drawn, SampleOperations, bounds, column_tensors, read_columns
+from .graph_keys import AdaptedKey, ImagedKey, TappedKey, adapted
 from .later import LaterCaptures
 from .query_store import StepQueries
 from .running import Running
@@ -82,32 +83,6 @@ DECODE_SIGHTS = 16
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
 OBSERVED_ROWS = 64  # largest decode step whose capture keeps its queries for a compressor
-
-
-@dataclass(frozen=True)
-class AdaptedKey(GraphKey):
-    """The captured shape of a step in which rows have adapters.  Other captures contain no operations of adapters."""
-
-
-@dataclass(frozen=True)
-class TappedKey(GraphKey):
-    """The captured shape of a step with taps.
-
-    ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
-    read.  ``given`` means that rows have given experts, and ``changed`` are the names of the points that adapters
-    change.
-    """
-
-    steered: tuple[int, ...] = ()
-    read: tuple[int, ...] = ()
-    adapted: bool = False  # rows have adapters
-    given: bool = False
-    changed: tuple[str, ...] = ()
-
-
-def adapted(key: GraphKey) -> bool:
-    """Return whether a captured shape contains the operations of adapters."""
-    return key.adapted if isinstance(key, TappedKey) else isinstance(key, AdaptedKey)
 
 
 @dataclass
@@ -167,6 +142,7 @@ class Graphs:
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.shared_sizes = [] if self.runner.shared is None else shared_sizes(self.spare)
         self.recorder = GraphRecorder()
+        self.imaged = self.runner.image_steps()
         # operations of a token are estimated as two for each weight of two bytes; all experts are counted
         self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
         if self.known is not None:
@@ -196,8 +172,12 @@ class Graphs:
         if observed and (rows > OBSERVED_ROWS or tokens > rows):
             return None  # a capture keeps the queries of few rows of one token
         kind = AdaptedKey if adapts else GraphKey
+        if (images := self.runner.images) is not None and images.reached(plan):
+            if self.imaged is None or steered or read or given or adapts or not self.imaged.takes(plan):
+                return None
+            kind = ImagedKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
-        if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
+        if tokens == rows and len(plan.samples) == rows and not len(plan.draft) and kind is not ImagedKey:
             plain = not (steered or read or given or adapts or observed)
             span = self._span(longest)
             if plain and (shared := self._shared(plan, span)) is not None:
@@ -346,6 +326,8 @@ class Graphs:
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
             b = self._take(key.rows, slots)
+            if isinstance(key, ImagedKey) and self.imaged is not None:
+                self.imaged.fill(plan, key.tokens)
         else:
             b = self._take(key.rows, plan.slots)
         if isinstance(key, TappedKey) and key.given:
@@ -479,6 +461,8 @@ class Graphs:
         now, later = self.later.divide_mixed(GraphKey("mixed", r, t, self._span(1, t)) for r, t in sizes)
         if self.runner.adapters is not None:
             now.append(AdaptedKey("mixed", rows, tokens, SHORT))
+        if self.imaged is not None:
+            now.append(ImagedKey("mixed", rows, tokens, SHORT))
         self._compile(now)
         for key in progress.counted(f"{progress.CAPTURES} of mixed steps", now):
             if key not in self.forwards:
@@ -643,6 +627,8 @@ class Graphs:
         def run() -> None:
             read, last = step.read_rows(r.state, table, host, padded=True)
             self._tap(key, read)
+            if isinstance(key, ImagedKey) and self.imaged is not None:
+                self.imaged.enter(read)
             read.watch = r.watch(read)
             selects = r.selects_tokens(read) and not adapted(key)
             with applied(r.adapters, read.meta, self._methods(key)):

@@ -3,8 +3,9 @@
     Delta.image (number, values) ──► encoder ──► features [levels, tokens, hidden], until the host frees them
     Join.image ──► images of a slot ──► in each step: features in place of embeddings, rows of the rotary tables
 
-A step whose rows reach images runs as separate launches.  The features enter the model at tap points: in place of the
-value of "embedding", and added to the inputs of the layers 1, 2 ... for the further levels.
+A step whose rows reach images runs as separate launches, or in captures of its own kind (``image_steps``).  The
+features enter the model at tap points: in place of the value of "embedding", and added to the inputs of the layers 1, 2
+... for the further levels.
 
 A part of an image may have a position for each axis (m-rope).  Its cos and sin are written to rows of the rotary tables
 behind those of positions, so attention needs no other kernel.  Tokens behind the images have the positions of text with
@@ -166,7 +167,7 @@ class ImageState:
         found, lost = [], {}
         pieces = list(self.pieces(plan))
         for piece in pieces:
-            reason = self._why_lost(piece.span)
+            reason = self.why_lost(piece.span)
             if reason:
                 lost[piece.span.number] = reason
             else:
@@ -174,7 +175,10 @@ class ImageState:
         if self.facts.span:
             meta.host_sees = self._seen(plan, pieces)
         if self.axes is not None:
-            self._turn(plan, found, meta, [piece for piece in pieces if piece.span.number in lost])
+            where, rows = self.rotary_rows(plan, found, [piece for piece in pieces if piece.span.number in lost])
+            if len(where):
+                index, to = self.state.to(np.stack([where, rows]))
+                meta.position[index] = to
         if not found:
             return None, lost
         index = np.concatenate([np.arange(piece.at, piece.at + piece.length) for piece in found])
@@ -190,7 +194,7 @@ class ImageState:
             seen[piece.at : piece.at + piece.length] = piece.span.end - 1
         return seen.astype(np.int64)
 
-    def _why_lost(self, span: Span) -> str:
+    def why_lost(self, span: Span) -> str:
         """Return why an image has no features, "" if it has them."""
         features = self.features.get(span.number)
         if features is None:
@@ -199,8 +203,9 @@ class ImageState:
             return f"the image encoder gave {features.shape[1]} features; expected {span.tokens}, one for each token"
         return ""
 
-    def _turn(self, plan: StepPlan, pieces: list[Piece], meta: AttnMeta, lost: list[Piece]) -> None:
-        """Set the row in the rotary tables of each token that a step computes before the end of its row's images.
+    def rotary_rows(self, plan: StepPlan, pieces: list[Piece], lost: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that a step computes before the end of their row's images, and their rows in the rotary
+        tables, i64 [n] each.  The rows of parts of images are written to the tables.
 
         Tokens of ``lost`` pieces get row 0, because their own positions may lie outside the tables."""
         starts = np.cumsum(plan.q_len) - plan.q_len
@@ -229,9 +234,9 @@ class ImageState:
         for piece in lost:
             text.append(np.arange(piece.at, piece.at + piece.length))
             rows.append(np.zeros(piece.length, np.int64))
-        if text:
-            where, to = self.state.to(np.stack([np.concatenate(text), np.concatenate(rows)]))
-            meta.position[where] = to
+        if not text:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return np.concatenate(text), np.concatenate(rows)
 
     def _positions(self, piece: Piece) -> np.ndarray:
         """Return the positions i64 [3, length] (time, row, column) of a part of an image."""

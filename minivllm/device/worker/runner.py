@@ -39,6 +39,7 @@ from .capture import release_unused, synchronize
 from .compaction import Compactor
 from .drafting import Drafting
 from .head_model import HeadModel
+from .image_steps import ImageSteps
 from .images import ImageState
 from .own_model import OwnModel
 from .pages import page_mover
@@ -179,6 +180,13 @@ class Runner:
             return None
         return graphs
 
+    def image_steps(self) -> ImageSteps | None:
+        """Return the memory of captured steps with images, None if there are none."""
+        w = self.worker
+        if self.images is None or self.images.facts.span:
+            return None  # tokens that see later ones of their image need the exact lengths of rows
+        return ImageSteps(self.images, w.hidden_size, w.parts.dtype)
+
     def capture_later(self) -> dict[str, int | bool]:
         """Make one of the captures that the start left for later (see the verb "captures" of ``Executor.call``)."""
         later = None if self.graphs is None else self.graphs.later
@@ -291,7 +299,7 @@ class Runner:
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native, running.draws_natively = True, running.pooled is None
                     return running
-                hidden = None if apart else self._replay(running, plan)
+                hidden = self._replay(running, plan)
                 if hidden is not None:
                     running.hidden = hidden
                     if len(plan.taps):

@@ -33,12 +33,12 @@ def captures(most: int = 64) -> Graphs:
     wiring, of_step = SimpleNamespace(max_num_seqs=most, max_model_len=1 << 15), lambda plan: (plan.steered, plan.read)
     taps = SimpleNamespace(of_step=of_step)
     made.runner = SimpleNamespace(
-        wiring=wiring, taps=taps, adapts=lambda plan: ((), ()), shared_rows=lambda plan: plan.shared
+        wiring=wiring, taps=taps, adapts=lambda plan: ((), ()), shared_rows=lambda plan: plan.shared, images=None
     )
     made.mixed, made.sizes, made.coarse, made.shared_sizes = True, row_sizes(most), coarse_sizes(most), [16, 32]
     made.forwards, made.samples, made.paid, made.serving = {}, {}, {}, {}
     made.costs = StepCosts(launch_ms=30.0, token_ms=0.003)  # of a model of 0.6B
-    made.refused, made.notes, made.masks, made.times = set(), [], None, {}
+    made.refused, made.notes, made.masks, made.times, made.imaged = set(), [], None, {}, None
     made.later = SimpleNamespace(compiled=lambda key: True, begun=True, gradual=False)
     return made
 
@@ -284,7 +284,9 @@ def test_the_trial_step_has_all_tokens_of_the_largest_and_writes_to_the_null_blo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["captured_steps.py", "captured_drafts.py", "captured_shared.py"])
+@pytest.mark.parametrize(
+    "file", ["captured_steps.py", "captured_drafts.py", "captured_shared.py", "captured_images.py"]
+)
 def test_captured_steps_give_what_separate_launches_give(file):
     """Run the tests in a process of its own, because Triton's interpreter is chosen when Triton is imported."""
     here = Path(__file__).parents[2] / "helpers"

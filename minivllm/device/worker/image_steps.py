@@ -1,0 +1,90 @@
+"""Captured steps that compute parts of images: the memory through which a replay gets features and rotary rows.
+
+    host:    pieces of the step ──► features copied behind one another, one table of the step's tokens ──►
+    device:  FORWARD[mixed, rows, tokens]   rows of the table in place of positions, features where the table has a mark
+
+The features of an image are another tensor for each image, and a replay reads fixed memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .images import EMBEDDING, layer_point
+from .state import staged
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.model import StepTensors
+    from minivllm.core.interfaces.plan import StepPlan
+
+    from .images import ImageState
+
+MOST_TOKENS = 2048  # of a captured step with images; longer steps run longer than the host launches them
+
+
+class ImageSteps:
+    """The fixed memory of captured steps with images."""
+
+    def __init__(self, images: ImageState, hidden: int, dtype: torch.dtype) -> None:
+        self.images = images
+        device = images.state.device
+        shape = images.facts.levels, MOST_TOKENS, hidden
+        self.features = torch.zeros(shape, dtype=dtype, device=device)
+        # i64 [2, tokens]: the row in the rotary tables, -1 for that of the position; 1 where a token has features
+        self.table = torch.zeros(2, MOST_TOKENS, dtype=torch.int64, device=device)
+        self.table[0] = -1
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Return whether a step can be captured: its images have features, and it is not too long."""
+        images = self.images
+        return int(plan.q_len.sum()) <= MOST_TOKENS and not any(
+            images.why_lost(piece.span) for piece in images.pieces(plan)
+        )
+
+    def fill(self, plan: StepPlan, tokens: int) -> None:
+        """Copy the features and the rotary rows of a step to the fixed memory, for a replay of ``tokens`` tokens."""
+        images = self.images
+        pieces = list(images.pieces(plan))
+        table = np.zeros((2, tokens), np.int64)
+        table[0] = -1
+        for piece in pieces:
+            end, last = piece.at + piece.length, piece.first + piece.length
+            table[1, piece.at : end] = 1
+            self.features[:, piece.at : end].copy_(images.features[piece.span.number][:, piece.first : last])
+        if images.axes is not None:
+            where, rows = images.rotary_rows(plan, pieces, [])
+            table[0, where] = rows
+        self.table[:, :tokens].copy_(staged(table, images.state.device), non_blocking=True)
+
+    def enter(self, read: StepTensors) -> None:
+        """Give the inputs of a captured step the rotary rows and the features of a later ``fill``."""
+        tokens = len(read.ids)
+        rows, marks = self.table[0, :tokens], self.table[1, :tokens]
+        read.meta.position = torch.where(rows >= 0, rows, read.meta.position)
+        read.taps = FixedFeatures((marks > 0)[:, None], self.features[:, :tokens])
+
+
+class FixedFeatures:
+    """The taps of a captured step that insert features (``model.StepTaps``).
+
+    ``mask`` bool [T, 1] marks the tokens of images, and ``values`` [levels, T, hidden] has their features."""
+
+    def __init__(self, mask: Tensor, values: Tensor) -> None:
+        self.mask, self.values = mask, values
+        self.levels = {layer_point(level): level for level in range(1, len(values))}
+        self.points = frozenset({EMBEDDING, *self.levels})
+
+    def __call__(self, point: str, x: Tensor) -> Tensor:
+        """Return the value of a point with the features of the step's image tokens."""
+        if point == EMBEDDING:
+            return torch.where(self.mask, self.values[0], x)
+        level = self.levels.get(point)
+        return x if level is None else torch.where(self.mask, x + self.values[level], x)
+
+    def given(self, point: str) -> Tensor | None:
+        """Return None, because no row of such a step has given experts."""
+        return None

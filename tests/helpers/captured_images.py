@@ -1,0 +1,85 @@
+"""Captured steps with images on a CPU, compared with transformers; run by device/worker/test_graphs.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cpu_captures import cpu_captures
+from image_models import SIZES, Reference, make, picture, prompt_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.device.worker import graphs
+from minivllm.device.worker.graph_keys import ImagedKey
+from minivllm.device.worker.image_steps import FixedFeatures, ImageSteps
+
+torch.set_num_threads(1)
+PARAMS = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
+OPTIONS = {
+    "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "attention": "cpu_captures:OnDevice",
+    "max_num_seqs": 5, "num_kvcache_blocks": 60, "kvcache_block_size": 16, "max_num_batched_tokens": 64,
+    "max_model_len": 256, "graph_captures": "start", "allow_targets": ["cpu_captures"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    found = {}
+
+    def of(family):
+        if family not in found:
+            path = tmp_path_factory.mktemp(family)
+            found[family] = path, make(path, family)
+        return found[family]
+
+    return of
+
+
+def answers(model, family, monkeypatch, counts=(1, 0, 2), **options):
+    """Generate for prompts with some images twice, check each answer, and return the captures and the forms."""
+    path, hf = model
+    monkeypatch.setattr(graphs, "SIGHTS", 0.01)  # each shape is captured at once
+    cases = []
+    for seed, count in enumerate(counts):
+        pictures = [picture(10 * seed + i, *SIZES[i]) for i in range(count)]
+        ids = prompt_of(family, count, seed, 9)
+        asked = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+        cases.append((asked, Reference(hf, path, ids, pictures)))
+    with cpu_captures(), LLM(str(path), **{**OPTIONS, **options}) as llm:
+        for _ in range(2):
+            outputs = llm.generate([asked for asked, _ in cases], PARAMS, use_tqdm=False)
+            for (_, reference), output in zip(cases, outputs, strict=True):
+                assert output.error is None, output.error
+                (out,) = output.outputs
+                reference.check(out.token_ids, [next(iter(one.values())).logprob for one in out.logprobs])
+        llm.check()
+        made = llm.engine.executor.runner.graphs
+        assert made.notes == []
+        return list(made.forwards), llm.stats()["forms"]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_prompts_with_images_run_in_captured_steps_and_equal_transformers(models, family, monkeypatch):
+    keys, forms = answers(models(family), family, monkeypatch)
+    assert any(isinstance(key, ImagedKey) for key in keys) and "separate" not in forms
+
+
+def test_a_step_that_is_too_long_for_the_fixed_memory_runs_apart(models, monkeypatch):
+    from minivllm.device.worker import image_steps
+
+    monkeypatch.setattr(image_steps, "MOST_TOKENS", 64)
+    _, forms = answers(models("qwen3_vl"), "qwen3_vl", monkeypatch, max_num_batched_tokens=128)
+    assert forms["separate"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "wrong"),
+    [
+        (FixedFeatures, "__call__", lambda self, point, x: x),
+        (ImageSteps, "fill", lambda self, plan, tokens: None),
+    ],
+    ids=["without features", "features and rows of another step"],
+)
+def test_wrong_features_of_a_captured_step_are_found(models, cls, name, wrong, monkeypatch):
+    monkeypatch.setattr(cls, name, wrong)
+    with pytest.raises(AssertionError):
+        answers(models("qwen3_vl"), "qwen3_vl", monkeypatch)
