@@ -12,6 +12,7 @@ from prediction_heads import MTPReference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.device.layers.heads import PredictionHead
+from minivllm.device.layers.native_steps import NativeHead
 from minivllm.device.native import library
 from minivllm.device.worker import build
 from minivllm.device.worker.head_model import HeadModel
@@ -116,6 +117,24 @@ def test_branches_sampled_rows_and_penalties_give_the_tokens_of_a_run_without_dr
         with LLM(str(case.folder), drafter=drafter, speculate="always", batch_invariant=True, **SMALL) as llm:
             found[drafter] = [tokens(llm, case.prompts, **way) for way in ways]
     assert found["mtp"] == found["none"] and len(seen) > 100
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or library.why_not() is not None, reason="needs the native part of a CPU")
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_drafts_of_one_native_call_are_those_of_separate_calls(case, params, monkeypatch):
+    found, calls, separate = [], [], HeadModel.propose
+    native = NativeHead.propose
+    monkeypatch.setattr(NativeHead, "propose", lambda self, *args: calls.append(1) or native(self, *args))
+    for propose in (separate, lambda self, *args: None):
+        monkeypatch.setattr(HeadModel, "propose", propose)
+        seen = watch_drafts(monkeypatch, *((case.prompts, case.want) if not params else ()))
+        with LLM(str(case.folder), drafter="mtp", num_speculative_tokens=K, speculate="always", **SMALL) as llm:
+            answers = tokens(llm, case.prompts, **params)
+            assert llm.stats()["speculation"]["failed"] is None
+        found.append((answers, seen))
+        monkeypatch.undo()
+        monkeypatch.setattr(NativeHead, "propose", lambda self, *args: pytest.fail("a call was native"))
+    assert found[0] == found[1] and len(calls) > 5 and len(found[0][1]) > 40
 
 
 def test_a_checkpoint_without_the_whole_head_is_refused_before_weights_are_read(case, tmp_path, monkeypatch):

@@ -311,7 +311,7 @@ class Speculation:
         self.steps = self.steps + 1
         self.rows = self.rows + len(heads)
         self.tokens = self.tokens + int(got.sum())
-        number = np.arange(self.k)
+        number = np.arange(len(self.proposed))
         self.proposed += (drafts[:, None] > number).sum(0)
         self.accepted += (np.minimum(taken, drafts)[:, None] > number).sum(0)
 

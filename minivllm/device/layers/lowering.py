@@ -115,6 +115,12 @@ class Lowering:
         program.add("norm", in_=self.x, out=self.out, **self._norm("norm"))
         self._head(program.register(self.logits))
 
+    def keep_states(self, memory: Tensor) -> None:
+        """Store the results of all tokens that FORWARD returns in ``memory`` [places, H], by the places of group 0."""
+        self.program.add(
+            "store", in_=self.out, data=memory, format=FORMATS[memory.dtype], n=len(memory), k=memory.shape[1]
+        )
+
     def _served(self, model: Any) -> tuple[Any, Sequence[Any]]:
         """Return the model that has the embedding and the output layer, and the layers of ``model``."""
         return model, getattr(model, "blocks", ())

@@ -16,7 +16,7 @@ import torch
 
 from minivllm.core.interfaces.plan import StepPlan, merged, rows_with_drafts
 from minivllm.device.native import library
-from minivllm.device.native.program import DRAW, LOGITS, address
+from minivllm.device.native.program import DRAW, FORMATS, LOGITS, HeadStates, address
 from minivllm.device.native.recurrent import rows_of as state_rows
 from minivllm.errors import PluginError
 
@@ -81,6 +81,8 @@ class NativeSteps:
         made = lower(
             model, parts.modules, parts.layers, self.columns, threads, self.most_tokens, rows, room, None, adapters
         )
+        if self.watched is not None:
+            made.keep_states(self.watched.memory)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
         self.copied, self.narrowed = made.copied, made.narrowed  # bytes of the copies of weights, the copies
         self.head: NativeHead | None = None  # the layers of a drafter's head
@@ -160,10 +162,6 @@ class NativeSteps:
         every = np.arange(int(plan.q_len.sum()))
         hidden = self._forward(plan, every)
         assert hidden is not None
-        row = np.repeat(np.arange(len(plan.slots)), plan.q_len)
-        first = plan.q_len.cumsum() - plan.q_len
-        position = (plan.computed - first)[row] + every
-        self.watched.store(self.state, plan.slots[row], position, hidden)
         sums = pool(plan, hidden, every, self.state) if len(plan.pooled) else None
         if not len(at):
             return None, sums
@@ -225,10 +223,9 @@ class NativeSteps:
         """Return whether rows of ``slots`` i32 [N] only draw a token, each in a variant that the program has."""
         if not self.plain:
             return False
-        *processors, sampler = self.state.processors
-        if any(p.active[slots].any() for p in processors):
+        if self.state.active[:-1, slots].any():
             return False
-        variant = sampler.variant[slots]
+        variant = self.state.processors[-1].variant[slots]
         return bool(((variant & self.plain) == variant).all() and variant.all())
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
@@ -315,6 +312,39 @@ class NativeHead:
         box[2 + 2 * r : 2 + 3 * r] = 0
         self.program.sample(self._at, self._out_at)
         return torch.from_numpy(self._out.ravel()[:r].astype(np.int64))
+
+    def propose(
+        self,
+        slots: np.ndarray,
+        q_len: np.ndarray,
+        computed: np.ndarray,
+        known: np.ndarray,
+        k: int,
+        memory: torch.Tensor,
+    ) -> np.ndarray:
+        """Draw k drafts of each row and write them to the history.  Return the drafts i32 [k, N].
+
+        The head computes ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.  The rows
+        have ``known`` i32 [N] tokens, and each only draws tokens (``NativeSteps.draws_rows``).  ``memory`` [places, H]
+        holds the hidden states of the served model, by the places of KV group 0."""
+        box, r = self._box, len(slots)
+        source = HeadStates(
+            memory.data_ptr(),
+            FORMATS[memory.dtype],
+            memory.shape[1],
+            self.states.data_ptr(),
+            self.hidden.data_ptr(),
+            self.state.tokens.shape[1] - 2,
+        )
+        self.stopped.copy_(self.state.stopped)
+        box[0], box[1] = r, k
+        box[2 : 2 + r] = slots
+        box[2 + r : 2 + 2 * r] = q_len
+        box[2 + 2 * r : 2 + 3 * r] = computed
+        box[2 + 3 * r : 2 + 4 * r] = known
+        drafts = np.empty((k, r), np.int32)
+        self.program.propose(self._at, source, address(drafts))
+        return drafts
 
     def close(self) -> None:
         self.program.close()

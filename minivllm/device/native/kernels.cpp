@@ -79,8 +79,8 @@ struct Nibbles {  // INT4: a block of 32 inputs
 
 // Rows of x, and of weights, in a tile: as many sums as there are registers for.
 #ifdef __AVX512F__
-constexpr int ROWS = 4;
-template <int MR> constexpr int columns() { return MR <= 2 ? 8 : 6; }
+constexpr int ROWS = 6;
+template <int MR> constexpr int columns() { return MR <= 2 ? 8 : MR <= 4 ? 6 : 4; }
 #else
 constexpr int ROWS = 4;
 template <int MR> constexpr int columns() { return MR == 1 ? 6 : MR == 2 ? 4 : 3; }
@@ -134,7 +134,7 @@ static void rows(const W& weights, const float* x, int64_t ldx, int64_t n0, int6
   for (; n < n1; n++) tile<W, MR, 1, FIRST>(weights, x, ldx, n, y, ldy);
 }
 
-// the first m rows, ROWS at most
+// the first m rows of x, at most ROWS
 template <class W, bool FIRST>
 static void few(const W& weights, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
                 int64_t ldy) {
@@ -142,6 +142,8 @@ static void few(const W& weights, const float* x, int64_t ldx, int64_t m, int64_
     case 1: return rows<W, 1, FIRST>(weights, x, ldx, n0, n1, y, ldy);
     case 2: return rows<W, 2, FIRST>(weights, x, ldx, n0, n1, y, ldy);
     case 3: return rows<W, 3, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+    case 4: return rows<W, 4, FIRST>(weights, x, ldx, n0, n1, y, ldy);
+    case 5: return rows<W, ROWS < 5 ? ROWS : 5, FIRST>(weights, x, ldx, n0, n1, y, ldy);
     default: return rows<W, ROWS, FIRST>(weights, x, ldx, n0, n1, y, ldy);
   }
 }
@@ -152,10 +154,12 @@ template <class W>
 static void product_of(const Matrix& w, const float* x, int64_t ldx, int64_t m, int64_t n0, int64_t n1, float* y,
                        int64_t ldy) {
   const W weights(w);
+  const int64_t tiles = (m + ROWS - 1) / ROWS, some = (m + tiles - 1) / tiles;  // rows of a tile, about the same in all
   for (int64_t a = n0; a < n1; a += STRIP) {
     const int64_t b = a + STRIP < n1 ? a + STRIP : n1;
-    few<W, true>(weights, x, ldx, m, a, b, y, ldy);
-    for (int64_t i = ROWS; i < m; i += ROWS) few<W, false>(weights, x + i * ldx, ldx, m - i, a, b, y + i * ldy, ldy);
+    few<W, true>(weights, x, ldx, some, a, b, y, ldy);
+    for (int64_t i = some; i < m; i += some)
+      few<W, false>(weights, x + i * ldx, ldx, m - i < some ? m - i : some, a, b, y + i * ldy, ldy);
   }
 }
 

@@ -27,7 +27,7 @@ namespace {
 
 enum Kind : int64_t {
   EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6, GATE = 7, DELTA = 8, CONV = 9, KEEP = 10,
-  SHRINK = 11
+  SHRINK = 11, STORE = 12
 };
 
 // Low-rank products of adapters: y[o] += h[part of o] . b[place][o], where h[part] = a[place][part] x of each token.
@@ -45,7 +45,7 @@ struct Op {
   int64_t in, out;  // registers
   // a matrix, or the table of an embedding
   int64_t format, n, k, group;
-  const void* data;  // DELTA: a DeltaLayer.  CONV, KEEP: a ring of ``n`` places; a token reads ``k`` inputs.  SHRINK: a LowRank
+  const void* data;  // STORE: memory of hidden states [n, k].  DELTA: a DeltaLayer.  CONV, KEEP: a ring of ``n`` places; a token reads ``k`` inputs.  SHRINK: a LowRank
   const float *scale, *zero, *bias;
   int64_t adds;        // PRODUCT: what it gives is added to ``out``.  NORM: x is normed, then added to ``out``
   int64_t activation;  // of the gate; without a gate of the product
@@ -102,12 +102,21 @@ constexpr int64_t LOGITS = 1, DRAW = 2;  // parts of SAMPLE
 constexpr int32_t EOS = 1, STOP_ID = 2, LENGTH = 4, NOT_FINITE = 8, OVERSHOOT = 16, FAILED = 32;
 
 struct Token {
-  int64_t id, position, rope;
+  int64_t id, position, rope, slot;
   bool nobody;  // of a row that has ended: nothing is written for it
 };
 
 struct Row {
   int64_t slot, first, count;  // its tokens [first, first + count)
+};
+
+// Hidden states of the served model that the pairs of a drafter's head read, by the places of KV group 0.
+// native/program.py:HeadStates has the same fields in the same order.
+struct HeadStates {
+  const void* memory;  // [places, width]
+  int64_t format, width;
+  float *in, *out;  // [pairs, width] that FORWARD reads, [rows, width] of its results
+  int64_t most;     // the last pair that a row may have
 };
 
 class Program {
@@ -135,6 +144,7 @@ class Program {
         Token& token = tokens_[t];
         token.position = computed[r] + i;
         token.rope = token.position + (c_.rope_first ? c_.rope_first[slots[r]] : 0);
+        token.slot = slots[r];
         token.id = c_.tokens[slots[r] * c_.longest + token.position + c_.ahead];
         token.nobody = c_.stopped[slots[r]];
       }
@@ -195,6 +205,42 @@ class Program {
       const int32_t guess = c_.tokens[slots[r] * c_.longest + position[r]];  // the draft of the next row
       accept(r, rows, slots[r], position[r], out);
       holds = out[rows + r] && !out[2 * rows + r] && guess == out[r];
+    }
+  }
+
+  // draws ``k`` drafts of each row, in the columns at ``known`` + 0 ... k - 1 and in ``out`` i32 [k, rows].  The ``q_len``
+  // pairs behind the first ``computed`` of a row are computed first; their last one follows all known tokens
+  void propose(int64_t rows, int64_t k, const int64_t* slots, const int64_t* q_len, const int64_t* computed,
+               const int64_t* known, const HeadStates& h, int32_t* out) {
+    std::vector<int64_t> at(4 * rows, 1);  // pairs of each row, pairs before them, positions of draws, number of a draft
+    std::vector<int64_t> last(rows);       // pairs whose results are used
+    std::vector<uint8_t> stopped(rows);
+    std::vector<int32_t> drawn(3 * rows);
+    int64_t *lengths = at.data(), *before = lengths + rows, *position = before + rows, *none = position + rows;
+    int64_t t = 0;
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t i = 0; i < q_len[r]; i++, t++)
+        k_.load(h.memory, h.format, place(slots[r], computed[r] + i) * h.width, h.width, h.in + t * h.width);
+      last[r] = t - 1;
+      stopped[r] = c_.stopped[slots[r]];
+      none[r] = 0;
+    }
+    for (int64_t j = 0; j < k; j++) {
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t pair = (known[r] > 2 ? known[r] : 2) + j - 2, end = known[r] + j;
+        before[r] = pair < h.most ? pair : h.most;
+        position[r] = end < c_.longest - 1 ? end : c_.longest - 1;
+        c_.stopped[slots[r]] = stopped[r];  // a draft ends nothing
+        if (!j) continue;
+        last[r] = r;
+        std::memcpy(h.in + r * h.width, h.out + r * h.width, h.width * sizeof(float));
+      }
+      forward(rows, slots, j ? lengths : q_len, j ? before : computed, rows, last.data(), nullptr);
+      sample(rows, slots, position, none, LOGITS | DRAW, drawn.data());
+      for (int64_t r = 0; r < rows; r++) {
+        out[j * rows + r] = drawn[r];
+        c_.tokens[slots[r] * c_.longest + position[r]] = drawn[r];
+      }
     }
   }
 
@@ -294,6 +340,7 @@ class Program {
       case DELTA: return delta(op, task);
       case CONV: return convolve(op, task);
       case KEEP: return keep_row(k_, ring(op), states_, task, op.k - 1);
+      case STORE: return store(op, task);
     }
   }
 
@@ -494,6 +541,17 @@ class Program {
     if (op.cos) k_.rotate(x, op.cos + tokens_[t].rope * op.rope_dim, op.sin + tokens_[t].rope * op.rope_dim, op.rope_dim);
   }
 
+  // of a token at a position of a sequence in KV group 0
+  int64_t place(int64_t slot, int64_t position) const {
+    return int64_t(c_.table[slot * c_.blocks + position / c_.block]) * c_.block + position % c_.block;
+  }
+
+  // the results of the token that went on as number ``i``
+  void store(const Op& op, int64_t i) {
+    const Token& token = tokens_[picked_[i]];
+    if (!token.nobody) k_.store(row(op.in, i), op.format, place(token.slot, token.position) * op.k, op.k, (void*)op.data);
+  }
+
   // out = activation(out) * in, of which each head is normed first if there is a weight
   void gate(const Op& op, int64_t t) {
     const int64_t width = registers_[op.out].width, dim = width / op.heads;
@@ -575,7 +633,7 @@ int32_t best_isa() {
 
 using minivllm::Program;
 
-EXPORT int32_t minivllm_abi(void) { return 7; }
+EXPORT int32_t minivllm_abi(void) { return 8; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -616,6 +674,13 @@ EXPORT void minivllm_states(void* program, const void* rows) {
 EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
   const int64_t n = box[0], *at = box + 2;
   ((Program*)program)->sample(n, at, at + n, at + 2 * n, box[1], out);
+}
+
+// box: rows N, drafts K, then slots N, pairs of each N, pairs before them N, known tokens N; states: a HeadStates;
+// out i32 [K, N]
+EXPORT void minivllm_propose(void* program, const int64_t* box, const void* states, int32_t* out) {
+  const int64_t n = box[0], *at = box + 2;
+  ((Program*)program)->propose(n, box[1], at, at + n, at + 2 * n, at + 3 * n, *(const minivllm::HeadStates*)states, out);
 }
 
 EXPORT void minivllm_free(void* program) { delete (Program*)program; }

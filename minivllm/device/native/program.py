@@ -22,11 +22,12 @@ from minivllm.errors import ResourceError
 from .library import ISAS, isa, load
 
 # in the order of the enumerations in program.cpp and kernels.h
-KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep", "shrink")
+KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep", "shrink", "store")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5, "sigmoid": 6}
 
 LOGITS, DRAW = 1, 2  # parts of SAMPLE
+Call = Callable[..., None]
 
 _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -43,6 +44,7 @@ _TAKES: Mapping[str, list[Any]] = {
     "forward": [_ADDRESS, _ADDRESS, _ADDRESS],
     "states": [_ADDRESS, _ADDRESS],
     "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
+    "propose": [_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS],
     "free": [_ADDRESS],
     "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
     "shared_product": [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, *[_INT] * 3, _ADDRESS, _INT, _INT],
@@ -103,6 +105,19 @@ def low_rank(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> LowRankAddr
     made.a_place = a.stride(0) * size
     made.b_place = b.stride(0) * size
     return made
+
+
+class HeadStates(ctypes.Structure):
+    """The fields of ``program.cpp:HeadStates``."""
+
+    _fields_ = [
+        ("memory", _ADDRESS),
+        ("format", _INT),
+        ("width", _INT),
+        ("in_", _ADDRESS),
+        ("out", _ADDRESS),
+        ("most", _INT),
+    ]
 
 
 class ColumnAddresses(ctypes.Structure):
@@ -167,9 +182,11 @@ class Program:
         self._made = self._library.minivllm_program(instructions, threads, most_tokens, ctypes.addressof(made))
         if not self._made:
             raise ResourceError("no memory for a program of the native part")
-        self._forward: Callable[..., None] = self._library.minivllm_forward
-        self._states: Callable[..., None] = self._library.minivllm_states
-        self._sample: Callable[..., None] = self._library.minivllm_sample
+        library = self._library
+        self._forward: Call = library.minivllm_forward
+        self._states: Call = library.minivllm_states
+        self._sample: Call = library.minivllm_sample
+        self._propose: Call = library.minivllm_propose
 
     def register(self, memory: Tensor) -> int:
         """Add a register and return its number.  Its ``memory`` f32 [tokens, width] may be columns of the memory of
@@ -212,6 +229,11 @@ class Program:
         """Compute logits, draw tokens, or both.  ``box`` is as in ``forward``; ``out`` is the address of the result
         i32 [3, rows] (see ``program.cpp:minivllm_sample``)."""
         self._sample(self._made, box, out)
+
+    def propose(self, box: int, states: HeadStates, out: int) -> None:
+        """Draw the drafts of a head with all its passes.  ``box`` is the address of an array of i64 arguments, and
+        ``out`` that of the drafts i32 [K, rows] (see ``program.cpp:minivllm_propose``)."""
+        self._propose(self._made, box, ctypes.addressof(states), out)
 
     def close(self) -> None:
         """End the threads.  No call may be running."""

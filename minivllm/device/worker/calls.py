@@ -47,7 +47,10 @@ class ProcessorChain:
         self.names, self.made = [name for name, _ in made], [processor for _, processor in made]
         self.sampler: Any = self.made[-1]
         self.state, self.seams, self.seam_names = state, seams, processor_seams(self.names)
-        state.processors = [ProcessorState(p, slots, state.device) for p in self.made]
+        state.active = np.zeros((len(self.made), slots), bool)
+        state.processors = [
+            ProcessorState(p, slots, state.device, active) for p, active in zip(self.made, state.active, strict=True)
+        ]
         self.commits = [type(p).commit is not Processor.commit for p in self.made]
 
 

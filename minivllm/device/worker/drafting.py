@@ -19,10 +19,12 @@ import torch
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
 from minivllm.core.interfaces.plan import StepError, StepPlan, group_rows
+from minivllm.device.layers.native_steps import replaceable
 from minivllm.errors import describe_error
 from minivllm.registry import build_part
 
 from .dropped_rows import without
+from .head_model import HeadModel
 from .host_tokens import HostTokens
 from .running import Running
 from .state import DeviceState, to_host
@@ -43,6 +45,8 @@ class Drafting:
         self.part = wiring.parts["drafter"]
         ctx = DrafterContext(vocab_size, wiring.max_model_len, wiring.device, model)
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
+        # the head whose native program replaces calls of the drafter, None without one
+        self.head = model if isinstance(model, HeadModel) and replaceable(self.drafter) else None
         self.broken = False
         self.host: HostTokens | None = None
         if "host_tokens" in self.part.features:
@@ -109,6 +113,10 @@ class Drafting:
         state = self.state
         if len(plan.slack):
             ask = replace(ask, known=running.settle(state).computed[heads] + 1)
+        if self.head is not None:
+            drafts = self.seams.run("drafter", self.head.propose, ask.slots, ask.known, ask.k)
+            if drafts is not None:  # the first token of a sequence has no states before it
+                return torch.from_numpy(np.where(ask.known > 1, ask.k, 0).astype(np.int32))
         packed = state.to(np.stack([ask.slots, ask.known]).astype(np.int64))
         found = self._ask(running, packed, ask)
         if found is None:

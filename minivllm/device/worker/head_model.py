@@ -67,6 +67,18 @@ class HeadModel(OwnModel):
         self.keep(slots, known, extra)
         return self._run(slots, (pairs - done).astype(np.int32), done)
 
+    def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> np.ndarray | None:
+        """Draw k drafts of each row in one native call, and write them to the history.  Return the drafts i32 [k, N].
+
+        ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the native
+        program cannot compute or draw these rows."""
+        native, done = self.native, self._done(slots, known)
+        q_len = self.total(known) - done
+        if native is None or not native.takes(q_len) or not native.steps.draws_rows(slots):
+            return None
+        self.keep(slots, known, k - 1)
+        return native.propose(slots, q_len, done, known, k, self.states.memory)
+
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
         if self.passes is None and self.native is not None and self.native.draws(ask.slots, logits):
             return self.native.draw(ask.slots, ask.known + j)

@@ -10,7 +10,7 @@ import torch
 
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.drafter import Ask, DraftModel
-from minivllm.core.interfaces.plan import StepPlan, group_rows
+from minivllm.core.interfaces.plan import StepPlan
 
 from . import step
 from .calls import BoundCalls, ProcessorChain
@@ -213,5 +213,4 @@ def rows_plan(slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> tup
 
 def _lone(plan: StepPlan) -> np.ndarray:
     """Return the slots of the rows without drafts."""
-    first, heads = group_rows(plan.draft)
-    return plan.slots[np.setdiff1d(first, heads)]
+    return plan.slots[(plan.draft == 0) & (np.append(plan.draft[1:], 0) == 0)]

@@ -52,15 +52,19 @@ def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class ProcessorState:
-    """The columns of one processor on the device.  On the host: the slots that use it, and their variant bits."""
+    """The columns of one processor on the device.  On the host: the slots that use it, and their variant bits.
 
-    def __init__(self, processor: Processor, slots: int, device: torch.device) -> None:
+    ``active`` bool [slots] is the memory of the first; None allocates it."""
+
+    def __init__(
+        self, processor: Processor, slots: int, device: torch.device, active: np.ndarray | None = None
+    ) -> None:
         self.specs, self.device = dict(processor.columns()), device
         self.columns = {
             name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
             for name, c in self.specs.items()
         }
-        self.active = np.zeros(slots, bool)
+        self.active = np.zeros(slots, bool) if active is None else active
         self.variant = np.zeros(slots, np.int64)
 
     def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
@@ -143,6 +147,7 @@ class DeviceState:
         self.dropped_host = np.zeros((groups, slots), np.int64)
         self.wants_min = np.zeros(slots, bool)  # host copy: whether a slot has ``min_tokens``
         self.processors: list[ProcessorState] = []
+        self.active = np.zeros((0, slots), bool)  # which slots use each processor, the sampler last
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
         # sequence -> kept columns of each processor at its last preemption, until the sequence ends
         self.saved: dict[int, list[list[torch.Tensor]]] = {}

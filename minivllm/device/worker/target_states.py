@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,15 +61,6 @@ class TargetStates:
     def at(self, state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:
         """Return the states [T, W] of the tokens at ``position`` i64 [T] in the sequences of ``slots`` i64 [T]."""
         return self.memory[_places(state, slots, position)]
-
-    def store(self, state: DeviceState, slots: np.ndarray, position: np.ndarray, hidden: Tensor) -> None:
-        """Store the results [T, W] of a step on a CPU, of a model whose only point is "norm".
-
-        ``slots`` and ``position`` i64 [T] are as in ``at``."""
-        blocks = state.table[0].numpy()[slots, position // state.block].astype(np.int64)
-        places = blocks * state.block + position % state.block
-        places[state.stopped.numpy()[slots]] = 0
-        Watch(self, torch.from_numpy(places))(NORM, hidden)
 
 
 def _places(state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:

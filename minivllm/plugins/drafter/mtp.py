@@ -29,6 +29,8 @@ OWN = {"fc": "fc", "pre_fc_norm_embedding": "embedding_norm", "pre_fc_norm_hidde
 class MTP(ModelDrafter):
     """Drafts of the checkpoint's own head, drawn with the noise of the row that they are for."""
 
+    native = 1  # the native program of a head computes the same drafts
+
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         tokens, count = super().propose(ask)
         return tokens, count.where(ask.rows.position > 1, 0)  # the first token has no preceding states
