@@ -207,7 +207,7 @@ def steps_with(monkeypatch, hopper, capability=9, module=True, invariant=False, 
         if seen is not None:
             seen.append(tiles)
 
-    def prefill(layer, q, meta, out, lse, tiles):
+    def prefill(layer, q, meta, out, lse, tiles, ahead=None):
         assert tiles.lines <= 64
         calls.append("prefill")
 
