@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.timing import StartTimes
 from minivllm.device import early
-from minivllm.errors import ConfigError, MinivllmError, part_fault
+from minivllm.errors import ConfigError, describe_error, part_fault
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
@@ -144,12 +145,13 @@ def start_executor(
         capacity = started(executor, wiring, times)
     except BaseException as exc:
         executor.stop()  # frees the memory
-        if resolved.without_head is None or not isinstance(exc, MinivllmError):
+        if resolved.without_head is None or not isinstance(exc, Exception):
             raise
-        problem = str(exc)
+        problem = describe_error(exc)
     else:
         notes = (*resolved.notes, *(("capacity", note) for note in capacity.notes))
         return executor, capacity, replace(resolved, wiring=wiring, notes=notes)
+    gc.collect()  # frees the memory of objects in cycles
     log.warning("the engine starts again without the drafter mtp, which drafter=auto chose: %s", problem)
     return start_executor(keep_none(resolved.without_head, problem), eos_ids, live, times)
 

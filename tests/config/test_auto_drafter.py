@@ -144,13 +144,17 @@ def test_an_engine_drafts_with_the_head_or_starts_without_it(model, monkeypatch,
     found, proposed, resolved = answers()
     assert found == want and proposed > 20 and none == 0 and resolved.parts["drafter"].name == MTP
 
-    def broken(*args):
-        raise ModelError("the head is broken")
+    for error in (ModelError("the head is broken"), MemoryError("the head is broken")):
 
-    monkeypatch.setattr(build, "_load_head", broken)
-    found, proposed, resolved = answers()
-    assert found == want and proposed == 0 and resolved.parts["drafter"].name == NONE
-    assert f"{FOUND}, which drafter=auto does not use: the head is broken" in resolved.explain()
-    assert "starts again without the drafter mtp, which drafter=auto chose: the head is broken" in caplog.text
-    with pytest.raises(ModelError, match="the head is broken"):
-        answers(drafter="mtp")
+        def broken(*args, error=error):
+            raise error
+
+        monkeypatch.setattr(build, "_load_head", broken)
+        found, proposed, resolved = answers()
+        assert found == want and proposed == 0 and resolved.parts["drafter"].name == NONE
+        assert f"{FOUND}, which drafter=auto does not use: " in resolved.explain()
+        assert "the head is broken" in dict(resolved.notes)["drafter.head"]
+        assert "starts again without the drafter mtp, which drafter=auto chose: " in caplog.text
+        with pytest.raises(type(error), match="the head is broken"):
+            answers(drafter="mtp")
+        caplog.clear()
