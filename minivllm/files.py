@@ -47,7 +47,7 @@ def read_bytes(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
 
 
 def read_text(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> str:
-    """Return the contents of a UTF-8 file, without the byte order mark with which some editors begin a file."""
+    """Return the contents of a UTF-8 file, without a byte order mark at its beginning."""
     try:
         return read_bytes(path, most, error, name).decode("utf-8-sig")
     except UnicodeDecodeError as exc:
@@ -80,8 +80,8 @@ def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
 
 
 def _drained(pipe: int, most: int) -> bytes:
-    """Return everything that a nonblocking pipe sends.  TimeoutError if it is silent; OverflowError for more than
-    ``most`` bytes."""
+    """Return all data of a nonblocking pipe.  TimeoutError if it sends nothing; OverflowError for more than ``most``
+    bytes."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN | select.POLLHUP)
     data = bytearray()

@@ -65,9 +65,9 @@ used: dict[str, str] = {}  # old paths that this process has imported -> the tex
 
 
 def new_path(name: str) -> tuple[str, str] | None:
-    """Return (new path, version that drops the old one) of a module's old path, or None if the path is not an old one.
+    """Return (new path, version that drops the old one) for a module's old path, or None for other paths.
 
-    The longest matching package in ``MOVED`` counts.  If its new path has moved too, follow it to the last place.
+    The longest matching package in ``MOVED`` is used.  If its new path has moved too, the last path is returned.
     """
     found = None
     for _ in range(len(MOVED) + 1):

@@ -84,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _hint(self, unknown: str) -> str:
-        """Return what to use instead of an unknown argument, "" if nothing is similar."""
+        """Return advice for an unknown argument: the argument of this program to use instead, or ""."""
         flag = unknown.partition("=")[0]
         if flag in ("--dataset", "--trace"):
             return f"; {where_requests_go()}"

@@ -60,7 +60,8 @@ class AnswerView(Answered, Protocol):
 
 
 class PlainView:
-    """Writes pieces to standard output at once.  Reasoning that comes apart from the answer is not shown."""
+    """Writes the pieces of an answer to standard output as they arrive.  Reasoning that is separate from the answer
+    is not shown."""
 
     def __init__(self) -> None:
         self._written = False
@@ -153,7 +154,7 @@ class MarkdownView:
         self._print_all()
 
     def _fold(self) -> None:
-        """Replace the reasoning by one line about it."""
+        """Replace the shown reasoning by one line with its duration and its number of words."""
         if self._thought:
             seconds, words = time.monotonic() - self._begun, len(self._thought.split())
             self._thought = ""
@@ -162,7 +163,7 @@ class MarkdownView:
             self._console.print(line, style="dim", markup=False, highlight=False)
 
     def _print_finished(self) -> None:
-        """Print the paragraphs behind which another one has begun, outside of code blocks."""
+        """Print the paragraphs that are followed by another paragraph, outside of code blocks."""
         cut = 0
         for found in PARAGRAPH.finditer(self._tail):
             if len(FENCE.findall(self._tail, cut, found.start())) % 2 == 0:

@@ -160,7 +160,7 @@ def _number(name: str, text: str) -> Any:
 
 
 def _table(values: dict[str, Any]) -> str:
-    """Return values as lines, without those that are tables themselves."""
+    """Return the plain values as aligned lines.  Values that are tables or lists are left out."""
     plain = {name: value for name, value in values.items() if not isinstance(value, (dict, list))}
     width = max(map(len, plain), default=0)
     return "\n".join(f"{name:{width}}  {value}" for name, value in plain.items())

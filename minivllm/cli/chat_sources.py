@@ -65,7 +65,7 @@ class ChatSource(Protocol):
     sampling: dict[str, Any]
 
     def answer(self, messages: Messages) -> str:
-        """Show an answer while it comes, and return it.  A KeyboardInterrupt ends the answer."""
+        """Show an answer while it is generated, and return it.  A KeyboardInterrupt ends the answer."""
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         """Raise RequestError for sampling parameters that are not valid."""

@@ -192,7 +192,7 @@ def _print(found: Sequence[Contender], work: ContenderWork, failed: dict[str, st
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that would change nothing or contradict each other; fill in ``--cases``."""
+    """Raise ConfigError for flags without an effect or in contradiction to each other, and fill in ``--cases``."""
     if args.seed is not None:
         raise ConfigError(f"--seed {args.seed}: this command has a run for each seed of --seeds; give it there")
     if len(set(args.seeds)) < len(args.seeds):
@@ -212,7 +212,7 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class ContenderWork:
-    """The measurements of each contender.  Results go to the store as soon as they are known."""
+    """The measurements of each contender.  Each result is stored as soon as it is measured."""
 
     args: argparse.Namespace
     requests: RequestsBySeed
@@ -264,7 +264,7 @@ class ContenderWork:
         return not self.text or self.first.key in stored["quality"]
 
     def reference(self) -> TextScores | None:
-        """Return the token distributions of the first contender over the text, None if they are not known yet."""
+        """Return the token distributions of the first contender over the text, or None before they are measured."""
         from minivllm.lab.bench.quality import TextScores
 
         if self.scores is None:
@@ -280,12 +280,13 @@ class ContenderWork:
         return seed != self.args.seeds[0] or not self.text or self.scored(contender)
 
     def scored(self, contender: Contender) -> bool:
-        """Return whether the quality of a contender is known; for the first also its token distributions."""
+        """Return whether the quality of a contender is measured.  For the first contender this includes its token
+        distributions."""
         known = self.first.key in self.store.of(contender.key)["quality"]
         return known and (contender is not self.first or self.reference() is not None)
 
     def warm(self, contender: Contender, llm: Any) -> None:
-        """Measure the quality if it is not known yet, then make the warm-up runs."""
+        """Measure the quality of a contender if it is not stored, then make the warm-up runs."""
         from minivllm.lab.bench import trials
 
         if not self.scored(contender):
@@ -346,9 +347,9 @@ class ContenderWork:
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
-    """Return the configurations to compare, each with a name of its own.
+    """Return the configurations to compare, each with a unique name.
 
-    ConfigError if there are fewer than two, or the same one twice.
+    ConfigError if there are fewer than two, or if two are equal.
     """
     found = []
     unused_of: dict[str, str] = {}

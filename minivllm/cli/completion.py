@@ -47,7 +47,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def words_of(parser: Any) -> dict[str, list[str]]:
-    """Return the words of each command: its flags, its choices and its subcommands."""
+    """Return the words that may follow each command: its flags, choices and subcommands."""
     found = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

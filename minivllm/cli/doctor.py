@@ -81,7 +81,7 @@ def _versions(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _device(device: Device, ranks: int, seconds: float) -> Lines:
-    """Describe the devices, their free memory, and which of them can read each other's memory."""
+    """Describe the devices, their free memory, and the pairs of devices that can read each other's memory."""
     several = f", {device.devices} of it" if device.devices > 1 else ""
     yield "device", f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB{several}"
     if device.kind == "cpu":

@@ -95,7 +95,10 @@ def size_of(count: int) -> str:
 
 
 def local_models(folders: list[str], download_dir: str | None) -> Iterator[LocalModel]:
-    """Yield the packaged models, those of the hub's cache, and those of folders.  ConfigError for a missing folder."""
+    """Yield the packaged models, the models in the cache of the hub, and the models in folders.
+
+    ConfigError for a missing folder.
+    """
     import minivllm
 
     package = Path(minivllm.__file__).parent / "pocket"

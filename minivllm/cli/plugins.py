@@ -150,9 +150,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
-    """Return the entries with a name, or package/name, one of each seam that has it.
+    """Return the entries with a name or package/name, one of each seam that has such an entry.
 
-    PluginError if there is none, or if several packages offer the name in one seam.
+    PluginError if there is none, or if several packages have the name in one seam.
     """
     from minivllm.registration.spec import check_seam
 

@@ -115,10 +115,10 @@ def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
 
 
 def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> list[str]:
-    """Return a ``--set`` that names the plug-in to which options in ``sets`` belong, if none names it yet.
+    """Return the ``--set`` argument that names the plug-in of the options in ``sets``, if no other argument names it.
 
-    The options belong to the only plug-in of ``--evictor`` or ``--scheduler``, or to the plug-in that ``--set
-    SEAM.name`` names.  ConfigError if that is not clear, or if the flag has options of that plug-in too.
+    The options belong to the only plug-in of ``--evictor`` or ``--scheduler``, or to the plug-in of ``--set
+    SEAM.name``.  ConfigError if several plug-ins are possible, or if the flag also has options of this plug-in.
     """
     names = [choice.name for choice in choices]
     keys = {text.partition("=")[0].strip(): text.partition("=")[2] for text in sets}

@@ -321,7 +321,8 @@ def table(rows: list[JsonObject]) -> str:
 
 
 def _row_lines(row: JsonObject, keys: list[str]) -> list[list[str]]:
-    """Return the cells of a run's line and of the lines below it: error band, real figures and their difference."""
+    """Return the cells of a run's line and of the lines below it: the error band, the real figures and the
+    differences."""
     names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
     lines = [[*names, *(_cell(key, row.get(key)) for key in keys)]]
 

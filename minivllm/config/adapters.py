@@ -61,7 +61,7 @@ def _refuse_changed(config: EngineConfig, origins: Mapping[str, str], names: Seq
 
 
 def _check_types(methods: Sequence[Part], origins: Mapping[str, str]) -> None:
-    """Raise ConfigError for a method whose folders are not known, or are those of another method."""
+    """Raise ConfigError for a method without folder types, or with a folder type of another method."""
     label = begins(source_of(origins, "adapters"))
     found: dict[str, str] = {}
     for part in methods:

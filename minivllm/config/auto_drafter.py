@@ -57,8 +57,7 @@ def keep_none(plain: Resolved, reason: str) -> Resolved:
 
 
 def _excluded(plain: Resolved) -> str:
-    """Return why a head is not used although the drafter ``mtp`` may support these choices, "" if nothing excludes
-    it."""
+    """Return the reason why a head is not used although the drafter ``mtp`` supports the model, or ""."""
     if plain.device.kind != "cuda":
         return "on a CPU drafts of a head take more time than they save; drafter=mtp uses it"
     if plain.wiring.images.max_images:

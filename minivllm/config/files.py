@@ -65,8 +65,10 @@ def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list
 
 
 def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[str, ConfigFile], other: Any) -> None:
-    """Add a file to ``found``, then the files that it extends, the last one first.  ``inside`` are the files that
-    extend it."""
+    """Add a file to ``found``, then the files that it extends, the last one first.
+
+    ``inside`` are the files that led to this one by their ``extends``.
+    """
     name = files.real(path)
     if name in inside:
         names = [os.path.basename(p) for p in (*inside[inside.index(name) :], name)]

@@ -79,7 +79,7 @@ def _refuse_options(config: EngineConfig, origins: Mapping[str, str], reason: st
 def _why_not(
     config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part], selection: Selection
 ) -> str:
-    """Return why an engine reads no images, "" if nothing forbids it."""
+    """Return the reason why an engine reads no images, or ""."""
     if selection.chosen is None:
         if not isinstance(checkpoint.raw.get("vision_config"), dict):
             return NO_ENCODER
@@ -143,7 +143,7 @@ def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, part
 
 
 def _excludes_spans(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
-    """Return why an engine cannot serve images whose tokens attend to each other, "" if it can."""
+    """Return the reason why an engine cannot serve images whose tokens attend to each other, or ""."""
     what = "the tokens of an image attend to each other, which"
     back_end = parts["attention"]
     if "spans" not in back_end.features:

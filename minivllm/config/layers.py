@@ -20,8 +20,8 @@ Where = Callable[[tuple[Any, ...]], str]  # returns the source of a path
 
 @dataclass(frozen=True)
 class ConfigShape:
-    """The known names: all ``top`` keys, the ``tables`` with their keys (None means that others check the keys), the
-    ``seams`` that hold one plug-in, the lists of ``several`` plug-ins, and ``aliases``."""
+    """The names that a configuration may have: all ``top`` keys, the ``tables`` with their keys (None means that
+    other code checks the keys), the ``seams`` with one plug-in, the lists of ``several`` plug-ins, and ``aliases``."""
 
     top: Sequence[str]
     tables: Mapping[str, Iterable[str] | None]
@@ -56,7 +56,8 @@ class Layers:
     def assign(self, pairs: Sequence[tuple[Path, Any]], source: str, trusted: bool = False) -> None:
         """Merge single values over the existing options.
 
-        Names of plug-ins come first: a new name drops the options of the old plug-in, but not the options in ``pairs``.
+        Names of plug-ins are set first, because a new name removes the options of the old plug-in.  The options in
+        ``pairs`` are kept.
         """
 
         def is_name(path: Path) -> bool:
@@ -76,7 +77,7 @@ class Layers:
         self._put(path, value, where, trusted)
 
     def _put(self, path: Path, value: Any, where: Where, trusted: bool) -> None:
-        """Merge one value whose text, numbers and nesting were checked."""
+        """Merge one value over the existing options.  Its text, numbers and nesting are already checked."""
         written = tuple(path)
         source = where(written)
         top = self.shape.aliases.get(path[0], path[0])
@@ -142,7 +143,7 @@ class Layers:
                 self.origins[path] = where(place)
 
     def _forget(self, dotted: str) -> None:
-        """Remove the sources of a path and of everything below it."""
+        """Remove the recorded sources of a path and of all paths below it."""
         for leaf in list(self.origins):
             if leaf == dotted or leaf.startswith(dotted + "."):
                 del self.origins[leaf]
@@ -166,7 +167,7 @@ class Layers:
             self.notes.append(f"{begins(source)}{seam} is now {shown(name)}; {keys} of {shown(old_name)} dropped")
 
     def _require(self, names: list[Any], source: str) -> None:
-        """Add the required packages of one source to those of the other sources."""
+        """Add the required packages of one source to the packages that other sources require."""
         table = self.tree.setdefault("requires", {})
         for name in names:
             if name not in (listed := table.setdefault("plugins", [])):
@@ -209,7 +210,8 @@ def _dotted(path: Path) -> str:
 
 
 def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callable[[str], str]) -> dict[str, Any]:
-    """Replace the names of other engines by the names of this one.  ConfigError if a value has both names."""
+    """Replace option names of other engines by the names of this engine.  ConfigError if a value is given under both
+    names."""
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in values.items():

@@ -35,7 +35,7 @@ def toml_lines(text: str) -> dict[Place, int]:
 
 
 class _Scanner:
-    """A TOML text and the position ``at`` up to which it was scanned."""
+    """A TOML text, and the position ``at`` of the next unread character."""
 
     def __init__(self, text: str) -> None:
         self.text = text.replace("\r\n", "\n")
@@ -121,7 +121,7 @@ class _Scanner:
                 return tuple(parts)
 
     def _note(self, path: Place, line: int) -> None:
-        """Record the line of a path, unless it has one."""
+        """Record the line of a path if no line is recorded yet."""
         self.lines.setdefault(path, line)
 
     def _here(self) -> int:
@@ -135,7 +135,7 @@ class _Scanner:
         self._match(_SPACE)
 
     def _take(self, mark: str) -> bool:
-        """Skip ``mark`` if it is next.  Return whether it was."""
+        """Skip ``mark`` if the text continues with it, and return whether it did."""
         found = self.text.startswith(mark, self.at)
         self.at += len(mark) if found else 0
         return found

@@ -68,9 +68,9 @@ def load_config(
 
 
 def _read_by_hook(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
-    """Return the table in a file of another format, read by a hook, or None if no hook reads it.
+    """Return the table in a file of another format as a hook reads it, or None if no hook reads the file.
 
-    The hooks are those that the earlier files and all other sources enable.
+    Only hooks are called that the files read so far and all other sources enable.
     """
     others = copy.deepcopy(layers)
     over(others)

@@ -39,7 +39,7 @@ class Served:
 
     @property
     def files(self) -> HeadFiles:
-        """Return the files of a head that lie beside the model's."""
+        """Return the files of a head that is stored in the model's own checkpoint."""
         return HeadFiles(str(self.folder), self.cfg, self.names)
 
 
@@ -65,7 +65,10 @@ def check_head(part: Part, served: Served, files: HeadFiles | None = None) -> An
 
 
 def missing_tensors(head: Any, names: Sequence[str] | None) -> str:
-    """Return the first source of a head's rules that begins no name, "" if each begins one or names are unknown."""
+    """Return the first source of a head's rules that is the prefix of no tensor name, or "".
+
+    The result is also "" if the names are unknown.
+    """
     if names is None:
         return ""
     for rule in head.arch.weights(head.cfg):
@@ -121,9 +124,11 @@ class OwnModels:
         return DraftWiring(str(checkpoint.folder), parts)
 
     def add_head(self, part: Part, served: Served, label: str) -> DraftWiring:
-        """Check the layers of ``part``, a drafter that reads hidden states of the ``served`` model.
+        """Check the layers of ``part``, a drafter that reads hidden states of the ``served`` model, and return the
+        wiring of its head.
 
-        ConfigError, whose message begins with ``label``, if there is none or if it does not belong to the model."""
+        ConfigError, whose message begins with ``label``, if the drafter has no head or its head does not fit the model.
+        """
         parts: Mapping[str, Part] = {}
         try:
             files = served.files

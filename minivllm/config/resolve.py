@@ -225,7 +225,7 @@ class _Fold:
     def _compression(
         self, cache: CacheWiring, specs: Sequence[AttnSpec], speculation: SpeculationWiring, own: bool, hf: Any
     ) -> CacheWiring:
-        """Choose the compressor, and return the options of the KV cache with those of compression."""
+        """Choose the compressor, and return the cache options with the options of compression."""
         self._pick("compressor", self.config.compressor, ("device",))
         model = CompressedModel(specs, hf, bool(self.states), speculation.num_speculative_tokens, own, self.facts)
         cache, notes = wire_compression(cache, self.config, self.origins, self.parts, model)
@@ -468,7 +468,8 @@ class _Fold:
         return Served(checkpoint.folder, build_part("model", self.parts["model"]), hf_config, names)
 
     def _drafter(self, second_models: OwnModels, served: Served) -> SpeculationWiring:
-        """Choose the drafter, its second model or head if it uses one, and the number of drafts in a step."""
+        """Choose the drafter and the number of drafts per step, and the drafter's second model or head if it has
+        one."""
         choice = self.config.drafter
         self._pick("drafter", choice, ("device",))
         part = self.parts["drafter"]

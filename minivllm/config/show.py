@@ -18,7 +18,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class ShownValue:
-    """One option: its path, its value and its source.  The source ``default`` means that no source set it."""
+    """One option: its path, its value and its source.  The source ``default`` means that the default is used."""
 
     path: tuple[str, ...]
     value: Any

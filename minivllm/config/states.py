@@ -40,7 +40,7 @@ def _counted(states: Sequence[Recurrent], layers: int) -> str:
 
 
 def _bytes(state: Recurrent, dtype: str, drafts: int) -> int:
-    """Return the bytes of one layer's state of one sequence."""
+    """Return the size in bytes of the state of one sequence in one layer."""
     total = 0
     for tensor in state.tensors:
         places = state.places(drafts) if tensor.ring else 1

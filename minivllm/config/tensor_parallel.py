@@ -26,8 +26,8 @@ def fits(size: int, spec: AttnSpec) -> bool:
 
 
 def elsewhere(executor: Part) -> bool:
-    """Return whether an executor uses devices of other machines: its trait ``cluster`` names an option, and that is
-    set."""
+    """Return whether an executor uses devices of other machines, which is the case if the option that its trait
+    ``cluster`` names is set."""
     option = str(executor.traits.get("cluster", ""))
     return bool(executor.options.get(option))
 

@@ -53,7 +53,7 @@ def whole(value: Any, low: int, high: int, what: str) -> int:
 
 
 def _array(value: Any, kinds: str, what: str) -> np.ndarray:
-    """Return a value as an array whose ``dtype.kind`` is one of ``kinds``."""
+    """Convert a value to an array whose ``dtype.kind`` is one of ``kinds``.  TypeError for other values."""
     try:
         array = np.asarray(value)
     except (ValueError, TypeError):  # lists of unequal length, or objects that are not numbers

@@ -93,7 +93,10 @@ def offered(catalog: Catalog) -> dict[str, Declaration]:
 
 
 def choose(kind: str, candidate: Candidate, taken: Callable[[str], bool]) -> None:
-    """Add the parameters of a chosen plug-in.  PluginError if it cannot declare one (see ``fault``)."""
+    """Register the request parameters of a chosen plug-in.
+
+    PluginError if a parameter cannot be declared (see ``fault``).
+    """
     if candidate.spec is None or candidate.entry.builtin:
         return
     for param in candidate.spec.params:

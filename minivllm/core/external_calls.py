@@ -35,7 +35,7 @@ def contained(exc: BaseException) -> Exception:
 
 
 def as_exception(exc: BaseException) -> Exception:
-    """Return ``exc`` if it is an ``Exception``, else its replacement."""
+    """Return ``exc`` if it is an ``Exception``, else an ``Exception`` that replaces it."""
     return exc if isinstance(exc, Exception) else contained(exc)
 
 

@@ -47,9 +47,10 @@ class PageBatch(Protocol):
         ...
 
     def page(self, i: int, own: bool) -> np.ndarray | None:
-        """Wait for the copy, and return a page u8 [bytes]; None if there was no memory for it.
+        """Wait for the copy of page ``i``, and return it as u8 [bytes], or None if it had no memory.
 
-        ``own`` means that no other page shares its memory."""
+        ``own`` means that no other page shares the returned memory.
+        """
         ...
 
 
@@ -68,9 +69,10 @@ class PageMemory(Protocol):
         ...
 
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Start the copies of loaded pages to the device, and return them as ``write`` takes them, one for each.
+        """Start the copies of loaded pages to the device, and return one object per page for ``write``.
 
-        The threads of tiers call this while steps run."""
+        The threads of tiers call this while steps run.
+        """
         ...
 
     def arrived(self, page: Any) -> float | None:
@@ -91,7 +93,7 @@ class PageMemory(Protocol):
 
 
 class TierThread:
-    """The thread that calls one store.  Loads come before stores."""
+    """The thread that calls one store.  It loads pages before it stores pages."""
 
     def __init__(
         self, store: KVStore, done: Callable[[int, bool, int, float], None], threaded: bool
@@ -120,7 +122,7 @@ class TierThread:
             self._wake.notify()
 
     def add_load(self, work: Callable[[], None]) -> None:
-        """Order a load, which comes before all other work."""
+        """Queue a load, which runs before all other work."""
         with self._wake:
             self._loads.append(work)
             self._wake.notify()
@@ -173,7 +175,7 @@ class TierThread:
             self.fault("drop", e)
 
     def fault(self, what: str, e: Exception) -> None:
-        """Count an exception, and log each one whose number is a power of two."""
+        """Count an exception, and log it if the count is a power of two."""
         self.faults += 1
         if self.faults & (self.faults - 1) == 0:  # 1, 2, 4, 8 ...
             log.warning(
@@ -236,7 +238,10 @@ class TierThread:
 
 
 def _is_ready(batch: PageBatch | None) -> bool:
-    """Return True unless pages are still on their way to the host.  Their thread meets an error when it reads them."""
+    """Return True unless pages are still being copied to the host.
+
+    An error of the copy is raised later, in the thread that reads the pages.
+    """
     try:
         return batch is None or batch.ready
     except Exception:
@@ -400,8 +405,10 @@ class Mover:
         thread.add_load(load)
 
     def _stage(self, thread: TierThread) -> None:
-        """Begin the copies of the pages that a thread has loaded.  Pages that cannot be staged are copied by the step
-        that writes them."""
+        """Start the copies of the pages that a thread has loaded.
+
+        Pages that cannot be staged are copied by the step that writes them.
+        """
         loaded, thread.loaded = thread.loaded, []
         for group in sorted({group for group, *_ in loaded}):
             of_group = [row[1:] for row in loaded if row[0] == group]

@@ -30,7 +30,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def report(stage: str, done: int, total: int) -> None:
-    """Report that ``done`` of ``total`` are done in a stage.  The newest listener gets it."""
+    """Report to the newest listener that ``done`` of ``total`` are finished in a stage."""
     if _listeners:
         _listeners[-1](stage, done, total)
 

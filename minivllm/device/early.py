@@ -90,10 +90,11 @@ def _open_products(device: str) -> None:
 
 
 def hash_compiler() -> None:
-    """Compute the part of the key of a compiled kernel that depends on Triton alone.  ImportError without Triton.
+    """Compute Triton's own part of the key of compiled kernels, so that it is cached.  ImportError without Triton.
 
     Triton hashes its library of 450 MB at the first kernel, which takes 0.3 to 0.5 seconds of a CPU, and keeps the
-    result."""
+    result.
+    """
     from triton.runtime.cache import triton_key
 
     triton_key()

@@ -213,8 +213,7 @@ def settled(measured: Callable[[], Matmul]) -> Matmul:
 def probe(
     measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux", names: Sequence[str] = PROBED
 ) -> Matmul:
-    """Measure each dtype in child processes.  If a child dies, the next child continues behind the dtype that killed
-    it.
+    """Measure each dtype in child processes.  If a child dies, a new child measures the dtypes after the fatal one.
 
     A forked child is fast and has exactly this process's oneDNN settings.  It may hang on a lock that another thread
     held at the fork.  After a time limit, a new process measures instead.
@@ -318,9 +317,10 @@ def multiplies(dtype: str) -> bool:
 
 
 def has_products(dtype: str, flags: Collection[str], cap: str) -> bool:
-    """Return whether a CPU with these flags has instructions for products in a dtype, and ``cap`` allows them.
+    """Return whether a CPU has instructions for products in a dtype.
 
-    No flags are known outside of Linux on x86-64.  The result is then True.
+    ``flags`` are the flags of the CPU, and ``cap`` limits the allowed instruction set.  The result is True outside of
+    Linux on x86-64, where flags are unknown.
     """
     least, flag, tiles = PRODUCTS[dtype]
     name = cap.upper()

@@ -375,7 +375,7 @@ class JobLoop(TurnLoop):
         return self.inbox.closed
 
     def turn(self, wait: float | None) -> bool:
-        """Wait for jobs, run them, and run a step.  Return False if there was nothing to compute."""
+        """Wait for jobs, run them, and run a step.  Return False if no step was run."""
         self.inbox.wait(wait)
         self.do_jobs()
         try:

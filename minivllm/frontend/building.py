@@ -166,7 +166,8 @@ def started(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
 
 
 def predictor_of(part: Part, figures: PluginFigures) -> Callable[[PredictorContext], Predictor] | None:
-    """Return a function that builds the predictor of an engine, None for the built-in one that predicts nothing."""
+    """Return a function that builds the predictor of an engine, or None for the built-in plug-in without
+    predictions."""
     from minivllm.registry import build_part
 
     if part.name == "minivllm/none":
@@ -298,7 +299,7 @@ def make_grammars(
         return NoGrammars("needs an end-of-sequence token, by which an answer ends, and the model names none")
 
     def context() -> GrammarContext:
-        """Return the vocabulary, which takes long to compute, at its first use."""
+        """Return the vocabulary.  It is computed at its first use, because this takes long."""
         return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
 
     return Grammars(

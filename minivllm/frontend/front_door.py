@@ -127,7 +127,7 @@ class FrontDoor:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of a call without any.
+        """Return the sampling parameters of a call without parameters.
 
         They are those of the model's generation_config.json (option ``generation_config``), overridden by the
         ``[sampling]`` table.

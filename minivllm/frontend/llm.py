@@ -490,7 +490,7 @@ class LLM(FrontDoor):
         return os.fspath(path)
 
     def close(self) -> None:
-        """Free the memory, and write the record if the user requested one.  A second call does nothing."""
+        """Free the memory, and write the record if the user set ``record``.  A second call does nothing."""
         self._close_pool()
         self.engine.stop()
         self._recorder.close()

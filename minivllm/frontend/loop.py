@@ -26,8 +26,10 @@ log = logging.getLogger("minivllm")
 
 
 class Inbox(Generic[T]):
-    """A queue that any thread puts items into and one thread takes them out of.  A closed inbox accepts no more items,
-    but its items can still be taken."""
+    """A queue to which all threads add items, and from which one thread removes them.
+
+    A closed inbox accepts no more items, but its items can still be removed.
+    """
 
     def __init__(self) -> None:
         self._urgent: deque[T] = deque()  # entries that are taken before all others
@@ -82,11 +84,11 @@ def settles(engine: Engine) -> bool:
 
 
 class TurnLoop:
-    """Runs turns until ``over``.  A subclass defines a turn, and the work after the last one.
+    """Runs turns until ``over`` is true.  A subclass defines a turn, and the work after the last one.
 
-    External code cannot end the loop.  Whatever it raises was reported to its request, and only a KeyboardInterrupt
-    reaches this loop as well.  Any other exception is a bug of the loop or comes from another thread.  It is then
-    unknown which requests it affects, so the loop ends, and all requests receive the error.
+    External code cannot end the loop, because its exceptions are reported to its request.  Only a KeyboardInterrupt
+    reaches this loop as well.  Any other exception is a bug of the loop or comes from another thread.  The affected
+    requests are then unknown, so the loop ends, and all requests receive the error.
     """
 
     longest: float = 1.0  # seconds that an idle turn waits before the executor is checked again
@@ -100,8 +102,10 @@ class TurnLoop:
         raise NotImplementedError
 
     def turn(self, wait: float | None) -> bool:
-        """Read new items, waiting up to ``wait`` seconds for the first, and run one step.  Return False if there was
-        nothing to run."""
+        """Read new items and run one step, and return False if no step was run.
+
+        It waits up to ``wait`` seconds for the first item.
+        """
         raise NotImplementedError
 
     def leave(self, error: BaseException | None) -> None:
@@ -109,7 +113,7 @@ class TurnLoop:
         raise NotImplementedError
 
     def patience(self) -> float:
-        """Return the seconds to wait for an item after a turn in which nothing ran."""
+        """Return the seconds to wait for an item after a turn without a step."""
         if settles(self.engine):
             return LOOK
         if self.engine.busy and not self.engine.dead:

@@ -123,7 +123,8 @@ def _read(folder: Path, modules: Any) -> str:
 
 
 def _pooling(config: Any, path: str) -> str:
-    """Return the pooling of the parsed config.json of a Pooling module.  ModelError if it is not exactly one known."""
+    """Return the pooling that the parsed config.json of a Pooling module sets.  ModelError unless it sets exactly
+    one known pooling."""
     found: list[str] = []
     if isinstance(config, Mapping):
         modes = config.get("pooling_mode")

@@ -58,9 +58,9 @@ def _bar(stage: str, total: int) -> Any:
 
 
 class LogLines:
-    """Logs the end of each long stage, and how far it is every ``EVERY`` seconds.
+    """Logs the end of each long stage, and its progress every ``EVERY`` seconds.
 
-    ``log`` gets a sentence and its values.
+    ``log`` is called with a sentence and its values.
     """
 
     def __init__(self, log: Callable[..., None]) -> None:

@@ -61,7 +61,7 @@ CALL_HINTS = {
 
 
 class PromptInput(NamedTuple):
-    """A prompt that was read: its text (None if unknown), token ids (i32 [n]), the salt of its cached prefixes, and its
+    """A parsed prompt: its text (None if unknown), its token ids i32 [n], the salt of its cached prefixes, and its
     images."""
 
     text: str | None
@@ -176,9 +176,10 @@ def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
 
 
 def tokenized(prompts: Sequence[Any], tokenizer: Tokenizer | None) -> list[Any]:
-    """Return prompts in which texts have their token ids, which the pool of the tokenizer converts together.
+    """Return the prompts with texts replaced by token ids, which the tokenizer's pool converts together.
 
-    Prompts are returned unchanged if one of the texts is refused, so that ``read_prompt`` names it."""
+    Prompts are returned unchanged if one of the texts is refused, so that ``read_prompt`` reports it.
+    """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if tokenizer is None or len(texts) < 2:
         return list(prompts)

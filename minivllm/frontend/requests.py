@@ -87,8 +87,10 @@ class Tracked(RequestText):
         )
 
     def prepare(self, engine: Engine) -> None:
-        """Compile the grammar of the request.  It takes time, so it must not run on the engine's thread.  RequestError
-        if the grammar is refused."""
+        """Compile the grammar of the request.  RequestError if the grammar is refused.
+
+        It takes time, so it must not run on the engine's thread.
+        """
         params = self.request.params
         if params.structured_outputs is not None and self.request.grammar is None:
             engine.grammars.gates.add(self.request, engine.eos_ids, engine.capacity.vocab_size)
@@ -118,7 +120,8 @@ class Tracked(RequestText):
         return delta.stopped
 
     def _ended(self, request: Request) -> None:
-        """Finish the request after the engine.  If energy is counted, wait until its energy is known."""
+        """Finish the request after the engine has finished it.  If energy is counted, wait until its energy is
+        known."""
         if self._energy is None:
             self._done(request)
         else:

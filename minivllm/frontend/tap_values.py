@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | None:
-    """Return the values that a sequence has read, f32 [positions, width] by point.  None if its request reads nothing.
+    """Return the values that a sequence has read, f32 [positions, width] by point, or None if its request has no
+    reading taps.
 
-    ``tokens`` limits the result to the values of so many generated tokens.
+    ``tokens`` limits the result to the values of this number of generated tokens.
     """
     taps = seq.request.tapped
     points = {tap.point for tap in seq.request.taps if tap.read}
@@ -44,7 +45,7 @@ def routes_of(seq: Seq, tokens: int | None = None) -> np.ndarray | None:
 
 
 def route_outputs(seq: Seq, tokens: int | None = None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return (routes, counts) of a sequence, each None if its request does not ask for it; see ``RouteParams``."""
+    """Return (routes, counts) of a sequence.  Each is None if its request does not request it (see ``RouteParams``)."""
     params, found = seq.request.params.routes, routes_of(seq, tokens)
     if found is None or not isinstance(params, RouteParams):
         return None, None
@@ -125,7 +126,9 @@ def _first(parts: Iterable[np.ndarray], most: int) -> list[np.ndarray]:
 
 
 def _scored(request: Request) -> list[np.ndarray]:
-    """Return the logits at the tokens of a scored prompt, except the last token.  They are those of the branch that has
-    the most."""
+    """Return the logits at the tokens of a scored prompt, except the last token.
+
+    They are taken from the branch with the most of them.
+    """
     parts = [seq.tap_values.scored for seq in request.sequences if seq.tap_values is not None]
     return max(parts, key=lambda rows: sum(map(len, rows)), default=[])

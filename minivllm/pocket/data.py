@@ -87,7 +87,7 @@ class Writer:
         return self.chat(messages, answer, filler=FILLER)
 
     def several(self, task: str, most: int) -> Document:
-        """Return one to `most` cases of a task in one conversation, some of them with made-up words."""
+        """Return one to `most` cases of a task in one conversation.  Some cases contain invented words."""
         rng = self.rng
 
         def options() -> dict:

@@ -47,10 +47,10 @@ def schemas(root: Any) -> list[dict[str, Any]]:
 
 
 class _Closing:
-    """A schema and the object schemas (nodes) in it, by the ``id`` of their dicts.
+    """A schema and its nodes, which are the object schemas in it by the ``id`` of their dicts.
 
-    The parts of a node are the schemas directly inside it that describe the same value.  A node joins its parts if
-    they describe one object together.  Parts of joining nodes are shared.
+    The parts of a node are the schemas directly inside it that describe the same value.  A node joins its parts if they
+    describe one object together.  Joining nodes may share parts.
     """
 
     def __init__(self, root: Any) -> None:

@@ -15,7 +15,7 @@ MOST_DEPTH = (
 
 
 def text_depth(text: str) -> int:
-    """Return the nesting depth of the brackets in a JSON text, without those in strings.
+    """Return the nesting depth of the brackets in a JSON text, without the brackets in strings.
 
     It uses numpy, so it is fast for long texts.
     """

@@ -23,7 +23,8 @@ def pointer(schema: Any, reference: Any) -> str | None:
 
 
 def find(schema: Any, reference: Any) -> Any:
-    """Return the part of the schema that a reference names, or None if it is elsewhere or does not exist."""
+    """Return the part of the schema that a reference names, or None if the reference is to another document or to a
+    missing part."""
     path = pointer(schema, reference)
     if path is None:
         return None

@@ -80,7 +80,8 @@ class HostDraw:
 
 
 def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes three arguments and not two.  RequestError if it takes neither number."""
+    """Return whether a function takes three arguments, and False if it takes two.  RequestError for any other
+    number."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin function without a signature

@@ -76,9 +76,10 @@ class LayerAdapters:
 
 
 class AdaptedTaps:
-    """The implementation of ``model.StepTaps`` for a step in which adapters change the values of ``points``.
+    """The taps of a step in which adapters change the values of ``points`` (``model.StepTaps``).
 
-    ``then`` are the taps of requests, which read and change the values behind the adapters."""
+    ``then`` are the taps of requests, which read and change the values after the adapters.
+    """
 
     def __init__(self, memories: Sequence[AdapterMemory], points: Collection[str], then: StepTaps | None) -> None:
         self.memories, self.adapted, self.then = memories, points, then

@@ -63,10 +63,11 @@ def token_size(tokens: int) -> int:
 
 
 def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
-    """Return (rows, tokens) of the mixed steps that are captured without having been seen, most tokens first.
+    """Return (rows, tokens) of the mixed steps that are captured at the start, most tokens first.
 
-    ``most`` is the number of tokens up to which steps are captured, and ``coarse`` the result of ``coarse_sizes``.
-    Any smaller mixed step can be padded to one of these (``device/worker/graphs.py``)."""
+    ``most`` is the largest number of tokens of a captured step, and ``coarse`` the result of ``coarse_sizes``.  Any
+    smaller mixed step can be padded to one of these sizes (``device/worker/graphs.py``).
+    """
     most = token_size(min(most, MOST_TOKENS))
     rows = [*(n for n in coarse[:-1] if n in FIRST_ROWS), coarse[-1]]
     long_rows = next((n for n in rows if n >= LONG_ROWS), rows[-1])

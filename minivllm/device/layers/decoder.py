@@ -142,9 +142,10 @@ class Decoder:
 
 
 class DecoderBlock:
-    """One layer: (normed input of its first product, residual stream) -> (the same of the next layer's, new stream).
+    """One layer.  A call maps (normed input of the first product, residual stream) to the same pair for the next layer.
 
-    ``follows`` is the norm before the next layer's first product, or the final norm; None where there is none."""
+    ``follows`` is the norm before the first product of the next layer, or the final norm, or None.
+    """
 
     inputs = 1  # vectors of the hidden size that attention reads for each token
 
@@ -272,7 +273,8 @@ class DecoderBlock:
         return self.gate_out(x, gate[0]) if self.gated else x
 
     def _beside(self, h: Normed, residual: Tensor) -> Normed:
-        """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""
+        """Return the input of a parallel layer's MLP: the input of attention, or a separate norm of the residual
+        stream."""
         return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
     def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], tuple[Normed, Tensor]]:

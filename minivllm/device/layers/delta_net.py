@@ -34,9 +34,9 @@ EPS = 1e-6  # added to the squared norm of queries and keys
 
 
 class DeltaNet(Module):
-    """Normed [T, hidden] -> [T, value_heads * value_dim], of the heads of this process.
+    """A gated delta net: Normed [T, hidden] -> [T, value_heads * value_dim] for the heads of this process.
 
-    ``spec`` has the sizes of the whole model.  ``project`` gives q | k | v | z, and ``gates`` gives b | a.
+    ``spec`` has the sizes of the whole model.  ``project`` returns q | k | v | z, and ``gates`` returns b | a.
     """
 
     def __init__(
@@ -279,7 +279,8 @@ class _FoldedTokens:
         return torch.where(self.step.drafts, self.fold + self.n.clamp(max=1), self.size)
 
     def store(self, state: Tensor, base: Tensor, i: int) -> None:
-        """Store the states behind token i where they are to be kept: at the end, before drafts, as a copy."""
+        """Store the states after token i of each row where they are needed: at the row's end, before its drafts, or
+        as a copy."""
         step = self.step
         last = torch.where(step.drafts, self.fold, self.size) == i + 1
         state[step.rows[last]] = base[last]

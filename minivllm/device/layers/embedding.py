@@ -85,9 +85,10 @@ class Embedding(Module):
 
 
 def beside(logits: Tensor, vocab: int, group: Any) -> Tensor:
-    """Gather the logits of each rank's vocabulary range on rank 0 and return all ``vocab`` columns there, [N, V].
+    """Gather the logits of all ranks' vocabulary ranges on rank 0, and return the ``vocab`` columns there, [N, V].
 
-    The other ranks return [N, 0].  ``group`` None means a single process, which returns ``logits`` as they are."""
+    Other ranks return [N, 0].  Without a ``group`` there is one process, and ``logits`` are returned unchanged.
+    """
     if group is None:
         return logits
     whole = group.gather(logits, vocab)

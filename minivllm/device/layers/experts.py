@@ -65,7 +65,7 @@ def route(
 
 
 def floor_of(router: Router) -> float:
-    """Return the number that is added to the sum of a token's weights.
+    """Return the number that is added to the sum of a token's weights before the division.
 
     It is 0 for a softmax, whose weights are never all 0.
     """
@@ -240,10 +240,11 @@ class Mixture(NormFusing):
         return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded, floor, given)
 
     def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Check the result of a router hook and return it as weights f32 [T, k] and ids i32 [T, k].
+        """Check the result of a router hook, and return it as weights f32 [T, k] and ids i32 [T, k].
 
-        ValueError if the result is no pair of tensors of the shape and device of ``like``.  An id that is no expert's
-        gets a weight of NaN, so that only the request of that token fails."""
+        ValueError unless the result is a pair of tensors with the shape and device of ``like``.  An id without an
+        expert gets the weight NaN, so that only the request of this token fails.
+        """
         pair: tuple[Any, ...] = given if isinstance(given, tuple) and len(given) == 2 else ()
         sizes = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
         if sizes != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):

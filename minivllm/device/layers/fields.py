@@ -237,10 +237,11 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
 
 
 def _trained_length(cfg: Any, params: Mapping[str, Any], nested: bool) -> Any:
-    """Return ``original_max_position_embeddings`` in the order of precedence that transformers has.
+    """Return the value of ``original_max_position_embeddings`` with the precedence of transformers.
 
-    A table for one layer type (``nested``) has its own value.  A table for all layers comes after the config's own
-    field.  The last choice is ``max_position_embeddings``."""
+    A table for one layer type (``nested``) is read first.  A table for all layers is read after the field of the
+    config.  ``max_position_embeddings`` is the last choice.
+    """
     own, table = getattr(cfg, ORIGINAL, None), params.get(ORIGINAL)
     most = getattr(cfg, "max_position_embeddings", None)
     return (table or most) if nested else (own or table or most)

@@ -43,9 +43,10 @@ class Rounded(NamedTuple):
 
 
 class GatedRow(NamedTuple):
-    """One row ``x`` [1, dim] that is not quantized yet, and the largest absolute values of its P parts.
+    """One unquantized row ``x`` [1, dim], and the largest absolute values of its P parts.
 
-    ``tops`` int32 [1, P] has their bits.  The next product computes the scale of the row from them."""
+    ``tops`` int32 [1, P] has the bits of these values.  The next product computes the scale of the row from them.
+    """
 
     x: Tensor
     tops: Tensor
@@ -89,9 +90,10 @@ class _Pair:
         self._kernel: Any = None
 
     def follow(self, other: Any) -> None:
-        """Set ``other`` as the only reader of this pair's output, so that the output can have the form that it reads.
+        """Set ``other`` as the only reader of this pair's output, so that the output can have the reader's format.
 
-        An ``other`` that is no pair is ignored."""
+        ``other`` is ignored unless it is a pair of fused operations.
+        """
         self.follower = other if isinstance(other, _Pair) else None
 
     def made(self) -> Any:
@@ -144,10 +146,11 @@ class NormedLinear(_Pair):
 
 
 def joined(first: NormedLinear, second: NormedLinear) -> NormedLinear | None:
-    """Return one layer that computes the products of two layers of the same input, one beside the other.
+    """Return one layer that computes the products of two layers with the same input, or None.
 
-    The weights of the two become parts of its weight.  None unless both weights are unquantized, and the second has a
-    number of outputs that keeps rows aligned."""
+    The weights of both become parts of its weight.  None if a weight is quantized, or if the number of outputs of the
+    second layer would leave rows unaligned.
+    """
     pair = (first.linear, second.linear)
     if any(type(one.scheme) is not Dense or one.bias is not None for one in pair):
         return None
@@ -288,7 +291,7 @@ class LinearNorm(_Pair):
 
 
 class NormFusing:
-    """A module other than ``Linear`` whose kernel may include the residual addition and the norm that follow it."""
+    """A module, other than ``Linear``, whose kernel may include the following residual addition and norm."""
 
     def __call__(self, h: Any) -> Tensor:
         raise NotImplementedError

@@ -24,9 +24,10 @@ from .module_parts import ModuleParts
 
 
 class PredictionHead:
-    """A head for next-token prediction (MTP), with the embedding and the output layer of the served model.
+    """A head for multi-token prediction (MTP), which uses the embedding and the output layer of the served model.
 
-    ``spec`` describes its layer.  A call returns the states [T, H] behind its norm."""
+    ``spec`` describes its layer.  A call returns the states [T, H] after its norm.
+    """
 
     def __init__(self, spec: DecoderSpec, parts: ModuleParts) -> None:
         hidden = spec.hidden
@@ -61,10 +62,11 @@ class PredictionHead:
 
 
 class VocabularyMap(Module):
-    """The token ids i64 [D] of the model that the D outputs of a head stand for.
+    """The token ids i64 [D] of the served model for the D outputs of a head.
 
-    A checkpoint holds the difference ``d2t`` i64 [D] of each id from its number, and perhaps ``t2d`` bool [V], which is
-    true for the D ids.  ModelError if they contradict each other."""
+    A checkpoint has the difference ``d2t`` i64 [D] of each id from its index, and perhaps ``t2d`` bool [V], which is
+    true for the D ids.  ModelError if they contradict each other.
+    """
 
     def __init__(self, name: str, drafted: int, vocab: int, params: Iterable[str], device: str) -> None:
         super().__init__(name)
@@ -109,16 +111,16 @@ class VocabularyMap(Module):
 
 
 class WideBlock(DecoderBlock):
-    """A decoder layer whose attention reads two vectors of the hidden size, one after the other."""
+    """A decoder layer whose attention reads two concatenated vectors of the hidden size."""
 
     inputs = 2
 
 
 class EagleHead:
-    """The layer of EAGLE-3 with an output layer of its own for ``drafted`` tokens.
+    """The layer of EAGLE-3, with a separate output layer for ``drafted`` tokens.
 
     ``spec`` describes the layer.  ``states`` is the width of the hidden states that it reads.  ``params`` are the
-    tensors of the vocabulary map in the checkpoint.  ``embeds`` means that the head has an embedding of its own.
+    tensors of the vocabulary map in the checkpoint.  ``embeds`` means that the head has a separate embedding.
     """
 
     def __init__(

@@ -28,9 +28,10 @@ ROWS = 16
 
 
 def same_at_every_place(call: Callable[[Tensor], Tensor], like: Tensor) -> bool:
-    """Return whether ``call`` gives equal rows the same bits at every position.
+    """Return whether ``call`` returns the same bits for equal rows at all positions.
 
-    The test input has the shape, dtype and device of ``like``; all its rows are the same random row."""
+    The test input has the shape, dtype and device of ``like``; all its rows are the same random row.
+    """
     line = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     got = call(line.expand(like.shape).contiguous())
     got = got.reshape(-1, got.shape[-1])

@@ -29,9 +29,10 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 class Packed:
-    """A packed copy of a weight (see ``pack``) that the first product of enough rows makes.
+    """A packed copy of a weight (see ``pack``), created by the first product with enough rows.
 
-    Native steps compute short products without it, so it may never be needed."""
+    Native steps compute short products without it, so it may never be created.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self._weight: Tensor | None = weight

@@ -58,10 +58,11 @@ def fill(target: Tensor, tensor: Tensor) -> None:
 
 
 def all_finite(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool [] on the device of a tensor, true if all of its numbers are finite in ``dtype``.
+    """Return a bool [] on the device of a tensor: whether all its numbers are finite in ``dtype``.
 
-    NaN becomes the smallest and the largest number, so one pass is enough.  It takes a fortieth of the time of
-    ``isfinite`` on a CPU, and no memory."""
+    The check uses the smallest and the largest number, which are NaN if any number is.  It takes a fortieth of the time
+    of ``isfinite`` on a CPU, and no memory.
+    """
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     values = tensor.to(dtype)

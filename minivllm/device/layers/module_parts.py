@@ -90,7 +90,7 @@ class ModuleParts:
         self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:
-        """Store a module for the loader, and return it.  ValueError if another one has its name."""
+        """Store a module for the loader, and return it.  ValueError if another module has the same name."""
         if module.name in self.modules:
             raise ValueError(f"two modules are named {module.name!r}")
         self.modules[module.name] = module
@@ -149,7 +149,8 @@ class ModuleParts:
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
         """Make one projection with the parts "q", "k" and "v".
 
-        ``gated`` adds the part "gate", whose sigmoid multiplies the output of attention."""
+        ``gated`` adds the part "gate"; the output of attention is multiplied by its sigmoid.
+        """
         heads, kv_heads, copies = self.heads(spec.heads), self.kv_heads(spec.kv_heads), self._copies(spec.kv_heads)
         sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
         if gated:
@@ -223,9 +224,11 @@ class ModuleParts:
     def router(
         self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
     ) -> RouterLinear:
-        """Make a router: x [T, inp] -> logits [T, outputs], one for each expert, or one to gate a shared expert.
+        """Make a router: x [T, inp] -> logits [T, outputs].
 
-        ``choice_bias`` adds a number for each expert that affects only which experts are chosen."""
+        There is one output per expert, or a single output that gates a shared expert.  ``choice_bias`` adds a number
+        per expert that affects only the choice of experts.
+        """
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
         return self.add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
 

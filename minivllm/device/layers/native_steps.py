@@ -126,10 +126,10 @@ class NativeSteps:
     def takes(self, plan: StepPlan) -> bool:
         """Return whether the program can run FORWARD of a step.
 
-        It needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps, steering or
-        given experts.
-        If only decode steps are captured, each row must have one token.  Its buffer must hold all hidden states that
-        are used."""
+        The step needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps, steering
+        or given experts.  If only decode steps are captured, each row must have one token.  The buffer must have room
+        for all used hidden states.
+        """
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered) or len(plan.given):
             return False
@@ -189,9 +189,11 @@ class NativeSteps:
         return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
 
     def _set_states(self, plan: StepPlan, whole: StepPlan) -> Callable[[], None]:
-        """Set the recurrent states of a step, and return the function that notes which tokens they then cover.
+        """Set the recurrent states of a step, and return a function that records the tokens that the states cover after
+        it.
 
-        In ``whole`` a row and its drafts are one row.  A model without states needs neither."""
+        In ``whole`` a row and its drafts are one row.  Without recurrent states the function does nothing.
+        """
         memory = self.state.recurrent
         if memory is None:
             return lambda: None
@@ -211,10 +213,11 @@ class NativeSteps:
         return advance
 
     def draws(self, plan: StepPlan) -> bool:
-        """Return whether the program can run SAMPLE of a step whose FORWARD it ran.
+        """Return whether the program can run SAMPLE after its FORWARD of a step.
 
-        It can if every row only draws a token in a variant that the program has.  Logprobs, guided decoding, active
-        logits processors and data for the host need ``step.sample``."""
+        This requires that all rows only draw a token, in a variant that the program has.  Logprobs, guides, active
+        processors and data for the host need ``step.sample``.
+        """
         if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held) or len(plan.guided):
             return False
         return 0 < len(plan.samples) <= len(self.logits) and self.draws_rows(plan.slots[plan.samples])
@@ -280,10 +283,11 @@ class NativeHead:
     def forward(
         self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.
+        """Compute ``q_len`` i32 [N] pairs of each row, after its first ``computed`` i32 [N] pairs.
 
         ``states`` [T, H] are the hidden states of the pairs.  Return (the results f32 [N, H] and the logits f32 [N, V]
-        of the last pair of each row), which the next call overwrites."""
+        of the last pair of each row), which the next call overwrites.
+        """
         box, r = self._box, len(slots)
         self.states[: len(states)] = states
         self.stopped.copy_(self.state.stopped)

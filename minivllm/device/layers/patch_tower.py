@@ -35,7 +35,10 @@ class PatchTower:
     """Computes features of patches by the weights of ``visual``, a tower of transformers."""
 
     def __init__(self, visual: Any, levels: Sequence[int]) -> None:
-        """Store the modules.  ``levels`` are the layers whose outputs have features of their own (deepstack)."""
+        """Store the modules of a vision tower.
+
+        ``levels`` are the numbers of the layers whose outputs give additional features (deepstack).
+        """
         self.visual, self.levels = visual, list(levels)
         config = visual.config
         self.heads, self.merge = int(config.num_heads), int(config.spatial_merge_size)
@@ -53,9 +56,10 @@ class PatchTower:
         self._captured: dict[tuple[int, int, int], Tables] = {}  # captures read them, so they stay
 
     def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
-        """Return features [tokens, hidden] of each level, of the patches [T, values] of images of one grid.
+        """Return the features [tokens, hidden] of each level, for the patches [T, values] of images with the same grid.
 
-        Several images come one after another, and attend only to themselves."""
+        The patches of several images follow one another, and attend only to the same image.
+        """
         tables, visual = self.tables(grid), self.visual
         x = F.linear(patches, *self.embed)
         frame = grid[1] * grid[2]
@@ -69,7 +73,7 @@ class PatchTower:
         return [visual.merger(x), *(found[level] for level in self.levels)]
 
     def _attend(self, attention: Any, x: Tensor, tables: Tables, frame: int) -> Tensor:
-        """Return the outputs [T, width] of an attention layer, in which the patches of a frame see each other."""
+        """Return the outputs [T, width] of an attention layer in which the patches of a frame attend to each other."""
         qkv = attention.qkv(x).view(len(x), 3, self.heads, self.dim)
         q, k = self.turn(qkv, tables.cos, tables.sin)
         q, k, v = (one.view(-1, frame, self.heads, self.dim).transpose(1, 2) for one in (q, k, qkv[:, 2]))
@@ -107,9 +111,11 @@ class PatchTower:
 
 
 def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """Return learned positions f32 [rows * columns, width] of a grid, from those of a square grid [side², width].
+    """Return the learned positions f32 [rows * columns, width] of a grid, interpolated from a square grid [side²,
+    width].
 
-    They are interpolated between the nearest four, and corners lie on corners."""
+    Each position is interpolated between the four nearest ones, and the corners of both grids coincide.
+    """
     side = int(len(weight) ** 0.5)
 
     def nearest(count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -248,10 +248,13 @@ class PeerMemory:
     # ---- moves ---------------------------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, vocab: int, tile: int = 0) -> Tensor | None:
-        """Concatenate the columns of x [N, columns] of all ranks; return the first ``vocab`` on rank 0, None elsewhere.
+        """Concatenate the columns of x [N, columns] of all ranks, and return the first ``vocab`` columns on rank 0,
+        None on others.
 
-        ``tile`` is the elements that a program moves at a time, a power of two and the same on all ranks; 0 selects the
-        measured one (``TILES``).  Without the other ranks (``alone``) the result is zeros, unless it is captured."""
+        ``tile`` is the number of elements that a program moves at a time, a power of two that is equal on all ranks; 0
+        selects the measured one (``TILES``).  Without the other ranks (``alone``) the result is zeros, unless it is
+        captured.
+        """
         rows, columns = x.shape
         tile = min(tile or tile_of(rows), PLACE // x.element_size())
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None

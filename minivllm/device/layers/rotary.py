@@ -16,10 +16,11 @@ from .norm import rms_norm
 
 
 def order_of_halves(dim: int, turned: int) -> Tensor:
-    """Return i64 [dim]: for each element of a head here, its index in a checkpoint with interleaved pairs.
+    """Return i64 [dim]: for each element of a head in this engine, its index in a checkpoint with interleaved pairs.
 
-    The first ``turned`` elements of the checkpoint's head are pairs (0, 1), (2, 3) ...  Their even elements come first,
-    then the odd ones, then the elements that are not rotated."""
+    The first ``turned`` elements of the checkpoint's head are pairs (0, 1), (2, 3) ... Their even elements come first,
+    then the odd ones, then the elements that are not rotated.
+    """
     order = torch.arange(dim)
     order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
     return order
@@ -153,9 +154,10 @@ def prepare_qk(
 
 
 def joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """Return a view of q and k as one tensor [T, heads + kv_heads, dim] if they are adjacent in memory, else None.
+    """Return a view of q and k as one tensor [T, heads + kv_heads, dim], or None if they are not adjacent in memory.
 
-    They are after a merged projection."""
+    They are adjacent in the result of a merged projection.
+    """
     near = q.stride() == k.stride() and q.shape[2] == k.shape[2] and q.stride()[1:] == (q.shape[2], 1)
     if not near or q.data_ptr() + q.shape[1] * q.shape[2] * q.element_size() != k.data_ptr():
         return None

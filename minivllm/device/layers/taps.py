@@ -45,7 +45,7 @@ class TapsOfStep:
 
 
 class LayerTaps:
-    """The taps of one layer, whose points it names without the prefix ``layers.i.``."""
+    """The taps of one layer.  Its points are named without the prefix ``layers.i.``."""
 
     def __init__(self, taps: StepTaps, prefix: str) -> None:
         self.taps, self.prefix = taps, prefix

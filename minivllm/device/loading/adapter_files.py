@@ -28,7 +28,7 @@ class AdapterChecks:
         self.methods = methods
 
     def __call__(self, folder: str) -> AdapterFiles:
-        """Check the folder of an adapter without reading its weights.  RequestError says what is wrong."""
+        """Check the folder of an adapter without reading its weights.  RequestError for a malformed folder."""
         path = Path(folder)
         if not path.is_dir():
             raise adapter_refusal(folder, f"no such folder; expected one with {CONFIG} and {WEIGHTS}")

@@ -19,8 +19,11 @@ DOWN = "down_proj"
 
 
 class TextConversion(Conversion):
-    """Leaves out the tensors of other models, turns experts that lie as [in, out], then applies the architecture's own
-    conversion."""
+    """Converts the tensors of a text model in a larger checkpoint.
+
+    It leaves out the tensors of other models, transposes experts that are stored as [in, out], and then applies the
+    conversion of the architecture.
+    """
 
     def __init__(self, names: TensorNames, cfg: Any, inner: Conversion | None) -> None:
         self.names, self.hidden, self.inner = names, cfg.hidden_size, inner
@@ -45,16 +48,17 @@ class TextConversion(Conversion):
                 yield name, tensor.transpose(1, 2) if self._turns(source, tuple(tensor.shape)) else tensor
 
     def _turns(self, source: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of all experts lies as [in, out]: it does unless its shape is the expected one."""
+        """Return whether a tensor of all experts is stored as [in, out], which is the case if its shape is not [out,
+        in]."""
         if len(shape) != 3 or not source.endswith(self.names.turned or ("\0",)):
             return False
         return shape[1 if source.endswith(DOWN) else 2] != self.hidden
 
 
 def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> tuple[Conversion | None, TensorNames]:
-    """Return the conversion of a checkpoint with these tensors, and the names that it gives them.
+    """Return the conversion of a checkpoint with these tensors, and the names of the tensors after it.
 
-    The conversion is None if the rules name all tensors as the files do.
+    The conversion is None if the files use the names of the rules.
     """
     names, inner = TensorNames(headers, arch.weights(cfg), cfg), arch.conversion(cfg)
     return (TextConversion(names, cfg, inner) if names.changes else inner), names

@@ -22,7 +22,7 @@ MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Lin
 
 
 class FileRange(NamedTuple):
-    """Bytes [begin, end) behind the header of a file, and the memory of as many bytes that they fill."""
+    """Bytes [begin, end) of a file, counted from the end of its header, and the memory to read them into."""
 
     begin: int
     end: int
@@ -42,7 +42,8 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_ranges(path: Path, first: int, ranges: Sequence[FileRange]) -> None:
-    """Fill the memory of ranges, which begin behind ``first`` bytes of a file.  OSError if the file is too short."""
+    """Read ranges of a file into their memory.  The ranges count from byte ``first``.  OSError if the file is too
+    short."""
     if not ranges:
         return
     ordered = sorted(ranges, key=lambda one: one.begin)

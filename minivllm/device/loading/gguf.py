@@ -192,9 +192,9 @@ def _rope(file: GgufFile) -> NewFields:
 
 
 def _llama3(file: GgufFile, theta: float) -> NewFields:
-    """Return the rotary embedding whose frequencies have these factors.
+    """Return the fields of the rotary embedding of Llama 3 for the factors of its frequencies in a file.
 
-    ModelError for factors other than Llama 3's.
+    ModelError if the factors are not those of Llama 3.
     """
     found = file.tensors[ROPE_FACTORS]
     if found.kind not in FLOATS:
@@ -222,7 +222,8 @@ def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
 
 
 def is_packed(module: str, found: GgufTensor) -> bool:
-    """Return whether a tensor keeps its packed bytes.  All do except embeddings, whose rows are looked up."""
+    """Return whether a tensor keeps its packed bytes, which is the case except for embeddings, whose rows are looked
+    up."""
     return found.kind not in FLOATS and len(found.shape) == 2 and module != OUTSIDE["token_embd"]
 
 

@@ -208,7 +208,7 @@ class _Header:
         return found.tolist() if count <= LISTED else found
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """Return an array of strings.  This loop takes most of the time that a header takes."""
+        """Read an array of strings.  This loop takes most of the time of reading a header."""
         self.strings += count
         self._fits(f"strings of {shown(key)}", self.strings, 0, MOST_STRINGS)
         self._fits(f"strings of {shown(key)}", count, 8, MOST_STRINGS)
@@ -228,7 +228,7 @@ class _Header:
         return found
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return (name, shape, number of its type, offset behind the header) of a tensor."""
+        """Read the entry of a tensor: (name, shape, number of its type, offset from the end of the header)."""
         name, dims = self._string("the name of a tensor"), self._unpack("<I")
         if dims > MOST_DIMS:
             raise Broken(f"tensor {shown(name)} has {dims} dimensions; expected at most {MOST_DIMS}")

@@ -69,9 +69,10 @@ class Checkpoint:
 
     @cached_property
     def text(self) -> TextModel | None:
-        """Return the text model of a checkpoint that holds other models beside it, None if it holds one model.
+        """Return the text model of a checkpoint with several models, or None if the checkpoint has one model.
 
-        ModelError if config.json cannot be read, or if the text model cannot be served."""
+        ModelError if config.json cannot be read, or if the text model cannot be served.
+        """
         if not holds_text_model(self.raw):
             return None
         try:
@@ -82,8 +83,10 @@ class Checkpoint:
             raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc
 
     def hf_config(self) -> Any:
-        """Return the configuration of the text model with the attributes of transformers' object, made from the file
-        without running code that comes with the model.  ModelError if it cannot be read."""
+        """Return the configuration of the text model, with the attributes of transformers' object.
+
+        No code of the model's folder is run.  ModelError if it cannot be read.
+        """
         return plain_config(self.raw, self.from_transformers) or self.from_transformers()
 
     def from_transformers(self) -> Any:

@@ -155,8 +155,10 @@ OF_WINDOWS = {"sliding_window", "max_window_layers"}
 
 
 def with_floats(value: Any) -> Any:
-    """Return a value of config.json in which objects as {"__float__": "Infinity"} are the numbers: transformers writes
-    infinities and NaN so.  ModelError for lists and objects that are nested too deeply."""
+    """Replace each object such as {"__float__": "Infinity"} in a value of config.json by its number.
+
+    transformers writes infinities and NaN in this form.  ModelError for lists and objects that are nested too deeply.
+    """
     try:
         return _with_floats(value)
     except RecursionError:
@@ -180,7 +182,7 @@ def _is_none(value: Any) -> bool:
 
 
 def unread(part: Fields) -> set[str]:
-    """Return the keys of a configuration that belong to a part which it disables, so that nothing reads them."""
+    """Return the keys of a configuration that are not used, because they belong to a disabled part."""
     counts = {key: part[key] for key in COUNTS if key in part}
     found = {key for key, value in counts.items() if _is_none(value)}
     if part.get("enable_moe_block") is False or (counts and all(map(_is_none, counts.values()))):

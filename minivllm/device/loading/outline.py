@@ -84,9 +84,9 @@ def _without(key: str, served: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
-    """Return the components by the part of module names behind "layers.0.", in order of the modules.
+    """Return the components of a model in the order of its modules.
 
-    All norms are one.
+    The name of a component is the part of a module's name after "layers.0.".  All norms are one component.
     """
     found: dict[str, Component] = {}
     each = getattr(torch, dtype).itemsize

@@ -64,10 +64,10 @@ def _leaves(values: Fields, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
 
 
 def refuse_unread(overrides: Fields, raw: Fields, cfg: Any, ignores: Sequence[str], who: str) -> None:
-    """Raise ConfigError for an override that changes nothing, with the key and what to do.
+    """Raise ConfigError for an override without an effect, with its key and advice.
 
     ``raw`` is config.json with the overrides, and ``cfg`` the configuration that was read from it.  ``ignores`` are the
-    fields that the architecture does not read, and ``who`` is its name.
+    fields that the architecture does not use, and ``who`` is its name.
     """
     parts = nested_parts(raw) if hasattr(cfg, MARK) else []
     _refuse_in(overrides, parts[-1][0] if parts else "", "", cfg, ignores, who)
@@ -108,7 +108,7 @@ def known_keys(cfg: Any) -> set[str]:
 
 
 def _own_texts(cls: type) -> Iterator[str]:
-    """Give the texts and names in the methods of a class: keys that no field has, such as
+    """Yield the texts and names in the methods of a class, which may be keys without a field, such as in
     ``kwargs.get("sliding_window_pattern")``."""
     written = [value for name, value in vars(cls).items() if name[:2] != "__" or name == "__post_init__"]
     todo = [found.__code__ for found in map(inspect.unwrap, written) if hasattr(found, "__code__")]
@@ -163,7 +163,7 @@ def _refuse_idle(option: str, given: Fields, kinds: set[str]) -> None:
 
 
 def _tables(found: Fields) -> Iterator[Fields]:
-    """Give the tables of a rotary embedding: one, or one for each type of layer."""
+    """Yield the tables of a rotary embedding: a single one, or one for each type of layer."""
     inner = [table for table in found.values() if isinstance(table, Mapping)]
     yield from inner or [found]
 

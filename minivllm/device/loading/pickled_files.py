@@ -35,7 +35,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class _Said:
-    """The facts about a tensor that are known before its numbers are read."""
+    """The facts about a tensor of a pickled file that are known before its numbers are read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -48,7 +48,8 @@ class _Said:
 
 
 class PickledFile:
-    """The tensors of one file, memory-mapped where its format allows it.  ModelError if it holds anything else."""
+    """The tensors of one pickled file, memory-mapped if its format allows it.  ModelError if the file contains other
+    objects."""
 
     def __init__(self, path: Path) -> None:
         self.tensors = _checked(path, _loaded(path))

@@ -125,8 +125,9 @@ def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
 
 
 def two_ropes(raw: Fields) -> str:
-    """Return a sentence for a file with both ``rope_scaling`` and ``rope_parameters``, of which only the first is read;
-    "" for other files.
+    """Return a note for a file with both ``rope_scaling`` and ``rope_parameters``, or "".
+
+    Only ``rope_scaling`` is then read.
     """
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
     if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
@@ -141,8 +142,10 @@ def two_ropes(raw: Fields) -> str:
 
 
 def _rope(raw: Fields) -> dict[str, Any] | None:
-    """Return ``rope_parameters`` as transformers 5 has them, of new files and old ones: ``rope_scaling`` comes first
-    where a file has both."""
+    """Return ``rope_parameters`` in the form of transformers 5, for files in the old and the new form.
+
+    If a file has both, ``rope_scaling`` is used.
+    """
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or not given.keys() <= ROPE_NUMBERS | {"rope_type", "type"}:
         return None

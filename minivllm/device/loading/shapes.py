@@ -80,10 +80,10 @@ class Blueprint(ModelParts):
 
 
 def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
-    """Return the whole model without memory.
+    """Build the model without memory, and return its blueprint.
 
-    None means that the architecture computes with values while it is built.  Its tensors are then checked only when
-    they are loaded.  Raise ModelError for a config value that is not implemented.
+    None means that the architecture computes with values while it is built, so its tensors are checked only when they
+    are loaded.  ModelError for a config value that is not implemented.
     """
     made = Blueprint(parts)
     try:
@@ -147,7 +147,7 @@ def names_of(
 def sources_of(
     arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target], headers: Mapping[str, Header]
 ) -> Mapping[str, Mapping[str, PartSource]]:
-    """Return the tensors of each part in the headers, by module and part.
+    """Return module -> part -> tensors of the part in the headers.
 
     A tied head has the tensors of its own weight if the checkpoint has them.
     """
@@ -194,7 +194,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
 
 
 def _fields_of(cfg: Any, size: int) -> list[str]:
-    """Return the keys of config.json, with their values, for which the value or a product of values equals a size."""
+    """Return the keys of config.json, with their values, whose value or product of values equals ``size``."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
         values = [value for value in (getattr(cfg, key, None) for key in keys) if type(value) is int]

@@ -60,10 +60,10 @@ def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]
 
 
 def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, int, int]]:
-    """Return size, modification time in ns and inode of each file of weights.
+    """Return (size, modification time in ns, inode) of each file of weights.
 
-    ``check_unchanged`` compares them to find a file that was written or replaced.  A file that no longer exists has no
-    entry.  ``pickled`` lists the files of ``torch.save`` in place of those of safetensors.
+    ``check_unchanged`` compares the result to find a file that was written or replaced.  A missing file has no entry.
+    ``pickled`` lists the files of ``torch.save`` instead of safetensors.
     """
     paths = [folder] if is_gguf(folder) else [path for path, _ in checkpoint_files(folder, pickled)]
     found = {}
@@ -103,7 +103,7 @@ def opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
 
 
 def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
-    """Return the file.  ModelError if it lacks a tensor that it is expected to have."""
+    """Return the opened file.  ModelError if it lacks one of the ``expected`` tensors."""
     names = set(file.keys())
     for name in expected or ():
         if name not in names:

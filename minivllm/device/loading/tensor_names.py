@@ -166,9 +166,8 @@ class TensorNames:
         return max(found, key=lambda prefix: found[prefix], default="")
 
     def _beyond(self, names: Sequence[str], cfg: Any) -> tuple[str, ...]:
-        """Return the prefixes of tensors for multi-token prediction that are stored as further layers behind the last
-        one.
-        """
+        """Return the prefixes of tensors for multi-token prediction that are stored as additional layers after the
+        last one."""
         stems = {source.partition(".*.")[0] + "." for source in self.sources if ".*." in source}
         depth = getattr(cfg, "num_hidden_layers", None)
         if type(depth) is not int:

@@ -109,8 +109,8 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
 
 
 def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
-    """Return the text model's configuration for a model type that transformers does not know, and whether embedding and
-    head share their weight.
+    """Return the configuration of the text model of a model type unknown to transformers, and whether its head shares
+    the embedding's weight.
 
     The second result is None if the file does not set it.
     """

@@ -42,10 +42,10 @@ ALIGNED = 16  # alignment in bytes of each copy in spare memory
 
 
 class SpareMemory:
-    """Memory of a device for copies of tensors, for example the memory of a KV cache whose content is not needed.
+    """Memory of a device for copies of tensors, such as the memory of a KV cache whose content is not needed.
 
-    A large tensor is divided over several pieces of memory.  Values that do not fit are copied to host memory, which
-    takes a hundred times as long on a GPU.
+    A large tensor is divided over several pieces of this memory.  Tensors that do not fit are copied to host memory,
+    which takes a hundred times as long on a GPU.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), room: int = 0) -> None:
@@ -199,7 +199,7 @@ class WeightUpdate:
         return found
 
     def _embedding_name(self, head: TiedLMHead) -> str:
-        """Return the name of the embedding in a checkpoint whose head has a weight of its own."""
+        """Return the checkpoint's name of the embedding, for a head with a separate weight."""
         rules = self.parts.arch.weights(self.loaded.cfg)
         return next(rule.source for rule in rules if rule.module == head.tied.name)
 
@@ -329,9 +329,11 @@ class WeightUpdate:
 
 
 def read_once(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether the numbers of a tensor are checked after they were written.
+    """Return whether the numbers of a tensor are checked after they were written to the device.
 
-    It is true for a tensor in host memory and a model on a GPU, because a check before would transfer it twice."""
+    This is the case for a tensor in host memory and a model on a GPU, because a check before the write would transfer
+    the tensor twice.
+    """
     return device.type != "cpu" and tensor.device.type == "cpu"
 
 
@@ -369,7 +371,8 @@ def check_writable(parts: ModelParts) -> None:
 
 
 def layer_of(module: Module) -> Module:
-    """Return the layer that stores the weights of a module: an output head with its own weight stores them in it."""
+    """Return the layer that stores the weights of a module, which differs from the module for an output head with a
+    separate weight."""
     own = module.own if isinstance(module, TiedLMHead) else None
     return module if own is None else own
 

@@ -252,7 +252,7 @@ def weight_bytes(parts: ModelParts) -> int:
 
 
 def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
-    """Return whether the rules have several forms, so that the checkpoint's names decide between them."""
+    """Return whether the rules have several forms, one of which is selected by the checkpoint's names."""
     return load_format != "dummy" and len({rule.form for rule in rules} - {""}) > 1
 
 

@@ -88,8 +88,10 @@ class LowRankAddresses(ctypes.Structure):
 def low_rank(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> LowRankAddresses:
     """Return the low-rank products of a layer for a program, which reads the memory of the tensors.
 
-    a [places, parts, rank, in] and b [places, out, rank] have one dtype, and their places are whole.  ``ranks`` i32
-    [places] are those of the adapters, and ``starts`` i64 [parts + 1] the first outputs of the parts and the end."""
+    a [places, parts, rank, in] and b [places, out, rank] have the same dtype, and each place is contiguous.  ``ranks``
+    i32 [places] are the ranks of the adapters.  ``starts`` i64 [parts + 1] are the first outputs of the parts, and the
+    end of the last one.
+    """
     size = a.element_size()
     made = LowRankAddresses()
     made.a = a.data_ptr()
@@ -226,8 +228,11 @@ class Program:
         self._forward(self._made, box, places)
 
     def sample(self, box: int, out: int) -> None:
-        """Compute logits, draw tokens, or both.  ``box`` is as in ``forward``; ``out`` is the address of the result
-        i32 [3, rows] (see ``program.cpp:minivllm_sample``)."""
+        """Compute logits, draw tokens, or both.
+
+        ``box`` is as in ``forward``.  ``out`` is the address of the result i32 [3, rows] (see
+        ``program.cpp:minivllm_sample``).
+        """
         self._sample(self._made, box, out)
 
     def propose(self, box: int, states: HeadStates, out: int) -> None:

@@ -40,8 +40,11 @@ class RowSums(NamedTuple):
     queries: Tensor | None = None
 
     def of_layers(self, first: int, count: int, stored: int) -> tuple[Tensor, Tensor]:
-        """Return the sums and the numbers of queries f32 [count * kv_heads, stored] of ``count`` layers.  Tokens behind
-        the prompt get zeros."""
+        """Return the attention sums and the numbers of queries, f32 [count * kv_heads, stored], of ``count`` layers
+        from ``first`` on.
+
+        Tokens after the prompt have zeros.
+        """
         sums = self.sums[first : first + count].flatten(0, 1)
         more = stored - sums.shape[-1]
         queries = self.all_queries()[first : first + count].flatten(0, 1)
@@ -92,7 +95,7 @@ class AttentionSums:
         return self
 
     def _groups(self) -> list[int]:
-        """Return the KV groups whose rows are compressed: those without a sliding window."""
+        """Return the KV groups with compressed rows, which are the groups without a sliding window."""
         return [g for g, layers in enumerate(self.layers) if layers[0].spec.window is None]
 
     def _grown(self, row: RowSums | None, group: int, stored: int) -> RowSums:
@@ -163,9 +166,10 @@ class AttentionSums:
         self._of_slot[slot][group] = RowSums(sums * inside, queries * inside)
 
     def note(self, delta: Delta) -> None:
-        """Drop the sums of rows that left or join, and give rows that fork those of their parent.
+        """Drop the sums of rows that left or joined, and copy the sums of a parent to its forks.
 
-        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
+        A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
+        """
         forks = delta.fork.tolist()
         copies = {slot: dict(self._of_slot.get(source, {})) for source, slot, _ in forks}
         for slot in delta.leave.tolist():

@@ -89,8 +89,9 @@ class Worker:
 class SecondModel:
     """The model of a drafter or processor.  Its layers store their KV cache in the blocks of the first group.
 
-    ``states`` has two recurrent states for each slot (``OwnModel``), and is None for a model without any.
-    ``one_rope`` is true for a head that has one rotary table beside a served model that has two."""
+    ``states`` has two recurrent states per slot (``OwnModel``), or is None.  ``one_rope`` is true for a head with one
+    rotary table whose served model has two.
+    """
 
     model: Any
     backend: AttentionBackend
@@ -380,10 +381,10 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
     """Return the number of KV blocks of each group of layers, for ``budget`` bytes in total.
 
-    ``windows[g]`` is the attention window of group g in tokens; None means no window.  A group gets at most the blocks
-    that all rows can use: those of ``max_model_len`` tokens, or with a window those of the window and of one step.  If
-    the budget is smaller, all groups are reduced by the same factor.  Raise ResourceError if a group would have fewer
-    than 3 blocks."""
+    ``windows[g]`` is the attention window of group g in tokens; None means no window.  A group has at most the blocks
+    that all rows can use: for ``max_model_len`` tokens, or with a window for the window and one step.  If the budget is
+    smaller, all groups are reduced by the same factor.  Raise ResourceError if a group would have fewer than 3 blocks.
+    """
     block = wiring.block
     per_row = -(-wiring.max_model_len // block) + 1
     most = wiring.max_num_seqs * per_row + 1
@@ -408,9 +409,10 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
 
 
 def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
-    """Return the bytes that the KV cache may take.
+    """Return the number of bytes for the KV cache.
 
-    On a CPU they are a share of the free memory.  On a GPU a trial step measures the memory of activations first."""
+    On a CPU it is a share of the free memory.  On a GPU a trial step first measures the memory of activations.
+    """
     if worker.device.type == "cpu":
         return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))

@@ -241,7 +241,7 @@ class SeparateCalls(GuardedCalls):
         return self.run(p, own.logits_behind, slots, known)
 
     def guide(self, logits: Tensor) -> Tensor:
-        """Combine the logits of each guided row with those of the row of its guide (``sampling.guide_rows``).
+        """Combine the logits of each guided row with the logits of its guide (``sampling.guide_rows``).
 
         A guide is a second sequence with its own prompt, as in classifier-free guidance.  Return f32 [N, V], or
         ``logits`` unchanged if no row of the step has a guide.  Logits in float32 are changed in place.

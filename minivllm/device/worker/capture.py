@@ -35,7 +35,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 class GraphRecorder:
-    """Records captures that share one memory, because they run one after another."""
+    """Records CUDA graphs that share one memory pool, because they run one after another."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

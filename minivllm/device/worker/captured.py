@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SampleOperations(NamedTuple):
-    """The operations that the SAMPLE part of a step needs.  Each different value has a capture of its own."""
+    """The operations that the SAMPLE part of a step needs.  Each distinct value has a separate capture."""
 
     variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses the processor
     wants_min: bool  # whether at least one row has ``min_tokens``

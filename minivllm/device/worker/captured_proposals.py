@@ -115,7 +115,8 @@ class CapturedProposals:
         """Write ``k`` drafts of each row to the history, and return the number of usable drafts i32 [N].
 
         ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the call cannot
-        be captured.  An exception of the drafter's model, of tokens that it computes before the replay, is raised."""
+        be captured.  An exception of the drafter's model is raised if it occurs before the replay.
+        """
         key = self._key(slots, known, k)
         if key is None or self.made.get(key, key) is None:
             return None
@@ -144,7 +145,8 @@ class CapturedProposals:
         return key if key in self.made or len(self.made) < CAPTURES else None
 
     def _fill(self, size: int, slots: np.ndarray) -> Tensor:
-        """Copy the slots of a call to the device, unless they are those of the call before; return all B."""
+        """Copy the slots of a call to the device unless they equal those of the previous call, and return all B
+        slots."""
         spare, device = self.runner.wiring.max_num_seqs, self.runner.device
         padded = np.full(size, spare, np.int64)
         padded[: len(slots)] = slots

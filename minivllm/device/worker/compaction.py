@@ -101,7 +101,10 @@ class Compactor:
         return [GroupTensors(of_group) for of_group in caches]
 
     def _attention_sums(self, wiring: Wiring, worker: Worker) -> AttentionSums:
-        """Return the store of attention sums.  A note says whether torch adds them up on a GPU, which is slow."""
+        """Return the store of attention sums.
+
+        A note is added if torch computes them on a GPU, which is slow.
+        """
         reason = "triton is not installed"
         kernel = False
         if has_kernels(wiring):
@@ -124,10 +127,11 @@ class Compactor:
         return tuple(tuple(layer.spec.kv_heads for layer in layers) for layers in self.layers)
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
-        """Compress the rows of ``delta.compact``.  Return an error for each slot whose scores failed.
+        """Compress the rows of ``delta.compact``, and return an error for each slot whose scores failed.
 
-        Such a row keeps its newest tokens, so that the lengths on the host are right until it ends.  A row that was
-        preempted keeps the tokens of its first computation."""
+        A row with failed scores keeps its newest tokens, so that the lengths on the host stay correct until the row
+        ends.  A row that was preempted keeps the tokens of its first compression.
+        """
         errors: dict[int, StepError] = {}
         if not len(delta.compact):
             return errors
@@ -196,11 +200,12 @@ class Compactor:
             self.state.rope_first[slot : slot + 1].sub_(shift)
 
     def _rotation(self, layer: AttnLayer, row: CompactedRow, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin f32 [kv_heads, kept, dim] of the rotation of the kept ``tokens`` i64 [kv_heads, kept] to
-        their new positions, as ``rotate`` reads them; None if the keys of the layer stay as they are.
+        """Return the rotation of kept tokens to their new positions, or None if the keys of the layer are not rotated.
 
-        The position of each stored token is its number in the row, because earlier compressions have rotated keys too.
-        The tables may have a scale, which is divided out."""
+        ``tokens`` i64 [kv_heads, kept] are the kept tokens.  The result is cos and sin f32 [kv_heads, kept, dim] in the
+        form of ``rotate``.  The position of a stored token is its number in the row, because earlier compressions have
+        rotated keys too.  The tables may have a scale, which is divided out.
+        """
         if layer.index not in self.rotations:
             return None
         cos, sin = self.rotations[layer.index]
@@ -231,8 +236,10 @@ class Compactor:
         return blocks[at // self.block] * self.block + at % self.block
 
     def _batches(self, group: int, stored: int) -> list[list[AttnLayer]]:
-        """Return the layers of a group in batches whose tokens are chosen together, with at most ``SORTED`` scores or
-        one layer.  The kernel chooses those of all layers."""
+        """Return the layers of a group in batches whose tokens are chosen together.
+
+        A batch has at most ``SORTED`` scores, or one layer.  The kernel chooses the tokens of all layers together.
+        """
         layers = self.layers[group]
         if self.tensors:
             return [layers]
@@ -251,8 +258,10 @@ class Compactor:
         return order[..., : row.kept].sort(dim=-1).values
 
     def note(self, delta: Delta) -> None:
-        """Store the seeds of new rows on the host, because reading them from the device would wait for it, and the
-        queries and attention sums of rows that fork."""
+        """Store the seeds of new rows on the host, and copy the queries and attention sums of rows that fork.
+
+        Reading the seeds from the device later would wait for the device.
+        """
         self.sets.note(delta)
         join, seeds = delta.join, self.scores.seeds
         if join is not None:

@@ -86,7 +86,7 @@ class DraftedCalls(CapturedCalls):
     b: DraftBuffers
 
     def rows(self) -> Rows:
-        """Return the rows; each draws the token behind its input token."""
+        """Return the rows.  Each row draws the token after its input token."""
         rows = super().rows()
         return replace(rows, position=rows.position + self.b.draft)
 
@@ -153,7 +153,8 @@ class DraftedSteps:
     def forward(self, key: GraphKey, plan: StepPlan) -> Tensor | None:
         """Replay the layers of a step, and return the hidden states [R, H] of its rows.
 
-        The capture of shape ``key`` is made first if it does not exist.  Return None if that fails."""
+        A missing capture of shape ``key`` is made first.  Return None if it cannot be made.
+        """
         b = self._buffers(key.rows)
         if key not in self.forwards:
             self._fill(b, NONE, NONE)
@@ -211,7 +212,7 @@ class DraftedSteps:
         return self.buffers[size]
 
     def _fill(self, b: DraftBuffers, slots: np.ndarray, draft: np.ndarray) -> None:
-        """Copy the rows of a step to the device, unless they are those of the step before."""
+        """Copy the rows of a step to the device unless they equal those of the previous step."""
         n = len(slots)
         size = len(b.slots)
         same = (b.host[:n] == slots).all() and (b.host[size : size + n] == draft).all()

@@ -11,9 +11,10 @@ from minivllm.core.interfaces.plan import StepPlan, StepResult, group_rows
 
 
 def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
-    """Return the plan of the rows in ``keep`` bool [R], and for each of them that draws its index in ``plan.samples``.
+    """Return the plan of the rows in ``keep`` bool [R], and the index in ``plan.samples`` of each of them that draws.
 
-    Rows that still have drafts come after the other rows with one token, as ``StepPlan`` requires."""
+    Rows that still have drafts come after the other rows with one token, as ``StepPlan`` requires.
+    """
     first, _ = group_rows(plan.draft)
     alone = np.bincount(first[keep], minlength=len(first))[first] == 1
     rows = np.flatnonzero(keep)
@@ -59,9 +60,10 @@ def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
-    """Return a result of the remaining rows as one of all rows of ``plan``; ``back`` comes from ``without``.
+    """Extend the result of the remaining rows to all rows of ``plan``.  ``back`` comes from ``without``.
 
-    Removed rows get zeros.  ``widths`` has the width of each point of the model."""
+    Removed rows have zeros.  ``widths`` has the width of each point of the model.
+    """
 
     def full(part: np.ndarray) -> np.ndarray:
         out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
@@ -91,7 +93,7 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
 
 
 def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
-    """Return the values f32 of the taps of the remaining rows with zeros for those of removed rows."""
+    """Extend the tap values f32 of the remaining rows with zeros for removed rows."""
     if not len(plan.taps):
         return values
     removed = np.zeros(len(plan.slots), bool)

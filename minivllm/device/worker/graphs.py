@@ -87,7 +87,7 @@ OBSERVED_ROWS = 64  # largest decode step whose capture keeps its queries for a 
 
 @dataclass
 class Captured:
-    """A captured graph, and the tensors through which a replay gets its input and returns its result."""
+    """A captured graph, the tensors that a replay reads, and the tensors of its result."""
 
     graph: Any
     result: Any = None
@@ -99,7 +99,7 @@ class Captured:
 
 
 class Measured(NamedTuple):
-    """The results of measurements, with which a runner captures its steps again after sleep."""
+    """Measurements that a runner reuses when it captures its steps again after sleep."""
 
     costs: StepCosts
     sizes: tuple[int, ...]  # rows of decode steps
@@ -107,7 +107,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class Graphs:
-    """The captures of one runner.  They share one memory pool, because they never run at the same time."""
+    """The captures of one runner.  They share one memory pool, because only one of them runs at a time."""
 
     # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
     # in how attention splits a context, and a replay with spare rows does not show this.
@@ -196,10 +196,9 @@ class Graphs:
         return key
 
     def _span(self, longest: int, tokens: int = 0) -> int:
-        """Return the bound of the contexts of the capture for a step whose longest context has ``longest`` tokens.
-
-        ``tokens`` is the size of a mixed step, 0 for a decode step.  In a long mixed step the split of long contexts
-        costs next to nothing, so its capture serves all contexts."""
+        """Return the bound of the context lengths in the capture for a step whose longest context has ``longest``
+        tokens.  ``tokens`` is the size of a mixed step, 0 for a decode step.  In a long mixed step the split of long
+        contexts costs next to nothing, so its capture serves all contexts."""
         whole = self.runner.wiring.max_model_len
         return SHORT if longest <= SHORT and (tokens < WHOLE_TOKENS or whole <= SHORT) else whole
 
@@ -229,9 +228,8 @@ class Graphs:
         return (self._unless_refused(key) if due else None) or larger
 
     def _decode_key(self, key: GraphKey) -> GraphKey | None:
-        """Return the shape of the capture in which a decode step of shape ``key`` runs.
-
-        With gradual captures, or with a long context, it runs in a larger one until it has come DECODE_SIGHTS times."""
+        """Return the shape of the capture in which a decode step of shape ``key`` runs.  With gradual captures, or
+        with a long context, the step runs in a larger capture until its shape has occurred DECODE_SIGHTS times."""
         if key in self.forwards or (not self.later.gradual and key.span <= SHORT):
             return self._unless_refused(key)
         larger = self._larger(key)
@@ -313,9 +311,8 @@ class Graphs:
     # ---- run -----------------------------------------------------------------------------------------------------
 
     def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
-        """Replay the layers of a step, and return the hidden states [R, H] of its rows.
-
-        The capture of shape ``key`` is made first if it does not exist.  Return None if that fails."""
+        """Replay the layers of a step, and return the hidden states [R, H] of its rows.  A missing capture of shape
+        ``key`` is made first.  Return None if it cannot be made."""
         if key not in self.forwards and not self._try_forward(key):
             return None
         captured = self.forwards[key]
@@ -359,9 +356,8 @@ class Graphs:
         return self.buffers[key.rows].out, captured.result
 
     def _sample_of(self, rows: int, operations: SampleOperations) -> Captured | None:
-        """Return the SAMPLE capture for ``rows`` rows, and make it if it does not exist.
-
-        Return None if its capture failed, or if there are CAPTURES of them already."""
+        """Return the SAMPLE capture for ``rows`` rows, and make it if it is missing.  Return None if its capture
+        failed, or if there are already CAPTURES of them."""
         at = (rows, operations)
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
@@ -473,10 +469,9 @@ class Graphs:
         return later
 
     def step_tokens(self) -> int:
-        """Return the tokens of the longest captured step if a step of ``max_num_batched_tokens`` would take longer to
-        launch than to run, else 0.
-
-        Two captured steps are then faster than one step of the same tokens as separate launches."""
+        """Return the number of tokens of the longest captured step if longer steps are slower to launch than to run,
+        else 0.  It is compared with a step of ``max_num_batched_tokens``.  Two captured steps are then faster than
+        one step of the same tokens as separate launches."""
         budget, longest = self.runner.wiring.max_num_batched_tokens, max(self._mixed_tokens(), default=0)
         return longest if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens() else 0
 
@@ -485,7 +480,7 @@ class Graphs:
         return tuple(sorted(n for n in self._mixed_tokens() if n >= FIRST_TOKENS[-1]))
 
     def _mixed_tokens(self) -> set[int]:
-        """Return the tokens of captures of mixed steps, and of those that are left for later."""
+        """Return the numbers of tokens of the captures of mixed steps, made or queued."""
         shapes = {*self.forwards, *self.later.queue}
         return {key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"}
 
@@ -520,9 +515,8 @@ class Graphs:
         r.seams.take()  # discard the times of this step, which include the compiler
 
     def _measure(self, key: GraphKey) -> StepCosts:
-        """Return the costs of mixed steps, from the capture of shape ``key`` that was made last.
-
-        Its replay computes all products, and no attention, because its table has no rows."""
+        """Return the costs of mixed steps, measured with the last capture, which has the shape ``key``.  Its replay
+        computes all products but no attention, because its table has no rows."""
         worker = self.runner.worker
         token_ms = replay_ms(self.forwards[key].graph) / key.tokens
         each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # in units of the time of a token
@@ -544,10 +538,8 @@ class Graphs:
             self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
-        """Return the buffers for ``size`` rows with these slots in them.
-
-        ``slots`` [n] has at most ``size`` slots; the other rows get the spare slot.  They are copied only if changed.
-        """
+        """Return the buffers for ``size`` rows, with these slots in them.  ``slots`` [n] has at most ``size`` slots;
+        the other rows get the spare slot.  Slots are copied only if they changed."""
         b = self._buffers(size)
         if not np.array_equal(b.host_slots[: len(slots)], slots) or (b.host_slots[len(slots) :] != self.spare).any():
             b.host_slots[: len(slots)], b.host_slots[len(slots) :] = slots, self.spare

@@ -54,11 +54,12 @@ class HeadModel(OwnModel):
         return self._run(ask.slots, np.ones(len(pairs), np.int32), pairs, copied=True)
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
-        """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
+        """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
 
-        Each slot occurs once, and the served model has computed all known tokens but the last.  The head first
-        computes the pairs that are not in its KV cache, and the last pair in any case.  The logits of a row with one
-        known token, which has no pair, have no meaning."""
+        Each slot occurs once, and the served model has computed all known tokens except the last one.  The head first
+        computes the pairs that are missing in its KV cache, and the last pair in any case.  A row with one known token
+        has no pair, so its logits are undefined.
+        """
         pairs, done = self.total(known), self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(pairs - done > most)).size:
@@ -85,7 +86,7 @@ class HeadModel(OwnModel):
         return super().draw(ask, logits, j)
 
     def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
-        """Return the hidden states [T, W] of the ``q_len`` pairs of each row behind its first ``computed`` pairs."""
+        """Return the hidden states [T, W] of ``q_len`` pairs of each row, after its first ``computed`` pairs."""
         row, first = np.repeat(np.arange(len(slots)), q_len), q_len.cumsum() - q_len
         position = (computed - first)[row] + np.arange(len(row))
         return self.states.at(self.state, *self.state.to(np.stack([slots[row], position]).astype(np.int64)))
@@ -116,8 +117,9 @@ class HeadModel(OwnModel):
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
         """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.
 
-        ``copied`` means that each row has one pair, which begins with the states of the draft before.  Return the
-        logits f32 [N, V] of the last pair of each row."""
+        Return the logits f32 [N, V] of the last pair of each row.  ``copied`` means that each row has one pair, whose
+        states are those of the previous draft.
+        """
         if self.native is not None and self.native.takes(q_len):
             states = self.last if copied else self._states(slots, q_len, computed)
             assert states is not None

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class HostTokens:
-    """The known tokens of the sequence in each of ``slots`` slots, up to ``max_len`` tokens.
+    """The known tokens of the sequence in each slot, up to ``max_len`` tokens.
 
     ``ended(owner, tokens, prompt)`` is called for each sequence that leaves its slot, with the arguments of
-    ``Drafter.learn``."""
+    ``Drafter.learn``.
+    """
 
     def __init__(self, slots: int, max_len: int, ended: Callable[[int, np.ndarray, int], None]) -> None:
         self.ended = ended
@@ -79,7 +80,8 @@ class HostTokens:
     def known(self, slots: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
         """Return the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N], as views.
 
-        Raise RuntimeError if a token has not come back, which is a fault of the engine."""
+        Raise RuntimeError if a token has not been returned to the host yet, which is a fault of the engine.
+        """
         if (self.length[slots] < known).any():
             raise RuntimeError(f"slots {slots.tolist()} have {self.length[slots].tolist()} tokens; expected {known}")
         return [self.tokens[slot, :n] for slot, n in zip(slots.tolist(), known.tolist(), strict=True)]

@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the position behind its last placeholder."""
+        """Return the position after the image's last placeholder."""
         return self.position + self.tokens
 
 
@@ -139,7 +139,10 @@ class ImageState:
         self.offset[slot] = sum(self._shift(span) for span in spans)
 
     def _shift(self, span: Span) -> int:
-        """Return the change of the positions behind an image: it takes as many as its longer side has tokens."""
+        """Return the difference between the positions and the tokens of an image.
+
+        An image takes as many positions as its longer side has tokens.
+        """
         if not self.facts.sections:
             return 0
         return max(span.shape[1:]) // self.facts.merge - span.tokens
@@ -187,7 +190,7 @@ class ImageState:
         return FeatureTaps(self.state.to(index), values), lost
 
     def _seen(self, plan: StepPlan, pieces: list[Piece]) -> np.ndarray:
-        """Return the last position i64 [T] that each token of a step sees: its own, or the end of its image."""
+        """Return the last position i64 [T] that each token of a step attends to: its own, or the end of its image."""
         starts = np.cumsum(plan.q_len) - plan.q_len
         seen = np.arange(int(plan.q_len.sum())) + np.repeat(plan.computed - starts, plan.q_len)
         for piece in pieces:
@@ -207,7 +210,8 @@ class ImageState:
         """Return the tokens that a step computes before the end of their row's images, and their rows in the rotary
         tables, i64 [n] each.  The rows of parts of images are written to the tables.
 
-        Tokens of ``lost`` pieces get row 0, because their own positions may lie outside the tables."""
+        Tokens of ``lost`` pieces get row 0, because their own positions may be outside of the tables.
+        """
         starts = np.cumsum(plan.q_len) - plan.q_len
         text: list[np.ndarray] = []
         rows: list[np.ndarray] = []

@@ -30,8 +30,11 @@ class KeptSets:
         self._returned: list[Tensor] = []
 
     def note(self, delta: Delta) -> None:
-        """Save the sets of preempted rows, and give rows that join again and rows that fork the sets of their
-        sequence or parent.  A row may join the slot that another one leaves."""
+        """Save the sets of preempted rows, and assign sets to rows that join again and to rows that fork.
+
+        A row that joins gets the set of its sequence, and a fork the set of its parent.  A row may join the slot that
+        another row leaves.
+        """
         for slot, seq in delta.keep.tolist():
             self._of_sequence[seq] = self._of_slot.get(slot, {})
         for slot in delta.leave.tolist():

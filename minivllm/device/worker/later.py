@@ -43,7 +43,7 @@ class Captures(Protocol):
 
 
 def size_of(shape: Shape) -> tuple[int, int]:
-    """Return the tokens and rows of a capture, by which the queue is sorted: steps of few tokens come most often."""
+    """Return (tokens, rows) of a capture, the sort key of the queue.  Steps of few tokens occur most often."""
     tokens = shape.rows if isinstance(shape, Drawn) else shape.tokens
     return tokens, shape.rows
 
@@ -59,9 +59,9 @@ class LaterCaptures:
         self.jobs: dict[Shape, Sequence[Future[None]]] = {}
 
     def divide(self, decodes: Sequence[GraphKey], draws: Sequence[Drawn]) -> tuple[list[Shape], list[Shape]]:
-        """Divide the decode steps and draws into the ones that are captured at the start, and the later ones.
+        """Divide the decode steps and draws into those captured at the start and those captured later.
 
-        The draws of the start belong to its decode steps, and to mixed steps of the fewest and the most rows.
+        The draws at the start are those of its decode steps, and of mixed steps with the fewest and the most rows.
         """
         graphs = self.graphs
         every: list[Shape] = [*decodes, *draws]
@@ -84,7 +84,7 @@ class LaterCaptures:
         return now, [key for key in keys if key not in early]
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """Note that the captures of the start are made, and queue the others."""
+        """Record that the captures of the start are made, and queue the others."""
         self.begun = True
         self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
         self.rehearsals.done(FIRST if shapes else ALL)
@@ -98,9 +98,10 @@ class LaterCaptures:
         return all(job.done() for job in self.jobs[shape])
 
     def capture(self) -> bool:
-        """Make the next capture of the queue, or rehearse one whose kernels may not be compiled.
+        """Make the next capture of the queue, or rehearse it if its kernels may not be compiled.
 
-        Return False if there was nothing to do but to wait for the compiler."""
+        Return False if the compiler must finish first.
+        """
         while self.queue and self._needless(self.queue[0]):
             self.queue.popleft()
         if not self.queue:

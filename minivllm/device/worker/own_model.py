@@ -88,10 +88,11 @@ class OwnModel(DraftModel):
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
-        """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
+        """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
 
-        Each slot occurs once.  The model first computes the tokens that are not in its KV cache.  ``extra`` is the
-        number of tokens that later calls of ``logits`` will add to the KV cache of each row."""
+        Each slot occurs once.  The model first computes the tokens that are missing in its KV cache.  ``extra`` is the
+        number of tokens that later calls of ``logits`` will add to the KV cache of each row.
+        """
         done = self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(known - done > most)).size:
@@ -104,7 +105,7 @@ class OwnModel(DraftModel):
         return self._run(slots, (known - done).astype(np.int32), done)
 
     def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Return how many of the ``known`` tokens the KV cache of this model holds, fewer than ``known``."""
+        """Return the number of ``known`` tokens in the KV cache of this model, less than ``known``."""
         read = self.read[slots]
         accepted = np.clip(known - 1 - read, 0, self.extra[slots])
         # a row whose last draw was rejected has the same ``known`` as before, and its last token is computed again
@@ -123,9 +124,11 @@ class OwnModel(DraftModel):
         return 2
 
     def covers(self, slots: np.ndarray, k: int) -> bool:
-        """Return whether the first pass of a captured call for ``k`` drafts computes all inputs that the rows lack.
+        """Return whether the first pass of a captured call for ``k`` drafts computes all missing inputs of the rows.
 
-        The lengths of these rows are known on the device only.  A row whose last step had drafts lacks at most two."""
+        The lengths of these rows are known on the device only.  A row whose last step had drafts lacks at most two
+        inputs.
+        """
         return bool((self.drafted[slots] > 0).all())
 
     def total(self, known: np.ndarray) -> np.ndarray:
@@ -133,7 +136,7 @@ class OwnModel(DraftModel):
         return known
 
     def catch_up(self, slots: np.ndarray, known: np.ndarray, k: int) -> None:
-        """Compute inputs until each row lacks at most ``most_pending`` of its ``known`` i32 [N] tokens."""
+        """Compute missing inputs until each row lacks at most ``most_pending`` of its ``known`` i32 [N] tokens."""
         done, total = self._done(slots, known), self.total(known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(total - done > self.most_pending(k))).size:

@@ -68,8 +68,9 @@ class LeavingBatch:
 class LeavingPages:
     """Device memory for pages on their way to the host, in slots that are used in turn.
 
-    The steps write a slot, and another stream copies it to the host.  If the bus is behind, the next use of a slot
-    waits on the device for this copy."""
+    The steps write a slot, and another stream copies it to the host.  If the copies are late, the next use of a slot
+    waits on the device for its copy.
+    """
 
     def __init__(self, total: int, slot: int, device: torch.device) -> None:
         """Allocate nothing yet.  There are slots of ``slot`` bytes, at least two, and of ``total`` bytes in all."""
@@ -187,7 +188,8 @@ class DevicePages:
                 self._build_tables()
 
     def _build_tables(self) -> None:
-        """Prepare the kernel for the groups whose tensors it can address, and choose how pages are copied."""
+        """Prepare the kernel for the groups whose tensors it can address, and choose the method by which pages are
+        copied."""
         from minivllm.device.kernels.pages import PageTable
 
         for group, tensors in enumerate(self.groups):
@@ -231,8 +233,10 @@ class DevicePages:
     # ---- to the device -----------------------------------------------------------------------------------------------
 
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Start the copies of loaded pages to the device, and return them as ``write`` takes them.  A thread of a tier
-        calls this."""
+        """Start the copies of loaded pages to the device, and return one object per page for ``write``.
+
+        A thread of a tier calls this.
+        """
         if not self.on_gpu:
             return pages
         size = sum(page.nbytes for page in pages)
@@ -355,8 +359,10 @@ class DevicePages:
         return self._pinned.empty(size) if self.on_gpu else np.empty(size, np.uint8)
 
     def prepare(self, kept: int) -> None:
-        """Allocate pinned memory in threads for pages that leave a GPU: the ``kept`` bytes of stores that keep the
-        arrays of their pages, and the pages on their way."""
+        """Allocate pinned memory in threads for pages that leave a GPU.
+
+        It holds the ``kept`` bytes of stores that keep the arrays of their pages, and the pages on their way.
+        """
         if self.on_gpu:
             most = kept + self.queue * KEPT
             share = min(most, free_ram() // 2) // len(self.page_bytes)

@@ -96,7 +96,10 @@ class PinnedSlabs:
     """Slabs of equal pieces for each size of a page.  They are freed with the last reference to their pieces."""
 
     def __init__(self, allocate: Callable[[int], Any]) -> None:
-        """Begin without a slab.  ``allocate`` returns an object that keeps memory of n bytes at its ``address``."""
+        """Create an allocator without a slab.
+
+        ``allocate(n)`` returns an object that owns n bytes of memory at its ``address``.
+        """
         self._allocate = allocate
         self._free: dict[int, list[tuple[Any, int]]] = {}  # by size of a piece: (slab, address)
         self._made: dict[int, int] = {}  # bytes of slabs by size of a page, with those that are being made
@@ -123,7 +126,10 @@ class PinnedSlabs:
         return np.asarray(piece)
 
     def _claim(self, size: int, wants: Callable[[int], bool]) -> bool:
-        """Count another slab of pieces of ``size`` bytes if ``wants`` is true of the bytes of their slabs so far."""
+        """Count another slab of pieces of ``size`` bytes, if ``wants`` returns true for the bytes of the existing ones.
+
+        Return whether it was counted.
+        """
         with self._lock:
             made = self._made.get(size, 0)
             wanted = wants(made)

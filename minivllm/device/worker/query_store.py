@@ -70,9 +70,10 @@ class QueryStore:
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def note(self, delta: Delta) -> None:
-        """Forget the queries of rows that left, and copy those of rows that fork.
+        """Drop the queries of rows that left, and copy the queries of a parent to its forks.
 
-        A row that left may be the parent of a fork, and a branch may take a slot that another row has left."""
+        A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
+        """
         forks = delta.fork.tolist()
         copies = {
             (slot, layer): q for source, slot, _ in forks for (of, layer), q in self._kept.items() if of == source

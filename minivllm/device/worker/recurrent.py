@@ -101,11 +101,12 @@ class StateMemory:
         drafts: Tensor | None = None,
         first: int = 0,
     ) -> StepStates:
-        """Return the states of the R rows of a step.
+        """Return the recurrent states of the R rows of a step.
 
-        The rows lie in ``slots`` i64 [R] and begin at the positions ``start`` i32 [R]; row r has the tokens cu_q[r] to
-        cu_q[r + 1] - 1.  ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R] marks rows
-        with drafts; None means that no row has any.  The state of slot s is the one with the index ``first + s``."""
+        The rows have the slots ``slots`` i64 [R] and begin at the positions ``start`` i32 [R]; row r has the tokens
+        cu_q[r] to cu_q[r + 1] - 1.  ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R]
+        marks rows with drafts; None means no drafts.  The state of slot s has the index ``first + s``.
+        """
         null = self.slots - 1
         dead = stopped[slots]
         rows = (slots + first).masked_fill(dead, null)
@@ -123,9 +124,9 @@ class StateMemory:
     def of_meta(
         self, meta: AttnMeta, stopped: Tensor, drafts: Tensor | None = None, first: int = 0, exact: bool = False
     ) -> StepStates:
-        """Return the states of the rows of ``meta``; the other arguments are those of ``of_step``.
+        """Return the recurrent states of the rows of ``meta``.  The other arguments are those of ``of_step``.
 
-        ``exact`` means that the lengths on the host are those of the rows, and no upper bounds.
+        ``exact`` means that the lengths on the host are exact instead of upper bounds.
         """
         start = meta.kv_len[0] - meta.q_len
         step = self.of_step(meta.slots, start, meta.cu_q, stopped, drafts, first)

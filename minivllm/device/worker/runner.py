@@ -188,7 +188,7 @@ class Runner:
         return ImageSteps(self.images, w.hidden_size, w.parts.dtype)
 
     def capture_later(self) -> dict[str, int | bool]:
-        """Make one of the captures that the start left for later (see the verb "captures" of ``Executor.call``)."""
+        """Make one of the queued captures (see the verb "captures" of ``Executor.call``)."""
         later = None if self.graphs is None else self.graphs.later
         if later is None:
             return {"left": 0, "worked": False}
@@ -574,7 +574,9 @@ class Runner:
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
         """Return the host array i32 [rows, words] to which late masks are written.
 
-        It is the buffer that captured steps copy from, if this is large enough, else a new array (pinned on a GPU)."""
+        It is the buffer that captured steps copy from if this buffer is large enough, else a new array (pinned on a
+        GPU).
+        """
         masks = self.graphs.late_masks() if self.graphs is not None else None
         if masks is not None and len(masks.host) >= rows:
             return masks.host[:rows]

@@ -24,7 +24,7 @@ NATIVE, SEPARATE = StepForm("native"), StepForm("separate")
 
 @dataclass
 class Running:
-    """A step between its submission and its collection."""
+    """The state of a step between its submission and its collection."""
 
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]

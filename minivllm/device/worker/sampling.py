@@ -37,7 +37,8 @@ def _xorshift_(x: Tensor, bits: int) -> Tensor:
 def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
     """Return a key of 64 bits for each row, as two int32 words.
 
-    With two words, rows whose first words are equal still get unrelated noise."""
+    With two words, rows with equal first words still have independent noise.
+    """
     a = (seed.to(torch.int32) ^ _signed(INIT)).mul_(_signed(FOLD_A))
     _xorshift_(a, 16)
     b = a * _signed(FOLD_B)

@@ -108,7 +108,7 @@ def shared_pages(worker: Worker, state: DeviceState) -> SharedPages | None:
 
 
 def _group_without_window(worker: Worker) -> int | None:
-    """Return the first KV group whose layers have no sliding window, None without one."""
+    """Return the first KV group whose layers have no sliding window, or None."""
     layers = worker.parts.layers
     for number, group in enumerate(worker.groups):
         if layers[group[0]].spec.window is None:

@@ -67,9 +67,10 @@ class Rehearsals:
                 self.ahead.wait(jobs)
 
     def start(self, run: Callable[[], Any]) -> Sequence[Any]:
-        """Start to compile the kernels of an operation, and return the compilations.
+        """Start the compilation of the kernels of an operation, and return the compilations.
 
-        An operation that cannot be rehearsed compiles its kernels when it runs, and so do all later ones."""
+        If an operation cannot be rehearsed, its kernels and those of all later operations are compiled when they run.
+        """
         if self.ahead is None:
             return ()
         try:
@@ -94,7 +95,7 @@ class Rehearsals:
 
 
 def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
-    """Return the reason for which the kernels of steps cannot be compiled before these run, None if they can."""
+    """Return the reason why the kernels of steps cannot be compiled before these run, or None."""
     if not kernels:
         return "the device runs no kernels of Triton"
     from triton import knobs

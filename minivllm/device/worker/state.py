@@ -40,7 +40,7 @@ def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start the copy of a tensor to pinned host memory, and return the copy; return a CPU tensor as it is."""
+    """Start the copy of a tensor to pinned host memory, and return the copy.  A CPU tensor is returned unchanged."""
     if tensor.device.type == "cpu":
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

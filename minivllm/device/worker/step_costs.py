@@ -47,7 +47,8 @@ class StepCosts:
     def saved_ms(self, tokens: int, pairs: float) -> float:
         """Return the milliseconds by which a capture without padding is faster than separate launches.
 
-        It is negative if the attention of captures is slower by more than that."""
+        The result is negative if the slower attention of captures costs more than the launches.
+        """
         attention = pairs * self.pair_ms
         own = tokens * self.token_ms + attention
         return max(HIDDEN * self.launch_ms - own, 0.0) - attention * (self.narrow - 1.0)
@@ -57,7 +58,7 @@ class StepCosts:
         return (size - tokens) * self.token_ms
 
     def most_tokens(self) -> int:
-        """Return the number of tokens from which a step always hides its launches."""
+        """Return the number of tokens from which on a step always hides its launches."""
         return int(HIDDEN * self.launch_ms / max(self.token_ms, 1e-9))
 
 
@@ -68,6 +69,9 @@ def pairs_of(plan: StepPlan) -> float:
 
 
 def pair_flops(layers: Iterable[AttnLayer]) -> float:
-    """Return the operations of attention for a pair.  Layers with a window are left out, because they see few keys."""
+    """Return the operations of attention for a (query, key) pair, summed over layers.
+
+    Layers with a window are left out, because they read few keys.
+    """
     specs = (layer.spec for layer in layers if layer.spec.window is None)
     return float(sum(2 * (spec.dim_qk + spec.dim_v) * spec.heads for spec in specs))

@@ -72,9 +72,10 @@ class TapState:
         return rows[point]
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
-        """Store the vectors of sequences that join, and copy those of sequences that fork.
+        """Store the vectors of sequences that join, and copy the vectors of sequences that fork.
 
-        Return an error for each slot whose vectors do not fit in memory."""
+        Return an error for each slot whose vectors do not fit in memory.
+        """
         join, to = delta.join, self.state.to
         failed: dict[int, StepError] = {}
         if join is not None:

@@ -32,7 +32,7 @@ PLAIN = ("minivllm/bf16", "minivllm/fp16", "minivllm/fp32")  # KV formats that s
 
 
 class CompactedRow(NamedTuple):
-    """A row that is compressed: its slot, the blocks i32 [n] that hold its tokens, and numbers of tokens."""
+    """A row to compress: its slot, the blocks i32 [n] that store its tokens, and its numbers of tokens."""
 
     slot: int
     sources: Tensor
@@ -57,7 +57,8 @@ class TokenScores:
         """Return the scores f32 [layers, kv_heads, stored] of a row's tokens in layers of a group, and an error if
         ``score`` failed.
 
-        The tokens of layers whose scores failed have growing scores, so that their newest tokens stay."""
+        In a layer with failed scores, the scores increase with the position, so that the newest tokens stay.
+        """
         error = None
         shape = (len(layers), layers[0].spec.kv_heads, row.stored)
         scores = torch.empty(shape, device=row.sources.device)
@@ -110,7 +111,10 @@ class TokenScores:
 
     def _load(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, Tensor]:
         """Return the keys [stored, layers * kv_heads, dim_qk] and the values [stored, layers * kv_heads, dim_v] of a
-        row.  Those that the compressor does not read are zeros, which need no memory."""
+        row.
+
+        Keys or values that the compressor does not read are zeros, which need no memory.
+        """
         spec, loads = layers[0].spec, self.compressor.loads
         lines, zero = len(layers) * spec.kv_heads, row.sources.new_zeros((), dtype=self.dtype)
         keys = zero.expand(row.stored, lines, spec.dim_qk)

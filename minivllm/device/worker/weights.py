@@ -89,8 +89,9 @@ class RunningWeights:
     def _write(self, keep: bool) -> None:
         """Write the checked tensors.  If the model's weights were dropped, their memory is allocated first.
 
-        ``keep`` keeps keys and values.  Otherwise the memory of a GPU's KV cache holds the old weights during the
-        update.  Free memory of the GPU holds those that do not fit, because a copy to host memory takes much longer.
+        ``keep`` preserves keys and values.  Otherwise the memory of a GPU's KV cache stores the old weights during the
+        update.  Old weights that do not fit are stored in free memory of the GPU, because a copy to host memory takes
+        much longer.
         """
         assert self.update is not None
         if self.level == 2:
@@ -257,9 +258,10 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def free(tensors: Iterable[Tensor], freed: list[tuple[torch.UntypedStorage, int]]) -> None:
-    """Free the memory of tensors, and add storages of a GPU and their bytes to ``freed``.
+    """Free the memory of tensors, and add the storages of a GPU and their bytes to ``freed``.
 
-    On a CPU they keep their addresses, and their pages become zeros."""
+    On a CPU the tensors keep their addresses, and their pages become zeros.
+    """
     for storage in storages(tensors):
         if storage.device.type == "cpu":
             discard_pages(storage.data_ptr(), storage.nbytes())

@@ -89,7 +89,7 @@ def _assignments(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.e
 
 
 def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
-    """Return how a name gets its value, and add a literal to ``literals``."""
+    """Return the kind of a name's first value, and add the value to ``literals`` if it is a literal."""
     if value is None:
         return COMPUTED
     try:
@@ -110,7 +110,7 @@ def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
 def touched(tree: ast.AST, inside: bool = True) -> set[str]:
     """Return the names and attributes that functions change.
 
-    With ``inside`` False return those that the module's own statements change, or pass to a call that may change them.
+    With ``inside`` False return the names that statements of the module change, or pass to a call that may change them.
     """
     found: set[str] = set()
     for node in _nodes(tree, inside):

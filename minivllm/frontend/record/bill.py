@@ -296,7 +296,7 @@ def _reasons(selection: Selection) -> Entries:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a set as a sorted list, an array as a list, anything else as text."""
+    """Convert a value for JSON: a set to a sorted list, an array to a list, any other object to text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy

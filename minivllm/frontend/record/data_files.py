@@ -74,7 +74,8 @@ def _patterns(tree: ast.AST) -> list[str]:
 
 
 def _folders(file: Path, patterns: list[str]) -> list[Path]:
-    """Return the folders to search: the module's, those above it in its package, and the named ones below these."""
+    """Return the folders to search: the folder of the module, the package folders above it, and the named folders
+    below them."""
     found = [file.parent]
     while (found[-1] / "__init__.py").exists() and len(found) < FOLDERS:
         found.append(found[-1].parent)

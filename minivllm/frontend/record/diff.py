@@ -152,7 +152,7 @@ def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
 
 
 def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: Mapping[str, tuple]) -> tuple[str, ...]:
-    """Return the labels of the differences that caused a difference, none if the user asked for it."""
+    """Return the labels of the differences that caused a difference.  There are none if the user set the value."""
     if x is None or y is None or not _left_open(x, y):
         return ()
     causes = []
@@ -226,7 +226,7 @@ def _leaves(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _unknown(a: JsonObject, b: JsonObject) -> list[str]:
-    """Return the seams of parts that decide tokens and whose source is not, or not completely, known."""
+    """Return the seams whose parts affect tokens and have an unknown or incomplete source."""
     parts = [*a["parts"], *b["parts"]]
     return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and _decides(p["seam"])))
 

@@ -174,7 +174,10 @@ class _Walk:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def add_value(self, name: str, value: Any, needed: bool) -> None:
-        """Add a value.  ``needed`` means that no file has it, so that it is missing if it has no plain text."""
+        """Add a value.
+
+        ``needed`` means that no file contains the value, so that it counts as missing if it cannot be written as text.
+        """
         while isinstance(value, functools.partial):
             self.add_value(f"{name}, arguments", [*value.args, sorted(value.keywords.items())], needed)
             value = value.func
@@ -276,7 +279,7 @@ def lines_of(function: types.FunctionType) -> str | None:
 
 
 def _class_text(cls: type, functions: list[types.FunctionType]) -> str | None:
-    """Return the text of a class: from the file or cell of its functions, or from its module if it has none."""
+    """Return the text of a class, from the file or notebook cell of its functions, or else from its module."""
     for function in functions:
         code = function.__code__
         text = _around(code.co_filename, cls.__qualname__, code.co_firstlineno)

@@ -46,11 +46,12 @@ class UnknownValueError(ValueError):
 
 
 class ValueText:
-    """The maker of the text of one value.
+    """Converts one value to text.
 
     ``code`` collects the functions and classes in the value; the text has their names, and the caller records their
     sources.  ``folders`` are written as ".", because a part is the same in any folder.  With ``objects`` an instance of
-    any class is described by its attributes; without, it is unknown."""
+    any class is described by its attributes; otherwise it is unknown.
+    """
 
     def __init__(self, folders: Sequence[str] = (), objects: bool = True) -> None:
         self.folders = folders

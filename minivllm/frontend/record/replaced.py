@@ -40,7 +40,7 @@ def engine_modules() -> list[str]:
 
 
 def of_torch() -> dict[str, str]:
-    """Return the functions of torch that were replaced: those whose code is in a file outside of torch."""
+    """Return the replaced functions of torch, whose code is in a file outside of torch."""
     torch = sys.modules.get("torch")
     folder = str(getattr(torch, "__path__", [""])[0])
     if not folder:

@@ -32,9 +32,9 @@ _MODULUS = 2**256
 
 
 class ResultTally:
-    """Counts of the requests of one LLM, AsyncLLM or server.  Only one thread at a time may call it.
+    """Counts the requests of one LLM, AsyncLLM or server.  Only one thread at a time may call it.
 
-    ``keep`` True keeps whole requests in ``requests``, in the order of their arrival, for ``replay``.
+    ``keep`` stores whole requests in ``requests``, in the order of their arrival, for ``replay``.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -58,7 +58,7 @@ class ResultTally:
         self._params: tuple[Any, Entries, int] = (None, {}, 0)
 
     def next_batch(self) -> None:
-        """Begin a new batch: the requests watched from now on belong to one call of the user."""
+        """Begin a new batch.  The requests recorded from now on belong to the next call of the user."""
         self._batch += 1
         self._params = (None, {}, 0)
 
@@ -251,7 +251,8 @@ def _plain(value: Any) -> Any:
 
 
 def _prompt_bytes(request: Any) -> bytes:
-    """Return the bytes that identify a prompt: its text if there is one, so that the tokenizer does not matter."""
+    """Return the bytes that identify a prompt.  The text is used if it is known, so that the tokenizer does not
+    matter."""
     return b"t" + request.text.encode() if request.text is not None else b"i" + request.prompt.tobytes()
 
 

@@ -102,10 +102,10 @@ def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
 
 
 def settled(part: JsonObject) -> dict[str, str]:
-    """Return the digests of the constant values of a part by name, which a fingerprint covers.
+    """Return value name -> digest for the constant values of a part, which a fingerprint covers.
 
-    Built-in parts have only replaced functions: which of their modules are loaded depends on earlier work of the
-    process, and their text is part of minivllm's hash.
+    Only replaced functions of built-in parts are included: their loaded modules depend on earlier work of the process,
+    and their text is part of minivllm's hash.
     """
     known = part.get("values") or {}
     if part["distribution"] == "minivllm":
@@ -228,7 +228,7 @@ class _Reads:
             self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
 
     def _text_of(self, module: str, key: str) -> tuple[str, JsonObject]:
-        """Return how a name gets its value, and the literals of the module of the part that assigns it."""
+        """Return the kind of a name's first value, and the literals of the module of the part that assigns it."""
         for name in (module, *sorted(self.scope)):
             known = assigned.of_module(name)
             if key in known.begins:

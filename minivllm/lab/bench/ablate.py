@@ -22,10 +22,10 @@ from .workload import BenchAsk
 
 @dataclass(frozen=True)
 class Ablation:
-    """A part that can be removed.
+    """A part of the engine that can be removed for a measurement.
 
     ``sets`` are the settings that remove it.  ``why_not(llm)`` returns the reason why an engine does not have the part,
-    "" if it has.  ``recompute`` means that the requests remove it, by ``recompute`` below.
+    or "".  ``recompute`` means that the requests remove it, by the function ``recompute``.
     """
 
     name: str
@@ -203,11 +203,11 @@ def chosen(
 
 
 def recompute(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
-    """Generate answers as ``offline.generate`` does, without a KV cache from token to token.
+    """Generate answers as ``offline.generate`` does, but without the KV cache of earlier tokens.
 
-    Each round generates a token of all unfinished requests, by requests for one token whose prompts are all tokens so
-    far.  Greedy tokens are those of ``offline.generate``.  Sampled tokens differ, since draws have its seeds but other
-    positions.
+    Each round generates one token of all unfinished requests, by new requests whose prompts are all tokens so far.
+    Greedy tokens equal those of ``offline.generate``.  Sampled tokens differ, because the draws have the same seeds but
+    other positions.
     """
     texts: list[list[int]] = []  # token ids of each prompt and answer
     for a in asks:

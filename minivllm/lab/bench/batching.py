@@ -29,7 +29,10 @@ class BatchingWay:
 
 
 def ways(batch: int, timeout_ms: float, others: Sequence[str]) -> list[BatchingWay]:
-    """Return the four ways, and those of other schedulers given by name; ``batch`` is the size of static batches."""
+    """Return the four built-in ways of batching, and one for each other scheduler.
+
+    ``batch`` is the size of static batches.
+    """
     static = ("scheduler.name=static", f"scheduler.options.batch={batch}")
     own = [
         BatchingWay("static", (*static, f"scheduler.options.max_hold={PATIENT}")),

@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A value, with its interval if it has one.  ``tick`` is a value to compare it with, drawn across the bar."""
+    """A bar of a chart, with an optional interval.  ``tick`` is a reference value that is drawn across the bar."""
 
     name: str
     value: float
@@ -39,8 +39,8 @@ class Bar:
 class DrawnLine:
     """A line through points, in their order.
 
-    ``upward`` and ``across`` hold the interval of each point's y and x, None for a point without one.  They are empty
-    if no point has an interval.
+    ``upward`` and ``across`` have the intervals of each point's y and x, or None for a point without an interval.  They
+    are empty if no point has one.
     """
 
     name: str
@@ -87,7 +87,7 @@ class StackChart:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over axes that begin at 0, or points over axes that fit them (not ``joined``).
+    """Lines over axes that begin at 0, or (not ``joined``) points over axes that fit them.
 
     ``log`` makes the y axis logarithmic, from a power of ten.  ``front`` is a dashed line through the points that no
     other point beats.

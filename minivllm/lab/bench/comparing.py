@@ -144,7 +144,7 @@ def _values_text(row: Row, metrics: Sequence[trials.Metric]) -> str:
 
 
 def _table_line(row: Row, width: int) -> str:
-    """Return the table's line of a configuration, whose name takes ``width`` characters."""
+    """Return the line of a configuration in the table.  Its name takes ``width`` characters."""
     own = row["quality"] or {}
     same = f"{100 * row['same_tokens']:.0f} %"
     if row["first_divergence"]:

@@ -75,9 +75,11 @@ class DirectEngine:
 
 @contextlib.contextmanager
 def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
-    """Start ``minivllm serve`` with a configuration, yield its URL and process id, and end it with the context.
+    """Start ``minivllm serve`` with a configuration, yield its URL and process id, and end it at the end of the
+    context.
 
-    Raise ConfigError if packages of a server are missing, and ResourceError with its messages if it does not start.
+    Raise ConfigError if packages of a server are missing, and ResourceError with the server's messages if it does not
+    start.
     """
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
     if missing:
@@ -107,7 +109,7 @@ def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Raise SystemExit in the context on SIGTERM, so that processes that it has started are ended too.
+    """Raise SystemExit in the context on SIGTERM, so that processes that the context has started are ended too.
 
     Python delivers signals to the main thread, so this does nothing in another thread.
     """

@@ -76,10 +76,10 @@ class OperationClock:
             self._recorder = GraphRecorder()
 
     def prepare(self, calls: Sequence[Call], captured: bool = True) -> RepeatedRound:
-        """Warm up a round of calls and return it, ready to be measured.
+        """Run a round of calls once as a warm-up, and return it for measurements.
 
-        ``captured`` False means that the round is not captured: its calls replay graphs themselves, or are to be
-        launched one by one.
+        ``captured`` False means that the round is not captured, because its calls replay graphs themselves or are
+        measured as separate launches.
         """
 
         def run() -> None:

@@ -73,7 +73,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def held_bytes(module: Any) -> int:
-    """Return the bytes of a linear layer's tensors, which may be those of the layer that it is tied to."""
+    """Return the bytes of a linear layer's tensors, or of the layer to which it is tied."""
     tensors = list(module.tensors.values()) or list(module.tied.tensors.values())
     return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -18,7 +18,7 @@ from .workload import BenchAsk, poisson
 class OfferedLoad:
     """A load: ``rate`` requests per second, and at most ``concurrency`` at a time (None means no limit).
 
-    ``rate`` None means that requests are sent at their own times, or all at once if they have none.
+    ``rate`` None means that requests are sent at their own times, or all together if they have none.
     """
 
     rate: float | None = None
@@ -66,7 +66,7 @@ class Bench:
             raise MinivllmError(f"the first request failed: {answers[0].error}")
 
     async def once(self, load: OfferedLoad) -> tuple[Result, list[TimedAnswer]]:
-        """Measure one run and return its results and answers."""
+        """Measure one run, and return its results and answers."""
         seed = self.seed + self.runs
         self.runs += 1
         if self.reset is not None:

@@ -45,7 +45,8 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
 
 
 def repeated(once: Callable[[int], Result], warmups: int, repeats: int, seed: int, watch: Callable[[], Any]) -> Runs:
-    """Call ``once`` with a different seed for each run, and return the results; those of ``warmups`` are dropped."""
+    """Call ``once`` with a different seed for each run, and return the results without those of the ``warmups``
+    runs."""
     found: list[Result] = []
     states: list[Result] = []
     for turn in range(-warmups, repeats):

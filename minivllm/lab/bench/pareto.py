@@ -78,7 +78,7 @@ class Front:
         return -1 if j_is_better else 1
 
     def beaten(self, j: int, keys: Sequence[str]) -> str:
-        """Return a text with the row that beats row j, and in which results; "" if none does.
+        """Return a text that names a row that beats row j, and the results in which it is better, or "".
 
         A row beats another if it is better in one of the results ``keys`` and worse in none.
         """

@@ -107,11 +107,11 @@ def text_of(path: str) -> str:
 
 
 def score(llm: Any, text: str, most: int, prompt: int = 1) -> TextScores:
-    """Return the token distributions of the first tokens of a text, of which about ``most`` are fed one by one.
+    """Return the token distributions of the first tokens of a text.
 
-    ``prompt`` is the number of tokens of each piece that are its prompt.  Raise ConfigError if no token remains to be
-    scored, RequestError if the engine has no tokenizer or does not let the host choose tokens, and MinivllmError if it
-    fails.
+    About ``most`` tokens are passed to the engine one by one.  ``prompt`` is the number of tokens of each piece that
+    are its prompt.  Raise ConfigError if no token remains to be scored, RequestError if the engine has no tokenizer or
+    does not let the host choose tokens, and MinivllmError if it fails.
     """
     from minivllm.core.interfaces.params import SamplingParams
 

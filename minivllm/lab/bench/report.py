@@ -131,7 +131,7 @@ def _cell(value: Any) -> str:
 
 
 def _bar(name: str, row: Row, key: str) -> Bar:
-    """Return the bar of a median, with the width of its interval around it, as tables show it."""
+    """Return the bar of a median with half of the width of its interval on both sides, as in the tables."""
     value = math.nan
     if row.get(key) is not None:
         value = float(row[key])

@@ -120,7 +120,7 @@ def simulate(found: Row) -> list[Block]:
 
 
 def _present(columns: Mapping[str, str], runs: Iterable[Row]) -> dict[str, str]:
-    """Return the heads and keys of columns for which at least one run has a value."""
+    """Return the columns (head -> key) in which at least one run has a value."""
     runs = list(runs)
     return {head: key for head, key in columns.items() if any(run.get(key) is not None for run in runs)}
 
@@ -200,7 +200,7 @@ def _error_text(run: Row, key: str) -> str | None:
 
 
 def _names(runs: Rows, keys: Sequence[str]) -> list[str]:
-    """Return a name for each run from the fields in which the runs differ, or its evictor if they do not."""
+    """Return a name for each run, from the fields in which the runs differ, or else its evictor."""
     differing = []
     for key in keys:
         values = {run[key] for run in runs}

@@ -57,10 +57,9 @@ async def run(
 def beyond(found: Row, goodput_share: float) -> bool:
     """Return whether the load of a run was more than the target can serve.
 
-    It was if a request failed.  With latency targets it was if a smaller share of the requests than ``goodput_share``
-    met them.  Without, it was if the run ended late.  A target that keeps up ends at most a tenth of the run, and the
-    time of an early answer, after the last arrival.  Otherwise a queue has formed, which grows with the length of the
-    run.
+    This is the case if a request failed.  With latency targets it is the case if a smaller share of the requests than
+    ``goodput_share`` met them.  Otherwise it is the case if the run ended late: later after the last arrival than a
+    tenth of the run and the time of an early answer.  A queue has then formed, which grows with the length of the run.
     """
     if found["failed"]:
         return True
@@ -105,7 +104,7 @@ async def find_knee(
 
 
 def knee_text(good: float, bad: float | None) -> str:
-    """Return the range of the knee as text; ``good`` and ``bad`` are those of ``find_knee``."""
+    """Return the range of the knee as text.  ``good`` and ``bad`` are results of ``find_knee``."""
     if bad is None:
         return f"above {good:.2f} requests/s: every rate that was tried was kept up with"
     return f"between {good:.2f} and {bad:.2f} requests/s" if good else f"below {bad:.2f} requests/s"

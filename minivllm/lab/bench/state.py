@@ -42,11 +42,11 @@ def find_meter(device: str, devices: int = 1) -> Meter:
 
 
 class MachineWatch:
-    """A context that records the state of the machine; ``found`` has it afterwards.
+    """A context that records the state of the machine in ``found``.
 
     ``device`` None means that another machine is measured, so that only the load of this one is recorded.  ``devices``
     is the number of devices that compute.  ``pid`` is a process whose CPU time, with that of its children, belongs to
-    the measurement, such as a server started for it; None if there is none.
+    the measurement, such as a server started for it, or None.
     """
 
     def __init__(self, device: str | None = "cpu", pid: int | None = None, devices: int = 1) -> None:
@@ -110,9 +110,9 @@ def _clocks(samples: list[tuple[float, float, int]]) -> Result:
 
 
 def _cpu_seconds(pid: int | None) -> tuple[float, float]:
-    """Return the CPU seconds of the machine (0 without /proc), and those of the measurement's own processes.
+    """Return the CPU seconds of the machine (0 without /proc), and the CPU seconds of the measured processes.
 
-    The latter are this process, its ended children, and the process ``pid`` with all its descendants.
+    The measured processes are this process, its ended children, and the process ``pid`` with all its descendants.
     """
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system

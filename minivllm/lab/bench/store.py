@@ -63,7 +63,10 @@ class Store:
         return found
 
     def keep(self, key: str, **more: Any) -> None:
-        """Replace fields of a configuration; its file is replaced as a whole, so that no reader sees half of it."""
+        """Replace fields of a configuration in the store.
+
+        Its file is replaced atomically, so that a reader never sees a part of it.
+        """
         found = self.of(key)
         found.update(more)
         if self.folder is not None:

@@ -57,7 +57,8 @@ class TorchOperations:
         self._weights.clear()
 
     def product(self, x: Tensor, outputs: int, wanted: int, then: Function | None = None) -> list[Call]:
-        """Return a call of ``then(F.linear(x, w))`` for each copy of the weight w; None means nothing follows."""
+        """Return a call of ``then(F.linear(x, w))`` for each copy of the weight w.  ``then`` None means the linear
+        layer alone."""
 
         def call(w: Tensor) -> Any:
             y = F.linear(x, w)

@@ -22,7 +22,7 @@ Generate = Callable[..., tuple[list[Any], float]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A result that is compared: its key, its name in a table, whether more is better, and the number of digits."""
+    """A compared result: its key, its name in a table, whether higher is better, and its number of digits."""
 
     key: str
     name: str
@@ -207,11 +207,11 @@ def _free_memory() -> None:
 
 @dataclass(frozen=True)
 class Trials:
-    """The functions that a table runs with the engines of its configurations.
+    """The functions by which a table measures the engines of its configurations.
 
     ``warm(cell, llm)`` is called with each new engine.  ``once(cell, llm, seed)`` measures a run and returns its
-    results.  ``there(cell, seed)`` returns whether a run exists already and can be skipped.  ``failed(cell, exc)`` is
-    called for a configuration that fails; if it returns, the other configurations continue.
+    results.  ``there(cell, seed)`` returns whether the run is already stored and can be skipped.  ``failed(cell, exc)``
+    is called for a configuration that fails; if it returns, the other configurations continue.
     """
 
     once: Callable[[Cell, Any, int], Any]

@@ -94,9 +94,9 @@ def _default_prompts(llm: Any) -> Sequence[Any]:
 
 
 def _drop_absent_norms(runs: Sequence[EngineRun], reference_norms: set[str]) -> None:
-    """Delete the values behind a norm of q or k that neither model has.
+    """Delete the values after a norm of q or k that neither model has.
 
-    The engine has no such norm if the values behind it equal those before it, in all layers.
+    The engine has no such norm if the values before and after it are equal in all layers.
     """
     in_reference = {split(point)[1] for point in reference_norms}
     for operation, source in NORM_OF.items():

@@ -90,7 +90,7 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
 
 
 def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Iterator[list[str]]:
-    """Yield the points in groups whose values take at most ``limit`` bytes; a larger point is a group of its own.
+    """Yield the points in groups whose values take at most ``limit`` bytes.  A larger point is in a group alone.
 
     ``bytes_per_column`` is the size of the values of a point of width 1.
     """
@@ -117,10 +117,11 @@ def _find_decoder(llm: Any) -> Any:
 
 
 def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Compute q and k of each layer behind their norms, and behind the rotary embedding: the points ``DERIVED``.
+    """Compute q and k of each layer after their norms, and after the rotary embedding (the points ``DERIVED``).
 
-    They are no tap points.  This uses the model's weights and tables, and the operations for back ends without a fused
-    kernel.  Columns are in the checkpoint's order, as in tap values.  ``longest`` is the length of the whole request.
+    These points cannot be tapped.  The computation uses the model's weights and tables, and the operations for back
+    ends without a fused kernel.  Columns are in the checkpoint's order, as in tap values.  ``longest`` is the length of
+    the whole request.
     """
     values: dict[str, Tensor] = {}
     switch = decoder.spec.switch

@@ -94,8 +94,9 @@ class TokenTally:
 class DtypeComparison:
     """The comparison in one dtype.
 
-    ``errors`` are those of operations that got the engine's inputs, ``along`` those of a pass of transformers over the
-    prompt alone; both by point.  ``missing`` maps an operation without compared values to the reason.
+    Both kinds of errors are stored by point: ``errors`` of operations with the engine's values as inputs, and ``along``
+    of a pass of transformers over the prompt alone.  ``missing`` maps an operation without compared values to the
+    reason.
     """
 
     dtype: str
@@ -151,7 +152,8 @@ class DtypeComparison:
     def take(self, number: int, run: EngineRun, own: Values, plain: Values) -> None:
         """Add the values of prompt ``number``.
 
-        ``own`` are transformers' values with the engine's values as inputs, ``plain`` those of the prompt alone.
+        ``own`` are transformers' values with the engine's values as inputs, and ``plain`` are transformers' values of
+        the prompt alone.
         """
         for theirs, errors in ((own, self.errors), (plain, self.along)):
             for point in run.values.keys() & theirs.keys():

@@ -180,7 +180,7 @@ class Reference:
             self._watch(module, point, remember=remember)
 
     def _watch_projections(self, number: int, attention: Module) -> None:
-        """Register the hooks of q, k and v: three projections, or a fused one whose output they split."""
+        """Register the hooks of q, k and v, for three projections or for a fused one whose output is split."""
         grouped = _module(attention, GROUPED)
         if grouped is not None:
             grouped.register_forward_hook(self._on_grouped(number, attention))
@@ -280,9 +280,10 @@ class Reference:
                 self._miss(operation, attention, names)
 
     def _watch_head_norm(self, module: Module, point: str, source: str) -> None:
-        """Register the hook of a norm over heads, whose output may be [1, heads, tokens, dim] or tokens first.
+        """Register the hook of a norm over heads, whose output may be [1, heads, tokens, dim] or have the tokens first.
 
-        The input shows which: read in order, a tensor with tokens first equals the projection ``source``.
+        The hook finds the order from the input: a tensor with tokens first equals the projection ``source`` when it is
+        read in order.
         """
 
         def hook(module: Module, args: Any, output: Tensor) -> Tensor:
@@ -317,7 +318,7 @@ class Reference:
         return noted.transpose(1, 2)
 
     def _note(self, point: str, x: Tensor, remember: str = "", scale: float = 1.0) -> Tensor:
-        """Store the values x [1, tokens, ...] times ``scale``, and return x or the engine's values in its place.
+        """Store the values x [1, tokens, ...] times ``scale``, and return x, or the engine's values if these replace x.
 
         ``remember`` is q, k or v for a projection whose result the hooks of norms need, else "".
         """
@@ -334,10 +335,10 @@ class Reference:
     # ---- the inputs of attention -------------------------------------------------------------------------------------
 
     def _record_attention(self, layers: Sequence[Module]) -> bool:
-        """Make the model call ``_attend`` in place of its attention function, and return whether that is possible.
+        """Make the model call ``_attend`` instead of its attention function, and return whether that is possible.
 
-        It is if the model's source file has transformers' usual function.  Otherwise q and k behind a rotary embedding
-        have no values.
+        It is possible if the model's source file has transformers' usual function.  Otherwise q and k have no values
+        after a rotary embedding.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import eager_mask
@@ -438,7 +439,10 @@ def _find_layers(model: Module, count: int) -> tuple[Module, Sequence[Module]]:
 
 
 def _module(parent: Module, name: str, beside: str = "") -> Module | None:
-    """Return the submodule with a dotted name, None if it or the module ``beside`` it does not exist."""
+    """Return the submodule with a dotted name, or None if it is missing.
+
+    The result is also None if its sibling ``beside`` is missing.
+    """
     if beside:
         neighbour = getattr(parent, beside, None)
         if not isinstance(neighbour, Module):

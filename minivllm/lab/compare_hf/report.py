@@ -11,7 +11,7 @@ MOST_NAMED = 8  # points, and tokens, that the text lists
 
 
 def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]:
-    """Yield the lines of one dtype: its table, its tokens and its verdict."""
+    """Yield the lines of the report for one dtype: its table, its tokens and its verdict."""
     tokens = sum(len(run.ids) for run in prompts)
     plural = "s" if len(prompts) != 1 else ""
     size = f"{len(prompts)} prompt{plural}, {tokens} tokens"

@@ -25,10 +25,10 @@ OFFSETS = (0.0, 1.0)  # a norm multiplies by its weight plus this offset
 
 
 class Fold(NamedTuple):
-    """A module ``maker`` that computes the inputs of other modules, and can take their scales.
+    """A module ``maker`` that computes the inputs of other modules, so that their scales can be folded into it.
 
-    Each of its outputs is ``repeats`` inputs: a head of keys and values serves several heads of queries.  ``heads`` is
-    the number of heads of keys and values.
+    Each output is used as ``repeats`` inputs, because a head of keys and values serves several heads of queries.
+    ``heads`` is the number of heads of keys and values.
     """
 
     maker: str
@@ -51,7 +51,8 @@ class Fold(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """Which modules share inputs.  Names in a layer of modules with parameters and without submodules.
+    """The modules of a layer that share inputs, by name.  Only modules with parameters and without submodules are
+    included.
 
     ``beside`` maps a module to all modules that read the same tensors.  ``after`` maps a module to all modules that
     read its output.
@@ -181,7 +182,7 @@ def _divide(
 ) -> dict[str, Tensor]:
     """Return the parameters of the fold's module, divided by the scales of its outputs.
 
-    ``offset`` is what a norm adds to its weight.  ``known`` are the weights changed by earlier folds.
+    ``offset`` is the number that a norm adds to its weight.  ``known`` are the weights changed by earlier folds.
     """
     divisor = fold.own(s)
     divided = {}

@@ -73,7 +73,7 @@ class Weight(NamedTuple):
     fixed: bool
 
     def fit_group(self, columns: Tensor, start: int) -> None:
-        """Choose the scales and zero points of the group whose columns [n, size] begin at ``start``."""
+        """Choose the scales and zero points of the group with the columns [n, size] from ``start`` on."""
         size = columns.shape[1]
         scale, zero = self.grid.fitted(columns[:, None], self.importance[None, start : start + size])
         self.scales[:, start // size] = scale[:, 0]

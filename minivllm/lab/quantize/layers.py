@@ -127,7 +127,7 @@ class LayerModel:
         """Return the hidden states [1, tokens, width] that enter the first layer, for each sample.
 
         They are stored on a GPU if they take a small part of its free memory, else on the CPU.  Raise ModelError if the
-        checkpoint lacks the embedding, or layers do not follow one another with hidden states alone.
+        checkpoint lacks the embedding, or if a layer needs more than the hidden states of the preceding layer.
         """
         embedding = self.model.get_input_embeddings()
         weight = next(f"{name}.weight" for name, module in self.model.named_modules() if module is embedding)
@@ -182,9 +182,9 @@ class LayerModel:
 
 
 class LayerWeights:
-    """The parameters of a filled layer by their names in the layer.
+    """The parameters of a filled layer, by their names in the layer.
 
-    They are read and set as float32 on the device.  The layer itself computes with copies in its dtype.
+    They are read and set as float32 on the device.  The layer computes with copies in its dtype.
     """
 
     def __init__(self, model: LayerModel, number: int) -> None:
@@ -293,10 +293,10 @@ def watch(
     hidden: Sequence[Tensor],
     seen: Callable[[], None],
 ) -> list[Inputs]:
-    """Run the layer on all samples and return the statistics of the tensors that the modules ``wanted`` read.
+    """Run the layer on all samples, and return the statistics of the tensors that the modules ``wanted`` read.
 
-    Modules that read the same tensor get one ``Inputs``.  ``seen`` is called after each sample.  Raise ModelError for a
-    module that the layer never calls.
+    Modules that read the same tensor share one ``Inputs``.  ``seen`` is called after each sample.  Raise ModelError for
+    a module that the layer never calls.
     """
     watcher = _Watcher()
     hooks: list[Any] = []

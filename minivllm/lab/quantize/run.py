@@ -88,9 +88,9 @@ class Quantizing:
         self.work = WorkFolder(self.out, plan, len(self.model.layers) + 1)
 
     def _select_modules(self) -> tuple[list[list[str]], list[str]]:
-        """Return the linear modules to quantize, per layer, and the full names of those that ``skip`` excludes.
+        """Return the linear modules to quantize, by layer, and the full names of the modules that ``skip`` excludes.
 
-        Raise ConfigError if nothing is left or a module does not fit the options.
+        Raise ConfigError if no module remains or if a module does not fit the options.
         """
         layers = range(len(self.model.layers))
         self.options.check_skips([self.model.name(i, name) for i in layers for name in self.model.linears(i)])
@@ -279,7 +279,7 @@ class Quantizing:
         return [Coded(*part, solved.group_of) for part in parts]
 
     def _pack(self, number: int, weights: LayerWeights, coded: Mapping[str, Coded]) -> dict[str, Tensor]:
-        """Return the tensors of a layer by their full names, those of quantized weights packed."""
+        """Return the tensors of a layer by their full names.  Quantized weights are packed."""
         prefix = f"{self.model.name(number)}."
         tensors = {}
         for name in self.model.headers:
@@ -296,7 +296,7 @@ class Quantizing:
 
 
 def _without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    """Return the tensors whose names begin with a prefix, by their names without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -45,7 +45,7 @@ def check_free(out: Path) -> None:
 class WorkFolder:
     """The directory of unfinished output, with one file per layer and one for all other tensors.
 
-    ``plan`` holds everything that the files' contents depend on.  It is stored beside them, so that a later run with
+    ``plan`` has all settings that affect the contents of the files.  It is stored with them, so that a later run with
     the same plan can continue.
     """
 

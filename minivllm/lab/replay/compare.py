@@ -30,8 +30,8 @@ Results = list[dict[str, Any]]  # one row per case
 class ComparedCase:
     """One row of the table: a configuration with an evictor and a scheduler.
 
-    ``evictor`` None means Belady's optimum.  ``options`` are texts of the options that the command line gives to the
-    evictor and the scheduler; the table shows them behind the names.
+    ``evictor`` None means Belady's optimum.  ``options`` are the texts of command-line options of the evictor and the
+    scheduler; the table shows them after the names.
     """
 
     label: str
@@ -121,7 +121,7 @@ def _is_configured(config: EngineConfig, seam: str, choice: PluginChoice) -> boo
 
 
 def options_text(choice: PluginChoice | None) -> str:
-    """Return the options of a choice as shown behind its name, "" if it has none."""
+    """Return the text of a choice's options that is shown after its name, or ""."""
     if choice is None or not choice.options:
         return ""
     return f" ({', '.join(f'{key}={value}' for key, value in choice.options.items())})"

@@ -92,8 +92,8 @@ class ServeRun:
 class Steps:
     """The clock of a replay: step k begins ``seconds`` * k after the first arrival.
 
-    With 0 seconds all requests arrive at once.  A clock with the real duration of steps can replace it, since ``tick``
-    receives the plan of each step.
+    With 0 seconds all requests arrive at the beginning.  A clock with the real duration of steps can replace it,
+    because ``tick`` receives the plan of each step.
     """
 
     seconds: float
@@ -109,7 +109,7 @@ class Steps:
         self.step += 1
 
     def skip_to(self, when: float) -> None:
-        """Skip the steps before ``when`` seconds, in which nothing happens."""
+        """Skip the steps before ``when`` seconds, in which no request is served."""
         if self.seconds:
             self.step = max(self.step, math.ceil(when / self.seconds))
 

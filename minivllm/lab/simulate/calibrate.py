@@ -117,11 +117,11 @@ class Calibrator:
         self._ended += 1
 
     def turn(self, phase: str) -> None:
-        """Run a turn of the engine's loop and record the step whose result arrives, unless ``phase`` is "".
+        """Run a turn of the engine's loop, and record the step whose result arrives, unless ``phase`` is "".
 
-        With several steps in flight a turn submits a step and waits for the oldest.  The step is charged with the time
-        of all turns since the latest result, and with their joins and planned prompt tokens.  Raise EngineDeadError if
-        the engine has failed.
+        With several steps in flight a turn submits a step and waits for the oldest one.  The time of all turns since
+        the latest result, with their joins and planned prompt tokens, is attributed to this step.  Raise
+        EngineDeadError if the engine has failed.
         """
         self._ended = 0
         begun = self.timer()
@@ -288,11 +288,11 @@ def calibrate(
     report: Callable[[str], None] = lambda _: None,
     timer: Callable[[], float] = perf_counter,
 ) -> CostTable:
-    """Measure an engine for some seconds and return its costs.
+    """Measure an engine for some seconds, and return its costs.
 
-    ``about`` is stored in the table as its description.  ``report`` receives the name of each phase.  ``timer`` returns
-    seconds, for steps and for the time of the phases.  Raise ConfigError for an engine with drafts, or if a phase
-    measured no step in its time.
+    ``about`` is stored in the table as its description.  ``report`` is called with the name of each phase.  ``timer``
+    returns seconds, for steps and for the time of the phases.  Raise ConfigError for an engine with drafts, or if a
+    phase measured no step in its time.
     """
     if engine.speculation is not None:
         raise ConfigError("steps with drafts have no table of costs; set drafter=none")

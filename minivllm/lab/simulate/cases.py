@@ -31,9 +31,9 @@ SHORTEST = "shortest-job"
 class SimulatedCase:
     """One row of the table: a configuration with an evictor and a scheduler.
 
-    ``evictor`` None means Belady's rule.  ``options`` are texts of the options that the command line gives to the
-    evictor and the scheduler; the table shows them behind the names.  ``known`` gives the scheduler the length of each
-    answer.  ``predictor`` predicts the lengths of answers; None means that it predicts nothing.
+    ``evictor`` None means Belady's rule.  ``options`` are the texts of command-line options of the evictor and the
+    scheduler; the table shows them after the names.  ``known`` passes the length of each answer to the scheduler.
+    ``predictor`` predicts the lengths of answers; None means no predictions.
     """
 
     label: str
@@ -112,9 +112,9 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 
 def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str], None]) -> ServeSizes:
-    """Return the sizes of a configuration; the table's engine gives those that the configuration does not set.
+    """Return the sizes of a configuration.  Missing sizes are those of the engine that was measured for the table.
 
-    ``warn`` receives a warning if a step can be larger than all steps that were measured for the table.
+    ``warn`` is called with a warning if a step can be larger than all steps that were measured for the table.
     """
     config = loaded.engine
     measured = costs.engine
@@ -166,10 +166,10 @@ def at_rate(trace: Trace, rate: float) -> Trace:
 def simulate(
     case: SimulatedCase, trace: Trace, costs: CostTable, answers: bool = True, leaping: bool = True
 ) -> TraceOutcome:
-    """Simulate a case on a trace and return its results.
+    """Simulate a case on a trace, and return its results.
 
-    ``answers`` means that prompts which contain earlier answers find them in the cache.  ``leaping`` takes predictable
-    steps without turns of the engine's loop, which is much faster and gives the same results.
+    ``answers`` means that prompts which contain earlier answers find them in the cache.  ``leaping`` simulates
+    predictable steps without turns of the engine's loop, which is much faster and gives the same results.
     """
     clock = ModelClock()
     sent = 0
@@ -193,10 +193,10 @@ def simulate(
 
 
 def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:
-    """Run the trace on a real engine in real time and return its results.
+    """Run the trace on a real engine in real time, and return its results.
 
-    ``clock`` is the engine's own clock if it has one.  The model generates other tokens than the trace's, so prompts do
-    not find earlier answers in the cache.  All prompts are built before the run, since a server does not do this work.
+    ``clock`` is the engine's own clock if it has one.  The model's tokens differ from the trace's, so prompts do not
+    find earlier answers in the cache.  All prompts are built before the run, because a server does not do this work.
     """
     width = min(engine.capacity.vocab_size, UNSAID)
     prompts = [tokens_within(trace.tokens(i), width) for i in range(len(trace))]

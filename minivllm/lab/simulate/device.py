@@ -20,14 +20,14 @@ NOTHING = StepResult(0, NO_COLUMN, NO_COLUMN, NO_COLUMN, NO_COLUMN.astype(np.uin
 
 
 class Simulated(Counting):
-    """A device that computes nothing and takes the time of the table of costs.
+    """A device without a computation, whose steps take the time of the table of costs.
 
-    With ``answers`` the tokens of answers are the trace's, so the next turn of a conversation finds them in the cache.
-    Without, no prompt contains an answer, as with a real model.
+    With ``answers`` the tokens of answers are those of the trace, so the next turn of a conversation finds them in the
+    cache.  Otherwise no prompt contains an answer, as with a real model.
 
-    Most steps repeat the rows of the step before, each a token further, and end no row.  The result of such a step
-    follows from the step before, so ``submit`` builds it in a few operations.  The lengths of its rows are then not
-    updated in ``known`` but counted in ``_ahead``, until another kind of step reads them.
+    Most steps repeat the rows of the previous step with one more token each, and end no row.  The result of such a step
+    follows from the previous one, so ``submit`` builds it in a few operations.  The lengths of its rows are counted in
+    ``_ahead`` and not updated in ``known`` until another kind of step reads them.
     """
 
     def __init__(self, trace: Trace, sizes: ServeSizes, costs: CostTable, clock: ModelClock, answers: bool) -> None:
@@ -65,7 +65,7 @@ class Simulated(Counting):
     def pass_one(self, clock: ModelClock, plan: StepPlan) -> np.ndarray:
         """Run one repeated step, advance the clock to its end, and return the indices of the rows that end, i64.
 
-        This step may cost more than the later ones, since caches can be cold.
+        This step may cost more than the later ones, because caches can be cold.
         """
         assert self.costs is not None
         self._count()
@@ -83,8 +83,8 @@ class Simulated(Counting):
     def pass_steps(self, clock: ModelClock, most: int, until: float | None) -> int:
         """Run at most ``most`` repeated steps that end no row and begin before ``until`` (None means no limit).
 
-        Return their number and advance the clock to the end of the last.  The loop does the work of ``_work`` and
-        ``_count`` without calls.
+        Return the number of steps, and advance the clock to the end of the last one.  The loop does the work of
+        ``_work`` and ``_count`` without calls.
         """
         assert self.costs is not None
         rows = len(self._at)
@@ -129,7 +129,7 @@ class Simulated(Counting):
             self._work(1e3 * self.costs.slopes["end"] * rows)
 
     def submit(self, plan: StepPlan) -> None:
-        """Compute a step; a step that repeats the last one takes a few operations."""
+        """Compute a step.  A step that repeats the last one takes only a few operations."""
         repeats = plan.slots is self._rows and self._left > 1
         if repeats and not self._behind and not self.wakes() and _keeps_rows(plan):
             assert self.costs is not None

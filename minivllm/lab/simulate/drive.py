@@ -151,7 +151,7 @@ class _Record:
 
 
 def _counts(engine: Engine) -> tuple[int, int, int]:
-    """Return the steps, preemptions and evictions of the engine so far, those of earlier traces included."""
+    """Return the numbers of steps, preemptions and evictions of the engine since its start."""
     return engine.clock.count, engine.planner.preemptions, sum(p.evictions for p in engine.cache.pools)
 
 

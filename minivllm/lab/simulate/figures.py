@@ -111,8 +111,8 @@ COMPARED = (
 def off(simulated: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], Bounds]:
     """Return the relative errors of a simulation, and their 95 % confidence intervals.
 
-    ``real`` has ``intervals`` of its figures (``repeats.merged``).  A figure whose interval begins at 0 or below has no
-    interval of its error.
+    ``real`` has ``intervals`` of its figures (``repeats.merged``).  The error of a figure has no interval if the
+    interval of the figure begins at 0 or below.
     """
     errors: dict[str, float] = {}
     bounds: Bounds = {}

@@ -104,9 +104,9 @@ class _Design:
 
 
 def _designs(columns: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]) -> list[_Design]:
-    """Return the design without a limit, and one for each limit that leaves enough steps on both sides.
+    """Return the design without a limit, and one design for each limit that leaves enough steps on both sides.
 
-    The error of the former is lowered a little, so that a limit is chosen only if it is clearly better.
+    The error of the design without a limit is lowered a little, so that a limit is chosen only if it is clearly better.
     """
     without = _design(columns, 0, rows_at, tokens_at)
     found = [replace(without, error=GAIN * without.error)]

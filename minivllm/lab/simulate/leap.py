@@ -24,9 +24,9 @@ NO_ROWS = np.empty(0, np.intp)
 
 
 def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
-    """Take as many steps as possible and return their number.
+    """Simulate as many predictable steps as possible, and return their number.
 
-    ``until`` is the time of the next arrival, or None; every step that begins before it may be taken.  Raise
+    ``until`` is the time of the next arrival, or None.  A step may be simulated if it begins before this time.  Raise
     EngineDeadError if a plug-in fails.
     """
     s = engine.slots
@@ -81,9 +81,9 @@ def turn(engine: Engine, device: Simulated) -> bool:
 
 
 def _last_step(engine: Engine, device: Simulated) -> Steady | None:
-    """Return the step that the next steps repeat, each row a token further.
+    """Return the step that the next steps repeat with one more token in each row, or None.
 
-    None means that they may not repeat it: a waiting request may join, or the rows have changed.
+    None means that a waiting request may join, or that the rows have changed.
     """
     p = engine.planner
     s = engine.slots
@@ -100,7 +100,7 @@ def _last_step(engine: Engine, device: Simulated) -> Steady | None:
 
 
 def _before_first(engine: Engine) -> Steady | None:
-    """Return an imaginary step before the next one, with the running rows.
+    """Return an imaginary step with the running rows that precedes the next step, or None.
 
     None means that the next step is not predictable: a row would not generate a token, or a plug-in would decide.
     """
@@ -145,7 +145,7 @@ class _Stretch:
         self.before = last.plan.computed
 
     def take(self, until: float | None) -> int:
-        """Take steps until rows end, no block is left for a row that needs one, or the time is ``until``.
+        """Simulate steps until rows end, a row needs a block and none is free, or the time is ``until``.
 
         Return the number of steps.
         """
@@ -192,7 +192,7 @@ class _Stretch:
         return self.slots.blocks[0, self.at] * self.slots.block - self.before
 
     def _fills(self) -> np.ndarray:
-        """Return the step in which each row fills the block that it publishes next."""
+        """Return the step in which each row fills the next block that it publishes."""
         if not self.cache.prefix:
             return NEVER
         return (self.slots.prefix_published[self.at] + 1) * self.slots.block - self.before - 1

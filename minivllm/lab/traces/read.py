@@ -51,7 +51,7 @@ def read_trace(source: str) -> Trace:
 def _choose_reader(source: str, path: Path, first: str) -> Callable[[str, Iterator[str]], Trace]:
     """Return the reader for a file whose first line is ``first``.
 
-    A file in no known format gets the reader of Azure or Mooncake, which reports the expected fields.  Raise
+    A file in an unknown format is passed to the reader of Azure or Mooncake, which reports the expected fields.  Raise
     ConfigError for a file of prompts, which other commands read.
     """
     if path.suffix == ".csv":

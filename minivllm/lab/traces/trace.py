@@ -91,7 +91,7 @@ class Trace:
         return keys
 
     def chain(self, i: int, block: int) -> list[int]:
-        """Return the keys of request i's prompt as the traced system counts blocks.
+        """Return the keys of request i's prompt in the blocks of the traced system.
 
         If ``block`` is the trace's unit, the keys come from the content numbers and the last block may be partial.
         Otherwise they are ``keys``.

@@ -88,7 +88,8 @@ def refusal(spec: AttnSpec, q_dtype: str, kv_dtype: str, block: int) -> str:
 
 
 def choose(spec: AttnSpec, tiles: int, tokens: int, keys: int) -> Variant | None:
-    """Return the variant of the Hopper kernel for the rows of several tokens of a step, None for ``triton_prefill``.
+    """Return the variant of the Hopper kernel for the rows with several tokens of a step, or None for
+    ``triton_prefill``.
 
     The rows have ``tokens`` tokens in ``tiles`` tiles of ``LINES`` lines for each KV head.  ``keys`` is the mean length
     of the rows, weighted by their tokens.  A captured step passes its number of tokens, the tiles of one row with all

@@ -57,10 +57,10 @@ class SdpaBatch:
 
 @dataclass(frozen=True)
 class KVPiece:
-    """Some queries of one row of several tokens.
+    """Some queries of one row with several tokens.
 
-    They are the tokens [start, start + n) of the step, at the positions [pos, pos + n).  They see keys from position
-    ``first`` to position ``last``.
+    The queries are the tokens [start, start + n) of the step, at the positions [pos, pos + n).  They attend to keys
+    from position ``first`` to position ``last``.
     """
 
     row: int
@@ -275,9 +275,9 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
 def decode_batch(
     meta: AttnMeta, group: int, spec: AttnSpec, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
 ) -> SdpaBatch:
-    """Return the batch of rows of one token, in which token r is the query of row r.
+    """Return the batch of rows with one token, in which token r is the query of row r.
 
-    The device has the lengths; ``longest`` is their upper bound.
+    Exact lengths are on the device only; ``longest`` is their upper bound.
     """
     device, window = meta.table.device, spec.window
     pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
@@ -298,7 +298,7 @@ def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
 
 
 def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
-    """Return the rows behind the decode rows, split if a row has too many query-key pairs for one mask."""
+    """Return the rows after the decode rows, divided if a row has too many query-key pairs for one mask."""
     first_row, sees = meta.decode_rows, meta.host_sees
     start, pieces = first_row, []
     lens = zip(meta.host_q_len[first_row:].tolist(), meta.host_kv_len[group, first_row:].tolist(), strict=True)

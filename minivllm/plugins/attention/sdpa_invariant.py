@@ -36,7 +36,7 @@ MOST_TILES = 1024  # tiles of several rows and all KV heads that are read at a t
 
 @dataclass(frozen=True)
 class Items:
-    """I items that see up to J tiles of keys.  Items without a ``real`` line only fill up the calls.
+    """I items that attend to up to J tiles of keys.  Items without a ``real`` line only complete a batch.
 
     token i64 [I, LINES] of the step, head i64 [I, LINES] within its KV head's group, real bool [I, LINES], tile i64 [I,
     J] of the ``Keys``, hidden bool [I, 1, J, LINES, KEYS].
@@ -194,9 +194,9 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
 
 
 def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return memory for this number of tiles of keys and of values, which the layers of a step share.
+    """Return memory for ``tiles`` tiles of keys and of values, which the layers of a step share.
 
-    New memory for each layer would take longer than writing it.  A column of ones follows the values.
+    Allocating memory for each layer would take longer than writing it.  A column of ones follows the values.
     """
     key, most = ("invariant room", spec.dim_qk, spec.dim_v), tiles * spec.kv_heads
     found = meta.work.get(key)
@@ -213,7 +213,7 @@ def _tiles(
     """Return keys f32 [kv_heads * T, dim_qk, KEYS] and values f32 [kv_heads * T, KEYS, width] of the tiles of ``slots``
     [T, KEYS].
 
-    The values have a column of ones behind them.  Both are contiguous.
+    A column of ones follows the values.  Both tensors are contiguous.
     """
     k, v = fmt.load(cache, slots, torch.float32)
     keys, values = (part[: spec.kv_heads * len(slots)] for part in room)
@@ -224,7 +224,8 @@ def _tiles(
 
 
 def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> tuple[Tensor, Tensor]:
-    """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES]; k and v are those of ``_tiles``."""
+    """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES].  ``k`` and ``v`` are results of
+    ``_tiles``."""
     spec, (n, lines) = layer.spec, items.token.shape
     tiles, kvh = items.hidden.shape[2], spec.kv_heads
     pairs = (items.tile[:, None] + np.arange(kvh)[:, None] * (len(k) // kvh)).reshape(-1)
@@ -257,10 +258,10 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
 
 
 def width(dim: int) -> int:
-    """Return the columns of the values, with the column of ones, rounded up to a multiple of 16.
+    """Return the number of columns of the values with the column of ones, rounded up to a multiple of 16.
 
-    Libraries compute the columns behind a multiple of 16 in another way, which in narrow matrices changes other
-    columns.
+    Matrix libraries compute columns after the last multiple of 16 in another way, which changes other columns in narrow
+    matrices.
     """
     return -(-(dim + 1) // 16) * 16
 

@@ -147,7 +147,7 @@ class Triton(AttentionBackend):
                 kernel_module().attend(layer, q, meta, out, lse, tiles, variant)
 
     def _ahead(self, meta: AttnMeta, group: int, device: torch.device) -> Tensor | None:
-        """Return how many positions behind its own each token of a step sees, None if each token sees none."""
+        """Return the number of later positions that each token of a step attends to, or None if there are none."""
         key = ("ahead", group)
         if key not in meta.work:
             meta.work[key] = tokens_ahead(meta, group, device)

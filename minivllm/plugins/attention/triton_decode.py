@@ -115,9 +115,9 @@ def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
 def _part_of(tiles, most, at_once, capacity):
     """Return the number of tiles per part with the least estimated time.
 
-    ``tiles`` [P] are the tiles of each row and ``most`` those of the longest; ``at_once`` parts fill the device.  The
-    unit of time is a tile's time on a full device; on an empty device a tile takes 0.3. The estimate was fitted on an
-    H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are 0 to 11 % slower than the best size.
+    ``tiles`` [P] are the tiles of each row, and ``most`` those of the longest row.  ``at_once`` parts fill the device.
+    The unit of time is the time of a tile on a full device; on an empty device a tile takes 0.3.  The estimate was
+    fitted on an H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are 0 to 11 % slower than the best size.
     """
     total = tl.sum(tiles, 0).to(tl.float32) / at_once
     size, least = most, 1e30
@@ -143,9 +143,9 @@ def _deal(
     P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of row ``program_id`` behind the parts of all rows whose parts are longer.
+    """Write the parts of row ``program_id`` after the parts of all rows with longer parts.
 
-    With SHARED, the parts of a row begin behind its shared prefix.
+    With SHARED, the parts of a row begin after its shared prefix.
     """
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
@@ -397,9 +397,10 @@ def power(n: int) -> int:
 
 
 def vector(n: int) -> int:
-    """Return the size of a kernel's vector over n rows or entries.
+    """Return the vector size of a kernel over n rows or entries.
 
-    Steps of few rows get one size, so they run the same compiled kernels."""
+    Steps of few rows have the same size, so they run the same compiled kernels.
+    """
     return max(LEAST_VECTOR, power(n))
 
 
@@ -434,7 +435,7 @@ class SharedParts(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """The parts into which the rows of a step are cut.  Its layers run one after another and share them."""
+    """The parts into which the rows of a step are divided.  The layers of the step share them."""
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
     first: Tensor  # i32 [rows, 2], each row's first entry and its number of parts
@@ -455,10 +456,10 @@ def deal(
     exact: bool,
     shared: SharedParts | None = None,
 ) -> DecodeWork:
-    """Split rows into parts for the decode kernel.
+    """Divide rows into parts for the decode kernel.
 
     ``kv_len`` and ``q_len`` are i32 and ``slots`` i64 [rows or more], on the device.  No context is longer than
-    ``longest``.  With ``mixed``, only rows of exactly one token get parts.  The parts of a row begin behind its prefix
+    ``longest``.  With ``mixed``, only rows of exactly one token have parts.  The parts of a row begin after its prefix
     in ``shared``.
     """
     size = power if shared is None else vector

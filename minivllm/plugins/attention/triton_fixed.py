@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def _merge(m, total, acc, part_m, part_total, part_acc):
-    """Merge the sums of a part [n] and [n, DV] into those of the parts before it."""
+    """Merge the sums [n] and [n, DV] of a part into the sums of the preceding parts."""
     peak = tl.maximum(m, part_m)
     fade, weight = tl.exp2(m - peak), tl.exp2(part_m - peak)
     return peak, total * fade + part_total * weight, acc * fade[:, None] + part_acc * weight[:, None]
@@ -71,10 +71,11 @@ def _attend(
     STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, EACH: tl.constexpr,
     LINES: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend a tile, or, if STORE, a share of its parts.  A part has EACH tiles of N keys.
+    """Compute the attention of a tile, or with STORE of a share of its parts.  A part has EACH tiles of N keys.
 
     Sums are stored for LINES lines of a tile and KV head: M of them, or G if each tile has one token.  No row has more
-    than ``most`` parts, except rows that have ended, whose results are dropped."""
+    than ``most`` parts, except rows that have ended, whose results are dropped.
+    """
     wait(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile)

@@ -53,10 +53,12 @@ def _place(
     turn, works, tile_row, tile_token, cu_q, kv_len,
     KH: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Return the place of the tile that this program computes in turn ``turn``, scalars i32.
+    """Return the place of the tile that this program computes in turn ``turn``, as i32 scalars.
 
-    They are the row (-1 means no tile), the head, the tile's first token in the row, the row's first token in q, its
-    tokens in this step, its length, the position of the tile's first query, and the first and the last + 1 key tile."""
+    The scalars are the row (-1 means no tile), the head, the tile's first token in the row, the row's first token in q,
+    its tokens in this step, its length, the position of the tile's first query, and the first and the last + 1 key
+    tile.
+    """
     program, programs = gl.program_id(0), gl.num_programs(0)
     work = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
     tile = gl.minimum(work, works - 1) // KH

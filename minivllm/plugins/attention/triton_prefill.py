@@ -34,7 +34,8 @@ KEYS = 32  # N
 class Tiles(NamedTuple):
     """The tiles of a step's rows.
 
-    A captured step has room for the largest number of tiles that its size allows; the tiles of row -1 come last."""
+    A captured step has room for the largest number of tiles of its size.  Unused tiles have row -1 and come last.
+    """
 
     row: Tensor  # i32 [tiles] the row of each tile, -1 for none
     token: Tensor  # i32 [tiles] the first token of each tile in its row
@@ -92,8 +93,8 @@ def see(
 ):  # fmt: skip
     """Add a tile of keys at positions ``key`` [N] to the running softmax.
 
-    ``upto`` [M] is the last position that each query sees.  ALL means that every query sees every key.  ``slope`` [M]
-    is for SLOPES.
+    ``upto`` [M] is the last position that each query attends to.  ALL means that every query attends to every key.
+    ``slope`` [M] is for SLOPES.
     """
     s = dot(queries, k, tl.zeros([queries.shape[0], k.shape[1]], tl.float32), queries.dtype, IEEE)
     if SCALED:
@@ -234,7 +235,7 @@ def tile_lines(group: int, longest: int) -> int:
 
 
 def make_tiles(q_len: np.ndarray, kv_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the first token in the row of each tile, i32, for the rows from ``first_row`` on.
+    """Return the row of each tile and its first token in the row, i32, for the rows from ``first_row`` on.
 
     A tile has ``tokens`` tokens.  The tiles with the most keys come first, so that no long tile runs last and alone.
     ``q_len`` and ``kv_len`` are i32 [R]; both include the tokens of this step.
@@ -292,9 +293,10 @@ def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least
 
 
 def tokens_ahead(meta: AttnMeta, group: int, device: torch.device) -> Tensor | None:
-    """Return how many positions behind its own each token of a step sees (``AttnMeta.host_sees``), i32 [T].
+    """Return the number of later positions that each token of a step attends to (``AttnMeta.host_sees``), i32 [T].
 
-    None if each token sees none."""
+    None if there are none.
+    """
     if meta.host_sees is None:
         return None
     q_len, kv_len = meta.host_q_len.astype(np.int64), meta.host_kv_len[group]
@@ -305,9 +307,9 @@ def tokens_ahead(meta: AttnMeta, group: int, device: torch.device) -> Tensor | N
 
 @lru_cache(maxsize=64)
 def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int) -> bool:
-    """Return whether TMA copies keys and values that all queries of a tile see.
+    """Return whether TMA copies keys and values that all queries of a tile attend to.
 
-    It does so for heads of 128 elements, for which it was measured to be faster.  It also does on the CPU under the
+    It does for heads of 128 elements, for which it was measured to be faster.  It also does on the CPU under the
     interpreter, so that tests cover it.
     """
     if device.type != "cpu" and (capability(device) < 9 or dtype.itemsize != 2):

@@ -69,10 +69,10 @@ def _find(
     LEVELS: tl.constexpr, FEWEST: tl.constexpr, P: tl.constexpr, C: tl.constexpr, MIXED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the rows with which row ``program_id`` shares most.
+    """Find the rows with which row ``program_id`` shares the longest prefix.
 
     Write their label, 0 for none, and the number of leading blocks that the row shares with the first of them.  LEAST
-    is the first depth in blocks.  The last block of a row, which the step writes, is not shared.
+    is the first depth in blocks.  The last block of a row is not shared, because the step writes it.
     """
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
@@ -118,7 +118,7 @@ def _group(
 ):  # fmt: skip
     """Write (shared tokens, members, place of the first member, first member) of the group of row ``program_id``.
 
-    Rows without a group get 0 tokens.  ``members`` gets the rows, group by group.
+    Rows without a group have 0 tokens.  The rows are written to ``members`` group by group.
     """
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
@@ -142,11 +142,11 @@ def _cut(
     slots, groups, entries, shared, rows, aim, capacity, N: tl.constexpr, CHUNKS: tl.constexpr, LEAST: tl.constexpr,
     EACH: tl.constexpr, P: tl.constexpr, WP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Cut the prefix of each group into chunks of one length, at most CHUNKS, and write the group's entries.
+    """Divide the prefix of each group into chunks of equal length, at most CHUNKS, and write the group's entries.
 
-    An entry is (place of the first member, members, slot, begin, end, chunk); it has at most EACH members.  Entries
-    without members are not needed.  Write (shared tokens, chunks) of row ``program_id``.  About ``aim`` entries give
-    each multiprocessor work.
+    An entry is (place of the first member, members, slot, begin, end, chunk) and has at most EACH members.  Entries
+    without members are not needed.  Write (shared tokens, chunks) of row ``program_id``.  With about ``aim`` entries
+    each multiprocessor has work.
     """
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
@@ -257,7 +257,7 @@ def _shared(
 
 
 class SharedWork(NamedTuple):
-    """The shared prefixes of a step; its layers use it one after another."""
+    """The shared prefixes of a step, which its layers use."""
 
     entries: Tensor  # i32 [E, 8]
     members: Tensor  # i32 [rows], the rows group by group
@@ -270,9 +270,10 @@ def lines_of(spec: AttnSpec) -> int:
 
 
 def keys_of(block: int, exact: bool) -> int:
-    """Return the keys N of a tile, fewer in float32, whose products take longer, and at most a power of two in a block.
+    """Return the number N of keys of a tile, such that a tile lies in one block.
 
-    A tile then lies in one block."""
+    Tiles have fewer keys in float32, whose products take longer.
+    """
     keys = min(TILE.keys, 32) if exact else TILE.keys
     within = block & -block
     return min(keys, within) if within >= 16 else keys
@@ -344,7 +345,7 @@ def _whole(x: Tensor, keys: int, dim: int) -> TensorDescriptor:
 
 
 def attend_shared(layer: AttnLayer, q: Tensor, meta: AttnMeta, work: SharedWork) -> None:
-    """Compute the partial sums of ``work`` from q [T, heads, D], whose first tokens are those of the rows."""
+    """Compute the partial sums of ``work``.  The first tokens of q [T, heads, D] are the queries of its rows."""
     spec = layer.spec
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     group, rows = spec.heads // spec.kv_heads, len(work.members)

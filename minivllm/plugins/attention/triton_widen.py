@@ -50,7 +50,7 @@ def _widen(
 ):  # fmt: skip
     """Copy a part of block ``program_id(0)`` of the copy, which belongs to row ``row[block]``.
 
-    The part begins at element CHUNK * program_id(1).  A block has KE elements of keys and VE of values.
+    The part begins at element CHUNK * program_id(1).  A block has KE elements of keys and VE elements of values.
     """
     place = tl.program_id(0).to(tl.int64)
     of = tl.load(row + place)

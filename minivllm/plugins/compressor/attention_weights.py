@@ -112,10 +112,12 @@ class RKV(Compressor):
 
 
 class H2O(Compressor):
-    """Keep the newest tokens, and of the others those that got most attention from the prompt (H2O, arXiv:2306.14048).
+    """Keep the newest tokens, and the other tokens that received most attention from the prompt (H2O,
+    arXiv:2306.14048).
 
-    ``recent`` of the kept tokens are the newest.  Attention is added up over the queries of the prompt, or with
-    ``mean`` averaged over the queries that saw the token, as in the press ObservedAttention of kvpress."""
+    ``recent`` of the kept tokens are the newest.  Attention is summed over the queries of the prompt, or with ``mean``
+    averaged over the queries that may attend to the token, as in the press ObservedAttention of kvpress.
+    """
 
     attention_sums = True
     loads = ()

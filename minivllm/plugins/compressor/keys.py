@@ -56,7 +56,7 @@ class KeyDiff(Compressor):
 
 
 class Random(Compressor):
-    """Keep random tokens, other ones for each layer and head.  It is the control of an experiment."""
+    """Keep random tokens, chosen separately for each layer and head.  It is a control for experiments."""
 
     loads = ()
 

@@ -106,11 +106,12 @@ class EagleArch(ModelArch):
 
 
 def _layers_read(cfg: Any, target: Any) -> tuple[int, ...]:
-    """Return the layers of the model before which a head reads the hidden states.  ModelError for impossible ones.
+    """Return the layers of the model whose input hidden states a head reads.  ModelError for impossible layers.
 
     A list at the top of config.json has these numbers, as in vLLM.  A list in ``eagle_config`` has the numbers of the
-    layers whose outputs are read, as in SpecForge and SGLang.  Without a list, or with empty ones, the layers are
-    those of EAGLE-3."""
+    layers whose outputs are read, as in SpecForge and SGLang.  Without a list, or with empty ones, the layers are those
+    of EAGLE-3.
+    """
     count = target.num_hidden_layers
     inner = _layer_list(_nested(cfg).get(IDS), "eagle_config." + IDS, 0, count - 2)
     outer = _layer_list(getattr(cfg, IDS, None), IDS, 1, count - 1)

@@ -15,7 +15,7 @@ from minivllm.core.interfaces.drafter import Ask, Drafter
 
 
 class NGram(Drafter):
-    """A drafter that proposes the tokens behind the longest earlier occurrence of a row's last tokens.
+    """A drafter that proposes the tokens after the longest earlier occurrence of a row's last tokens.
 
     An occurrence has ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.  Of equally long occurrences the latest is
     used.  If fewer than k tokens follow it, they are repeated, so a row gets k drafts or none.  The search runs on the

@@ -55,7 +55,7 @@ class ModelOptions(BaseModel):
 
 
 class HeadOptions(BaseModel):
-    """Options of a head in files of its own."""
+    """Options of a head whose files are separate from the model's."""
 
     model_config = ConfigDict(extra="forbid")
 

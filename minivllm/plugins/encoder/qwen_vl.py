@@ -52,14 +52,15 @@ class QwenVL(TowerEncoder):
 
     @property
     def _deepstack(self) -> Sequence[int]:
-        """Return the layers of the tower whose features are added behind the first layers of the text model."""
+        """Return the layers of the vision tower whose features are added after the first layers of the text model."""
         return list(getattr(self.whole.vision_config, "deepstack_visual_indexes", None) or ())
 
     def prepare(self, image: Image) -> ImageValues:
-        """Return the resized pixels [height, width, 3] of an image or its patches, and their grid.
+        """Return the resized pixels [height, width, 3] of an image, or its patches, and their grid.
 
-        Pixels u8 have an eighth of the bytes of patches f32, which have each pixel twice, and ``features`` makes the
-        patches on the device.  A processor with other steps than those of ``_plain`` makes them here."""
+        Pixels u8 have an eighth of the bytes of patches f32, which contain each pixel twice; ``features`` makes the
+        patches on the device.  If the processor has other steps than ``_plain``, the patches are made here.
+        """
         size = self._plain_size(image)
         if size is not None:
             width, height = size
@@ -86,7 +87,8 @@ class QwenVL(TowerEncoder):
         return int(self.whole.vision_config.patch_size)
 
     def _plain_size(self, image: Image) -> tuple[int, int] | None:
-        """Return the width and height to which the processor resizes an image, None if it has other steps."""
+        """Return the width and height to which the processor resizes an image, or None if the processor has other
+        steps."""
         self._load_processor()
         found = self._processor
         name = type(found).__name__

@@ -184,7 +184,8 @@ def draw_weights(named: Iterable[tuple[str, Tensor]], device: str, seed: int) ->
 
 
 def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """Copy the tensors of a checkpoint to those of the encoder.  ModelError if one is missing or has another shape."""
+    """Copy the tensors of a checkpoint to those of the encoder.  ModelError if a tensor is missing or has another
+    shape."""
     from minivllm.device.loading.tensor_files import checkpoint_tensors
 
     names = {spelled: name for name in wanted for spelled in _spelled(name)}
@@ -213,7 +214,7 @@ def _spelled(name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Stop transformers' notes about missing libraries, for which it has a replacement."""
+    """Suppress transformers' notes about missing libraries that it can replace."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -109,7 +109,7 @@ class AgentTtl(SessionLeaves):
         return self.queue.pop() or self.kept.pop()
 
     def _expire(self, now: float) -> None:
-        """Move the blocks whose time to live is over to the queue of loose blocks."""
+        """Move the blocks whose time to live has ended to the queue of loose blocks."""
         while self.ends and self.ends[0][0] <= now:
             end, _, block = heapq.heappop(self.ends)
             if block.worth == end and self._is_kept(block):

@@ -31,8 +31,8 @@ class VirtualClock(RealClock):
 class ModelClock(RealClock):
     """A clock in seconds that advances only in waits.
 
-    The computation of this process takes no time, so a run is the same on every machine.  An idle caller must skip to
-    the time of its next work.
+    The computation of this process takes no time, so a run is the same on every machine.  An idle caller must advance
+    the clock to the time of its next work.
     """
 
     def __init__(self) -> None:

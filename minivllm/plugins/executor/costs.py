@@ -121,7 +121,10 @@ class StepCounter:
         return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
 
     def skip(self, plan: StepPlan) -> None:
-        """Skip uncounted decode steps, of which ``plan`` is the last.  At least two of them ran, without prompts."""
+        """Skip uncounted decode steps, the last of which is ``plan``.
+
+        At least two decode steps without prompts have run.
+        """
         self.last, self.before = plan, (0, 0)
 
 
@@ -180,7 +183,7 @@ class CostTable:
         return c.before > self.limit > 0 and (not c.prefill or c.tokens <= self.limit)
 
     def scaled(self, by: float) -> CostTable:
-        """Return the costs of a machine that takes ``by`` times as long for everything."""
+        """Return the costs of a machine on which every cost is ``by`` times as high."""
         times = lambda costs: {name: by * x for name, x in costs.items()}  # noqa: E731
         line = lambda x: BrokenLine(x.at, [by * y for y in x.seconds])  # noqa: E731
         prompts = lambda x: PromptCosts(line(x.tokens), times(x.slopes))  # noqa: E731

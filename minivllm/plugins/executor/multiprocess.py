@@ -122,7 +122,7 @@ class Multiprocess(Process):
             yield Child(WORKER, self.options.timeout)
 
     def _begin(self, child: Child, rank: int, settings: dict[str, Any], files: Sequence[int]) -> None:
-        """Send a rank its configuration and two files: the page of states, and the file in which the ranks meet."""
+        """Send a rank its configuration and two files: the page of states, and the file by which the ranks connect."""
         child.send(START, [json.dumps(settings).encode()], files[0])
         child.send(START, [b""], files[1])
 
@@ -321,7 +321,7 @@ class Multiprocess(Process):
         raise EngineDeadError(NOT_RUNNING)
 
     def _look(self) -> None:
-        """Check the other ranks and the time.
+        """Check the other ranks and the elapsed time.
 
         Raise EngineDeadError if a rank has ended, if ranks disagree about a step, or if no rank has made progress.
         """
@@ -420,7 +420,7 @@ class Multiprocess(Process):
         return self._fault
 
     def _kill(self) -> None:
-        """Kill all ranks, since they would wait for each other forever."""
+        """Kill all ranks, because they would wait for each other forever."""
         for seconds in (0.0, DYING):
             for child in self._ranks():
                 child.kill(seconds)

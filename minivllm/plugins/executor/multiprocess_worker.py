@@ -51,7 +51,7 @@ def main(sock: str, memory: str) -> None:
 
 
 class Rank:
-    """A rank, which is started with its wiring, the page of states and the file through which the ranks meet."""
+    """A rank, which is started with its wiring, the page of states, and the file by which the ranks connect."""
 
     def __init__(self, channel: Channel) -> None:
         first = channel.receive(wait=True)

@@ -15,7 +15,7 @@ from minivllm.errors import describe_error
 
 
 def of_runner(runner: Any) -> list[dict[str, Any]]:
-    """Return the figures of each plug-in of a runner; a failure of one is an entry of its own."""
+    """Return the figures of each plug-in of a runner.  A failure of one plug-in is a separate entry."""
     return [read_figures(name, plugin) for name, plugin in plugins(runner) if has_figures(plugin)]
 
 

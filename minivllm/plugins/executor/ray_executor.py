@@ -185,7 +185,7 @@ class RayCluster:
         return guests
 
     def _order(self, guests: Mapping[int, Mapping[str, Guest]]) -> Any:
-        """Return the sort key of places: those of this machine first, then by machine and GPU."""
+        """Return the sort key of places: places of this machine come first, then the order is by machine and GPU."""
 
         def key(place: int) -> tuple[Any, ...]:
             hello = guests[place][CHANNEL].hello

@@ -69,7 +69,7 @@ def main(sock: str, memory: str) -> None:
 
 
 class RankPlace:
-    """The actor.  Its class is sent as bytes, and imports nothing before it receives the import path."""
+    """The class of the actor.  It is sent as bytes, and imports no module before it receives the import path."""
 
     def serve(self, given: dict[str, Any]) -> str:
         """Run a rank until the engine ends, and return the reason if it cannot run."""

@@ -37,7 +37,7 @@ class ActorKeeper(Protocol):
 
 
 class PlacedRank:
-    """The rank of one actor.  A message to it waits for room in its channel for up to ``patience`` seconds."""
+    """The rank of one actor.  A message to it waits up to ``patience`` seconds for room in its channel."""
 
     def __init__(self, cluster: ActorKeeper, came: Mapping[str, Guest], patience: float) -> None:
         hello, sock = came[CHANNEL]
@@ -146,7 +146,7 @@ class PlacedRank:
             self._channel = None
 
     def end(self, deadline: float) -> None:
-        """End the rank: wait half of ``deadline`` seconds after its channel is closed, then kill it."""
+        """Close the rank's channel, wait half of ``deadline`` seconds for its end, then kill it."""
         self.leave()
         if self._handle >= 0:
             if not select.select([self._handle], (), (), deadline / 2)[0]:

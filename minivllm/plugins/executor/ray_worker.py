@@ -132,7 +132,7 @@ class RayRank(Rank):
         return interface_of(self._ip) if self.settings["apart"] else super()._interface()
 
     def _meeting(self) -> Any:
-        """Return the store through which ranks of several machines meet.
+        """Return the store by which ranks on several machines connect.
 
         Rank 0 listens, and only ranks receive its address and the random prefix of keys.
         """

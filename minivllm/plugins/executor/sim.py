@@ -443,9 +443,9 @@ class Sim(Executor):
         count: np.ndarray,
         flags: np.ndarray,
     ) -> None:
-        """Draw the tokens of rows of drafts, in the order of their levels.
+        """Draw the tokens of rows with drafts, in the order of the draft numbers.
 
-        A row draws if its draft is the token that was drawn before it, and all earlier drafts were right.
+        A row draws if its draft equals the token drawn before it, and if all earlier drafts were right.
         """
         level = plan.draft[plan.samples]
         for draft in range(1, int(level.max(initial=0)) + 1):

@@ -60,7 +60,7 @@ class SimPages:
             at += size
 
     def release(self) -> None:
-        """Do nothing, because copies use no memory of their own."""
+        """Do nothing, because copies use no separate memory."""
 
     close = release
 

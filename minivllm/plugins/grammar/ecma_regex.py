@@ -211,9 +211,8 @@ class _Reader:
         return node
 
     def _opening(self) -> bool:
-        """Read the text behind ``(?``, and return True for flags of the whole pattern, which Python allows at its
-        beginning.
-        """
+        """Read the text after ``(?``, and return True for flags of the whole pattern, which Python allows at its
+        beginning."""
         for sign in ("=", "!", "<=", "<!"):
             if self.pattern.startswith(sign, self.at):
                 self._refuse(f"the look-around (?{sign}", "say what the text is, not what is around it")
@@ -237,7 +236,7 @@ class _Reader:
         self._refuse(f"(?{self._next()}", "there are (?:, (?<name>, (?i: and (?s:")
 
     def _escape(self) -> int | Callable[[bool], Ranges]:
-        """Return the code point or the class behind a backslash.
+        """Return the code point or the character class after a backslash.
 
         A class is a function, whose argument decides whether the set includes characters that implementations treat
         differently.

@@ -103,7 +103,8 @@ def children(node: Schema) -> Iterator[Any]:
 
 
 class Nodes:
-    """All schemas that are objects within one, wherever a reference finds them, and which of them can end."""
+    """All object schemas within a schema, including those that only a reference reaches, and the nodes that finite
+    values can fit."""
 
     def __init__(self, schema: Schema) -> None:
         self.root, self.all = schema, []
@@ -139,8 +140,9 @@ class Nodes:
         return found
 
     def ends(self, node: Any) -> bool:
-        """Return whether a finite value is known to fit a node.  More nodes are known after all of them have been
-        visited again.
+        """Return whether a finite value is known to fit a node.
+
+        Another visit of all nodes may find more such nodes.
         """
         if not isinstance(node, dict):
             return node is not False

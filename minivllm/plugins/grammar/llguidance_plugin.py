@@ -137,7 +137,8 @@ class LLGuidance(Grammar):
         return failed
 
     def _forbid_end(self, row: np.ndarray) -> None:
-        """Clear the end-of-sequence ids in a mask row i32: the library allows them wherever it allows a token by id."""
+        """Clear the end-of-sequence ids in a mask row i32, because the library allows them wherever it allows a
+        token by id."""
         words = row.view(np.uint32)
         for token in self._eos:
             words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
@@ -181,9 +182,11 @@ def lark(source: GrammarSource) -> str:
 
 
 def reply(source: GrammarSource, eos_ids: Sequence[int]) -> str:
-    """Return the grammar of an answer with calls, which ``runtime.replies.grammar_rules`` has written.
+    """Return the complete grammar of an answer with calls from the source that ``runtime.replies.grammar_rules`` has
+    written.
 
-    Its schemas, its patterns of strings, and its rules for any other token are added here."""
+    The schemas, the string patterns, and the rules for any other token are added to the source.
+    """
     parts = json.loads(source.text)
     lines = [parts["lark"]]
     for name, schema in parts["schemas"].items():

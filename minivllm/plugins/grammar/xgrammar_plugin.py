@@ -28,7 +28,7 @@ HALF = re.compile(rb"[\xa0-\xbf]")
 
 
 class _XGrammarMatcher:
-    """The state of a row.  ``taken`` are its tokens, the last of which may end inside a character."""
+    """The state of a row.  ``taken`` are its tokens; the last one may end inside a character."""
 
     __slots__ = ("json", "taken", "xg")
 

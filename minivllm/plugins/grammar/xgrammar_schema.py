@@ -68,7 +68,8 @@ def unheld(schema: Any) -> Iterator[str]:
 
 
 class Patterns:
-    """Regular expressions of one schema: names for them in the schema, and they themselves in its grammar."""
+    """The regular expressions of one schema, which refers to them by name.  The expressions are rules of its
+    grammar."""
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []

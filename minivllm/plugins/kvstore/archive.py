@@ -164,9 +164,10 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def import_from(root: Path, source: Path) -> int:
-    """Add the files of ``export`` to a folder, and return the number of their pages.
+    """Add the files of an archive of ``export`` to a folder, and return the number of their pages.
 
-    ConfigError if the file is damaged or has other members; then nothing is added."""
+    ConfigError if the file is damaged or has other members; no page is added then.
+    """
     try:
         with tarfile.open(source) as tar:
             members = [_member(tar, info) for info in tar.getmembers()]

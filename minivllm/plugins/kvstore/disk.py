@@ -54,7 +54,8 @@ NUMBERS = itertools.count()  # the numbers of this process's files
 
 
 class PageFile:
-    """A file of pages.  ``owned`` means that this store holds its lock, or held it when it closed the file."""
+    """A file of pages.  ``owned`` means that this store holds the lock of the file, or held it when it closed the
+    file."""
 
     def __init__(self, path: Path, fd: int, owned: bool, size: int, ended: bool) -> None:
         self.path, self.owned, self.size = path, owned, size
@@ -156,8 +157,10 @@ class DiskStore(KVStore):
         return file.fd
 
     def _used(self, number: int) -> None:
-        """Move a file to the end of the open ones, and close the first if there are too many.  Files of other engines
-        are closed before those with a lock."""
+        """Move a file to the end of the list of open files, and close the first file if there are too many.
+
+        Files of other engines are closed before files whose lock this store holds.
+        """
         self.opened.pop(number, None)
         self.opened[number] = None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -231,7 +234,7 @@ class DiskStore(KVStore):
         self._close(number, delete=False)
 
     def _begin(self) -> PageFile:
-        """Begin a new file and return it."""
+        """Create a new file of pages and return it."""
         name = f"{self._prefix}{os.getpid()}-{next(NUMBERS)}{SUFFIX}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
@@ -299,8 +302,10 @@ class DiskStore(KVStore):
         return own + sum(size for _, size in self.foreign)
 
     def _find_foreign(self) -> None:
-        """List the files of other models without named prefixes, and their sizes, the oldest first.  Rank 0 alone
-        counts them."""
+        """List the files of other models without named prefixes, with their sizes, the oldest first.
+
+        Only rank 0 counts them.
+        """
         self.foreign = []
         for path in () if self.ctx.rank else files_below(self.root):
             kept = path.parent == self.folder or any(path.parent.glob(f"*{NAMED}"))
@@ -326,8 +331,10 @@ class DiskStore(KVStore):
         return True
 
     def _compact(self) -> bool:
-        """Delete the owned file with the fewest bytes in use, and append its pages in use to the newest file.  Return
-        False if no file has anything to remove."""
+        """Delete the owned file with the fewest bytes in use, and append its pages in use to the newest file.
+
+        Return False if no file has unused bytes.
+        """
         able = [
             (file.live, number)
             for number, file in self.files.items()
@@ -457,7 +464,7 @@ def _open_file(path: Path) -> int:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock of a file, and return True; False if another process or store has it."""
+    """Lock a file and return True, or return False if another process or store holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

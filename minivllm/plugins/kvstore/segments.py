@@ -47,7 +47,7 @@ class SegmentPlace(NamedTuple):
 
 
 def digest_of(identity: str, rank: int, ranks: int) -> bytes:
-    """Return the 32 bytes that the files of one rank of a model begin with."""
+    """Return the digest of 32 bytes at the start of the files of one rank of a model."""
     return blake2b(f"{identity} {rank} {ranks}".encode(), digest_size=32).digest()
 
 
@@ -137,9 +137,9 @@ def _aligned(empty: Callable[[int], np.ndarray], size: int) -> np.ndarray:
 
 
 def _is_cached(fd: int, begin: int, size: int) -> bool:
-    """Return True if the page cache of the system has a sector of a range.
+    """Return True if the page cache of the operating system has a sector of a range.
 
-    It is another one at each call, because the system reads the sector if it is not there.
+    Each call checks another sector, because the system reads a sector that is missing.
     """
     sector = next(PROBES) * 7919 % max(1, size // SECTOR - 1)
     try:

@@ -122,9 +122,11 @@ def _ends(history: Tensor, prompt: Tensor, tag: Tensor, longest: int) -> Tensor:
 
 
 def _next(rows: Rows, tag: Tensor, longest: int) -> Tensor:
-    """Return the token i64 [N, 1] that continues the longest part of a tag with which the output ends.
+    """Return the token i64 [N, 1] that continues the longest beginning of a tag at the end of the output.
 
-    It is the first token of the tag behind other text.  ``tag`` is i32 [N, MOST_IDS], of at most ``longest`` ids."""
+    It is the first token of the tag if the output ends with other text.  ``tag`` is i32 [N, MOST_IDS], of at most
+    ``longest`` ids.
+    """
     history = rows.history()
     position = rows.position[:, None]
     width = history.shape[1]

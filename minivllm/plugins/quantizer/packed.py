@@ -266,7 +266,7 @@ class PackedWeight(WeightScheme):
 def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
     """Return whether a part has a ``qweight``.
 
-    ModelError for a part without it that has a tensor of ``beside``, such as scales.
+    ModelError for a part that lacks it but has a tensor of ``beside``, such as scales.
     """
     if "qweight" in source.tensors:
         return True

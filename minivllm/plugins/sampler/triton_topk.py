@@ -59,9 +59,9 @@ def kth_largest(key, k, BITS: tl.constexpr):
 
 @triton.jit
 def _collect(base, hits, n, bound, value, column, V, GROUP: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr):
-    """Write the logits of groups ``hits[:n]`` that reach ``bound``, and their columns, and return their number.
+    """Write the logits of groups ``hits[:n]`` that reach ``bound``, with their columns, and return their number.
 
-    The search stops when more than ROOM logits are found, and then returns their number so far.
+    If more than ROOM logits are found, the search stops and returns the number found so far.
     """
     PART: tl.constexpr = 4096 // GROUP
     found = tl.full((), 0, tl.int32)

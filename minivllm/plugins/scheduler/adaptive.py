@@ -148,8 +148,8 @@ class Adaptive(SchedulerPolicy):
         return StepShape(hold_until=now + wait - load.oldest_wait)
 
     def _most(self) -> float:
-        """Return the longest time in seconds for which a new request may be held back.  It follows from the
-        tightest recent target."""
+        """Return the longest time in seconds for which a new request may be held back, derived from the tightest
+        recent target."""
         target = np.inf
         if self.options.default_ttft_ms is not None:
             target = self.options.default_ttft_ms / 1e3

@@ -38,10 +38,11 @@ class ShortestJob(SchedulerPolicy):
         return new.arrival + np.minimum(delay, self.options.max_wait)
 
     def seconds_per_token(self) -> float:
-        """Return the seconds that a request is put back for each output token of its work.
+        """Return the seconds by which a request is delayed for each output token.
 
-        With the option ``ageing`` these are ``ageing`` times the time of a step of full batches, which the predictor
-        expects, because such a step draws one token of each row."""
+        With the option ``ageing`` this is ``ageing`` times the predicted time of a step of a full batch, because such a
+        step draws one token of each row.
+        """
         ageing = self.options.ageing
         if ageing is not None:
             ms = self.ctx.step_ms(StepWork(self.ctx.max_num_seqs, 0))

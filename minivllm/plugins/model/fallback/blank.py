@@ -75,7 +75,7 @@ def _check_class(cls: Any) -> None:
 
 
 def own_attention(cls: Any) -> str:
-    """Return why a class is refused if it cannot be traced, "" if it declares that its attention can be exchanged.
+    """Return the reason why a class without exchangeable attention is refused if it cannot be traced, or "".
 
     Some classes without this declaration, such as those of StableLM and BioGPT, can still be traced.
     """

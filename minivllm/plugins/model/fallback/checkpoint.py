@@ -54,7 +54,7 @@ class HFConversion(Conversion):
             yield from self._converted(name, several.pop(name))
 
     def _converted(self, name: str, pieces: list[tuple[str, str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors that are combined from several tensors, whose numbers are in their names."""
+        """Yield tensors that are combined from several tensors of a checkpoint with numbers in their names."""
         converter = copy.deepcopy(self.by_pattern[pieces[0][1]])
         for source, pattern, tensor in sorted(pieces, key=lambda piece: dot_natural_key(piece[0])):
             converter.add_tensor(name, source, pattern, tensor)

@@ -247,9 +247,9 @@ def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
 
 @torch.no_grad()
 def norm_of(module: nn.Module) -> Norm | None:
-    """Return the RMSNorm or LayerNorm that a module computes, None if it computes another function.
+    """Return the RMSNorm or LayerNorm that a module computes, or None if it computes another function.
 
-    The module has no children, and its parameters are vectors.  The test uses random numbers of usual size, and small
+    The module has no submodules, and its parameters are vectors.  The test uses random numbers of usual size, and small
     numbers whose results depend on epsilon.
     """
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
