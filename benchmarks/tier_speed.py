@@ -267,6 +267,7 @@ def store_speeds(path: Path, size: int, page: int, ctx: StoreContext, seed: int)
     forget_files(path)
     store = DiskStore(options, ctx)
     begun = time.perf_counter()
+    store.expect(keys)
     for i, key in enumerate(keys):
         found = store.get(key)
         if found is None or found[:64].tobytes() != made[i % 8][:64].tobytes():

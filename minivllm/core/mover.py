@@ -100,6 +100,7 @@ class TierThread:
     ) -> None:
         self.store, self._done = store, done
         self.looks = type(store).look is not KVStore.look
+        self.expects = type(store).expect is not KVStore.expect
         self.news: dict[bytes, int] = {}
         self.faults = 0
         # loaded pages that are not yet staged: KV group, ticket, page, seconds of the load
@@ -166,6 +167,13 @@ class TierThread:
         except Exception as e:
             self.fault("mark", e)
         self._done(ticket, kept, 0, 0.0)
+
+    def expect(self, keys: list[bytes]) -> None:
+        """Send the keys of the next loads to the store."""
+        try:
+            self.store.expect(keys)
+        except Exception as e:
+            self.fault("expect", e)
 
     def drop(self, keys: list[bytes]) -> None:
         """Remove pages."""
@@ -370,7 +378,12 @@ class Mover:
         ``begun`` a load is done once its copy to the device has begun: the step that writes the page waits for it.
         ``store`` and ``fill`` have the rows of these methods; the engine sends them here only if no step is in
         flight."""
-        for tier, ticket, key, group in args.get("get", ()):
+        gets = args.get("get", ())
+        for tier, thread in enumerate(self.tiers):
+            keys = [bytes.fromhex(key) for to, _, key, _ in gets if to == tier]
+            if keys and thread.expects:
+                thread.add_load(partial(thread.expect, keys))
+        for tier, ticket, key, group in gets:
             self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), group)
         for tier, ticket, name, keys in args.get("mark", ()):
             pages = None if keys is None else [bytes.fromhex(key) for key in keys]

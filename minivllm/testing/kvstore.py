@@ -77,6 +77,10 @@ class _StoreMachine(RuleBasedStateMachine):
         self.seen["found"] += 1
 
     @rule(numbers=st.lists(st.integers(0, 14), max_size=4))
+    def expect(self, numbers: list[int]) -> None:
+        self.store.expect([key_of(number) for number in numbers])
+
+    @rule(numbers=st.lists(st.integers(0, 14), max_size=4))
     def drop(self, numbers: list[int]) -> None:
         keys = [key_of(number) for number in numbers]
         self.store.drop(keys)

@@ -16,6 +16,7 @@ import pytest
 from minivllm.core.interfaces.kvstore import StoreContext
 from minivllm.errors import ResourceError
 from minivllm.plugins.kvstore import disk as disk_module
+from minivllm.plugins.kvstore import segments
 from minivllm.plugins.kvstore.disk import DiskStore
 from minivllm.plugins.kvstore.options import DiskStoreOptions
 from minivllm.plugins.kvstore.segments import FILE_HEAD, PAGE_HEAD
@@ -90,6 +91,57 @@ def test_no_flipped_bit_gives_a_wrong_page(tmp_path):
         lost += len(found(store, 3)) < 3
         store.close()
     assert lost > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_that_are_read_ahead_are_the_stored_pages(tmp_path, monkeypatch, seed):
+    """Announced pages may be dropped, stored again, damaged, or never requested, and their files closed."""
+    for module in (disk_module, segments):
+        monkeypatch.setattr(module, "DIRECT_FROM", 1)
+    monkeypatch.setattr(disk_module, "DESCRIPTORS", 8)
+    rng = np.random.default_rng(seed)
+    store, pages = store_at(tmp_path, 1 << 20), {}
+    read = 0
+    for turn in range(300):
+        numbers = rng.permutation(60)[: rng.integers(1, 40)].tolist()
+        if turn % 3 == 0:
+            for number in numbers:
+                if number not in pages and store.put(key_of(number), page_of(number, 3000 + number)):
+                    pages[number] = page_of(number, 3000 + number)
+        store.expect([key_of(number) for number in numbers])
+        for number in numbers[rng.integers(0, 3) :]:
+            found, page = store.get(key_of(number)), pages.get(number)
+            assert (found is None) == (page is None)
+            assert page is None or np.array_equal(found, page)
+            read += page is not None
+        if turn % 7 == 0:
+            gone = [number for number in numbers if number in pages]
+            store.drop([key_of(number) for number in gone])
+            for number in gone:
+                del pages[number]
+        if turn % 50 == 49:
+            store.expect([key_of(number) for number in numbers])
+            store.close()
+            store = store_at(tmp_path, 1 << 20)
+            store.drop([key for key in dict(store.keys()) if key not in {key_of(number) for number in pages}])
+    assert read > 1000
+    store.close()
+
+
+def test_a_damaged_page_that_is_read_ahead_is_a_miss(tmp_path, monkeypatch):
+    for module in (disk_module, segments):
+        monkeypatch.setattr(module, "DIRECT_FROM", 1)
+    store = store_at(tmp_path)
+    for number in range(4):
+        store.put(key_of(number), page_of(number, SIZE))
+    (path,) = files_of(tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    store.expect([key_of(number) for number in range(4)])
+    assert found(store, 4) == [0, 1, 2]
+    assert key_of(3) not in dict(store.keys())
+    store.close()
 
 
 def test_a_page_under_another_key_is_not_returned(tmp_path):

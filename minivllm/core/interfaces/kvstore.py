@@ -77,6 +77,11 @@ class KVStore(ABC):
         """Return a page u8 [n] exactly as it was stored, or None if it is lost or damaged.  Later calls must not change
         the returned array."""
 
+    def expect(self, keys: Sequence[bytes]) -> None:  # noqa: B027  (optional)
+        """Prepare for calls of ``get`` for these keys, which follow in this order unless the engine stops.
+
+        A call replaces the keys of earlier calls.  (1.1)"""
+
     @abstractmethod
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove pages.  Unknown keys are ignored."""

@@ -20,7 +20,8 @@ import itertools
 import json
 import os
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -29,8 +30,10 @@ import numpy as np
 from minivllm.core.interfaces.kvstore import KVStore, StoreContext
 from minivllm.errors import ResourceError
 
+from .ahead import ReadAhead
 from .options import DiskStoreOptions
 from .segments import (
+    DIRECT_FROM,
     FILE_HEAD,
     PAGE_HEAD,
     SUFFIX,
@@ -60,6 +63,8 @@ class PageFile:
     def __init__(self, path: Path, fd: int, owned: bool, size: int, ended: bool) -> None:
         self.path, self.owned, self.size = path, owned, size
         self.fd: int | None = fd  # None if the file is closed
+        self.direct: int | None = None  # descriptor for reads with O_DIRECT, once it was needed
+        self.has_direct = True  # whether the file system has O_DIRECT, as far as it was tried
         self.ended = ended  # no record may be appended
         self.live = 0  # bytes of the records in use
 
@@ -87,6 +92,7 @@ class DiskStore(KVStore):
         self.found: list[bytes] = []  # keys of pages of other processes that ``look`` has not returned yet
         self.newest: int | None = None
         self.numbers = itertools.count()
+        self.ahead = ReadAhead()
         self.skipped = 0  # files and ends of files that could not be used
         self.foreign: list[tuple[Path, int]] = []  # (file of another model, size), the oldest first
         try:
@@ -164,18 +170,21 @@ class DiskStore(KVStore):
         self.opened.pop(number, None)
         self.opened[number] = None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = DESCRIPTORS if limit < 0 else min(DESCRIPTORS, limit // 4)
+        most = DESCRIPTORS if limit < 0 else min(DESCRIPTORS, limit // 8)  # a file may have two descriptors
         while len(self.opened) > max(most, 8):
             others = [one for one in self.opened if one not in (number, self.newest)]
             self._release(next((one for one in others if not self.files[one].owned), others[0]))
 
     def _release(self, number: int) -> None:
-        """Close the descriptor of a file, which releases its lock."""
+        """Close the descriptors of a file, which releases its lock."""
         file = self.files[number]
         if file.fd is not None:
+            self.ahead.release(number)
             del self.opened[number]
             os.close(file.fd)
-            file.fd = None
+            if file.direct is not None:
+                os.close(file.direct)
+            file.fd = file.direct = None
 
     def _extend(self, number: int) -> None:
         """Index the records that another process has appended to a file."""
@@ -375,6 +384,8 @@ class DiskStore(KVStore):
         except OSError:
             self._cut(fd, file)
             raise
+        if page.nbytes >= DIRECT_FROM:  # the disk begins to write at once, and not when memory is full
+            os.posix_fadvise(fd, at, len(head) + page.nbytes, os.POSIX_FADV_DONTNEED)
         file.size += len(head) + page.nbytes
         file.live += len(head) + page.nbytes
         self.places[key] = SegmentPlace(self.newest, at, page.nbytes, checksum)
@@ -401,10 +412,37 @@ class DiskStore(KVStore):
         place = self.places.get(key)
         if place is None:
             return None
-        page = self._read(key, place)
+        read = self.ahead.take(key)
+        page = self._read(key, place) if read is None else read.result()
+        self.ahead.start(self._begin_read)
         if page is None:
             self.drop([key])
         return page
+
+    def expect(self, keys: Sequence[bytes]) -> None:
+        self.ahead.expect(keys)
+        self.ahead.start(self._begin_read)
+
+    def _begin_read(self, key: bytes) -> tuple[int, Callable[[], np.ndarray | None]] | None:
+        """Return the number of the file of a large page, and a function that reads the page in any thread."""
+        place = self.places.get(key)
+        if place is None or place.size < DIRECT_FROM:
+            return None
+        try:
+            fd = self._fd(place.file)
+        except OSError:  # ``get`` meets the same error
+            return None
+        return place.file, partial(read_page, fd, key, place, self.ctx.empty, self._direct(place.file))
+
+    def _direct(self, number: int) -> int | None:
+        """Return the descriptor of an open file for reads with O_DIRECT; None if the file system has none."""
+        file = self.files[number]
+        if file.direct is None and file.has_direct:
+            try:
+                file.direct = os.open(file.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:
+                file.has_direct = False
+        return file.direct
 
     def _read(self, key: bytes, place: SegmentPlace) -> np.ndarray | None:
         """Return a page, or None if it is damaged or its file has been deleted."""
@@ -413,13 +451,15 @@ class DiskStore(KVStore):
         except FileNotFoundError:
             self._forget(place.file)
             return None
-        return read_page(fd, key, place, self.ctx.empty)
+        direct = self._direct(place.file) if place.size >= DIRECT_FROM else None
+        return read_page(fd, key, place, self.ctx.empty, direct)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             place = self.places.pop(key, None)
             if place is None:
                 continue
+            self.ahead.forget(key)
             file = self.files[place.file]
             file.live -= PAGE_HEAD.size + place.size
             empty = file.owned and not file.live and place.file != self.newest
@@ -452,6 +492,7 @@ class DiskStore(KVStore):
         return True
 
     def close(self) -> None:
+        self.ahead.close()
         for number in list(self.files):
             self._close(number, delete=False)
         self.places.clear()

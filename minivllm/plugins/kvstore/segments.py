@@ -15,7 +15,6 @@ to the memory of the caller itself.
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import os
 import struct
@@ -110,15 +109,21 @@ def ordinary(size: int) -> np.ndarray:
 
 
 def read_page(
-    fd: int, key: bytes, place: SegmentPlace, empty: Callable[[int], np.ndarray] = ordinary
+    fd: int, key: bytes, place: SegmentPlace, empty: Callable[[int], np.ndarray] = ordinary, direct: int | None = None
 ) -> np.ndarray | None:
-    """Return a page u8 [size], or None unless the record and the page are whole.  ``empty`` returns memory for it."""
+    """Return a page u8 [size], or None unless the record and the page are whole.
+
+    ``empty`` returns memory for it.  ``direct`` is a descriptor of the file with O_DIRECT.  Large pages that are not in
+    the page cache are read through it.  Threads may call this at the same time.
+    """
     begin = place.at // SECTOR * SECTOR
     need = place.at - begin + PAGE_HEAD.size + place.size
     covering = -(-need // SECTOR) * SECTOR
     memory = _aligned(empty, covering)
-    direct = place.size >= DIRECT_FROM and not _is_cached(fd, begin, covering)
-    if not (direct and _read_direct(fd, memory, begin, need)) and not _read_all(fd, memory[:need], begin):
+    done = False
+    if direct is not None and place.size >= DIRECT_FROM and not _is_cached(fd, begin, covering):
+        done = _read_direct(direct, memory, begin, need)
+    if not done and not _read_all(fd, memory[:need], begin):
         return None
     record = memory[place.at - begin : need]
     magic, there, size, checksum, own = PAGE_HEAD.unpack(record[: PAGE_HEAD.size].tobytes())
@@ -150,16 +155,12 @@ def _is_cached(fd: int, begin: int, size: int) -> bool:
 
 def _read_direct(fd: int, memory: np.ndarray, begin: int, need: int) -> bool:
     """Read ``need`` bytes of a file into aligned memory past the page cache.  Return False if that is not possible."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         return os.preadv(fd, [memory.data], begin) >= need
     except OSError as e:
-        if e.errno == errno.EINVAL:  # the file system has no O_DIRECT, or larger sectors
+        if e.errno == errno.EINVAL:  # larger sectors
             return False
         raise
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 def _read_all(fd: int, memory: np.ndarray, begin: int) -> bool:
