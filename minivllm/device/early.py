@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = "libcuda.so.1"
+HASHING = threading.Lock()  # held while the key of Triton's cache is computed
 TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch.so")  # in the order in which torch loads them
 
 
@@ -55,20 +56,26 @@ def _load_libraries(folder: Path) -> None:
 
 
 def open_driver(device: str, context: bool = False, library: str = DRIVER) -> threading.Thread | None:
-    """Start to initialize the CUDA driver for the device "auto" or "cuda", before torch is imported.
+    """Start to initialize the CUDA driver for the device "auto" or "cuda" before torch is imported, and then to compute
+    the key of Triton's cache.
 
     With ``context``, also make the context of the first GPU, which torch then uses.  Return the thread, or None for
     another device.  The driver takes a few tenths of a second for each GPU of the host.  torch initializes it when
-    ``find_device`` lists the devices; it then waits until the thread has ended."""
+    ``find_device`` lists the devices; it then waits until the driver is initialized."""
     return begin(_initialize, library, context) if device in ("auto", "cuda") else None
 
 
 def _initialize(library: str, context: bool) -> None:
-    """Initialize the driver, and make the context of the first GPU if ``context`` is set.  OSError without a driver."""
+    """Initialize the driver, make the context of the first GPU if ``context`` is set, and hash Triton's library.
+
+    OSError without a driver."""
     driver = ctypes.CDLL(library)
     device, made = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuInit(0) and context and not driver.cuDeviceGet(ctypes.byref(device), 0):
+    if driver.cuInit(0):
+        return
+    if context and not driver.cuDeviceGet(ctypes.byref(device), 0):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(made), device)
+    hash_compiler()
 
 
 def prepare_kernels(device: str) -> list[threading.Thread]:
@@ -93,8 +100,8 @@ def hash_compiler() -> None:
     """Compute Triton's own part of the key of compiled kernels, so that it is cached.  ImportError without Triton.
 
     Triton hashes its library of 450 MB at the first kernel, which takes 0.3 to 0.5 seconds of a CPU, and keeps the
-    result.
-    """
-    from triton.runtime.cache import triton_key
+    result."""
+    with HASHING:
+        from triton.runtime.cache import triton_key
 
-    triton_key()
+        triton_key()

@@ -31,6 +31,8 @@ def test_the_driver_and_a_context_are_made_once_for_a_gpu_and_not_for_a_cpu(tmp_
     source.write_text(DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     monkeypatch.setenv("CALLS", str(calls))
+    hashed = []
+    monkeypatch.setattr(early, "hash_compiler", lambda: hashed.append(calls.read_text()))
     assert early.open_driver("cpu", True, str(library)) is None and not calls.exists()
     early.open_driver("auto", library=str(library)).join()
     assert calls.read_text() == "init 0\n"
@@ -38,7 +40,8 @@ def test_the_driver_and_a_context_are_made_once_for_a_gpu_and_not_for_a_cpu(tmp_
     assert calls.read_text() == "init 0\ninit 0\ndevice 0\ncontext 7\n"
     monkeypatch.setenv("NO_GPU", "1")
     early.open_driver("cuda", True, str(library)).join()
-    assert calls.read_text().endswith("context 7\ninit 0\n"), "there is no GPU"
+    assert calls.read_text().endswith("context 7\ninit 0\n") and len(hashed) == 2, "there is no GPU"
+    assert hashed[-1].endswith("context 7\n"), "the compiler is hashed behind the driver"
 
 
 def test_a_machine_without_a_driver_starts_as_before(tmp_path, capfd):
