@@ -47,7 +47,7 @@ from .running import Running
 from .scoring import score_prompt
 from .shared_pages import shared_pages
 from .start import ALL
-from .state import DeviceState, to_host
+from .state import DeviceState, pin_ahead, to_host
 from .taps import TapState
 from .target_states import NORM
 from .weights import RunningWeights
@@ -112,6 +112,7 @@ class Runner:
             self.graphs, self.native = self.captured_steps(), self.native_steps()
         self.drafted = self.drafted_steps()  # captures of steps with drafts; None without the option
         self.weights = RunningWeights(self)
+        pin_ahead(self.device)
 
     def native_steps(self) -> NativeSteps | None:
         """Return the native steps of a CPU, which run all layers in one call, or None if they cannot be used.

@@ -31,12 +31,24 @@ NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # bytes from which a host array is pinned: CUDA passes smaller arrays with the call, but for a larger array that is not
 # pinned the host waits for the device
 PINNED_FROM = 16 << 10
+# bytes of the pinned arrays that are allocated ahead, and how many of each size: those of three steps
+AHEAD_SIZES, AHEAD_EACH = tuple(1 << n for n in range(6, 23)), 3
 
 
 def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array as a host tensor whose copy to the device does not block the host (pinned if it is large)."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
+
+
+def pin_ahead(device: torch.device) -> None:
+    """Allocate pinned memory for the copies of steps to and from a GPU, which torch then keeps for later arrays.
+
+    CUDA waits for all queued steps when it allocates pinned memory, so the first steps of new sizes would not run ahead
+    of the host.  torch rounds sizes up to powers of two."""
+    if device.type == "cuda":
+        made = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in AHEAD_SIZES for _ in range(AHEAD_EACH)]
+        made.clear()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

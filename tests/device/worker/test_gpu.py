@@ -138,6 +138,18 @@ def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory(
         assert np.array_equal(masks.mask[:3].cpu().numpy(), wanted)
 
 
+def test_copies_of_steps_allocate_no_pinned_memory_once_it_is_allocated_ahead():
+    from minivllm.device.worker.state import pin_ahead, to_host
+
+    device = torch.device("cuda")
+    pin_ahead(device)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    for bytes_ in (12, 3000, 100_000, 3 << 20):
+        assert to_host(torch.zeros(bytes_, dtype=torch.uint8, device=device)).is_pinned()
+    torch.cuda.synchronize()
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+
+
 def test_a_capture_that_fails_leaves_its_thread_on_its_stream_and_the_next_one_works():
     from minivllm.device.worker.capture import GraphRecorder
 
