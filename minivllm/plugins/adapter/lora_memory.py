@@ -30,6 +30,7 @@ from minivllm.device.layers.module import all_finite
 
 from .lora_config import LoraSettings, read_settings
 from .lora_files import Place, ReadPlan, make_plan, places_of
+from .staging import Staging
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
@@ -139,6 +140,7 @@ class LoraMemory(AdapterMemory):
         self.ranks = torch.zeros(places, max(len(self.places), 1), dtype=torch.int32, device=model.device)
         self.host_ranks = [[0] * len(self.places) for _ in range(places)]
         self._plans: list[ReadPlan] = []
+        self.staging = Staging(max(end, 1), model.dtype, model.device) if model.device.type == "cuda" else None
         # a second stream on which captured steps of few tokens compute x A^T next to the product of the layer
         self.aside: Any = None
         self._aside: Any = None
@@ -178,6 +180,8 @@ class LoraMemory(AdapterMemory):
         if not all_finite(weights, self.arena.dtype):  # products of all adapters of a step share their sums
             dtype = str(self.arena.dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
+        if self.staging is not None:
+            self.staging.put(weights)
         return HostAdapter(weights, plan.ranks)
 
     def _plan(self, source: AdapterSource, settings: LoraSettings) -> ReadPlan:
@@ -192,7 +196,8 @@ class LoraMemory(AdapterMemory):
 
     def store(self, place: int, loaded: HostAdapter) -> None:
         weights, ranks = loaded
-        self.arena[place].copy_(weights, non_blocking=True)
+        if self.staging is None or not self.staging.take(weights, self.arena[place]):
+            self.arena[place].copy_(weights, non_blocking=True)
         self.ranks[place, : len(ranks)].copy_(ranks, non_blocking=True)
         self.host_ranks[place] = ranks.tolist()
         for change in self.changes.values():

@@ -104,3 +104,22 @@ def test_a_file_that_was_cut_after_its_check_is_refused(tmp_path):
     made.memory.model = replace(made.model, empty=cut)
     with pytest.raises(RequestError, match="ends within a tensor"):
         made.read(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_places_get_their_adapters_whether_a_staged_row_still_has_them_or_not(tmp_path):
+    """More adapters are read than rows are staged, and one is stored twice."""
+    made = ModelProcess(LoRA(None, SimpleNamespace(places=4, max_rank=RANK)), "cuda")
+    pinned = lambda size, dtype: torch.full((size,), torch.nan, dtype=dtype).pin_memory()  # noqa: E731
+    made.memory.model = replace(made.model, empty=pinned)
+    for alpha in range(1, 5):
+        write(tmp_path / str(alpha), RANK, alpha=alpha)
+    loaded = [made.read(tmp_path / str(alpha)) for alpha in range(1, 5)]
+    for place, one in enumerate((*loaded[:3], loaded[3])):
+        made.memory.store(place, one)
+    made.memory.store(0, loaded[3])
+    torch.cuda.synchronize()
+    for place, one in enumerate((loaded[3], *loaded[1:])):
+        assert torch.equal(made.memory.arena[place].cpu(), one.weights)
+    assert len({one.weights.sum().item() for one in loaded}) == 4
