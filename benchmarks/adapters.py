@@ -6,8 +6,8 @@
 The adapters are written to --folder with random weights, for all projections of a model of Llama's layout; folders that
 exist are used.  The time of a decode step is the median time between two tokens of the row whose prompt ends last, and
 the prefill ends with its first token.  For vLLM, which streams no tokens here, a step is a difference: 129 tokens minus
-1 token, divided by 128.  ``off`` is a second engine without ``enable_lora`` in the same process, with half of the
-memory.  Its runs alternate with the others.
+1 token, divided by 128.  ``off`` is a second engine without ``enable_lora`` in the same process.  Each has half of the
+memory, and their runs alternate.
 
 The loads: while 32 rows decode, further requests of one token come, with adapters that are on the device (``resident``)
 or that are nowhere yet (``new``).  Each line has the times between two tokens of the 32 rows, and the times from
@@ -255,8 +255,10 @@ def main() -> None:
     most, own = max(args.adapters), args.engine == "minivllm"
     count = most + (3 * LOADS if own else 0)
     folders = [write_adapter(Path(args.model), args.folder / f"a{i}", args.rank, i) for i in range(count)]
-    engines = {"off": Engine(args, 0, 0.45)} if own and not args.skip_off else {}
-    engines["on"] = Engine(args, most, 0.9)
+    both = own and not args.skip_off
+    engines = {"on": Engine(args, most, 0.45 if both else 0.9)}
+    if both:
+        engines["off"] = Engine(args, 0, 0.9)
     for rows in args.rows:
         measure(engines, rows, folders, args)
     if own:

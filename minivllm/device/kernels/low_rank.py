@@ -22,8 +22,8 @@ from .launch import kernel, pdl, wait
 COLUMNS = 128  # columns of h and B that are multiplied at a time in steps of few tokens
 FEW = 1024  # tokens of such steps, whose tiles have rows of several adapters; tiles of longer steps mostly have one
 # (tokens, outputs) of a tile, and warps
-ADDED_TILES = {True: (32, 128, 4), False: (64, 128, 4)}
-GATED_TILES = {True: (32, 64, 4), False: (64, 64, 4)}
+ADDED_TILES = {True: (32, 64, 4), False: (64, 128, 4)}
+GATED_TILES = {True: (32, 64, 8), False: (64, 64, 4)}
 
 
 class LowRankRows(NamedTuple):

@@ -132,7 +132,8 @@ def _gemm(
         release(PDL)
         adapters = tl.load(count)
         of_row = tl.load(slots + om, mask=om < M, other=-1)
-        columns = adapter_columns(b, present, adapters, 0, on, N, b_place, W, G)
+        if MODE != 1:  # a gate's two sums leave no registers for it
+            columns = adapter_columns(b, present, adapters, 0, on, N, b_place, W, G)
     each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
     acc = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
@@ -143,20 +144,22 @@ def _gemm(
             up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
     if W > 0:
         settle(PDL)
-        if part == 0:
-            of = 0
-            if MODE != 1:
-                of = (tile * BN >= START_1).to(tl.int32) + (tile * BN >= START_2).to(tl.int32)
+        if part == 0 and MODE != 1:
+            of = (tile * BN >= START_1).to(tl.int32) + (tile * BN >= START_2).to(tl.int32)
             h = inner_rows(inner, of, om, M, OF, W, SPLITS)
             acc = add_columns(acc, h, of_row, columns, 0, W, G, IEEE)
             for j in range(G, adapters, G):
                 columns = adapter_columns(b, present, adapters, j, on, N, b_place, W, G)
                 acc = add_columns(acc, h, of_row, columns, j, W, G, IEEE)
-            if MODE == 1:
-                h = inner_rows(inner, 1, om, M, OF, W, SPLITS)
-                for j in range(0, adapters, G):
-                    columns = adapter_columns(b + N * W, present, adapters, j, on, N, b_place, W, G)
-                    up = add_columns(up, h, of_row, columns, j, W, G, IEEE)
+        if part == 0 and MODE == 1:
+            h = inner_rows(inner, 0, om, M, OF, W, SPLITS)
+            for j in range(0, adapters, G):
+                columns = adapter_columns(b, present, adapters, j, on, N, b_place, W, G)
+                acc = add_columns(acc, h, of_row, columns, j, W, G, IEEE)
+            h = inner_rows(inner, 1, om, M, OF, W, SPLITS)
+            for j in range(0, adapters, G):
+                columns = adapter_columns(b + N * W, present, adapters, j, on, N, b_place, W, G)
+                up = add_columns(up, h, of_row, columns, j, W, G, IEEE)
     last = True
     if SK > 1:
         rows = tl.num_programs(0) * BM
