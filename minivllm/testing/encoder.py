@@ -200,6 +200,20 @@ class EncoderConformance(Lasting, SpecConformance):
             picture.filename = "one-name.png"
         assert [digest(picture) for picture in pictures] == first, "the file name of a picture changes its values"
 
+    @since(1, 2)
+    def test_pixels_have_the_values_of_their_picture(self) -> None:
+        """Check that ``prepare_pixels`` returns None or the result of ``prepare``, and does not change the pixels."""
+        made = self.made()
+        for picture in self.pictures():
+            pixels = np.array(picture)
+            found = made.prepare_pixels(pixels)
+            assert np.array_equal(pixels, np.array(picture)), "prepare_pixels changed the pixels: copy them first"
+            if found is None:
+                continue
+            values, shape, tokens = made.prepare(picture)
+            assert np.array_equal(np.ravel(found.values), np.ravel(values)), "the pixels of a picture have other values"
+            assert (tuple(found.shape), found.tokens) == (tuple(shape), tokens), "the pixels have another shape"
+
     @since(1, 0)
     def test_pictures_do_not_change(self) -> None:
         """Check that ``prepare`` leaves the picture as it was, because the caller may use it again."""

@@ -62,10 +62,14 @@ def test_patches_that_the_device_makes_of_pixels_are_those_of_the_processor(fami
             None, EncoderContext(str(tmp_path / "made"), open_checkpoint(tmp_path / "made").raw)
         )
         made.load("cpu", "float32")
-        for number, (width, height) in enumerate(((64, 64), (90, 31), (33, 170), (300, 200))):
+        for number, (width, height) in enumerate(((4 * made._patch,) * 2, (90, 31), (33, 170), (300, 200))):
             pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
             right = made.processed(image.fromarray(pixels))
             values, shape, tokens = made.prepare(image.fromarray(pixels))
+            direct = made.prepare_pixels(pixels)
+            kept = (height, width) == (shape[1] * made._patch, shape[2] * made._patch)
+            assert (direct is not None) == (kept and "do_normalize" not in more) and kept >= (number == 0)
+            assert direct is None or (np.array_equal(direct.values, values) and direct[1:] == (shape, tokens))
             patches = made._patches(torch.from_numpy(np.asarray(values).reshape(-1)), shape).numpy()
             assert list(shape) == right["image_grid_thw"][0].tolist() and tokens == np.prod(shape) // 4
             assert np.array_equal(patches, right["pixel_values"])

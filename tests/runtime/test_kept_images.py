@@ -19,6 +19,9 @@ from minivllm.runtime.images.reader import ImageReader
 class Pixels:
     """An encoder whose values are the pixels."""
 
+    def prepare_pixels(self, pixels):
+        return None
+
     def prepare(self, image):
         return np.array(image), (1, image.height, image.width), 3
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-API = (1, 2)  # 1.1: ImageEncoder.load_dummy; 1.2: u8 values
+API = (1, 2)  # 1.1: ImageEncoder.load_dummy; 1.2: u8 values, prepare_pixels
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,13 @@ class ImageEncoder(ABC):
         """Return the values of an upright PIL image in RGB.
 
         An exception refuses the image, and its message is shown to the client."""
+
+    def prepare_pixels(self, pixels: np.ndarray) -> ImageValues | None:
+        """Return the values of pixels u8 [height, width, 3], as ``prepare`` returns them for their image.
+
+        The pixels themselves may be the values.  None means that ``prepare`` must be called; images of a size that the
+        encoder need not change are prepared in less time by this method."""
+        return None
 
     @abstractmethod
     def load(self, device: str, dtype: str) -> int:

@@ -61,16 +61,32 @@ class QwenVL(TowerEncoder):
         Pixels u8 have an eighth of the bytes of patches f32, which contain each pixel twice; ``features`` makes the
         patches on the device.  If the processor has other steps than ``_plain``, the patches are made here.
         """
-        size = self._plain_size(image)
+        size = self._plain_size(*image.size)
         if size is not None:
-            width, height = size
-            resized = image if image.size == size else image.resize(size, self._processor.resample)
-            grid = (1, height // self._patch, width // self._patch)
-            return ImageValues(np.array(resized), grid, grid[1] * grid[2] // self._merge**2)
+            resized = image.resize(size, self._processor.resample)
+            pixels = np.array(resized)
+            return self._of_pixels(pixels)
         found = self.processed(image)
         frames, rows, columns = (int(n) for n in found["image_grid_thw"][0])
         tokens = frames * rows * columns // self._merge**2
         return ImageValues(np.asarray(found["pixel_values"], np.float32), (frames, rows, columns), tokens)
+
+    def prepare_pixels(self, pixels: np.ndarray) -> ImageValues | None:
+        """Return pixels of a size that the processor does not change, and their grid; None for other sizes."""
+        height, width, _ = pixels.shape
+        size = self._plain_size(width, height)
+        if size != (width, height):
+            return None
+        return self._of_pixels(pixels)
+
+    def _of_pixels(self, pixels: np.ndarray) -> ImageValues:
+        """Return resized pixels and their grid."""
+        height, width, _ = pixels.shape
+        rows = height // self._patch
+        columns = width // self._patch
+        tokens = rows * columns // self._merge**2
+        grid = (1, rows, columns)
+        return ImageValues(pixels, grid, tokens)
 
     def _serve(self, model: Any, device: str) -> int:
         """Use modules on a device, and read the scale of the processor, which the first image needs."""
@@ -86,7 +102,7 @@ class QwenVL(TowerEncoder):
         """Return the pixels along each side of a patch."""
         return int(self.whole.vision_config.patch_size)
 
-    def _plain_size(self, image: Image) -> tuple[int, int] | None:
+    def _plain_size(self, width: int, height: int) -> tuple[int, int] | None:
         """Return the width and height to which the processor resizes an image, or None if the processor has other
         steps."""
         self._load_processor()
@@ -100,8 +116,8 @@ class QwenVL(TowerEncoder):
         if resize is None:
             return None
         limits = found.size["shortest_edge"], found.size["longest_edge"]
-        height, width = resize(image.height, image.width, self._patch * self._merge, *limits)
-        return (width, height) if name == PLAIN or image.size == (width, height) else None
+        rows, columns = resize(height, width, self._patch * self._merge, *limits)
+        return (columns, rows) if name == PLAIN or (width, height) == (columns, rows) else None
 
     def _patches(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Return patches [patches, values] in the dtype of the tower, of pixels u8 or patches f32 [n]."""

@@ -27,6 +27,7 @@ MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 24
 MAX_RATIO = 200  # longer side by shorter side
 OPENED = threading.Lock()  # held while an opened file of a client is decoded, because PIL's files are not thread-safe
+ORIENTATION, TURNED = 0x0112, range(2, 9)  # the field of EXIF data, and its values for pictures that are not upright
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 
 
@@ -207,7 +208,8 @@ def _upright(image: Image) -> Image:
     from PIL import ImageOps
 
     image.load()
-    return _rgb(ImageOps.exif_transpose(image))
+    turned = image.getexif().get(ORIENTATION, 1) in TURNED
+    return _rgb(ImageOps.exif_transpose(image) if turned else image)  # it copies others too
 
 
 def _rgb(image: Image) -> Image:

@@ -16,7 +16,7 @@ from minivllm.errors import PluginError, RequestError, describe_error, shown
 from minivllm.registry import build_part
 from minivllm.runtime.text.image_parts import BASE64, URL, ImageSource, has_images, take_images
 
-from .decode import bytes_of_base64, bytes_of_url, decoded, refuse
+from .decode import bytes_of_base64, bytes_of_url, decoded, pillow, refuse
 from .kept import KeptImages, key_of
 
 if TYPE_CHECKING:
@@ -96,12 +96,13 @@ class ImageReader:
 
     def _prepared_of(self, image: Image) -> PreparedImage:
         """Return a decoded image after ``prepare``, or the equal image that a request has."""
-        digest = digest_of(np.asarray(image), image.size)
+        pixels = np.array(image)  # the program may change its image at any time
+        digest = digest_of(pixels, image.size)
         with self._lock:
             known = self._prepared.get(digest)
         if known is not None:
             return known
-        values, shape, tokens = values_of(self.encoder(), image)
+        values, shape, tokens = values_of(self.encoder(), pixels)
         if not 0 < tokens < self.max_tokens:
             most = f"max_model_len={self.max_tokens}"
             raise refuse(f"it has {tokens} tokens; expected fewer than {most}: send a smaller one")
@@ -121,12 +122,15 @@ class ImageReader:
             return self._encoder
 
 
-def values_of(encoder: ImageEncoder, image: Any) -> tuple[np.ndarray, tuple[int, int, int], int]:
-    """Return the values f32 or u8 [n] of a decoded image, their shape and the number of tokens, from the plug-in.
+def values_of(encoder: ImageEncoder, pixels: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int], int]:
+    """Return the values f32 or u8 [n] of pixels u8 [height, width, 3], their shape and the number of tokens, from the
+    plug-in.
 
     RequestError if the plug-in refuses the image, and PluginError for results of another form."""
     try:
-        found = encoder.prepare(image)
+        found = encoder.prepare_pixels(pixels)
+        if found is None:
+            found = encoder.prepare(pillow().fromarray(pixels))
     except (RequestError, MemoryError):
         raise
     except Exception as exc:  # processors check sizes with errors of many types
