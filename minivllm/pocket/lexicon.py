@@ -18,7 +18,7 @@ def article(noun: str) -> str:
 
 
 def coined(rng: Random) -> str:
-    """Return a made-up word.  With such words the model learns to use nouns that are new to it."""
+    """Return an invented word.  With such words the model learns to use nouns that it has not seen in training."""
     syllables = [rng.choice(ONSETS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3))]
     return "".join(syllables) + rng.choice("nrtlkmsx")
 

@@ -90,7 +90,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 class Encoder:
-    """An encoder with a cache of words.  It gives the same token ids as the tokenizer and is several times faster."""
+    """An encoder with a cache of words.  It returns the same token ids as the tokenizer, several times faster."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

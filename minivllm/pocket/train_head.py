@@ -38,7 +38,7 @@ def states_of(net: Net, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 class TrainedHead(nn.Module):
-    """The head of a model `net`.  Its layer begins as the model's last one."""
+    """The head of a model `net`.  Its layer starts with the weights of the model's last layer."""
 
     def __init__(self, net: Net):
         super().__init__()

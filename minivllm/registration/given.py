@@ -34,7 +34,7 @@ def give(cls: type, source_of: Callable[[type], Any]) -> str:
 
 
 def is_given(target: str) -> bool:
-    """Return whether a target stands for a class that a program passed as an object, in this process or another one."""
+    """Return whether a target stands for a class that a program passed as an object, in this or another process."""
     return target.partition(":")[0] == __name__
 
 

@@ -84,8 +84,10 @@ def how_it_ended(status: int) -> str:
 
 
 def _forked(target: str) -> int | None:
-    """Return the exit status of a forked child that imports a target.  None if it takes too long or no child can be
-    created."""
+    """Import a target in a forked child, and return the exit status of the child.
+
+    None if the import takes too long or no child can be created.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns about forking a process with threads
@@ -130,7 +132,10 @@ def try_out(target: str) -> None:
 
 
 def _fresh(target: str) -> str:
-    """Return how a new process ends when it imports a target, or "" if it survives or takes too long."""
+    """Import a target in a new process, and return how the process ended, or "".
+
+    The result is "" if the process survives the import or takes too long.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         status = subprocess.run(command(f"{__name__}:try_out", target), timeout=4 * PATIENCE).returncode
         return "" if status == CAME_THROUGH else how_it_ended(status)

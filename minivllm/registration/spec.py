@@ -387,8 +387,8 @@ class Reason:
 class Needs:
     """A module that must be installed, with at least version ``version``.  ``install`` is the command that installs it.
 
-    ``dist`` names the distribution whose version counts, if several distributions contain the same package (two contain
-    ``flash_attn``).  By default, it is the distribution that contains the top package of the module.
+    ``dist`` names the distribution whose version is compared, if several distributions contain the same package (two
+    contain ``flash_attn``).  By default, it is the distribution that contains the top package of the module.
     """
 
     module: str

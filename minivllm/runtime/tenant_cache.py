@@ -16,9 +16,9 @@ Value = TypeVar("Value")
 class TenantCache(Generic[Value]):
     """Values by salt and key, of at most ``capacity`` bytes together.  One thread at a time may use it.
 
-    A full cache drops the least recently used value of the tenant that has most bytes.  So a tenant loses no value
-    while it has at most its even share, ``capacity`` divided by the number of tenants.  All salts of a tenant count
-    together, because a client chooses its salts.
+    A full cache drops the least recently used value of the tenant with most bytes.  So a tenant loses no value while it
+    has at most its even share, ``capacity`` divided by the number of tenants.  All salts of a tenant count together,
+    because a client chooses its salts.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -116,7 +116,7 @@ def add(kept: dict[str, Any], counted: Mapping[str, float], model: str, parts: M
 
 
 def _sum(to: dict[str, float], counted: Mapping[str, float]) -> None:
-    """Add sums to those of a model, a day or a part."""
+    """Add counts to the sums of a model, a day or a part."""
     for key, value in counted.items():
         to[key] = round(to.get(key, 0) + value, 3)
 

@@ -245,7 +245,7 @@ async def call(app: Any, url: str, body: bytes) -> tuple[int, str, bytes]:
 
 
 class Batch:
-    """A batch that runs: at most ``most`` requests at once."""
+    """A running batch, with at most ``most`` requests at a time."""
 
     def __init__(self, app: Any, client: Any, results: Results, most: int) -> None:
         self.app, self.client, self.results, self.most = app, client, results, most

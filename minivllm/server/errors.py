@@ -40,8 +40,9 @@ INTERNAL = "the server failed on this request; its log says why"
 class ApiError(Exception):
     """An error answer with an HTTP ``status``.
 
-    ``param`` names the field of the request that caused it, if any.  ``code`` is the word for it in the API of the
-    client, if clients compare it.  Without it, the status is the code of OpenAI's API."""
+    ``param`` names the field of the request that caused it, if there is one.  ``code`` is the error code in the API of
+    the client, if clients compare it.  Without ``code``, the status is the code of OpenAI's API.
+    """
 
     def __init__(
         self,

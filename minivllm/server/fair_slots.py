@@ -13,8 +13,8 @@ MOST_WAITING = 256  # limit of an owner's waiting jobs
 class FairSlots:
     """Slots for the jobs of owners (see ``fair_queue``).  Each owner holds at most one slot.
 
-    Invariant: while a slot is free, every waiting owner holds a slot already.  So an owner with thousands of jobs
-    delays another owner by one job at most.
+    Invariant: while a slot is free, every waiting owner already holds a slot.  So an owner with thousands of jobs
+    delays another owner by at most one job.
     """
 
     def __init__(self, slots: range) -> None:
@@ -59,9 +59,10 @@ class FairSlots:
                 self._next(name)
 
     def _next(self, owner: str) -> None:
-        """Give a slot to the oldest waiting job of an owner, and put the owner at the end of the order.
+        """Assign a slot to the oldest waiting job of an owner, and move the owner to the end of the order.
 
-        Jobs that were cancelled while they waited are dropped."""
+        Jobs that were cancelled while they waited are dropped.
+        """
         queue = self._waiting.pop(owner)
         while queue:
             turn = queue.popleft()

@@ -64,5 +64,5 @@ def set_up(form: str, level: str = "info") -> None:
 
 
 def event(message: str, level: int = logging.INFO, sentence: str = "", **values: Any) -> None:
-    """Log an event with its values.  Text logs show the ``sentence`` instead of them, if there is one."""
+    """Log an event with its values.  Text logs show the ``sentence`` instead of the values, if there is one."""
     log.log(level, message, extra={"event": values, "sentence": sentence})

@@ -161,7 +161,10 @@ class Metrics:
         size.labels(**self._labels, kv_tokens=str(info.kv_tokens)).set(1)
 
     def _metric(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-        """Return a new metric.  If it has no ``labels`` of its own, the server's labels are already set."""
+        """Return a new metric.
+
+        If it has no ``labels``, the labels of the server are already set.
+        """
         metric = kind(name, text, (*self._labels, *labels), registry=self.registry, **options)
         return metric if labels else metric.labels(**self._labels)
 

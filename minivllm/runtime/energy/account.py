@@ -264,7 +264,7 @@ class EnergyAccount:
     # ---- for the engine and its clients --------------------------------------------------------------------------
 
     def when_known(self, request: Request, call: Callable[[], None]) -> None:
-        """Call a function once the joules of an ended request are known or lost: now, or in a later turn."""
+        """Call a function once the joules of an ended request are known or lost: now or in a later turn."""
         self._gather()
         if self.engine.dead or self.fault:
             self._lose()

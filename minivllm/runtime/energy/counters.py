@@ -47,7 +47,8 @@ class Rapl:
         return [int(file.read_text()) for file in self.files]
 
     def joules(self) -> float:
-        """Return the joules since the object was made.  A counter that reaches its range starts again at 0."""
+        """Return the joules since the object was created.  A counter that reaches the end of its range restarts at
+        0."""
         now = self._read()
         for before, after, wraps in zip(self.last, now, self.ranges, strict=True):
             self.total += (after - before) % (wraps + 1)

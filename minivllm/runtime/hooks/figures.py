@@ -65,7 +65,7 @@ class PluginFigures:
         engine.events.stats_asked.subscribe(self.add_to)
 
     def later(self, seam: str, find: Callable[[], Any]) -> None:
-        """Add a plug-in that is made when it is first needed; ``find`` returns None until then."""
+        """Add a plug-in that is created at its first use.  ``find`` returns None until then."""
 
         def ask() -> Any:
             own = getattr(find(), "figures", None)

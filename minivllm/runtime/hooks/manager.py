@@ -263,7 +263,8 @@ def _check(manager: pluggy.PluginManager, member: Member) -> None:
 
 
 def _deferred(function: Callable[..., Any]) -> str:
-    """Return the kind of a function whose call does not run it, or "" for a plain function."""
+    """Return the kind of a function whose call does not run its body, such as an async function, or "" for a plain
+    function."""
     if inspect.iscoroutinefunction(function):
         return "an async function"
     generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)

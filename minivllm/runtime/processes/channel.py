@@ -64,11 +64,11 @@ def barrier() -> None:
 
 
 class ChannelClosed(ConnectionError):
-    """Error of a channel whose other process has closed its end, or has ended."""
+    """Error of a channel whose other process has ended or closed its end."""
 
 
 class ChannelStuck(ChannelClosed):
-    """Error of a channel whose other process runs, but has not made room for a message in time."""
+    """Error of a channel whose other process runs, but has not made room for a message within the time limit."""
 
 
 class Message(NamedTuple):
@@ -285,9 +285,10 @@ class Channel:
         return self._came.popleft()
 
     def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
-        """Wait until there may be something to read or the other process has ended, at most ``seconds``.
+        """Wait until there may be data to read or the other process has ended, at most ``seconds``.
 
-        Return False after the time limit.  ``rhythm`` predicts the time in which to poll in place of sleeping."""
+        Return False after the time limit.  ``rhythm`` predicts the time in which to poll instead of sleeping.
+        """
         end = time.perf_counter() + seconds
         nap = NAPS[0]
         while (now := time.perf_counter()) < end:
@@ -314,7 +315,8 @@ class Channel:
     def _sleep(self, seconds: float) -> bool:
         """Sleep until a bell arrives or the other process ends, at most ``seconds``.
 
-        Return False after the time limit, and True at once if there is something to read."""
+        Return False after the time limit, and True without sleeping if there is data to read.
+        """
         try:
             self._from.asleep(True)
             if self.ready():

@@ -34,9 +34,10 @@ class ChildEnded(Exception):
 
 
 class Words(threading.Thread):
-    """Thread that copies the standard error of a process to this one's, and keeps the end of it.
+    """A thread that copies the standard error of a process to that of this process, and stores its end.
 
-    It refers to the pipe only, so ``Child`` can be garbage-collected while the thread runs."""
+    It refers to the pipe only, so ``Child`` can be garbage-collected while the thread runs.
+    """
 
     def __init__(self, pipe: int) -> None:
         """Take over the reading end of a pipe."""
@@ -217,8 +218,8 @@ def follow(*socks: socket.socket, last: Callable[[], None] | None = None, patien
     """End this process when the process at the other end of ``socks`` ends, even in the middle of a step.
 
     Signals that a terminal or a supervisor sends to the whole process group are ignored, because the other process
-    handles them.  If this process does not end by itself within ``patience`` seconds, ``last`` is called and the
-    process exits."""
+    handles them.  If this process has not ended after ``patience`` seconds, ``last`` is called and the process exits.
+    """
     ignore_signals()
     files = [os.dup(sock.fileno()) for sock in socks]
     threading.Thread(target=_end_with, args=(files, os.getppid(), last, patience), daemon=True).start()

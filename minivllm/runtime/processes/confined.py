@@ -40,7 +40,7 @@ NOBODY = 0  # number of frames about the worker itself
 
 
 class Exceeded(Exception):
-    """Error about a job that exceeded its limit of ``what``, "time" or "memory"."""
+    """Error of a job that exceeded its limit of ``what``, "time" or "memory"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -286,8 +286,9 @@ def allow(seconds: float) -> None:
 def prepare(action: Callable[[], None], seconds: float, megabytes: int) -> None:
     """Run an action once in the parent, so that all workers have its results.
 
-    The action may run code of others, so a child tries it within the limits first.  If the child fails, the parent does
-    not run the action, and each worker does when it needs the results."""
+    The action may run external code, so a child first runs it within the limits.  If the child fails, the parent does
+    not run the action, and each worker runs it when it needs the results.
+    """
     child = os.fork()
     if child:
         if os.waitpid(child, 0)[1] == 0:

@@ -37,7 +37,7 @@ class Refused(ConnectionError):
 
 
 class Guest(NamedTuple):
-    """A client that has proved its knowledge of the secret: the JSON that it sent, and its connection."""
+    """A client that has proved that it has the secret: the JSON that it sent, and its connection."""
 
     hello: dict[str, Any]
     sock: socket.socket
@@ -98,9 +98,10 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
 
 
 class ProcessGate:
-    """Server that accepts clients until it is closed.
+    """A server that accepts clients until it is closed.
 
-    Each greeting has its own thread, so a silent client does not delay the others."""
+    Each greeting has a separate thread, so a silent client does not delay other clients.
+    """
 
     def __init__(self, secret: bytes, host: str = "") -> None:
         """Listen on this machine, and at the address ``host`` for other machines unless it is "".  OSError."""

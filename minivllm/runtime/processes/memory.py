@@ -57,8 +57,8 @@ def rss_bytes() -> int | None:
 class HeapTrimmer:
     """Trims the heap when the resident memory has grown by ``grown`` bytes above its level.
 
-    The level is the resident memory ``SETTLE`` seconds after a trim, when the steps have taken their memory again.
-    Trimming on a schedule would return that memory and take it again all the time.
+    The level is the resident memory ``SETTLE`` seconds after a trim, when the steps have allocated their memory again.
+    Regular trims would return and allocate that memory again and again.
     """
 
     def __init__(

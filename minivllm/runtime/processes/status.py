@@ -83,10 +83,11 @@ class StatusPage:
         return f"{step}, {calls + 1} calls to others done{device}"
 
     def missing(self) -> list[int]:
-        """Return the processes that the others wait for.
+        """Return the processes for which the other processes wait.
 
-        They are in no call, or in an earlier call than the others.  If only devices wait, they are the processes whose
-        device does not wait."""
+        They are in no collective call, or in an earlier call than the others.  If only devices wait, they are the
+        processes whose device does not wait.
+        """
         free = [rank for rank in range(self.size) if self.get(rank, MET) == self.get(rank, LEFT)]
         if 0 < len(free) < self.size:
             return free

@@ -42,10 +42,11 @@ NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN
 
 
 def watch_peer(sock: socket.socket, reads: bool = True) -> None:
-    """Make the system end a connection whose other machine does not answer.
+    """Make the operating system end a connection to a machine that does not answer.
 
-    ``reads`` means that the peer always reads at once.  Otherwise the system detects an unreachable machine only while
-    no data is in transit."""
+    ``reads`` means that the peer always reads immediately.  Otherwise the system detects an unreachable machine only
+    while no data is in transit.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in WATCH.items():
         if not reads and name == "TCP_USER_TIMEOUT":
@@ -64,7 +65,10 @@ class Wire(Channel):
     """One end of a connection.  It belongs to one thread."""
 
     def __init__(self, sock: socket.socket, lives: Callable[[], bool] = lambda: True) -> None:
-        """Use a connected socket.  ``lives`` returns whether the other machine is reachable while it reads nothing."""
+        """Use a connected socket.
+
+        ``lives`` returns whether the other machine is reachable, and is called while that machine reads no data.
+        """
         self._sock, self._lives = sock, lives
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -147,7 +151,7 @@ class Wire(Channel):
         raise ChannelClosed("a file cannot come from another machine")
 
     def close(self) -> None:
-        """Close the connection at once, even if another process holds this end.  Further calls do nothing."""
+        """Close the connection immediately, even if another process holds this end.  Further calls have no effect."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

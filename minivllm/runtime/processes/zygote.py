@@ -301,7 +301,7 @@ class Zygote:
 
 
 def become(message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Give this process the streams, folder, mask and environment of the client, in a process group of its own."""
+    """Set the streams, folder, mask and environment of this process to those of the client, in a new process group."""
     os.setsid()
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)

@@ -43,9 +43,10 @@ class Brackets:
         return self._begun is None or not self._begun.search(text)
 
     def end(self, text: str, at: int) -> tuple[int, int]:
-        """Return the position behind the last closing bracket, or -1, and the position up to which text was read.
+        """Return the position after the last closing bracket, or -1, and the position up to which the text was read.
 
-        The text after that position must be part of the text of the next call."""
+        The text after that position must be part of the text of the next call.
+        """
         stop = len(text)
         if self._begun is not None:
             cut = self._begun.search(text, max(at, stop - LONGEST))
@@ -113,7 +114,7 @@ def python_brackets() -> Brackets:
 
 
 def quoted_brackets(quotes: Sequence[str]) -> Brackets:
-    """Return the brackets of an object whose strings stand between two ``quotes``."""
+    """Return the brackets of an object whose strings are enclosed in two ``quotes``."""
     either = "|".join(map(re.escape, quotes))
     inside = {quote: re.compile(either) for quote in quotes}
     inside['"'] = JSON_INSIDE

@@ -27,12 +27,12 @@ MOST_TAGS = 128  # the surrogates U+DC80 to U+DCFF
 class ReplyContext:
     """The request of an answer, and the marks in its text.
 
-    ``functions`` has the JSON schema of the parameters of each function by its name.  ``only`` has the names that the
+    ``functions`` maps the name of each function to the JSON schema of its parameters.  ``only`` has the names that the
     model may call, or is None if it may call any name.  ``marks`` has the mark of each tag that is a token.  ``hidden``
-    names the tags that leave no text where they are part of nothing, which are the special tokens.  ``opened`` means
-    that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.  ``strict`` means that a
-    grammar constrains the calls.  With ``behind``, calls begin behind the reasoning, and in it they are text.
-    With ``answer``, an answer whose content begins with "{" is JSON, in which tags are text.
+    names the tags that leave no text if they belong to no reasoning or call, which are the special tokens.  ``opened``
+    means that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.  ``strict`` means that
+    a grammar constrains the calls.  With ``behind``, calls begin after the reasoning, and calls in the reasoning are
+    text.  With ``answer``, an answer whose content begins with "{" is JSON, in which tags are text.
     """
 
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class ReplyParser(ABC):
         self.options = options
 
     def tags(self) -> tuple[str, ...]:
-        """Return the texts that are tags of the format.  The server marks those that are tokens of the vocabulary."""
+        """Return the texts of the format's tags.  The server marks the tags that are tokens of the vocabulary."""
         return ()
 
     def thinks(self) -> bool:

@@ -21,9 +21,10 @@ QUOTED = "quoted"  # an object whose keys have no quotes, and whose strings are 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The tags around reasoning.  The first thing of ``open`` is a tag, and ``close`` is one tag.
+    """The tags around reasoning.  ``open`` begins with a tag, and ``close`` is one tag.
 
-    ``calls`` means that a complete head of a call ends reasoning that is not closed, and begins the call."""
+    ``calls`` means that a complete head of a call ends reasoning that is not closed, and begins the call.
+    """
 
     open: str
     close: str
@@ -42,9 +43,10 @@ class Pairs:
 class Calls:
     """One spelling of calls.
 
-    The first thing of ``begin``, ``open`` and ``head`` together is a tag.  Without a tag, calls are found only at the
-    beginning of the content.  ``key`` names the member of an ``OBJECT`` with the arguments.  ``pairs`` belongs to the
-    syntax ``PAIRS``, and ``quote`` to ``QUOTED``."""
+    ``begin``, ``open`` and ``head`` together begin with a tag.  Without a tag, calls are found only at the beginning of
+    the content.  ``key`` names the member of an ``OBJECT`` with the arguments.  ``pairs`` belongs to the syntax
+    ``PAIRS``, and ``quote`` to ``QUOTED``.
+    """
 
     arguments: str
     head: str = ""
@@ -88,8 +90,8 @@ class Channels:
 class ReplyFormat:
     """A format of replies.
 
-    ``calls`` has the spellings of calls; the first one is written, all are read.  ``tags`` lists the tags in all texts.
-    ``gap`` is the whitespace between reasoning and content.  A format with ``channels`` has nothing else.
+    ``calls`` has the spellings of calls; the first one is written, and all are read.  ``tags`` lists the tags in all
+    texts.  ``gap`` is the whitespace between reasoning and content.  A format with ``channels`` has no other fields.
     """
 
     reasoning: Reasoning | None = None

@@ -71,7 +71,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pattern that must match here, of which nothing is consumed."""
+    """A pattern that must match at this place, without consuming text."""
 
     pattern: re.Pattern[str]
     begun: re.Pattern[str]
@@ -86,7 +86,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Followed:
-    """One of several texts that must follow, of which nothing is consumed."""
+    """A choice of texts, one of which must follow, without consuming text."""
 
     literal: Literal
 
@@ -119,7 +119,7 @@ def matched(elements: Sequence[Element], text: str, at: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Templates:
-    """Makes elements of templates.  ``spellings`` has the texts of each tag: its mark, its text, or both."""
+    """Converts templates to elements.  ``spellings`` has the texts of each tag: its mark, its text, or both."""
 
     spellings: Mapping[str, tuple[str, ...]]
 

@@ -53,9 +53,10 @@ def first_tag(form: ReplyFormat, template: str) -> str | None:
 
 
 def strict_spellings(form: ReplyFormat, tokens: Iterable[str]) -> list[Calls]:
-    """Return the spellings of calls that a grammar writes: the first one, and those whose tags are all tokens.
+    """Return the spellings of calls that a grammar writes: the first one, and the spellings whose tags are all tokens.
 
-    A parser of constrained answers reads no others.  ``tokens`` has the tags that are tokens."""
+    A parser of constrained answers reads only these.  ``tokens`` has the tags that are tokens.
+    """
     known = set(tokens)
     return [calls for number, calls in enumerate(form.calls) if number == 0 or _tags(form, calls) <= known]
 
@@ -87,7 +88,8 @@ class Rules:
     def source(self, start: str, behind: bool = False) -> str:
         """Return the source of the grammar for a plug-in (``GrammarSource`` of kind ``reply``).
 
-        ``behind`` means that the grammar begins behind reasoning, which it does not have."""
+        ``behind`` means that the grammar applies after reasoning, which is not part of the grammar.
+        """
         base = [f"{name}: {body}" for name, body in BASE.items()]
         parts = {
             "behind": behind,
@@ -200,9 +202,10 @@ class Rules:
 
 
 def piece(schema: Any, root: Any) -> Any:
-    """Return a part of a schema as a schema of its own, with the definitions of the whole that it refers to.
+    """Return a part of a schema as an independent schema, with the definitions of the whole schema that it refers to.
 
-    Inexpressible for references to other places."""
+    Inexpressible for references to other places.
+    """
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, dict[str, Any]] = {}

@@ -141,7 +141,7 @@ class Arguments:
     # ---- text between tags -------------------------------------------------------------------------------------------
 
     def _pair_value(self, schema: Any) -> str:
-        """Return the sequence of a value between tags, with the tag behind it."""
+        """Return the rule of a value between tags, including the closing tag."""
         pairs = self._calls.pairs
         assert pairs is not None
         after = self._rules.items(pairs.after)
@@ -165,13 +165,14 @@ class Arguments:
         return either(found)
 
     def _ended(self, body: str, after: list[str]) -> str:
-        """Return a text with the items behind it.  Text before the first token is part of the same lexeme."""
+        """Return the rule of a text followed by items.  A literal text before the first token is part of the same
+        lexeme."""
         if not after[0].startswith('"'):
             return joined(self._rules.terminal(body), *after)
         return joined(self._rules.terminal(f"{body} {after[0]}"), *after[1:])
 
     def _add_other(self, schema: Any, bodies: list[str], pieces: list[str]) -> None:
-        """Add a schema of values that may stand in place of a text: to the lexeme of the text, or as JSON."""
+        """Add a schema of values that may occur instead of a text: to the lexeme of the text, or as JSON."""
         types = certain_types(schema, self._root) or set()
         brackets = types & {"object", "array"}
         if brackets and brackets == types:
@@ -189,7 +190,7 @@ class Arguments:
         bodies += [SCALARS[name] for name in sorted(types)]
 
     def _is_kept(self, word: str, schema: Any, closer: str) -> bool:
-        """Return whether the parser reads a listed string as it is written."""
+        """Return whether the parser reads a listed string unchanged."""
         if closer in word or (not word.isprintable() and any(char < " " and char not in "\t\n\r" for char in word)):
             return False
         return bool(json.loads(typed(word, schema, self._root)) == word)
@@ -267,7 +268,7 @@ class Arguments:
             choices.schemas.append({"enum": others})
 
     def _inner(self, own: dict[str, Any]) -> list[Any] | None:
-        """Return the schemas of which a schema is an alternative, or None if it is none."""
+        """Return the alternatives of a schema with alternatives, or None."""
         if own.keys() == {"$ref"}:
             target = find(self._root, own["$ref"])
             if target is None:
@@ -279,7 +280,7 @@ class Arguments:
     # ---- quoted objects ----------------------------------------------------------------------------------------------
 
     def _value(self, schema: Any) -> str:
-        """Return the name of a rule for a value whose strings stand between the tags ``quote``."""
+        """Return the name of a rule for a value whose strings are enclosed in the tags ``quote``."""
         key = json.dumps(schema, sort_keys=True)
         known = self._values.get(key)
         if known is None:
@@ -367,9 +368,10 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 
 
 def _declared(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
-    """Return the properties that an object declares, and the names of those that it requires.
+    """Return the properties that an object declares, and the names of the required ones.
 
-    Inexpressible for objects whose members are not all declared."""
+    Inexpressible for objects with undeclared members.
+    """
     own = _own(schema)
     declared, required = own.get("properties", {}), own.get("required", [])
     shaped = isinstance(declared, Mapping) and isinstance(required, list)

@@ -223,7 +223,7 @@ class DescribedReply:
             self._inline = False
 
     def _end_ticks(self) -> None:
-        """End a run of backticks: three or more begin or end a block of code, fewer begin or end code in a line."""
+        """End a run of backticks.  Three or more begin or end a block of code, fewer begin or end inline code."""
         if self._ticks >= TICKS:
             self._fenced = not self._fenced
             self._inline = False
@@ -437,7 +437,7 @@ class DescribedReply:
         return self._enter(self._text)
 
     def _stream(self) -> bool:
-        """Read arguments in JSON and return them as they come."""
+        """Read arguments in JSON, and return them piece by piece."""
         form = self._form
         assert form is not None
         pieces, self._at, ended = self._scanner.read(self._buffer, self._at, form, self._final, self._shown)

@@ -36,7 +36,7 @@ class Thought:
 
 @dataclass(slots=True)
 class Begun:
-    """The begin of a call.  Its arguments follow in pieces, until ``Ended`` or the next ``Begun``."""
+    """The beginning of a call.  Its arguments follow in pieces, until ``Ended`` or the next ``Begun``."""
 
     name: str
     id: str = field(default_factory=new_id)

@@ -51,7 +51,7 @@ KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-
 
 @dataclass(frozen=True)
 class CallCandidate:
-    """A head that may stand at a place: the elements before a call, of its head, and after it.
+    """A possible head of a call: the elements before the call, of its head, and after its head.
 
     ``form`` is the spelling of the call.  None means that reasoning begins.
     """
@@ -64,7 +64,8 @@ class CallCandidate:
     def read(self, text: str, at: int) -> tuple[int, str]:
         """Return the position at which the arguments begin, and the name of the function, "" if it is unknown.
 
-        The position is ``NO``, or ``PARTIAL`` if more text may complete the head."""
+        The position is ``NO`` if the head does not match, or ``PARTIAL`` if more text may complete it.
+        """
         begin, _ = match_elements(self.before, text, at)
         if begin < 0:
             return begin, ""
@@ -106,7 +107,7 @@ class PairPlan:
 
 @dataclass(frozen=True)
 class TagRole:
-    """The meaning of a tag at the place where it stands."""
+    """The meanings that a tag may have where it occurs."""
 
     calls: tuple[CallCandidate, ...] = ()
     thought: CallCandidate | None = None  # the reasoning whose start this tag is, or None
@@ -114,12 +115,12 @@ class TagRole:
 
 
 class FormatPlan:
-    """The compiled form of a format for some marks.
+    """The compiled form of a format for given marks.
 
     ``roles`` has the meaning of each tag in text.  ``find`` finds the next tag, mark or backtick.  ``notable`` finds a
-    character with which one may begin.  ``begun`` finds the beginning of a tag at the end of a text.  ``first`` are the
-    heads of calls at the beginning of the content.  ``strict`` reads only the spellings that a grammar
-    writes.
+    character with which one of these may begin.  ``begun`` finds the beginning of a tag at the end of a text.
+    ``first`` are the heads of calls at the beginning of the content.  ``strict`` reads only the spellings that a
+    grammar writes.
     """
 
     def __init__(self, form: ReplyFormat, marks: Mapping[str, str], strict: bool = False) -> None:

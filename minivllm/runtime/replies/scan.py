@@ -23,10 +23,11 @@ class Scanner:
     def read(
         self, text: str, at: int, form: FormPlan, final: bool, shown: Callable[[str], str]
     ) -> tuple[list[str], int, bool]:
-        """Return the arguments in new text, the position up to which it was read, and whether they have ended.
+        """Return the arguments in new text, the position up to which it was read, and whether the arguments have ended.
 
-        A closing tag outside a string ends arguments that are incomplete; their open brackets are closed.  ``shown``
-        returns the text of a mark within a string."""
+        A closing tag outside a string ends incomplete arguments; their open brackets are closed.  ``shown`` returns the
+        text of a mark within a string.
+        """
         pieces: list[str] = []
         start = at
         while True:
@@ -61,7 +62,7 @@ class Scanner:
                 start = at
 
     def rest(self) -> str:
-        """Return the closing brackets of those that are open."""
+        """Return the closing brackets of the open objects and lists."""
         return "".join(reversed(self._open))
 
     def _hold_from(self, text: str, at: int, form: FormPlan, final: bool) -> int:

@@ -28,8 +28,9 @@ WANTED = f"a mapping with start, end and answer, each a text or a list of 1 to {
 class ThinkingTags:
     """The token ids of the tags of reasoning.
 
-    ``answer`` are the ids behind which a form of the answer applies.  They are usually ``end``; models with channels
-    have a header of the answer instead."""
+    ``answer`` are the ids after which a constrained form applies.  They are usually ``end``; models with channels have
+    a header of the answer instead.
+    """
 
     start: tuple[int, ...]
     end: tuple[int, ...]
@@ -53,8 +54,9 @@ class ThinkingTags:
     def opened(self, prompt: Sequence[int] | np.ndarray, eos_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends within the reasoning, which the answer then continues.
 
-        The prompt then has the start tag, and behind it neither the end tag nor an end-of-sequence token, which ends
-        each message of a conversation."""
+        Such a prompt has the start tag, followed neither by the end tag nor by an end-of-sequence token, which ends
+        each message of a conversation.
+        """
         ids = np.asarray(prompt)
         start = last_place(ids, self.start)
         if start < 0:

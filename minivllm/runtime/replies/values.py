@@ -38,16 +38,17 @@ def dumped(value: Any) -> str:
 
 
 def sound(text: str) -> str:
-    """Return a text in which pairs of surrogates are characters and other surrogates are U+FFFD."""
+    """Replace pairs of surrogates in a text by their characters, and other surrogates by U+FFFD."""
     if text.isascii() or not SURROGATE.search(text):
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def types_of(schema: Any, root: Any = None, level: int = 0) -> frozenset[str]:
-    """Return the types that a schema allows, or none if it does not name them.
+    """Return the types that a schema allows, or an empty set if it does not name them.
 
-    ``root`` is the whole schema, in which references are found.  ``level`` counts references and alternatives."""
+    ``root`` is the whole schema, in which references are found.  ``level`` counts references and alternatives.
+    """
     if not isinstance(schema, Mapping) or level > MOST_LEVELS:
         return frozenset()
     found: set[str] = set()
@@ -78,9 +79,10 @@ def _listed_types(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def typed(text: str, schema: Any, root: Any = None) -> str:
-    """Return the text of an argument as JSON of a type that its schema allows, or as a string.
+    """Convert the text of an argument to JSON of a type that its schema allows, or to a string.
 
-    ``root`` is the schema of all arguments, in which references are found."""
+    ``root`` is the schema of all arguments, in which references are found.
+    """
     types = types_of(schema, root)
     if types == {"string"}:
         return dumped(text)
@@ -124,10 +126,11 @@ def _refuse(word: str) -> Any:
 
 
 def call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON text, of an object that is a call.  None means another text.
+    """Return the name and the arguments (JSON text) of an object that is a call, or None for another text.
 
-    The arguments may also be text in a string, which is returned as it is.  The members may be within a member
-    ``function``."""
+    The arguments may also be text in a string, which is returned unchanged.  The members may be within a member
+    ``function``.
+    """
     try:
         found = json.loads(text)
         found = found.get("function", found)
@@ -148,9 +151,11 @@ def _is_name(name: Any) -> bool:
 
 
 def python_arguments(text: str) -> str | None:
-    """Return the keyword arguments of a call in Python, from behind its "(" to its ")", as JSON.
+    """Convert the keyword arguments of a call in Python to JSON.
 
-    None means that they are no literals, not all of them keywords, or too many."""
+    ``text`` is the text after "(", including ")".  None means that an argument is no literal or no keyword, or that
+    there are too many.
+    """
     if text.count(",") > MOST_PARTS:
         return None
     try:
@@ -193,10 +198,11 @@ def _literal(node: ast.expr) -> Any:
 
 
 def quoted_arguments(text: str, quotes: tuple[str, ...], spell: Callable[[str], str]) -> str | None:
-    """Return an object as JSON.  Its keys have no quotes, and its strings stand between two ``quotes``.
+    """Convert an object with unquoted keys, whose strings are enclosed in two ``quotes``, to JSON.
 
-    ``spell`` returns a text with tags in place of marks.  None means that the text is no such object, or has too many
-    members."""
+    ``spell`` returns a text with tags instead of marks.  None means that the text is no such object, or has too many
+    members.
+    """
     if text.count(",") > MOST_PARTS:
         return None
     quote = "|".join(map(re.escape, quotes))

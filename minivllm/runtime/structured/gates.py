@@ -27,10 +27,11 @@ BITS = 32  # bits of a word of a mask
 
 
 class Gate:
-    """The gate of one sequence.
+    """The gate of one sequence, which passes only tokens after the reasoning to its matcher.
 
     ``free`` means that the next token is reasoning.  ``first`` means that the answer has no token yet, and that its
-    first one may be the start tag.  ``ends`` are the ids that end an answer."""
+    first token may be the start tag.  ``ends`` are the ids that end an answer.
+    """
 
     def __init__(self, tags: ThinkingTags, opened: bool, ends: Sequence[int]) -> None:
         self.free = opened
@@ -78,9 +79,10 @@ class Gates:
         self._gates: WeakKeyDictionary[Request, dict[int, tuple[Any, Gate]]] = WeakKeyDictionary()
 
     def add(self, request: Request, ends: Sequence[int], vocab_size: int) -> None:
-        """Add a request whose form begins behind its reasoning; do nothing for other requests.
+        """Add a request whose constrained form begins after its reasoning.  Other requests have no gate.
 
-        ``ends`` are the end-of-sequence ids.  RequestError for malformed ``thinking_tags``."""
+        ``ends`` are the end-of-sequence ids.  RequestError for malformed ``thinking_tags``.
+        """
         params = request.params
         form = StructuredOutputsParams.of(params.structured_outputs)
         if form is None or params.thinking_tags is None:
@@ -96,7 +98,8 @@ class Gates:
     ) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         """Return ``behind`` and ``new`` without the tokens of reasoning.
 
-        ``behind`` are the indices in ``seqs`` of the sequences with new tokens, and ``new`` their tokens."""
+        ``behind`` are the indices in ``seqs`` of the sequences with new tokens, and ``new`` has their tokens.
+        """
         if not self._makers:
             return behind, new
         kept = []

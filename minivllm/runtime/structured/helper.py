@@ -89,7 +89,7 @@ class Helper:
         self._rest = b""
 
     def make_ready(self) -> None:
-        """Start a process and wait until it has its plug-in."""
+        """Start a process, and wait until it has loaded its plug-in."""
         self.start()
         self._say_hello()
 
@@ -275,7 +275,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def try_out(plugin: Grammar, source: GrammarSource) -> None:
-    """Compile a grammar and draw a few tokens with it.  ValueError if it is refused, or if no text fits it."""
+    """Compile a grammar, and draw a few tokens with it.  ValueError if it is refused, or if no text fits it."""
     matcher = plugin.start(plugin.compile(source))
     width = plugin.ctx.vocab_size
     mask = np.empty((1, -(-width // 32)), np.int32)

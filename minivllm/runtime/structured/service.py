@@ -95,7 +95,7 @@ class Grammars:
         return build_part("grammar", self.part, self.context)
 
     def _build(self) -> Grammar:
-        """Return the plug-in, which is made once even if several threads need it first."""
+        """Return the plug-in.  It is created only once, even if several threads need it first."""
         with self._building:
             return self.plugin
 
@@ -145,7 +145,7 @@ class Grammars:
         return self._kept.get(salt, source)
 
     def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
-        """Check and compile a grammar, and cache it or its refusal."""
+        """Check and compile a grammar, and cache the result or the refusal."""
         features = self.part.features
         if features and source.kind not in features:
             takes = ", ".join(features)

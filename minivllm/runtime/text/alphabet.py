@@ -11,9 +11,11 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters with which byte-level BPE (GPT-2) spells bytes, and the bytes.
+    """Return the characters by which byte-level BPE (GPT-2) represents bytes -> the bytes.
 
-    Printable characters of Latin-1 spell themselves.  The other bytes are spelled from U+0100 on, in order."""
+    Printable characters of Latin-1 represent themselves.  The other bytes are represented by characters from U+0100 on,
+    in order.
+    """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(plain)]
     alphabet = {chr(b): b for b in plain}

@@ -30,6 +30,6 @@ CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
 
 
 def class_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Return the default special tokens of a tokenizer_config.json's class, except for those that the file sets."""
+    """Return the default special tokens of a tokenizer class that its tokenizer_config.json does not set."""
     name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     return [token for key, token in CLASS_TOKENS.get(name, {}).items() if key not in config]

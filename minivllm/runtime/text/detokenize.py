@@ -182,9 +182,10 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Search for the first stop string in text that arrives in pieces.  Text that may begin a stop string is held back.
+    """Searches for the first stop string in text that arrives in pieces.  Text that may begin a stop string is held
+    back.
 
-    The first match is the match that ends first, and the longer one of two that end together.  So the result does not
+    The first match is the match that ends first, and of two that end together the longer one.  So the result does not
     depend on the division of the text into pieces.
     """
 

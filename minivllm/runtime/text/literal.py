@@ -90,10 +90,10 @@ class Spellings:
 
 
 class ChatFiller:
-    """Filling of one chat template for one tokenizer.
+    """Fills one chat template for one tokenizer.
 
-    ``written`` has the strings that the template itself may print, ``names`` the words that it looks up or compares
-    with, ``filters`` the names of its filters.
+    ``written`` has the strings that the template may print, ``names`` the words that it looks up or compares with, and
+    ``filters`` the names of its filters.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ChatFiller:
         return "".join(pieces)
 
     def _marks(self, strings: Sequence[str], alphabet: Iterable[str]) -> dict[str, str]:
-        """Return a mark for each character of an alphabet: a private-use character that nothing else has."""
+        """Return a mark for each character of an alphabet, a private-use character that occurs in none of the texts."""
         taken = self._taken.union(*map(_private, strings))
         free = (chr(code) for code in range(FIRST, LAST + 1) if chr(code) not in taken)
         wanted = sorted(alphabet)
@@ -206,7 +206,7 @@ class ChatFiller:
 
 
 def _private(text: str) -> Iterator[str]:
-    """Yield the private-use characters of a text, also those that JSON has escaped."""
+    """Yield the private-use characters of a text, including those that JSON has escaped."""
     for match in MARKED.finditer(text):
         yield chr(int(match[2], 16)) if match[2] else match[0]
 
@@ -258,7 +258,7 @@ def check_values(values: Any) -> None:
 
 
 class _Keyed(dict[Any, Any]):
-    """A mapping whose keys have marks when a template prints them.  A template looks them up without marks."""
+    """A mapping whose keys have marks when a template prints them.  A template looks keys up without marks."""
 
     _by_name: Mapping[Any, Any] = {}
 

@@ -58,9 +58,10 @@ NO_MARKS = Marks({}, {})
 
 
 class MarkedDetokenizer:
-    """``IncrementalDetokenizer`` that returns the mark of a token in place of the token's text.
+    """An ``IncrementalDetokenizer`` that returns the mark of a token instead of the token's text.
 
-    ``marks`` maps token ids to marks.  Each run of tokens between marks is decoded as a text of its own."""
+    ``marks`` maps token ids to marks.  Each run of tokens between marks is decoded separately.
+    """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, marks: Mapping[int, str]) -> None:
         self._tokenizer, self._skip, self._marks = tokenizer, skip_special_tokens, marks
@@ -127,7 +128,7 @@ class MarkedStops(StopStrings):
         return cut
 
     def _marked(self, spelled: str) -> str:
-        """Return spelled text with the marks of its whole tags.  The other marks belong to the text after it."""
+        """Replace whole tags in a spelled text by their marks.  The remaining marks belong to later text."""
         if not self._spans:
             return spelled
         pieces: list[str] = []

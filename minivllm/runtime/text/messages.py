@@ -91,7 +91,7 @@ def _fail(place: str, text: str) -> RequestError:
 
 
 def _not_null(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping without the keys whose value is None: itself, if there are none."""
+    """Return a mapping without the keys whose value is None.  The mapping itself is returned if there are none."""
     for value in mapping.values():
         if value is None:
             return {key: value for key, value in mapping.items() if value is not None}

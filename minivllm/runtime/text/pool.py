@@ -108,7 +108,8 @@ class TokenizerPool:
         return run(self._tokenizer, job, part) if found is None else found
 
     def _measured(self, job: dict[str, Any], parts: list[Sequence[Any]]) -> list[list[Any]]:
-        """Convert all parts, the first of them by one thread and the next ones by all, and keep the faster way."""
+        """Convert all parts, the first with one thread and the next with all threads, and choose the faster method
+        for later lists."""
 
         def convert(part: Sequence[Any]) -> list[Any]:
             return run(self._tokenizer, job, part)
@@ -126,7 +127,7 @@ class TokenizerPool:
         return found + list(map(convert, rest) if self.name == "none" else self._in_order(convert, rest))
 
     def _in_order(self, function: Callable[[T], R], parts: Sequence[T]) -> Iterator[R]:
-        """Yield the results of all parts in their order.  At most twice ``size`` parts are submitted at once."""
+        """Yield the results of all parts in their order.  At most twice ``size`` parts are submitted at a time."""
         if self._threads is None:
             # the library's threads would compete with these, and the library warns in each process that is forked after
             # their use
@@ -171,7 +172,7 @@ def run(tokenizer: Tokenizer, job: dict[str, Any], items: Sequence[Any]) -> list
 
 
 class PoolProcess:
-    """A process with a tokenizer of its own, made from the JSON ``hello``."""
+    """A process with a separate tokenizer, which is built from the JSON ``hello``."""
 
     def __init__(self, hello: bytes) -> None:
         self._hello = hello

@@ -68,7 +68,8 @@ def facts_of(environment: Any, source: str) -> TemplateFacts:
 class _Uses:
     """The uses of a message's fields in a template, followed through assignments, loops and macros.
 
-    Scopes are ignored: if a template uses one name for two things, the name counts as both."""
+    Scopes are ignored: a name that a template uses for two objects counts as both.
+    """
 
     def __init__(self, tree: Any) -> None:
         from jinja2 import nodes

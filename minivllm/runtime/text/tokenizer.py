@@ -336,10 +336,11 @@ class Tokenizer:
         return backend.encode(text, add_special_tokens=False).ids
 
     def _in_place(self, prompt: ChatPrompt) -> list[int] | None:
-        """Return the ids of the prompt's text, or None if their special tokens are not exactly those of the prompt.
+        """Return the ids of the prompt's text, or None if the special tokens in it differ from those of the prompt.
 
-        The positions are compared too.  An added token may begin in the text before a special token and contain it,
-        while text of the caller spells another special token."""
+        Positions are compared too.  An added token may begin in the text before a special token and contain it, while
+        text of the caller spells another special token.
+        """
         found = self._encoded(prompt.text)
         wanted = []
         at = 0

@@ -40,7 +40,7 @@ class Block:
 class ContentBlocks:
     """The content blocks of one message.
 
-    Whitespace between blocks is no block of its own, because Anthropic's API would refuse it in the next request.
+    Whitespace between blocks is not a block, because Anthropic's API would refuse such a block in the next request.
     ``shows_thoughts`` is whether thinking blocks have text.
     """
 
@@ -103,7 +103,7 @@ class ContentBlocks:
         yield self._delta(text)
 
     def _begin(self, block: Block) -> Iterator[JsonObject]:
-        """Begin a block after the end of the open one."""
+        """End the open block, and begin a new one."""
         yield from self._close()
         self._open = block
         self._spaces = []
@@ -135,10 +135,10 @@ class ContentBlocks:
         self._open = None
 
     def _write_arguments(self, text: str, last: bool) -> Iterator[JsonObject]:
-        """Add arguments to the open call.  ``last`` means that no more follow.
+        """Add arguments to the open call.  ``last`` means that these are the last ones.
 
-        Arguments that come in pieces are sent at once if they begin an object.  Other pieces are held back, because the
-        input of a tool_use block must be an object.
+        Pieces of arguments are sent immediately if they begin an object.  Other pieces are held back, because the input
+        of a tool_use block must be an object.
         """
         if self._open is None or self._open.kind != TOOL:
             return

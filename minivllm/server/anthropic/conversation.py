@@ -133,9 +133,10 @@ def _says(blocks: Iterable[tuple[JsonObject, str]]) -> bool:
 def _blocks(
     content: Any, place: str, kinds: Mapping[str, frozenset[str]], warnings: Warnings
 ) -> list[tuple[JsonObject, str]]:
-    """Return the blocks of content, each with its place.  Text is one block.
+    """Return the blocks of content, each with its place in the body.  A text is one block.
 
-    ``kinds`` maps the accepted types of blocks to their keys."""
+    ``kinds`` maps the accepted types of blocks to their keys.
+    """
     if isinstance(content, str):
         return [({"type": "text", "text": content}, place)]
     if not isinstance(content, list):

@@ -65,11 +65,11 @@ class WithLifespan:
 
 
 class EngineReplica:
-    """A replica.
+    """A replica of the engine on Ray.
 
-    A replica starts an ended engine again, at most ``RESTARTS`` times.  Requests without a token wait for it.  Serve
-    calls ``check_health`` each second, and starts a new replica in place of one that fails or ends.  A replica whose
-    engine has ended for good also ends, since Serve would send it requests until several checks have failed.
+    A replica starts an ended engine again, at most ``RESTARTS`` times.  Requests without a token wait for it.  Ray
+    Serve calls ``check_health`` each second, and replaces a replica that fails or ends.  A replica whose engine has
+    ended for good also ends, because Serve would send it requests until several checks have failed.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it

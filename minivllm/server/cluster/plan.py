@@ -22,7 +22,7 @@ STARTS = 2  # tries to start a replica, after which the deployment has failed
 
 
 def arguments(loaded: Loaded) -> dict[str, Any]:
-    """Return a configuration as JSON data, from which a replica reads it again."""
+    """Return a configuration as JSON data, from which a replica restores it."""
     found = loaded.engine.model_dump(mode="json", exclude_unset=True)
     if loaded.sampling:
         found["sampling"] = dict(loaded.sampling)

@@ -85,7 +85,7 @@ def serve_on_ray(loaded: Loaded, keys: Sequence[str], reload: Callable[[], Loade
 
 
 def prepare(loaded: Loaded) -> None:
-    """Set Ray's variables, which it reads when it is imported."""
+    """Set the environment variables that Ray reads at its import."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if not loaded.server.ray_address and "RAY_AUTH_MODE" not in os.environ:
         # without a token in the environment, Ray would write one to the user's home folder
@@ -157,7 +157,8 @@ class ServeApplication:
             raise ResourceError(f"Ray Serve cannot start: {describe_error(e)}") from e
 
     def deploy(self, loaded: Loaded, keys: Sequence[str]) -> None:
-        """Begin to replace the replicas by those of a configuration.  ConfigError if Serve refuses it."""
+        """Begin to replace the replicas by replicas of a configuration.  ConfigError if Serve refuses the
+        configuration."""
         from .deployment import application
 
         try:
@@ -191,7 +192,7 @@ class ServeApplication:
                 raise EngineDeadError(f"the Ray cluster at {self.head[0]}:{self.head[1]} has stopped: {e}") from e
 
     def wait(self, signals: Signals) -> None:
-        """Wait until all replicas run, or a signal comes.  EngineDeadError if they cannot."""
+        """Wait until all replicas run or a signal arrives.  EngineDeadError if the replicas cannot run."""
         while not signals.end.is_set():
             status, why = self.state()
             if status == RUNNING:
@@ -201,7 +202,7 @@ class ServeApplication:
             signals.end.wait(LOOK)
 
     def update(self, reload: Callable[[], Loaded], keys: Sequence[str], signals: Signals) -> None:
-        """Update the replicas to the configuration as it is now, or keep them if it is wrong."""
+        """Reload the configuration and update the replicas, or keep them if the configuration is wrong."""
         before = self.loaded
         try:
             loaded = reload()
@@ -227,7 +228,7 @@ class ServeApplication:
             raise EngineDeadError(f"the application of Ray Serve does not run: {why}")
 
     def remove(self) -> None:
-        """Remove the application.  Its replicas end their requests first."""
+        """Remove the application.  Its replicas first finish their requests."""
         with contextlib.suppress(Exception):  # the cluster may be gone
             socket.create_connection(self.head, 1).close()
             self.serve.delete(plan.NAME)

@@ -88,7 +88,7 @@ class PooledTexts:
         raise NotImplementedError
 
     def tail(self, answer: Embedded) -> JsonObject:
-        """Return the members behind the results, at least one."""
+        """Return the members that follow the results, at least one."""
         return {"usage": answer.usage()}
 
     results_name = "data"

@@ -69,9 +69,9 @@ def room_for(files: int) -> int:
 class Acceptor:
     """Accepts the connections of a listening socket until it is closed.
 
-    ``make()`` returns an asyncio protocol for a new connection.  ``connections`` are the open ones, and ``room`` is
-    their limit.  A connection's ``idle`` is 0 if it has no request, 1 if its request is not complete yet, and None if
-    its request is being served.  ``since`` is the time from which on that is so.
+    ``make()`` returns an asyncio protocol for a new connection.  ``connections`` are the open connections, and ``room``
+    is their limit.  A connection's ``idle`` is 0 if it has no request, 1 if its request is incomplete, and None if its
+    request is being served.  ``since`` is the time of the last change of ``idle``.
     """
 
     def __init__(

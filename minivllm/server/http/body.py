@@ -99,7 +99,8 @@ class Bodies:
 
     @contextmanager
     def _counted(self, owner: str) -> Iterator[list[int]]:
-        """Yield a list [0], in which the caller counts the bytes that it adds to ``held``.  Subtract them last."""
+        """Yield a list [0] in which the caller counts the bytes that it adds to ``held``.  They are subtracted at
+        the end."""
         count = [0]
         try:
             yield count

@@ -42,7 +42,8 @@ OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 
 @dataclass(frozen=True)
 class JsonShape:
-    """The size of a JSON text: its objects and lists (``holders``), their deepest nesting, and all its values."""
+    """The size of a JSON text: its number of objects and lists (``holders``), their deepest nesting, and its number
+    of values."""
 
     holders: int
     depth: int

@@ -68,10 +68,10 @@ _Connection: Any = object  # for the type checker only; ``protocol`` adds the re
 
 
 class Direct:
-    """Writes parts of an answer's body straight to the connection, without waking a task.
+    """Writes parts of an answer's body directly to the connection, without waking a task.
 
-    If ``write`` returns False, nothing was written, and the caller must use ASGI's ``send``.  That is so before the
-    headers of the answer, after its end, and while the client does not read.
+    If ``write`` returns False, no data was written, and the caller must use ASGI's ``send``.  This is the case before
+    the headers of the answer, after its end, and while the client does not read.
     """
 
     def __init__(self, cycle: Any) -> None:
@@ -333,13 +333,13 @@ class Unchunked:
 
 
 class Framed(WatchedConnection):
-    """A connection for the parser httptools, which has no limits of its own.
+    """A connection for the parser httptools, which has no limits.
 
-    It limits all bytes of a request outside of its body: its line, headers, chunk sizes, chunk extensions and trailers.
-    Trailers are dropped.
+    This class limits all bytes of a request outside of its body: its line, headers, chunk sizes, chunk extensions and
+    trailers.  Trailers are dropped.
 
     Invariant: ``_beside`` is the number of these bytes since the request began.  It may also include bytes of the
-    request before, up to the size of one read.
+    previous request, up to the size of one read.
     """
 
     parser: Any

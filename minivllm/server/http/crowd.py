@@ -14,7 +14,7 @@ EACH = 16  # requests that start in a round of the event loop, in some milliseco
 
 
 class Crowd:
-    """Makes calls in the order in which they came, at most ``each`` in a round of the event loop."""
+    """Runs calls in the order of their arrival, at most ``each`` in a round of the event loop."""
 
     def __init__(self, each: int = EACH) -> None:
         self._each = each
@@ -23,7 +23,7 @@ class Crowd:
         self._armed = False
 
     def begin(self, call: Callable[[], object]) -> None:
-        """Make a call now, or in a later round if this round has made ``each`` calls or others wait."""
+        """Run a call now, or in a later round if this round has run ``each`` calls or earlier calls wait."""
         if self._left and not self._waiting:
             self._left -= 1
             call()

@@ -104,11 +104,11 @@ async def _gone(receive: Any) -> None:
 
 
 class EventStream(Response):
-    """An ASGI response that sends ``events`` (bytes) as they come.
+    """An ASGI response that sends ``events`` (bytes) as they arrive.
 
     ``held`` is closed when the response ends, in every case.  The status line is sent with the first event, or after a
-    second.  An error before that is answered with its own status.
-    Once the response has begun, ``events`` may also write to the connection itself (``connection.Direct``).
+    second.  An error before that is answered with its own status.  Once the response has begun, ``events`` may also
+    write to the connection directly (``connection.Direct``).
     """
 
     head = HEADERS

@@ -19,10 +19,10 @@ UNREAD = 256 << 20  # largest number of unsent bytes on all connections of one a
 
 
 class Sweep:
-    """Aborts connections that make no progress.
+    """Aborts connections without progress.
 
     ``look`` must be called regularly with all connections.  It aborts a connection whose unsent bytes have not
-    decreased for ``seconds``.  A client that reads slowly does make progress, since nothing is added to a buffer above
+    decreased for ``seconds``.  A client that reads slowly makes progress, because no data is added to a buffer above
     its high-water mark.  If an address has more than ``unread`` unsent bytes, its connections with most of them are
     aborted.
     """

@@ -335,7 +335,7 @@ class EngineClient:
         return await self._ask("profile", start=start, path=getattr(self, "_profile", "minivllm-profile.json"))
 
     async def _ask(self, what: str, **args: Any) -> Any:
-        """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` in the engine's loop, and return its result."""
+        """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` on the engine's loop, and return its result."""
         if self._gone:
             raise EngineDeadError(self._why)
         return await self._question(what, args)
@@ -439,7 +439,7 @@ class EngineClient:
     def _feed(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray], ends: bool = True) -> None:
         """Pass the rows of a frame to their streams.
 
-        ``ends=False`` leaves out the ends of failed branches, whose streams are about to get the engine's error.
+        ``ends=False`` leaves out the ends of failed branches, whose streams will receive the engine's error.
         """
         if "stream" not in columns:
             return

@@ -35,9 +35,9 @@ class _CompileJob:
 class Compiling:
     """The requests, by number, whose grammars are being compiled.  One thread calls its methods.
 
-    ``find(params)`` returns a grammar that exists already, or None, or raises the error of a refused one.
-    ``compile(params)`` makes a grammar.  At most ``workers`` calls run at once.  ``stop(params)`` interrupts a call.
-    If there are several workers, an owner may use all but one of them, so that other owners need not wait.
+    ``find(params)`` returns an existing grammar or None, or raises the error of a refused one.  ``compile(params)``
+    makes a grammar.  At most ``workers`` calls run at a time.  ``stop(params)`` interrupts a call.  If there are
+    several workers, an owner may use all but one of them, so that other owners need not wait.
 
     Invariant: a job in ``_jobs`` has a request.  A job in ``_queue`` has a request and has not begun.
     """
@@ -69,7 +69,7 @@ class Compiling:
         return len(self._of)
 
     def begin(self, number: int, live: Any) -> None:
-        """Compile the grammar of ``live.request``.  ``ready`` returns ``live`` when it is done."""
+        """Compile the grammar of ``live.request``.  ``ready`` later returns ``live``."""
         request = live.request
         found, error = None, None
         try:
@@ -141,7 +141,7 @@ class Compiling:
             self._queue.remove(job.number)
 
     def ready(self) -> list[tuple[Any, BaseException | None]]:
-        """Return the requests whose compilation has ended, with None or its error, and set ``grammar`` of each."""
+        """Return the requests whose compilation has ended, each with None or its error, and set their ``grammar``."""
         found = []
         while self._done:
             number, live, grammar, error = self._done.popleft()

@@ -91,7 +91,8 @@ class _Live:
     """A request in the engine.
 
     ``number`` is the number of its stream on the link.  ``ended`` has the samples of branches whose end was reported.
-    ``reads`` are the reads of ``PooledTaps``.  With ``energy``, its end is reported only when its joules are known.
+    ``reads`` are the reads of ``PooledTaps``.  With ``energy``, the end of the request is reported only when its joules
+    are known.
     """
 
     __slots__ = ("ended", "energy", "number", "reads", "request", "started")
@@ -166,7 +167,7 @@ class EngineLoop(TurnLoop):
         return min(wait, LOOK) if self.compiling else wait
 
     def turn(self, wait: float | None = 0.0) -> bool:
-        """Handle commands, run a step and send its frames.  Return False if the engine had nothing to do."""
+        """Handle commands, run a step, and send its frames.  Return False if the engine was idle."""
         self.turned = time.monotonic()
         commands = self.link.receive(wait or 0.0)
         begin = time.perf_counter()
@@ -360,7 +361,7 @@ class EngineLoop(TurnLoop):
         self.header.setdefault("answers", []).append(answer)
 
     def _loaded(self, ask: int, error: str) -> None:
-        """Answer the question ``ask`` after the load of an adapter; "" means that it is loaded."""
+        """Answer the question ``ask`` after the load of an adapter.  ``error`` "" means that the adapter is loaded."""
         answer = [ask, not error, [RequestError.__name__, error, "lora_path"] if error else None]
         self.header.setdefault("answers", []).append(answer)
 
@@ -439,7 +440,8 @@ class EngineLoop(TurnLoop):
         self.weight = 0
 
     def _add_tokens(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
-        """Add one token to each of many running branches.  Arrays are used, because most tokens come this way."""
+        """Add one token to each of many running branches.  Arrays are used, because most tokens are added by this
+        method."""
         self._close_part()
         rows = np.empty((6, len(token)), np.int64)
         rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = stream, sample, 1, 0, -1, 0
@@ -504,7 +506,8 @@ class EngineLoop(TurnLoop):
                 self._weigh(part.top_ids.size + len(part.rank))
 
     def _weigh(self, weight: int) -> None:
-        """Add to the weight of the frame, and begin a new frame if it is full.  The turn's end sends all frames."""
+        """Add to the weight of the frame, and begin a new frame if it is full.  All frames are sent at the end of
+        the turn."""
         self.weight += weight
         if self.weight >= FRAME:
             self._close_part()
@@ -512,7 +515,7 @@ class EngineLoop(TurnLoop):
             self._clear()
 
     def _ended(self, live: _Live) -> None:
-        """Report the end of a request, once its joules are known if it needs them."""
+        """Report the end of a request, after its joules are known if it requests them."""
         if live.energy and self.engine.energy is not None:
             self.engine.energy.when_known(live.request, lambda: self._done(live))
         else:
@@ -553,7 +556,7 @@ class EngineLoop(TurnLoop):
     def _flush(self) -> bool:
         """Send the frames of this turn, or an empty one if none was sent for ``HEARTBEAT``.
 
-        Return whether the turn had anything to send.
+        Return whether the turn had frames to send.
         """
         now = time.monotonic()
         if self.engine.dead and not self._dead_sent:

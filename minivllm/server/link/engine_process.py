@@ -178,7 +178,7 @@ def progress_to(link: SocketLink) -> progress.Listener:
 
 
 def _watch_parent(life_fd: int, running: threading.Event) -> None:
-    """End the process when the parent has ended, for whatever reason, which closes the other end of the pipe."""
+    """End the process after the end of the parent, which closes the other end of the pipe."""
     os.read(life_fd, 1)
     if running.is_set():
         time.sleep(GRACE)
@@ -186,7 +186,7 @@ def _watch_parent(life_fd: int, running: threading.Event) -> None:
 
 
 def _watch_loop(loop: Any, seconds: float, thread: int) -> None:
-    """End the process if a turn of the loop takes longer than ``seconds``, and print where it hangs."""
+    """End the process if a turn of the loop takes longer than ``seconds``, and print the place at which it hangs."""
     while (silent := time.monotonic() - loop.turned) < seconds:
         time.sleep(min(max(seconds - silent, 0.05), 1.0))
     where = _plugin_in(sys._current_frames().get(thread))

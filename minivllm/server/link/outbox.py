@@ -50,7 +50,7 @@ class Outbox:
         return found is not None
 
     def _push(self) -> None:
-        """Give waiting requests to the transport until it is full."""
+        """Pass waiting requests to the transport until the transport is full."""
         while self._queue and self._writer.transport.get_write_buffer_size() <= HIGH:
             next_up = self._queue.pop()
             assert next_up is not None

@@ -27,9 +27,9 @@ class TurnPace(Pace):
     """The learned cost of prompt tokens, and the number of them in a turn of the server's loop."""
 
     def most(self, context: int, turn: float = TURN, least: int = LEAST) -> int:
-        """Return the prompt tokens that the next step may have, after ``context`` computed tokens of the prompt.
+        """Return the largest number of prompt tokens of the next step, after ``context`` computed tokens of the prompt.
 
-        They take about ``turn`` seconds.  If these are fewer than ``least`` tokens, a step may take longer (``LONG``,
-        or ``TURN`` for a shared step) to have up to ``least``.
+        These tokens take about ``turn`` seconds.  If they are fewer than ``least``, a step may take longer (``LONG``,
+        or ``TURN`` for a shared step) for up to ``least`` tokens.
         """
         return self.fit(context, turn, least, LONG if turn == TURN else TURN)

@@ -39,13 +39,11 @@ TAIL = 2000  # characters of the end of the process's output, for an error messa
 class ProcessClient(EngineClient):
     """An ``EngineClient`` whose engine runs in a child process.  The task that reads frames never waits for a stream.
 
-    The child ends when this process ends, for whatever reason, because only this process holds the write end of the
-    life pipe.
-    ``stuck_after`` is the time in seconds after which a step counts as hung.  The child then names the plug-in in which
-    it hangs, and ends.
-    ``restarts`` is the number of times that an ended engine is started again.  Requests that already have a token fail,
-    and the others wait for the new engine.  ``math.inf`` means no limit.
-    ``environ`` are variables that the child gets in addition to those of this process.
+    The child ends when this process ends, because only this process holds the write end of the life pipe.
+    ``stuck_after`` is the time in seconds after which a step counts as hung.  The child then reports the plug-in in
+    which it hangs, and ends.  ``restarts`` is the number of times that an ended engine is started again; ``math.inf``
+    means no limit.  Requests that already have a token fail, and the others wait for the new engine.  ``environ`` are
+    additional environment variables of the child.
     """
 
     _name = ""  # prefix of the names of the start's stages
@@ -181,7 +179,8 @@ class ProcessClient(EngineClient):
         return drained
 
     async def _end(self, patience: float) -> None:
-        """End the process.  It gets the command to stop, and is killed if it still runs after ``patience`` seconds."""
+        """End the process.  It receives the command to stop, and is killed if it still runs after ``patience``
+        seconds."""
         self._closing = True
         async with self._ending:
             child = self._child

@@ -86,7 +86,7 @@ class Scored(Sequence[dict[int, Logprob]]):
         return map(self.row, range(low, len(self) if high is None else high))
 
     def weight(self, low: int = 0, high: int | None = None) -> int:
-        """Return the number of scores of the tokens [low, high), their own and those of the best tokens."""
+        """Return the number of scores of the tokens [low, high): one of each token, and those of its best tokens."""
         high = len(self) if high is None else high
         return self.ends[high] - self.ends[low] + high - low
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def freeze_loaded() -> None:
-    """Keep all present objects out of garbage collection, after everything is loaded.
+    """Exclude all present objects from garbage collection, after everything is loaded.
 
     Otherwise each full collection takes a tenth of a second in the engine's process.  In the server's process, full
     collections cause a quarter of the latency of /health while 1,000 connections are made.
@@ -31,9 +31,9 @@ def freeze_loaded() -> None:
 
 
 def process(trim: bool) -> dict[str, Any]:
-    """Return the figures of this process, None for those that the system does not report.
+    """Return figures of this process, None for those that the operating system does not report.
 
-    ``trim`` first returns free memory of the heap to the system.
+    ``trim`` first returns free memory of the heap to the operating system.
     """
     if trim:
         gc.collect()

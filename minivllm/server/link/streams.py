@@ -186,10 +186,10 @@ class Stream(RequestText):
         error: str | None = None,
         param: str | None = None,
     ) -> None:
-        """Add tokens to a branch.  They are ignored if the branch has ended.
+        """Add tokens to a branch, or ignore them if the branch has ended.
 
-        ``reason`` is its finish reason if it ends with them.  ``stop_token`` is the id that ended it, if that is not an
-        end-of-sequence token.  ``error`` and ``param`` are those of ``TextPiece``.
+        ``reason`` is the finish reason of the branch if it ends with these tokens.  ``stop_token`` is the id that ended
+        it, if that is not an end-of-sequence token.  ``error`` and ``param`` are those of ``TextPiece``.
         """
         if reason is None and sample in self.open and self.texts[sample].plain and self._until is None:
             # the usual case: one or two tokens in the middle of an answer
@@ -277,7 +277,7 @@ class Stream(RequestText):
     def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
         """Add scores of the prompt, as pairs of a first position and a ``plan.LogProbs``.
 
-        All of them come before the first piece.
+        All scores are added before the first piece.
         """
         self._parts += parts
         self._prompt_scored = None
@@ -306,7 +306,7 @@ class Stream(RequestText):
             self._end()
 
     def move(self, drop: Callable[[Stream], None], cut: Callable[[Stream, int, str], None]) -> None:
-        """Use the methods of another engine's client, to which the request moves before it has a token."""
+        """Replace the methods by those of another engine's client, to which the request moves before it has a token."""
         self._drop = drop
         self._cut = cut
 
@@ -328,12 +328,12 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
-    """Wait for the streams and return their unread pieces, as pairs of the stream's position and the piece.
+    """Wait for the streams, and return their unread pieces as pairs of the stream's index and the piece.
 
-    Return [] when all streams have ended.  Raise EngineDeadError if the engine has ended before one of them.
-    ``tell`` has a function for each stream.  While this function waits, text in the middle of an answer is passed to
-    it first.  That saves the round of the event loop that waking a task costs.  It gets no log-probabilities, so
-    streams with log-probabilities must not use it.
+    Return [] when all streams have ended.  Raise EngineDeadError if the engine has ended before one of them.  ``tell``
+    has a function for each stream.  While this method waits, text in the middle of an answer is passed to this function
+    first, which saves the round of the event loop for waking a task.  It receives no log-probabilities, so streams with
+    log-probabilities must not use it.
     """
     while True:
         found: list[tuple[int, TextPiece]] = []

@@ -65,7 +65,7 @@ def _shown(service: Service, body: Any) -> str:
 
 
 async def _respond(request: Request, service: Service, body: Any, values: JsonObject, kind: type[Vectors]) -> Any:
-    """Return the response to a request whose fields are those of this server."""
+    """Return the response to a request whose fields were translated to fields of this server."""
     state = request.scope["state"]
     inner = await checked(service, EmbedBody, values, state["owner"])
     work: Any = kind(service, inner, state)

@@ -55,7 +55,7 @@ def _shown(service: Service, body: Any) -> str:
 
 
 async def _respond(request: Request, service: Service, body: Any, values: JsonObject, kind: type[Any]) -> Any:
-    """Return the response to a request whose fields are those of this server."""
+    """Return the response to a request whose fields were translated to fields of this server."""
     state = request.scope["state"]
     model = CompletionBody if kind is RawAnswer else ChatBody
     inner = await checked(service, model, values, state["owner"], bodies.sent_names(values))
@@ -84,7 +84,7 @@ class ChatAnswer(LineWork, Chat):
 
 
 class PromptAnswer(ChatAnswer):
-    """A request of ``/api/generate`` whose prompt goes through the chat template."""
+    """A request of ``/api/generate`` whose prompt is rendered by the chat template."""
 
     stream_type = TextLines
 
@@ -94,7 +94,7 @@ class PromptAnswer(ChatAnswer):
 
 
 class RawAnswer(LineWork, Completion):
-    """A request of ``/api/generate`` with ``raw``: the prompt is continued as it is."""
+    """A request of ``/api/generate`` with ``raw``, whose prompt is continued unchanged."""
 
     stream_type = TextLines
 

@@ -83,7 +83,8 @@ async def show(request: Request, service: Service) -> Any:
 
 
 async def pull(request: Request, service: Service) -> Any:
-    """Accept a pull of the served model, because clients pull a model before they use it, and refuse others."""
+    """Accept a pull of the served model, because clients pull a model before they use it, and refuse a pull of other
+    models."""
     body = await read_body(request, service, OllamaModelBody, any_type=True)
     try:
         served_name(service, body.model or body.name)

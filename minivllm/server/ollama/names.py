@@ -19,9 +19,10 @@ def tagged(name: str) -> str:
 
 
 def served_name(service: Service, name: str | None) -> str:
-    """Return the served name that a client's name stands for.  An absent name stands for the model of the server.
+    """Return the served name of the model that a client names.  Without a name it is the server's model.
 
-    ApiError (404) for a model that is not served, with the text that clients of Ollama look for."""
+    ApiError (404) for a model that is not served, with the text that clients of Ollama look for.
+    """
     if not name:
         return service.names[0]
     wanted = tagged(name)

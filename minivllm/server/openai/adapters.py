@@ -63,7 +63,7 @@ class ServedAdapters:
         return self._request(name, whole)
 
     async def load(self, client: EngineClient, adapter: LoRARequest) -> None:
-        """Load an adapter and give it its name.  RequestError if it does not fit the model."""
+        """Load an adapter and serve it under its name.  RequestError if it does not fit the model."""
         self.loading.add(adapter.lora_name)
         try:
             await client.load_adapter(adapter)
@@ -78,7 +78,7 @@ class ServedAdapters:
             await client.load_adapter(adapter)
 
     async def unload(self, client: EngineClient, name: str) -> None:
-        """Take an adapter's name away.  Requests that run keep it.  ApiError (404) for an unknown name."""
+        """Remove an adapter by its name.  Running requests keep it.  ApiError (404) for an unknown name."""
         if self.by_name.pop(name, None) is None:
             raise ApiError(404, f"no adapter is named {shown(name)}", "lora_name")
         self.names.remove(name)

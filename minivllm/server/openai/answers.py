@@ -37,9 +37,10 @@ SLICE = 0.002  # seconds of work in the event loop after which other requests ru
 
 
 class Slices:
-    """The event loop's time for long answers: slices of ``SLICE`` seconds, one in each iteration of the loop.
+    """The event loop's time for long answers, in slices of ``SLICE`` seconds, one per iteration of the loop.
 
-    So a short task waits for at most one slice at each of its steps, however many long answers there are."""
+    A short task therefore waits for at most one slice in each of its steps, however many long answers there are.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -56,7 +57,7 @@ class Slices:
 
 
 class WrittenInParts(Protocol):
-    """A value whose JSON is made in parts."""
+    """A value whose JSON is written in parts."""
 
     def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
         """Yield the JSON of the value."""
