@@ -114,7 +114,7 @@ def _adds_special(body: Any) -> bool:
 
 
 async def _pieces(service: Service, ids: list[int]) -> list[dict[str, Any]]:
-    """Return token ids with their texts, or with their bytes if they are a part of a character."""
+    """Return token ids with their texts, or with their bytes if a token is a part of a character."""
     speller = Speller(service.tokens.need())
     found: list[dict[str, Any]] = []
     for at in range(0, len(ids), MANY):

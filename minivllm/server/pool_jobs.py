@@ -77,9 +77,9 @@ def dump(value: Any) -> bytes:
 
 
 def read(raw: bytes, inner: str) -> Parts:
-    """Parse and check a request body.  Return its JSON, with long lists of token ids moved to arrays of their own.
+    """Parse and check a request body.  Return its JSON, with long lists of token ids as separate arrays.
 
-    ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
+    ``inner`` is the field of a WebSocket message that contains the body; "" means that ``raw`` is the body.
     """
     bounds.check_shape(raw)
     value = load_object(raw) if inner else parse_object(raw)
@@ -173,7 +173,7 @@ def decode(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
 
 
 def shape(tokenizer: Tokenizer | None, job: Job, columns: Parts) -> Parts:
-    """Return the JSON of a part of an answer's log-probabilities, which come as ``Scored.pack`` packs them."""
+    """Return the JSON of a part of an answer's log-probabilities, which were packed by ``Scored.pack``."""
     speller = Speller(tokenizer, job["as_ids"], job["detokenize"])
     rows = Scored.unpack(columns).rows()
     return [b"{}", *answers.shaped(job["kind"], rows, job["top"], speller)]

@@ -33,10 +33,11 @@ BEGIN, MIDDLE, COMMA, END = b'{"response":', b',"turns":[', b",", b"]}"
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response that is kept.
+    """A stored response.
 
     ``response`` is its JSON.  ``turns`` are JSON lists of the items of its conversation: the input and the output of
-    each response, in turn."""
+    each response, alternately.
+    """
 
     id: str
     response: bytes
@@ -109,7 +110,8 @@ class MemoryFiles:
 
 
 class FolderFiles:
-    """The contents of kept responses as files.  A file is replaced at once, so a reader never sees a part."""
+    """The contents of stored responses as files.  A file is replaced atomically, so a reader never sees a part of
+    it."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
@@ -254,7 +256,7 @@ class KeyResponses:
         return self._held.get((connection, ident))
 
     def put(self, connection: int, stored: StoredResponse) -> None:
-        """Keep a response, unless it is too large, and drop the oldest ones of the key if they are too large."""
+        """Store a response, unless it is too large.  Drop the key's oldest responses if all together are too large."""
         self.remove(connection, stored.id)
         if stored.size > self.most_bytes:
             return

@@ -181,12 +181,11 @@ async def run(
     reload: Callable[[], Loaded] | None = None,
     quiet: bool = False,
 ) -> int:
-    """Serve until a signal comes or the engine dies, and return the exit code.
+    """Serve until a signal arrives or the engine dies, and return the exit code.
 
-    ``around`` is the operator's middleware.  ``reload`` is that of ``serve``.  ``quiet`` shows
-    no progress of loading and capturing.
-    Raise ResourceError if the address is in use, the errors of ``LLM(...)`` if the engine cannot start, and
-    EngineDeadError if it dies.
+    ``around`` is the operator's middleware.  ``reload`` is that of ``serve``.  ``quiet`` shows no progress of loading
+    and capturing.  Raise ResourceError if the address is in use, the errors of ``LLM(...)`` if the engine cannot start,
+    and EngineDeadError if the engine dies.
     """
     server = loaded.server
     app = Application(server, keys, admin_key, around)

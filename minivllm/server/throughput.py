@@ -36,8 +36,8 @@ async def report(client: EngineClient, seconds: float) -> None:
 def figures(stats: Mapping[str, Any], before: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """Return the tokens per second, the queue, the use of the KV cache and the prefix hit rate of an interval.
 
-    ``stats`` and ``before`` are the engine's statistics at its end and its beginning, ``seconds`` apart.
-    Return {} if the engine had no work in it.
+    ``before`` and ``stats`` are the engine's statistics at the start and the end of the interval of ``seconds``.
+    Return {} if the engine was idle.
     """
 
     def grown(name: str) -> int:

@@ -192,7 +192,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def _bounded(meta: AttnMeta, longest: int) -> AttnMeta:
-    """Give each tensor and array of the metadata its own storage, and set the host's lengths to ``longest``."""
+    """Give each tensor and array of the metadata separate storage, and set the host's lengths to ``longest``."""
     for f in fields(meta):
         value = getattr(meta, f.name)
         if isinstance(value, Tensor):

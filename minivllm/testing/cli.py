@@ -164,7 +164,7 @@ def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _known(path: str | None) -> dict[str, str]:
-    """Return test -> reason of a known-failures file, or nothing without a file.
+    """Return test -> reason from a known-failures file, or {} without a file.
 
     Raise ConfigError for a test without a reason.
     """

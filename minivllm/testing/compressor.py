@@ -166,7 +166,7 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_scores_depend_on_the_arguments_alone(self) -> None:
-        """Check that equal arguments get equal scores, from another instance and after other calls too."""
+        """Check that equal arguments give equal scores, also from another instance and after other calls."""
         made, other = self.build(*self.context()), self.build(*self.context())
         for stored in self.cases(made):
             first = made.score(stored)

@@ -84,7 +84,7 @@ class DrafterConformance(Lasting, SpecConformance):
         return (DrafterContext(VOCAB, MAX_LEN, self.place(), model),)
 
     def has_model(self) -> bool:
-        """Return whether the drafter gets a model: a draft model or its own head."""
+        """Return whether the drafter receives a model: a draft model, or its own head."""
         return self.claims("draft_model") or self.claims("target_head")
 
     def exercise(self, instance: Drafter) -> Any:

@@ -113,7 +113,7 @@ class EncoderConformance(Lasting, SpecConformance):
         return [*found, Image.new("RGB", (50, 50)), Image.new("RGB", (50, 50), "white")]
 
     def encoded(self, encoder: ImageEncoder, found: ImageValues) -> Tensor:
-        """Return the features of prepared values, given as the engine gives them."""
+        """Return the features of prepared values that are passed in the form of the engine."""
         values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
         with torch.inference_mode():
             return encoder.encode(values, tuple(found.shape))

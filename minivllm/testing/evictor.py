@@ -148,7 +148,7 @@ class _EvictorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tree.refs)
     @rule(data=st.data())
     def end_in_a_tier(self, data: Any) -> None:
-        """End a turn whose blocks are free, as in a tier behind the device, or whose request waits and has none."""
+        """End a turn whose blocks are free, as in a tier below the device, or whose request waits without blocks."""
         turn = data.draw(TURNS)
         path = self.tree.path(data.draw(st.sampled_from(sorted(self.tree.refs))))
         free = [key for key in path if not self.tree.refs[key]]

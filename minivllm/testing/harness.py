@@ -184,7 +184,7 @@ class Harness:
         self.known[slot] = position
 
     def draft(self, slot: int, tokens: Sequence[int], accepted: int) -> torch.Tensor:
-        """Return the logits of a token and drafts behind it, of which ``accepted`` tokens in all stay."""
+        """Return the logits of a token and the drafts after it, of which ``accepted`` tokens in total stay."""
         self.drafted = {slot}
         found = self.step({slot: tokens})[slot]
         self.drafted = set()

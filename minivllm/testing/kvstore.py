@@ -98,7 +98,7 @@ class _StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.suite.claims("durable"))
     @rule()
     def open_again(self) -> None:
-        """Close the store and open it again.  Pages that were dropped may come back."""
+        """Close the store and open it again.  Dropped pages may return."""
         self.store.close()
         self.store = self.suite.build(self.suite.context_of(self.model))
         self.store.drop([key for key in dict(self.store.keys()) if key not in self.pages])

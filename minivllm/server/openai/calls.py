@@ -45,7 +45,7 @@ Part = Said | Thought | Begun | Written | Ended | Finished
 
 
 class NamedCall:
-    """Parser of an answer that calls a named function.  Its grammar allows nothing but the arguments."""
+    """Parser of an answer that calls a named function.  Its grammar allows only the arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class NamedCall:
 
 
 class Forced:
-    """Parser of an answer that must call.  Its grammar allows nothing but a list of calls."""
+    """Parser of an answer that must call a function.  Its grammar allows only a list of calls."""
 
     def __init__(self) -> None:
         self._left = ""
@@ -149,7 +149,7 @@ class Distinct:
         return self._distinct(self._calls.feed("", True) if cut is None else cut(), True)
 
     def _distinct(self, parts: Iterable[Part], final: bool) -> list[Part]:
-        """Return parts without those of repeated calls."""
+        """Return parts without the parts of repeated calls."""
         found: list[Part] = []
         for part in parts:
             if isinstance(part, (Said, Thought)):

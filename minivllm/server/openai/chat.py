@@ -116,9 +116,11 @@ class Chat(Work):
         self._set_params(1, self.top if body.logprobs else None, form)
 
     def _begin_form(self, form: JsonObject) -> None:
-        """Set the parameter that makes the form begin behind the reasoning, if the parser finds the reasoning.
+        """Set the parameter that makes the constrained form begin after the reasoning, if the parser finds the
+        reasoning.
 
-        Free text with calls, and messages in channels, have the reasoning in their grammar."""
+        Free text with calls, and messages in channels, have the reasoning in their grammar.
+        """
         tokenizer = self.service.tokens.tokenizer
         forced = self.tools.choice in FORCED
         if "reply" in form:
@@ -138,7 +140,7 @@ class Chat(Work):
             self.passed.setdefault(TAGS, {})
 
     def _variables(self) -> Any:
-        """Return the variables of the chat template: those of the client, and those of its options of reasoning."""
+        """Return the variables of the chat template: the client's variables, and those of the options of reasoning."""
         tokenizer = self.service.tokens.tokenizer
         read: Collection[str] = ()
         if tokenizer is not None:
@@ -191,9 +193,10 @@ class Chat(Work):
         return truncated(ids, self.kept, body.truncation_side)
 
     async def parts(self, answer: Answer) -> AsyncIterator[list[Part]]:
-        """Yield the parts of a request's only choice as they come.  The last part is ``Finished``.
+        """Yield the parts of a request's only choice as they are generated.  The last part is ``Finished``.
 
-        The classes of other protocols make their events from these parts."""
+        The classes of other protocols make their events from these parts.
+        """
         async for parts, _ in self.piece_parts(answer):
             yield parts
 
@@ -246,7 +249,7 @@ class Chat(Work):
         return [_chunk(number, delta) for delta in deltas for number in range(self.n)]
 
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
-        """Yield the choices of a piece: the text at once, and its scores a few at a time."""
+        """Yield the choices of a piece: first the text, then its scores in small groups."""
         reader, rows, body = self._readers[number], piece.logprobs, self.body
         *before, (text, reason) = pieces_of(piece.text, piece.finish_reason)
         for part, _ in before:  # much text was waiting for a slow client

@@ -136,7 +136,7 @@ class Completion(Work):
         return choice if reason is None else {**choice, "stop_reason": stop}
 
     def _shape(self, rows: list[tuple[ScoredToken, int]]) -> JsonObject | None:
-        """Return the ``logprobs`` of tokens with their positions, or None if the request does not ask for them."""
+        """Return the ``logprobs`` of tokens with their positions, or None if they are not requested."""
         if self.body.logprobs is None:
             return None
         found = logprobs.completion((row for row, _ in rows), self.top, self.speller)
@@ -154,7 +154,7 @@ class Completion(Work):
         return Placed(places, begin)
 
     def opening(self, answer: Answer) -> list[JsonObject]:
-        """Set up the state of a stream.  It sends nothing before the first piece."""
+        """Create the state of a stream.  No event is sent before the first piece."""
         numbers = range(len(self.ids) * self.n)
         self._rows: list[Placed] = []
         if self.body.logprobs is not None:

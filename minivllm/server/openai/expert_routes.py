@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_routes(params: SamplingParams, state: Mapping[str, Any]) -> RouteParams | None:
-    """Return the routes of a body's parameters, None if it has none.
+    """Return the routes of a body's parameters, or None.
 
-    ``state`` is whether the client is an operator.  ApiError: 403 for other clients, 400 for routes to read beside stop
-    strings.
+    ``state`` contains whether the client is an operator.  ApiError: 403 for other clients, 400 for routes to read
+    together with stop strings.
     """
     routes = params.routes
     if not isinstance(routes, RouteParams):

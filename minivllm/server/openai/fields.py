@@ -296,15 +296,16 @@ def _contradiction(one: str, other: str, param: str) -> ApiError:
 
 @cache
 def _known_names(model: Any) -> tuple[list[str], dict[str, str]]:
-    """Return the names that a misspelled name may stand for, and a map to them from their letters alone."""
+    """Return the known names with which a misspelled name is compared, and a map from their letters to the names."""
     names = [*model.model_fields, *names_of(REFUSED), *names_of(PARAMETER)]
     return names, {_letters(name): name for name in (*names_of(ALIAS), *names)}
 
 
 def _similar(name: str, model: Any, search: bool) -> str:
-    """Return the known name that a misspelled name stands for, or "".
+    """Return the known name that is meant by a misspelled name, or "".
 
-    Without ``search`` only names with the same letters are found, such as top_k for topK."""
+    Without ``search`` only names with the same letters are found, such as top_k for topK.
+    """
     names, by_letters = _known_names(model)
     found = by_letters.get(_letters(name), "")
     if found or not search:

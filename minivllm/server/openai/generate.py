@@ -259,10 +259,11 @@ class Answer:
             yield self._chunk({"index": number, **work.empty_choice, **rest})
 
     async def take(self, tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
-        """Wait for pieces of the streams and return each with the number of its choice, or [] at the end.
+        """Wait for pieces of the streams, and return each with the number of its choice, or [] at the end.
 
         ApiError if a branch failed: 400 if a field of the request is the cause, else 500.  ``tell`` is passed to
-        ``streams.take``."""
+        ``streams.take``.
+        """
         found = [(at * self.n + piece.sample, piece) for at, piece in await take(self.streams, tell)]
         for _, piece in found:
             if piece.finish_reason == "error":
@@ -448,8 +449,9 @@ def numbers(values: np.ndarray) -> list[float | None]:
 async def read_values(request: Request, service: Service, any_type: bool = False) -> JsonObject:
     """Return the body of a request as a JSON object, read within the limits of the server.
 
-    ``any_type`` accepts other content types than JSON, where the guard accepts them (clients of Ollama).
-    ApiError if it is wrong, or if the server cannot serve it now."""
+    ``any_type`` accepts content types other than JSON if the guard accepts them (clients of Ollama).  ApiError if the
+    body is wrong, or if the server cannot serve it now.
+    """
     server = service.server
     owner = request.scope["state"]["owner"]
     return await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner, any_type)

@@ -50,8 +50,9 @@ class ServedImages:
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the token ids of a prompt with the placeholders of its images, and the images.
 
-        ``salt`` is that of the request: files of another salt are decoded again.
-        RequestError if an image is refused, or if the prompt has not one placeholder for each."""
+        ``salt`` is the salt of the request; a file of a request with another salt is decoded again.  RequestError if an
+        image is refused, or if the prompt does not have one placeholder per image.
+        """
         prepared: list[PreparedImage] = []
         for source in sources:
             prepared.append(await self.workers.prepare(source, salt))

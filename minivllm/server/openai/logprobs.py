@@ -52,7 +52,7 @@ def _order(score: Score) -> tuple[float, int]:
 
 
 class _Spelled:
-    """The texts and bytes of the tokens of one tokenizer, at most one entry for each token of its vocabulary."""
+    """The cached texts and bytes of the tokens of one tokenizer, at most one entry per token of its vocabulary."""
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}

@@ -71,9 +71,10 @@ class Places:
 
 
 class Placed:
-    """The scored tokens of a choice with their positions, as far as the text of the choice is known.
+    """The scored tokens of a choice, with their positions in the known text of the choice.
 
-    A token waits while its text may still be the beginning of a stop string."""
+    A token waits while its text may still be the beginning of a stop string.
+    """
 
     def __init__(self, places: Places, shown: int = 0) -> None:
         self._places = places

@@ -214,10 +214,11 @@ def form_of(body: Any) -> JsonObject | None:
 
 
 def _form_of_format(form: JsonObject) -> JsonObject | None:
-    """Return the form of a ``response_format``.  None means any text.  ApiError (400) for a malformed one.
+    """Return the constrained form of a ``response_format``.  None means any text.  ApiError (400) for a malformed one.
 
-    OpenAI's place of a schema is ``json_schema.schema``.  Other servers accept it next to ``type``, and also with
-    ``json_object``."""
+    In OpenAI's API the schema is ``json_schema.schema``.  Other servers accept it next to ``type``, and also with
+    ``json_object``.
+    """
     kind = form.get("type")
     _check_keys(form, FORMAT, ("type", "json_schema", *(SCHEMA_KEYS if kind != "text" else ())))
     if kind not in FORMAT_KINDS:
@@ -265,7 +266,8 @@ def _expect(condition: Any, name: str, expected: str) -> None:
 
 
 def _stops(value: Any, most: int) -> list[str]:
-    """Return the stop texts of a body: one text, or a list of at most ``most``.  ApiError (400) for anything else."""
+    """Return the stop texts of a body, which has one text or a list of at most ``most``.  ApiError (400) for other
+    values."""
     stops = [value] if isinstance(value, str) else value
     _expect(isinstance(stops, list), "stop", "a string or a list of strings")
     _expect(len(stops) <= most, "stop", f"at most {most} strings, not {len(stops)}")

@@ -132,7 +132,7 @@ def spelling_of(parser: Any, tokenizer: Tokenizer | None) -> Spelling | None:
 
 
 def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> frozenset[str]:
-    """Return the tags that have no text of their own, since the answer omits special tokens."""
+    """Return the tags without a text, because the answer omits special tokens."""
     if tokenizer is None or not skip_special_tokens:
         return frozenset()
     special = {marks.by_token[i] for i in marks.by_token.keys() & tokenizer.special_ids}
@@ -152,7 +152,8 @@ def context_of(offered: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[
 def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> bool:
     """Return whether the prompt of an answer ends within the reasoning.
 
-    Tags that are tokens are found as the bound of the reasoning finds them, with reasoning behind them or not."""
+    Tags that are tokens are found in the same way as for the limit of the reasoning, even if no reasoning follows them.
+    """
     if tokenizer is None or not isinstance(parser, ReplyParser):
         return False
     tags = tags_around(parser)
@@ -164,10 +165,11 @@ def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[i
 
 
 def reasoning_tokens(ids: Sequence[int], marks: Marks, tags: tuple[str, str] | None, share: float, opened: bool) -> int:
-    """Return the number of tokens of an answer that are reasoning, its tags included.
+    """Return the number of tokens of an answer that are reasoning, including its tags.
 
-    ``opened`` means that the answer begins within the reasoning.  The count is exact where the tags around reasoning
-    are tokens.  Otherwise it is ``share`` of all tokens, the part of the text that is reasoning."""
+    ``opened`` means that the answer begins within the reasoning.  The number is exact if the tags around reasoning are
+    tokens.  Otherwise it is ``share`` of all tokens, where ``share`` is the part of the text that is reasoning.
+    """
     tokens = {mark: token for token, mark in marks.by_token.items()}
     start, end = (tokens.get(marks.by_tag.get(tag, "")) for tag in tags or ("", ""))
     if share == 0 or start is None or end is None or end not in ids:

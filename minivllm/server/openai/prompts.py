@@ -32,7 +32,7 @@ def truncation(body: Any, answer: int | None, limit: int) -> int | None:
 
 
 def truncated(ids: Sequence[int], most: int | None, side: str | None) -> list[int]:
-    """Return at most ``most`` of the ids: the last ones, or the first ones if ``side``, the side to cut, is "right"."""
+    """Return at most ``most`` ids: the last ones, or the first ones if the cut ``side`` is "right"."""
     if most is None or most >= len(ids):
         return list(ids)
     return list(ids[:most] if side == "right" else ids[-most:])

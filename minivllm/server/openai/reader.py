@@ -49,7 +49,8 @@ def _parser_of(offered: tools.Tools, parser: Any, marks: Marks, context: ReplyCo
 
 
 def marks_of(offered: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
-    """Return the marks for the text of an answer: those of the parser's tags, if the parser reads the text."""
+    """Return the marks for the text of an answer, which are those of the parser's tags, or none if no parser reads
+    the text."""
     tags = getattr(parser, "tags", None)
     thinks = offered.choice == "none" and isinstance(parser, ReplyParser) and parser.thinks()
     reads = offered.choice == "auto" or thinks

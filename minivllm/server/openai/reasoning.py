@@ -134,7 +134,7 @@ def _efforts(body: Any) -> Iterator[tuple[str, str]]:
 
 
 def _switches(body: Any) -> Iterator[tuple[str, bool]]:
-    """Yield whether a body requests reasoning, for each field that decides it."""
+    """Yield (field, whether it requests reasoning) for each field of a body that controls reasoning."""
     kind = _member(body, "thinking", "type")
     if kind is not None and kind not in tuple(TYPES):
         expected = ", ".join(TYPES)

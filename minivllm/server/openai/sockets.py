@@ -30,7 +30,7 @@ BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
 
 class Socket:
-    """One WebSocket.  A subclass handles its messages (``receive``) and ends its requests (``end``)."""
+    """One WebSocket.  A subclass handles its messages (``receive``) and stops its requests (``end``)."""
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         self.socket, self.service, self.keys = socket, service, keys
@@ -42,7 +42,7 @@ class Socket:
         self.ending = False
 
     async def begin(self) -> int | None:
-        """Begin to serve, because the key of the connection is accepted.  Return a code to close it, else None."""
+        """Begin to serve an accepted connection.  Return a code to close it, or None."""
         return None
 
     async def receive(self, raw: str) -> None:
@@ -67,7 +67,7 @@ class Socket:
         return owner_of(self.tenant or "", self.socket.scope.get("client"))
 
     def new_state(self) -> dict[str, Any]:
-        """Return the state of the next request, with an id and a log line of its own."""
+        """Return the state of the next request, with a separate id and log line."""
         self.taken += 1
         state = {**self.state, "tenant": self.tenant, "owner": self.owner, "log": {}}
         state["request_id"] = f"{self.state['request_id']}-{self.taken}"

@@ -134,10 +134,11 @@ def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
 
 
 def read_npy(data: bytes) -> np.ndarray:
-    """Return the list of numbers in a .npy file.
+    """Return the list of numbers in a .npy file from an untrusted source.
 
-    The file may come from anywhere: no code in it is run, and its header cannot make the server allocate more memory
-    than the file has bytes.  ValueError for anything but one list of numbers."""
+    No code of the file is run, and its header cannot make the server allocate more memory than the file has bytes.
+    ValueError unless it contains one list of numbers.
+    """
     stream = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(stream)

@@ -16,13 +16,14 @@ from . import JsonObject
 
 
 def tags_around(parser: Any) -> tuple[str, str] | None:
-    """Return the tags before and behind the reasoning of a parser's format, or None if it has no such tags."""
+    """Return the tags before and after the reasoning of a parser's format, or None."""
     reasoning = parser.format.reasoning if isinstance(parser, DescribedParser) else None
     return None if reasoning is None else (reasoning.open.strip(), reasoning.close)
 
 
 def form_begins_behind(parser: Any, tokenizer: Tokenizer | None) -> bool:
-    """Return whether a form begins behind reasoning: the parser finds it, and the model has tags for it."""
+    """Return whether a constrained form begins after reasoning: the parser finds reasoning, and the model has tags
+    for it."""
     if tokenizer is None or not isinstance(parser, ReplyParser) or not parser.thinks():
         return False
     return tags_of(tokenizer) is not None

@@ -203,8 +203,9 @@ def _check_variables(variables: Any) -> None:
 def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | Ids]:
     """Return the prompts of a completion, at most ``most``.
 
-    ApiError (400) for anything but text, token ids below ``vocab``, and lists of either.  Long lists of ids arrive as
-    arrays (``WorkerPool.read``)."""
+    ApiError (400) unless they are text, token ids below ``vocab``, or lists of either.  Long lists of ids arrive as
+    arrays (``WorkerPool.read``).
+    """
     prompts = _listed(prompt)
     if not prompts:
         raise _bad_prompt("is empty")

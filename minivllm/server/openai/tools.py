@@ -76,10 +76,11 @@ class Tools:
         return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.listed)
 
     def form(self, spelling: Spelling | None = None) -> JsonObject | None:
-        """Return the form (structured outputs) that constrains the calls, or None if nothing does.
+        """Return the form (structured outputs) that constrains the calls, or None.
 
         ``spelling`` is the format of the model's calls, or None if no grammar can be written for it.  Forced calls that
-        it cannot express are a list in JSON.  ApiError (400) for such calls of strict functions with ``auto``."""
+        it cannot express are a list in JSON.  ApiError (400) for such calls of strict functions with ``auto``.
+        """
         if self.choice not in ("named", "required"):
             return self._reply(spelling, AUTO) if self.strict and spelling is not None else None
         try:

@@ -56,8 +56,9 @@ ENDED_IDS = 1024  # ended ids that are remembered; a cancel of an older id is an
 class SocketRequest:
     """A request whose final message is not in the outgoing queue yet.
 
-    The work and the final message are two tasks, so the second task reports the end of the first, even if the work is
-    cancelled before it has started."""
+    The work and the final message are two tasks, so that the second task reports the end of the first one even if the
+    work is cancelled before it starts.
+    """
 
     work: asyncio.Task[JsonObject]
     answer: asyncio.Task[None] | None = None
@@ -73,8 +74,9 @@ class SocketRequest:
 class Connection(Socket):
     """One WebSocket.
 
-    ``running`` has the ids whose final message is not in the outgoing queue, ``ended`` the latest ids whose final
-    message is."""
+    ``running`` has the ids whose final message is not in the outgoing queue yet.  ``ended`` has the latest ids whose
+    final message is in the queue.
+    """
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
@@ -92,10 +94,11 @@ class Connection(Socket):
         return text if data is None else f'{text[:-1]},"data":{data}}}'
 
     async def end(self) -> None:
-        """End all requests.
+        """Stop all requests.
 
-        The work of requests ends before their final messages, because its log line is complete only after it has
-        released its resources."""
+        The work of a request ends before its final message, because its log line is complete only after its resources
+        are released.
+        """
         running = list(self.running.values())
         for request in running:
             request.cancel()

@@ -107,9 +107,10 @@ class ReplicaClient(EngineClient):
         self.info = replace(self.replicas[0].info, kv_tokens=tokens, max_num_seqs=rows)
 
     async def _verify(self, one: Replica, description: Mapping[str, Any]) -> None:
-        """Give a new engine the weights of the others.
+        """Check a new engine, and give it the weights of the other replicas.
 
-        ResourceError for an engine of another model or version, or whose files have changed."""
+        ResourceError for an engine of another model or version, or with changed files.
+        """
         if self._expected is not None and (text := difference(description, self._expected)):
             raise ResourceError(f"replica {one.number} differs from the others: {text}")
         if model_files(self._loaded.engine.model) != self._files:
@@ -154,7 +155,7 @@ class ReplicaClient(EngineClient):
     def _routed(
         self, prompt_ids: Any, params: SamplingParams, session: str, lora: LoRARequest | None = None
     ) -> RoutedRequest:
-        """Return a request as the router sees it."""
+        """Return the facts about a request that the router receives."""
         block = self.replicas[0].info.block
         salt = params.salt if lora is None else (*params.salt, lora.lora_name)
 
@@ -164,7 +165,8 @@ class ReplicaClient(EngineClient):
         return RoutedRequest(len(prompt_ids), session, keys)
 
     def _choose(self, request: RoutedRequest, tried: set[int]) -> Replica:
-        """Return the replica for a request, none of those that were tried.  EngineDeadError if there is none."""
+        """Return the replica for a request, except those in ``tried``.  EngineDeadError if no replica accepts
+        requests."""
         loads = [one.load() for one in self.replicas if one.accepts and one.number not in tried]
         if not loads:
             raise EngineDeadError(self.healthy()[1] or "no replica accepts requests; try again later")
@@ -329,10 +331,12 @@ class ReplicaClient(EngineClient):
         await self._each(lambda one: one.unload_adapter(name))
 
     async def weights(self, do: str, **args: Any) -> dict[str, Any]:
-        """Make a change in all replicas at once, and return the state of each.
+        """Make a change in all replicas at the same time, and return the state of each.
 
-        Replicas that do not take part get no requests before they have the same weights; "left_out" has the reasons.
-        Changes take turns.  RequestError names replicas that refused an update which others accepted."""
+        Replicas that do not take part receive no requests before they have the same weights; "left_out" has the
+        reasons.  Changes run one after another.  RequestError names replicas that refused an update which others
+        accepted.
+        """
         if do == STATS:
             answers = await self._each(lambda one: one.weights(STATS))
             states = {one.number: answer for one, answer in zip(self.replicas, answers, strict=True) if answer}
@@ -368,7 +372,7 @@ class ReplicaClient(EngineClient):
         await self.prefixes()
 
     async def profile(self, start: bool) -> str:
-        """Start or end a profile of replica 0, which stands for the others."""
+        """Start or stop a profile of replica 0, as an example of all replicas."""
         return await self.replicas[0].profile(start)
 
     def health(self) -> dict[str, Any]:

@@ -42,10 +42,10 @@ class LifeTotals:
 
 
 def merged(values: Sequence[Any], name: str = "") -> Any:
-    """Return several values of one figure as one.
+    """Combine the values of one figure of several replicas.
 
     Whole numbers are added.  Numbers with a fraction are averaged, except energy and total times, which are added.
-    Tables and lists are merged by key and by place; the first of other values is returned.
+    Tables and lists are combined by key and by position.  Of other values the first is returned.
     """
     values = [value for value in values if value is not None]
     if not values:

@@ -30,7 +30,8 @@ MAY_DIFFER = ("kv_tokens", "max_num_seqs", "selections", "weight_bytes", "energy
 class Orphan:
     """A request without a token whose engine has ended: its stream, its owner and its frame.
 
-    ``accepted`` is the future of a caller that waits until an engine has accepted the request, if there is one."""
+    ``accepted`` is the future of a caller that waits until an engine has accepted the request, or None.
+    """
 
     stream: Stream
     owner: str
@@ -85,7 +86,7 @@ class Replica(ProcessClient):
 
     @property
     def held(self) -> bool:
-        """Return whether the replica gets no new requests although its engine may run."""
+        """Return whether the replica receives no new requests although its engine may run."""
         return self.drained or bool(self.outdated)
 
     @property
@@ -137,7 +138,7 @@ class Replica(ProcessClient):
     # ---- requests that move --------------------------------------------------------------------------------------
 
     def take_untouched(self) -> list[Orphan]:
-        """Remove the requests without a token, and return them in the order in which they came."""
+        """Remove the requests without a token, and return them in the order of their arrival."""
         orphans = []
         for number, (owner, data) in sorted(self._untouched.items()):
             stream = self._streams.get(number)
@@ -241,10 +242,11 @@ class Replica(ProcessClient):
     # ---- exchange ------------------------------------------------------------------------------------------------
 
     async def replace(self, loaded: Loaded, seconds: float) -> None:
-        """Replace the engine by one with another configuration, once its requests have ended.
+        """Replace the engine by an engine with another configuration, after its requests have ended.
 
-        The requests may take ``seconds``.  If the new engine does not start, the old configuration is started again and
-        the error of the new one is raised."""
+        The requests may take ``seconds``.  If the new engine does not start, the old configuration is started again,
+        and the error of the new one is raised.
+        """
         self.drained = True
         try:
             if not await self._drain(seconds):
@@ -291,7 +293,7 @@ class Replica(ProcessClient):
 
 
 def difference(description: Mapping[str, Any], expected: EngineInfo) -> str:
-    """Return the facts in which an engine differs from another one, as text; "" for none."""
+    """Return a text with the facts in which an engine differs from another one, or ""."""
     found = []
     for field in fields(EngineInfo):
         value, other = description[field.name], getattr(expected, field.name)

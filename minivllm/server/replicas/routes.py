@@ -54,9 +54,10 @@ def _hold(request: Request, service: Service, held: bool) -> JSONResponse:
 
 
 async def update(request: Request, service: Service) -> Any:
-    """Replace the replicas one after the other by engines with the configuration as it is now.
+    """Replace the replicas one after another by engines with the current configuration.
 
-    The answer comes when all are replaced."""
+    The answer is sent after all are replaced.
+    """
     client = replicas_of(service)
     reload = service.reload
     if reload is None:

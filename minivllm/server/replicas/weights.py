@@ -65,10 +65,11 @@ class ReplicatedWeights:
     # ---- changes -------------------------------------------------------------------------------------------------
 
     async def change(self, do: str, args: dict[str, Any]) -> tuple[dict[int, Any], dict[int, str]]:
-        """Change all replicas at once.  Return the states of the changed ones, and why the others were left out.
+        """Change all replicas at the same time.  Return the states of the changed ones, and the reasons for those left
+        out.
 
-        Replicas that are left out get no requests before they have the same weights.  RequestError names replicas that
-        refused an update which others accepted.  If no replica changes, the first error is raised.
+        Replicas that are left out receive no requests before they have the same weights.  RequestError names replicas
+        that refused an update which others accepted.  If no replica changes, the first error is raised.
         """
         async with self.lock:
             partial = args.get("partial", False)
@@ -205,7 +206,7 @@ class ReplicatedWeights:
 
 
 def _raise_refusal(do: str, refused: dict[int, BaseException]) -> None:
-    """Raise the error of replicas that refused a change which others have made."""
+    """Raise the error of replicas that refused a change that other replicas have made."""
     if not refused:
         return
     error = next(iter(refused.values()))

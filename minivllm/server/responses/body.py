@@ -100,7 +100,7 @@ def _place(name: str, places: dict[str, str]) -> str:
 
 @contextmanager
 def client_names(parsed: ParsedRequest) -> Iterator[None]:
-    """Replace the names and places of the chat in errors by those of the client's body."""
+    """Replace the names and places of the chat in errors by the names and places in the client's body."""
     try:
         yield
     except (ApiError, RequestError) as exc:

@@ -91,7 +91,8 @@ class History:
 
 
 class LocalStore:
-    """The latest responses of one connection, at most ``most``, among those of its key."""
+    """The latest responses of one connection, at most ``most``.  They count among the responses of the connection's
+    key."""
 
     def __init__(self, most: int, of_key: KeyResponses) -> None:
         self._of_key = of_key

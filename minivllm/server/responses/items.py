@@ -116,7 +116,8 @@ class ItemConversation:
     def _assistant(self, key: str, at: str) -> JsonObject:
         """Return the last message if the next item continues it under ``key``, else a new message of the assistant.
 
-        The parts of a message are its reasoning, its text and its calls, in this order."""
+        A message has its reasoning, its text and its calls, in this order.
+        """
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
         taken = [name for name in order if name in last]
@@ -161,7 +162,7 @@ def _call(item: Mapping[str, Any], at: str) -> JsonObject:
 
 
 def _thought(item: Mapping[str, Any]) -> str:
-    """Return the text of a reasoning item: its content, else its encrypted content, else its summary."""
+    """Return the text of a reasoning item, which is its content, or else its encrypted content, or else its summary."""
     for key in ("content", "encrypted_content", "summary"):
         value = item.get(key)
         if isinstance(value, str):

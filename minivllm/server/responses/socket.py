@@ -59,7 +59,7 @@ class ResponsesSocket(Socket):
         return message.decode()
 
     async def end(self) -> None:
-        """End all responses, and forget those that are kept for the connection."""
+        """Stop all responses, and drop those that are stored for the connection."""
         tasks = list(self.running)
         for task in tasks:
             task.cancel()
@@ -99,7 +99,7 @@ class ResponsesSocket(Socket):
         task.add_done_callback(self.running.pop)
 
     async def _serve(self, body: JsonObject, stream_id: str, before: list[asyncio.Task[None]]) -> None:
-        """Send the events of a response after the one before it in its lane, and write the log line."""
+        """Send the events of a response after the previous response of the same stream id, and write the log line."""
         state = self.new_state()
         state["identity"] = self.keys.identity(self.tenant or "")
         start = time.monotonic()
@@ -162,5 +162,5 @@ def _stream_of(message: JsonObject) -> str:
 
 
 def _with_stream_id(event: bytes, stream_id: str) -> bytes:
-    """Return the JSON of an event with its lane, if it has one."""
+    """Return the JSON of an event with its stream id, if it has one."""
     return event[:-1] + b',"stream_id":' + dump(stream_id) + b"}" if stream_id else event

@@ -157,7 +157,7 @@ class ResponseWork(Chat):
         yield self.output.event("response.failed", response=failed)
 
     async def steps(self, answer: Answer) -> AsyncIterator[Iterator[JsonObject]]:
-        """Yield the events of each piece of the answer, without those of its begin and end."""
+        """Yield the events of each piece of the answer, without the events at its beginning and end."""
         output = self.output
         async for parts, piece in self.piece_parts(answer):
             output.add_scores(text_scores(piece))
@@ -273,9 +273,9 @@ def _thought_tokens(parts: list[Part], tokens: int) -> float:
 
 
 def text_scores(piece: TextPiece) -> Scored | None:
-    """Return the log-probabilities of the tokens of a piece without the token that ended the answer.
+    """Return the log-probabilities of the tokens of a piece, without the token that ended the answer.
 
-    That token has no text.  It comes alone or together with the last text, which must not change the answer.
+    That token has no text.  It arrives alone or together with the last text, and must not change the answer.
     """
     scored = piece.logprobs
     ended_by_token = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
