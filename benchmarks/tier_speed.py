@@ -7,7 +7,7 @@ Parts:
 
     prefix    each prompt is computed, stored, removed from the device, and sent again
     copies    pages are read from the device and written to it, without an engine around
-    decode    --rows rows generate tokens while prompts return from the tier, against the same prompts on the device
+    decode    --rows rows generate tokens while prompts return from the tier, against prompts that hit the device
     disk      the store on disk by itself, against a file of the same size that is read and written with O_DIRECT
 """
 
@@ -36,6 +36,7 @@ from minivllm.frontend.requests import Tracked
 from minivllm.plugins.kvstore.disk import DiskStore
 from minivllm.plugins.kvstore.options import DiskStoreOptions
 
+NEW = 64  # new tokens of a prompt that is sent beside decoding rows
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -149,7 +150,7 @@ class Decoding:
     """Rows that generate tokens, and a count of their tokens."""
 
     def __init__(self, llm: LLM, rows: int, tokens: int, prompt: int) -> None:
-        self.llm, self.tokens = llm, 0
+        self.llm, self.tokens, self.rng = llm, 0, random.Random(3)
         self.rows: list[Tracked] = []
         rng = random.Random(2)
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -163,15 +164,19 @@ class Decoding:
         self.tokens += len(piece.token_ids)
 
     def run(self, seconds: float, made: list[list[int]], every: float, drop: bool) -> float:
-        """Decode for some seconds, and send a prompt every ``every`` seconds.  Return the tokens per second.  ``drop``
-        removes the prompts from the device first."""
+        """Decode for some seconds, and send a prompt every ``every`` seconds.  Return the tokens per second.
+
+        ``drop`` removes the prompts from the device first.  The last tokens of each prompt are new, so that its step
+        computes as many tokens in both cases."""
         if drop:
             forget(self.llm)
         begun = due = time.perf_counter()
         before, sent, ended = self.tokens, 0, []
         while (now := time.perf_counter()) - begun < seconds:
             if now >= due and sent < len(made):
-                Tracked({"prompt_token_ids": made[sent]}, ONE, None, done=ended.append).add_to(self.llm.engine)
+                new = [self.rng.randrange(100, 2000) for _ in range(NEW)]
+                ids = {"prompt_token_ids": [*made[sent][:-NEW], *new]}
+                Tracked(ids, ONE, None, done=ended.append).add_to(self.llm.engine)
                 sent, due = sent + 1, due + every
             self.llm.engine.step()
         speed = (self.tokens - before) / (time.perf_counter() - begun)

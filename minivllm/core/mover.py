@@ -26,7 +26,7 @@ from .interfaces.kvstore import KEY_BYTES, KVStore
 
 QUEUE = 256 << 20  # bytes of pages that were read from a CPU and are not yet stored, at most
 KEPT = 4  # factor of this limit for a store that keeps the arrays of its pages
-READY = 2e-4  # seconds between two looks whether pages that leave a GPU are on the host
+READY = 2e-3  # seconds between two looks whether pages that leave a GPU are on the host
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 BATCH = 32 << 20  # bytes of pages that are copied to the device together

@@ -95,6 +95,9 @@ def test_steps_between_the_loads_of_requests_teach_no_wait():
         choice.step_ended(np.array([50], np.int32), 20.0)
         choice.ended(choice.seconds_to_load({0: 1000}), 0.5, choice.busy_seconds - before)
     assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010)
+    for _ in range(20):  # a long step began before the load and has not ended
+        choice.ended(choice.seconds_to_load({0: 1000}), 0.5, alone=False)
+    assert choice.seconds_to_load({0: 1000}) == pytest.approx(0.010)
 
 
 def test_a_step_that_delays_running_rows_costs_their_time_too():

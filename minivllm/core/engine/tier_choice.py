@@ -144,7 +144,7 @@ class LoadChoice:
         """Return True if loading pages costs all requests together less time than computing their ``tokens``.
 
         ``own`` has the bytes of the request from each tier, and ``sizes`` those and the bytes ordered before.  A load
-        delays its request alone.  A step that computes the tokens delays ``others`` running rows as well."""
+        delays its request alone.  A step that computes the tokens delays the ``others`` that run or wait as well."""
         writing = sum(own.values()) * (self.writing.value or 0.0) * (1 + others)
         load = self.seconds_to_load(sizes) + writing
         forced = any(self.always[tier] for tier in own)
@@ -158,12 +158,14 @@ class LoadChoice:
             pace.lower()
         return False
 
-    def ended(self, predicted: float, measured: float, busy: float = 0.0) -> None:
+    def ended(
+        self, predicted: float, measured: float, busy: float = 0.0, alone: bool = True
+    ) -> None:
         """Note the expected and the real seconds that a request waited for its pages.
 
         ``busy`` is the time of the steps that ended meanwhile.  A request that computes its blocks waits for these
         steps too, so the part of ``busy`` beyond the expected time of the loads does not count.  Waits beyond the loads
-        are only measured while no step ran, because the end of a load is noticed between steps.
+        are only measured if no row ran (``alone``), because the end of a load is noticed between steps.
         """
         load = predicted - self.wait_seconds
         measured -= max(0.0, min(busy, measured) - load)
@@ -171,7 +173,7 @@ class LoadChoice:
         self.predicted_seconds += predicted
         self.measured_seconds += measured
         self.error_seconds += abs(predicted - measured)
-        if busy <= 0:
+        if alone and busy <= 0:
             self.longer.append(measured - load)
             self.wait_seconds = max(0.0, float(np.median(self.longer)))
 

@@ -48,6 +48,7 @@ class PageLoad:
     )  # tickets; empty until there is room for the loads
     ready: bool = False
     predicted: float = 0.0  # expected seconds until all pages are staged
+    alone: bool = False  # whether no row ran and no other sequence waited at the start
     busy: float = 0.0  # time of all steps before the load, in seconds
 
 

@@ -291,9 +291,10 @@ class Tiers:
         if not wanted or not self._worth(wanted, n):
             return False
         patience = max(self.tiers[tier].patience for tier, _ in wanted.values())
-        load = seq.load = self.waits[seq] = PageLoad(self.now(), patience, wanted)
+        load = seq.load = PageLoad(self.now(), patience, wanted)
         load.predicted = self.choice.seconds_to_load(self._bytes(wanted, ahead=True))
-        load.busy = self.choice.busy_seconds
+        self.waits[seq] = load
+        load.busy, load.alone = self.choice.busy_seconds, self._alone()
         self._start(load)
         return True
 
@@ -301,7 +302,7 @@ class Tiers:
         """Return True if loading the pages behind ``n`` cached blocks should cost less time than computing them."""
         blocks = max(i for g, i in wanted if g == 0) + 1 - n
         own, sizes = self._bytes(wanted), self._bytes(wanted, ahead=True)
-        others = len(self.cache.slots.running)
+        others = len(self.cache.slots.running) + len(self.waits)
         if not self.choice.loads(own, sizes, blocks * self.cache.block, others):
             return False
         for tier, index in enumerate(self.tiers):
@@ -559,11 +560,16 @@ class Tiers:
                 load.ready = True
                 busy = self.choice.busy_seconds - load.busy
                 copies = sum(page.seconds for page in load.pages.values()) if begun else 0.0
-                self.choice.ended(load.predicted, max(now - load.begun, copies), busy)
+                alone = load.alone and self._alone()
+                self.choice.ended(load.predicted, max(now - load.begun, copies), busy, alone)
                 found.append(seq)
         for seq in found:
             del self.waits[seq]
         return found
+
+    def _alone(self) -> bool:
+        """Return True if no row runs and no other sequence waits for pages."""
+        return not len(self.cache.slots.running) and len(self.waits) <= 1
 
     def flush(self, call: Callable[..., Any], sleep: Callable[[float], None]) -> None:
         """Store the blocks that eager tiers lack, and wait for up to FLUSH seconds.  No step is in flight."""

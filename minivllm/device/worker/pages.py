@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 STAGING = 1 << 30  # largest size in bytes of loaded pages in device memory that wait for their blocks
 STAGING_SHARE = 1 / 128  # the same limit as a share of device memory; pages that leave the device have as much again
+AT_START = 16 << 30  # most bytes of pinned memory that are allocated before they are needed
 TRIAL = 8 << 20  # bytes that are copied to compare the methods
 
 
@@ -365,7 +366,7 @@ class DevicePages:
         """
         if self.on_gpu:
             most = kept + self.queue * KEPT
-            share = min(most, free_ram() // 2) // len(self.page_bytes)
+            share = min(most, AT_START, free_ram() // 2) // len(self.page_bytes)
             self._pinned.prepare(dict.fromkeys(self.page_bytes, share), most)
 
     def _allocate(self, size: int) -> Any:

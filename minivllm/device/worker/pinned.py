@@ -20,8 +20,9 @@ import torch
 SLAB = 32 << 20  # bytes of a slab
 HUGE = 2 << 20  # bytes of a huge page
 THREADS = 4  # threads that allocate slabs ahead
-AHEAD = 1 << 30  # bytes of free pieces that they keep
+AHEAD = 2 << 30  # bytes of free pieces that they keep
 PAUSE = 2e-3  # seconds between two slabs of a thread, in which other threads launch kernels
+LOOK = 0.05  # seconds between two looks whether slabs are needed
 ALIGNED = 4096  # bytes to which the address of each piece is aligned, as reads from a disk need
 
 
@@ -150,22 +151,20 @@ class PinnedSlabs:
         kept free, up to ``most`` bytes for each size.  The first slab of each size is there when this returns."""
         for size in shares:
             self.empty(size)
-        for number in range(THREADS):
-            work = threading.Thread(target=self._prepare, args=(shares, most, not number), daemon=True)
+        for _ in range(THREADS):
+            work = threading.Thread(target=self._prepare, args=(shares, most), daemon=True)
             work.name = "minivllm-pinned"
             work.start()
 
-    def _prepare(self, shares: Mapping[int, int], most: int, stays: bool) -> None:
-        """Allocate slabs until the shares are made; ``stays`` continues until ``close``."""
+    def _prepare(self, shares: Mapping[int, int], most: int) -> None:
+        """Allocate slabs that are needed, until ``close``."""
         while not self._closing.is_set():
             claimed = [
                 size for size, share in shares.items() if self._claim(size, partial(self._lacks, size, share, most))
             ]
             for size in claimed:
                 self._add(size)
-            if not claimed and not stays:
-                return
-            self._closing.wait(PAUSE)
+            self._closing.wait(PAUSE if claimed else LOOK)
 
     def _lacks(self, size: int, share: int, most: int, made: int) -> bool:
         """Return True if more of the ``made`` bytes of slabs are needed."""
