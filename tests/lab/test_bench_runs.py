@@ -9,14 +9,16 @@ import random
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from cli_helpers import run_cli
 
 from minivllm.cli.bench_runs import watch_of
 from minivllm.config import EngineConfig
-from minivllm.errors import ConfigError
-from minivllm.lab.bench import state, statistics, workload
+from minivllm.config.load import load_config
+from minivllm.errors import ConfigError, ResourceError
+from minivllm.lab.bench import startup, state, statistics, workload
 from minivllm.lab.bench.answers import TimedAnswer, figures
 from minivllm.lab.bench.repeats import dumps, merged
 from minivllm.lab.bench.workload import BenchAsk, Generated
@@ -327,6 +329,20 @@ def test_a_start_in_a_process_of_its_own_is_timed_part_by_part(capsys):
     named = {f"build_{name}_s" for name in ("imports", "plug-ins", "device", "config", "weights", "kv_cache", "other")}
     assert named < set(parts)
     assert all(part > 0 for part in parts.values()) and sum(parts.values()) == pytest.approx(whole)
+
+
+def test_a_start_is_measured_with_bytecode_though_the_environment_forbids_it(monkeypatch):
+    seen = []
+
+    def run(argv, env, **_):
+        seen.append(env)
+        return SimpleNamespace(stdout="", stderr="no engine", returncode=3)
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    with pytest.raises(ResourceError, match="ended with 3: no engine"):
+        startup.once(load_config(keywords={"model": "pocket"}))
+    assert len(seen) == 1 and "PYTHONDONTWRITEBYTECODE" not in seen[0] and seen[0]["PYTHONPATH"]
 
 
 @pytest.mark.slow

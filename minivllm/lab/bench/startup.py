@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MARK = "minivllm-startup "
 PARTS = ("import", "build", "first_token")
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 def once(loaded: Loaded) -> Result:
@@ -35,6 +36,9 @@ def once(loaded: Loaded) -> Result:
     ``first_token_s`` is the time of a request with a prompt of 16 tokens, or fewer for a shorter ``max_model_len``.
     ``startup_s`` is the sum.  ``build_imports_s``, ``build_weights_s`` and others are the parts of ``build_s``;
     ``build_other_s`` is the rest.
+
+    The process may store bytecode, also if PYTHONDONTWRITEBYTECODE is set.  An installed package has bytecode, and to
+    compile all modules of minivllm takes 2 seconds of each start.
     """
     values = loaded.engine.model_dump(mode="json", exclude_unset=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +47,8 @@ def once(loaded: Loaded) -> Result:
             json.dump(values, file)
         begun = time.monotonic()
         argv = [sys.executable, "-m", "minivllm.lab.bench.startup", path]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=fresh.environ())
+        environ = {name: value for name, value in fresh.environ().items() if name != NO_BYTECODE}
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environ)
     marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     line = marked[0] if marked else None
     if line is None:
