@@ -22,6 +22,7 @@ HUGE = 2 << 20  # bytes of a huge page
 THREADS = 4  # threads that allocate slabs ahead
 AHEAD = 2 << 30  # bytes of free pieces that they keep
 PAUSE = 2e-3  # seconds between two slabs of a thread, in which other threads launch kernels
+JOIN = 2.0  # longest seconds to wait for the end of a thread
 LOOK = 0.05  # seconds between two looks whether slabs are needed
 ALIGNED = 4096  # bytes to which the address of each piece is aligned, as reads from a disk need
 
@@ -106,6 +107,7 @@ class PinnedSlabs:
         self._made: dict[int, int] = {}  # bytes of slabs by size of a page, with those that are being made
         self._lock, self._growing = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def empty(self, size: int) -> np.ndarray:
         """Return pinned memory u8 [size] of any content."""
@@ -155,6 +157,7 @@ class PinnedSlabs:
             work = threading.Thread(target=self._prepare, args=(shares, most), daemon=True)
             work.name = "minivllm-pinned"
             work.start()
+            self._threads.append(work)
 
     def _prepare(self, shares: Mapping[int, int], most: int) -> None:
         """Allocate slabs that are needed, until ``close``."""
@@ -172,8 +175,10 @@ class PinnedSlabs:
         return made + _slab_bytes(size) <= (most if free < AHEAD else share)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and wait until they have made their last slabs."""
         self._closing.set()
+        for thread in self._threads:
+            thread.join(JOIN)
 
 
 def _step(size: int) -> int:
