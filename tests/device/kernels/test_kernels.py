@@ -30,4 +30,4 @@ def test_the_kernels_of_compressions_have_one_variant_for_all_sizes():
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     # moves of two kinds of caches, loads and choices
-    assert done.stdout.split() == ["12", "4", "True"]
+    assert done.stdout.split() == ["26", "4", "True"]
