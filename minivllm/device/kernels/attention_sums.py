@@ -66,6 +66,38 @@ def _queries(q, q_tiles, begin, token, count, head, q_stride, D: tl.constexpr, D
         return tl.load(place, mask=(at < count)[:, None] & (od < D)[None, :], other=0.0)
 
 
+@triton.jit
+def _received(
+    k, by_k, key, q, q_tiles, lse, begin, token, count, before, own, scale, softcap, q_stride, lse_stride,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr,
+    IEEE: tl.constexpr, TMA: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Return the attention f32 [N] that keys get from M queries of head ``own``.
+
+    ALL means that each query attends to every key, so that no probability is masked."""
+    om = tl.arange(0, M)
+    x = _queries(q, q_tiles, begin, token, count, own, q_stride, D, DP, M, TMA)
+    at = lse + own * lse_stride + begin + token + om
+    norm = tl.load(at) if ALL else tl.load(at, mask=token + om < count, other=0.0)
+    if IEEE:
+        s = tl.dot(k.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
+    else:
+        s = tl.dot(k, tl.trans(x))
+    if SCALED:
+        s = s * by_k[:, None]
+    if SOFTCAP:  # tanh by exp, because the interpreter lacks libdevice
+        e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
+        t = (1.0 - e) / (1.0 + e)
+        s = softcap * tl.where(s < 0, -t, t) * LOG2E
+    else:
+        s = s * (scale * LOG2E)
+    p = tl.exp2(s - norm[None, :])
+    if not ALL:
+        position = tl.where(token + om < count, before + token + om, -1)
+        p = tl.where(key[:, None] <= position[None, :], p, 0.0)
+    return tl.sum(p, 1)
+
+
 @kernel("rows", "lse_stride", "layer", "R")
 def _sums(
     q, q_tiles, k_cache, k_scales, table, lse, rows, layer, scale, softcap, q_stride, lse_stride, table_stride, R,
@@ -83,7 +115,7 @@ def _sums(
     sums = tl.load(rows + 4 * R + row).to(tl.pointer_type(tl.float32))
     sums += layer * tl.load(rows + 5 * R + row) + head * length.to(tl.int64)
 
-    on, om, od = tl.arange(0, N), tl.arange(0, M), tl.arange(0, DP)
+    on, od = tl.arange(0, N), tl.arange(0, DP)
     key = tile * N + on
     inside = key < length
     page = tl.load(blocks + key // BLOCK, mask=inside, other=0).to(tl.int64)
@@ -92,32 +124,26 @@ def _sums(
     k = k.to(q.dtype.element_ty)
     by_k = tl.load(k_scales + at, mask=inside, other=0.0) if SCALED else on
 
+    # Tiles of queries from ``first`` on attend to a key of this tile.  Those from ``whole`` on attend to every key, and
+    # those from ``full`` on end outside of the row.  Masks take as many instructions as all else, so masked tiles have
+    # a loop of their own.
     before = length - count  # position of the row's first query
-    # the first tile with a query that may attend to a key of this tile
-    start = tl.maximum(tile * N - before, 0) // M * M
-    whole = tile * N + N - 1 - before  # from this token on each query attends to every key of the tile
+    first, last = tl.maximum(tile * N - before, 0) // M, (count + M - 1) // M
+    whole = tl.maximum(first, tl.minimum((tl.maximum(tile * N + N - 1 - before, 0) + M - 1) // M, last))
+    full = tl.maximum(whole, count // M)
     total = tl.zeros([N], tl.float32)
-    for i in tl.range(0, (count - start + M - 1) // M * G, num_stages=STAGES):
-        token, own = start + i // G * M, head * G + i % G
-        x = _queries(q, q_tiles, begin, token, count, own, q_stride, D, DP, M, TMA)
-        real = token + om < count
-        norm = tl.load(lse + own * lse_stride + begin + token + om, mask=real, other=0.0)
-        if IEEE:
-            s = tl.dot(k.to(tl.float32), tl.trans(x).to(tl.float32), input_precision="ieee")
-        else:
-            s = tl.dot(k, tl.trans(x))
-        if SCALED:
-            s = s * by_k[:, None]
-        if SOFTCAP:  # tanh by exp, because the interpreter lacks libdevice
-            e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
-            t = (1.0 - e) / (1.0 + e)
-            s = softcap * tl.where(s < 0, -t, t) * LOG2E
-        else:
-            s = s * (scale * LOG2E)
-        p = tl.exp2(s - norm[None, :])
-        if (token < whole) | (token + M > count):
-            p = tl.where((key[:, None] <= (before + token + om)[None, :]) & real[None, :], p, 0.0)
-        total += tl.sum(p, 1)
+    for i in tl.range(0, (whole - first + last - full) * G, num_stages=1):
+        at_tile = first + i // G
+        token = tl.where(at_tile < whole, at_tile, at_tile - whole + full) * M
+        total += _received(
+            k, by_k, key, q, q_tiles, lse, begin, token, count, before, head * G + i % G, scale, softcap, q_stride,
+            lse_stride, D, DP, M, SOFTCAP, SCALED, IEEE, TMA, False,
+        )  # fmt: skip
+    for i in tl.range(0, (full - whole) * G, num_stages=STAGES):
+        total += _received(
+            k, by_k, key, q, q_tiles, lse, begin, (whole + i // G) * M, count, before, head * G + i % G, scale,
+            softcap, q_stride, lse_stride, D, DP, M, SOFTCAP, SCALED, IEEE, TMA, True,
+        )  # fmt: skip
     tl.store(sums + key, tl.load(sums + key, mask=inside, other=0.0) + total, mask=inside)
 
 
