@@ -127,7 +127,7 @@ def test_an_engine_keeps_and_moves_the_same_tokens_with_the_kernels_and_with_tor
     moved, gathered, found = [], [], []
     real, real_gather = GroupTensors.move, kept_tokens.gather
     monkeypatch.setattr(GroupTensors, "move", lambda self, moves: moved.append(len(moves)) or real(self, moves))
-    monkeypatch.setattr(kept_tokens, "gather", lambda *args: gathered.append(1) or real_gather(*args))
+    monkeypatch.setattr(kept_tokens, "gather", lambda *args: gathered.append(args[2] > 1) or real_gather(*args))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, kv_budget=0.5)
     fixed = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=64, max_num_seqs=4, kvcache_block_size=4)
     for kernels in (False, True):
@@ -141,5 +141,5 @@ def test_an_engine_keeps_and_moves_the_same_tokens_with_the_kernels_and_with_tor
         kept = [(e.computed, layer, e.positions[layer].tolist()) for e in events for layer in e.positions]
         found.append(([out.outputs[0].token_ids for out in outs], kept))
     assert found[0] == found[1] and max(moved) > 1
-    # kernels load keys that are stored as they are
-    assert bool(gathered) == (scorer in ("knorm", "snapkv"))
+    # kernels load keys that are stored as they are; the start loads one token
+    assert any(gathered) == (scorer in ("knorm", "snapkv"))

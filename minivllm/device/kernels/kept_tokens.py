@@ -197,6 +197,19 @@ class GroupTensors:
         for first in range(0, len(moves), ROWS):
             self._launch(moves[first : first + ROWS])
 
+    def compile(self) -> None:
+        """Compile the kernels of a compression, so that no request waits for the compiler.
+
+        They read the first token of the null block, choose it and leave it where it is."""
+        self._look()
+        block = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for name in self.caches[0]:
+            tensors = [cache[name] for cache in self.caches]
+            if tensors[0].dim() == 4:
+                gather(tensors, block, 1)
+        chosen = choose(torch.zeros(len(self.caches), self.heads, SCORES, device=self._device), 1)
+        self.move([Move(chosen, block, block)])
+
     def _launch(self, moves: Sequence[Move]) -> None:
         """Move the kept tokens of some rows in one launch."""
         rows = [

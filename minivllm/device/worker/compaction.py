@@ -98,7 +98,10 @@ class Compactor:
         caches = [[layer.cache for layer in layers] for layers in self.layers]
         if not all(GroupTensors.fit(of_group) for of_group in caches):
             return []
-        return [GroupTensors(of_group) for of_group in caches]
+        groups = [GroupTensors(of_group) for of_group in caches]
+        for group in groups:
+            group.compile()
+        return groups
 
     def _attention_sums(self, wiring: Wiring, worker: Worker) -> AttentionSums:
         """Return the store of attention sums.
