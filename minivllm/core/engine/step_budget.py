@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import StepPlan
 
 AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of the shortest step of decodes
-LEAST_MS = 20.0  # with "auto", the least time of the prompts of a step, in milliseconds
+LEAST_MS = 16.0  # with "auto", the least time of the prompts of a step, in milliseconds
 LEAST_SHARE = (
     0.25  # share of the target that prompts receive even if the decodes take the whole target
 )
