@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from minivllm.device.worker import pinned
+from minivllm.device.worker.pages import DevicePages, LandedPage, Landing
 
 
 def test_memory_that_cuda_did_not_register_is_not_unregistered(monkeypatch):
@@ -74,3 +79,75 @@ def test_threads_leave_the_share_free_and_no_more(monkeypatch):
     time.sleep(20 * pinned.PAUSE)
     assert len(made) == 3
     slabs.close()
+
+
+def test_a_failed_allocation_ends_the_threads_and_leaves_the_slabs_in_use(monkeypatch, caplog):
+    """Pages use the slabs that exist, the bytes of the failed slab are not counted, and no thread raises."""
+    raised, made = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_value))
+
+    def allocate(size):
+        if made:
+            raise MemoryError("no memory")
+        made.append(Slab(size))
+        return made[-1]
+
+    slabs = pinned.PinnedSlabs(allocate)
+    before = set(threading.enumerate())
+    slabs.prepare({1 << 20: 3 * pinned.SLAB}, 6 * pinned.SLAB)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not raised and "no memory" in caplog.text
+    pieces = [slabs.at_hand(1 << 20) for _ in range(pinned.SLAB >> 20)]
+    assert all(piece is not None for piece in pieces) and slabs.at_hand(1 << 20) is None
+    with pytest.raises(MemoryError):
+        slabs.empty(1 << 20)
+    made.clear()
+    assert slabs.empty(1 << 20).nbytes == 1 << 20, "the memory that is there again cannot be used"
+    assert slabs._made == {1 << 20: 2 * pinned.SLAB}
+
+
+class Event:
+    """An event of a GPU, which has come once ``ended`` is true."""
+
+    ended = False
+
+    def query(self):
+        return self.ended
+
+
+class RealSlab:
+    """Ordinary memory."""
+
+    def __init__(self, size):
+        self.memory = np.zeros(size + pinned.ALIGNED, np.uint8)
+        first = self.memory.__array_interface__["data"][0]
+        self.address = -(-first // pinned.ALIGNED) * pinned.ALIGNED
+
+
+def test_host_memory_of_a_page_is_not_used_again_before_its_copy_has_ended(monkeypatch):
+    """The step of a request may write a staged page, and release it, while the page is still copied to the device."""
+    stream = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    size = 4096
+    slabs = pinned.PinnedSlabs(RealSlab)
+    memory = DevicePages([[{"k": torch.zeros(8, size, dtype=torch.uint8)}]], None, torch.device("cpu"))
+    source, event = slabs.empty(size), Event()
+    address = source.__array_interface__["data"][0]
+    staged = SimpleNamespace(nbytes=size, record_stream=lambda stream: None)
+    landing = Landing(staged, None, event, [torch.from_numpy(source)], deque())
+    page = LandedPage(landing, torch.ones(size, dtype=torch.uint8))
+    memory.write(0, [3], [page])
+    assert memory.groups[0][0][3].eq(1).all()
+    del landing, page, source  # the mover has released the page, and no store keeps it
+
+    def free_addresses():
+        return {at for _, at in slabs._free[size]}
+
+    gc.collect()
+    assert address not in free_addresses(), "a thread could overwrite a page that is still copied"
+    event.ended = True
+    memory.write(0, [4], [np.zeros(size, np.uint8)])
+    gc.collect()
+    assert address in free_addresses(), "the memory is never used again"

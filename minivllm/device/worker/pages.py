@@ -170,6 +170,8 @@ class DevicePages:
         self.on_gpu = device.type == "cuda"
         # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
+        # events behind copies of staged pages that were written before their copies ended, and the pages in host memory
+        self._arriving: deque[tuple[Any, Sequence[Tensor]]] = deque()
         self.written_bytes, self.written_seconds = 0, 0.0
         self._staged = 0  # bytes of staging memory in use, and of its parts that are free again
         self._freed: deque[int] = deque()
@@ -213,6 +215,7 @@ class DevicePages:
             if not self.on_gpu:
                 pages = torch.empty(len(blocks), size, dtype=torch.uint8)
                 return HostBatch(self._gather(group, blocks, pages).numpy())
+            self._measure()  # releases host memory
             host = [self._pinned.at_hand(size) for _ in blocks]
             own = [block for block, page in zip(blocks, host, strict=True) if page is not None]
             number, memory = self._leaving.take(len(own) * size)
@@ -282,6 +285,8 @@ class DevicePages:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(landing.ended)
                 landing.memory.record_stream(stream)
+                if not landing.arrived:  # a release may drop the landing before its copies have ended
+                    self._arriving.append((landing.ended, landing.sources))
             copied = iter([source.to(self.device, non_blocking=True) for source in sources])
             found = [page.page if isinstance(page, LandedPage) else next(copied) for page in pages]
             self._scatter(group, blocks, found)
@@ -341,6 +346,8 @@ class DevicePages:
 
     def _measure(self) -> None:
         """Add up the bytes and the times of the copies that have ended, and release their pages."""
+        while self._arriving and self._arriving[0][0].query():
+            self._arriving.popleft()
         while self._copied:
             begun, ended, sources = self._copied[0]
             if not self.on_gpu:

@@ -8,6 +8,7 @@ this ahead, because pages leave a GPU faster than a thread can allocate memory f
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+log = logging.getLogger("minivllm")
 
 SLAB = 32 << 20  # bytes of a slab
 HUGE = 2 << 20  # bytes of a huge page
@@ -141,8 +144,13 @@ class PinnedSlabs:
         return wanted
 
     def _add(self, size: int) -> None:
-        """Allocate a slab of pieces of ``size`` bytes, which was counted."""
-        slab, step = self._allocate(_slab_bytes(size)), _step(size)
+        """Allocate a slab of pieces of ``size`` bytes, which was counted.  An exception removes it from the count."""
+        try:
+            slab, step = self._allocate(_slab_bytes(size)), _step(size)
+        except BaseException:
+            with self._lock:
+                self._made[size] -= _slab_bytes(size)
+            raise
         places = range(max(SLAB, step) // step)
         self._free.setdefault(step, []).extend((slab, slab.address + i * step) for i in reversed(places))
 
@@ -160,14 +168,23 @@ class PinnedSlabs:
             self._threads.append(work)
 
     def _prepare(self, shares: Mapping[int, int], most: int) -> None:
-        """Allocate slabs that are needed, until ``close``."""
+        """Allocate slabs that are needed, until ``close``.
+
+        A failed allocation ends all threads with a warning.  Pages then use the slabs that exist.
+        """
         while not self._closing.is_set():
-            claimed = [
-                size for size, share in shares.items() if self._claim(size, partial(self._lacks, size, share, most))
-            ]
-            for size in claimed:
-                self._add(size)
-            self._closing.wait(PAUSE if claimed else LOOK)
+            added = False
+            for size, share in shares.items():
+                if not self._claim(size, partial(self._lacks, size, share, most)):
+                    continue
+                try:
+                    self._add(size)
+                except (RuntimeError, OSError, MemoryError) as e:
+                    self._closing.set()
+                    log.warning("no more pinned memory is allocated for pages that leave the GPU: %s", e)
+                    return
+                added = True
+            self._closing.wait(PAUSE if added else LOOK)
 
     def _lacks(self, size: int, share: int, most: int, made: int) -> bool:
         """Return True if more of the ``made`` bytes of slabs are needed."""
