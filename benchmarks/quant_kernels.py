@@ -7,7 +7,7 @@ The shapes are those of Llama-3.1-8B.  Every variant is compiled first in separa
 a float64 product of the stored weight, and timed as a replayed graph of launches over copies of the weight that do not
 fit in the second-level cache.  A variant that fails is printed with its error.
 
-Tiles are, for gemv and words BN/BK/stages/warps, small BN/BK/parts/stages/warps, matmul and tma
+Tiles are, for gemv BN/BK/stages/warps, small BN/BK/parts/stages/warps, matmul and tma
 BM/BN/BK/split/stages/warps, dense elements at once, w8a8 BM/BN/BK/split/stages/warps/turned/ahead/fast.  "now" is the
 kernel and tile in use.  "rows" is the time to quantize x, which w8a8 and the library's 8-bit product need first.
 """
@@ -29,8 +29,8 @@ import torch
 import triton
 
 from minivllm.device.kernels import eight_bits, quant, quant_gemv, quant_large_m, quant_small_m, scaled
-from minivllm.device.kernels.quant_epilogue import Around
-from minivllm.device.kernels.quant_fused import FusedProduct
+from minivllm.device.kernels.quant import FusedProduct
+from minivllm.device.kernels.quant_epilogue import Around, EpilogueProduct
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),
@@ -94,16 +94,16 @@ EIGHT_MANY = (
 FIXED_TILES = (
     (64, 128, 128, 4, 8), (64, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 3, 8), (64, 64, 128, 4, 4),
 )  # fmt: skip
-FORMS = ("gemv", "words", "small", "matmul", "tma", "int8", "dense", "w8a8", "library", "rows", "now")
+FORMS = ("gemv", "small", "matmul", "tma", "int8", "dense", "w8a8", "library", "rows", "now")
 COLD = 160 << 20  # bytes of copies of a weight; the cache holds 50 MiB
 Job = tuple[str, str, int, str, dict[str, int]]  # format, shape, rows, form, tile
 
 
-def gemv_tiles(fmt: str, rows: int) -> Iterator[dict[str, int]]:
-    four = fmt.startswith("int4")
-    for bn, bk, stages, warps in FEW_TILES:
-        if bn * bk * rows * (1 if four else 2) // (64 * warps) <= 128:  # sums in the registers of a thread
-            yield dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
+def gemv_tiles(fmt: str) -> Iterator[dict[str, int]]:
+    """Yield tiles of single codes of float8, or of words with four or eight codes."""
+    times = 2 if fmt.startswith("int4") else 1
+    for bn, bk, stages, warps in FEW_TILES if fmt == "fp8" else WORDS_TILES:
+        yield dict(BN=bn, BK=times * bk, STAGES=stages, num_warps=warps)
 
 
 def matmul_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
@@ -146,15 +146,11 @@ def product_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
 
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
     n_out = SHAPES[shape][0]
-    if rows <= quant.FEW:
-        yield from (("gemv", tile) for tile in gemv_tiles(fmt, rows))
-        if fmt != "fp8":
-            times = 2 if fmt.startswith("int4") else 1
-            names = ("BN", "BK", "STAGES", "num_warps")
-            yield from (("words", dict(zip(names, (n, times * k, s, w), strict=True))) for n, k, s, w in WORDS_TILES)
-        if not fmt.startswith("int4"):
-            names = ("BN", "BK", "P", "STAGES", "num_warps")
-            yield from (("small", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
+    if rows <= quant_gemv.FEW:
+        yield from (("gemv", tile) for tile in gemv_tiles(fmt))
+    if rows <= quant_small_m.ROWS and not fmt.startswith("int4"):
+        names = ("BN", "BK", "P", "STAGES", "num_warps")
+        yield from (("small", dict(zip(names, t, strict=True))) for t in SLIM_TILES)
     if rows <= 256:
         yield from (("matmul", tile) for tile in matmul_tiles(fmt, rows, n_out))
     if 8 < rows <= 256:
@@ -214,8 +210,8 @@ def held(kernels: quant.Quantized) -> torch.Tensor:
 
 def call(kernels: quant.Quantized, form: str, tile: dict[str, int], x: torch.Tensor) -> Callable[[], Any]:
     """Return the timed call.  For 8-bit products the rows are quantized before."""
-    if form in ("gemv", "words"):
-        return partial(quant_gemv.gemv, kernels, x, tile=tile, words=form == "words")
+    if form == "gemv":
+        return lambda: quant_gemv.gemv(EpilogueProduct(kernels), x, tile=tile)[0]
     if form in ("matmul", "tma"):
         return partial(quant_large_m.matmul, kernels, x, tile=tile, tma=form == "tma")
     if form == "small":
@@ -256,7 +252,8 @@ class Compiled:
 COMPILED: dict[Any, tuple[str, ...]] = {  # the kernels of each module
     quant: ("_numbers",),
     quant_gemv: ("_gemv",),
-    quant_large_m: ("_matmul", "_halves", "_int8_large", "_parts"),
+    quant_large_m: ("_matmul", "_halves", "_int8_large"),
+    eight_bits: ("_halved",),
     quant_small_m: ("_small_m8",),
     scaled: ("_product",),
 }
@@ -291,9 +288,9 @@ def compile_all(todo: list[Job], processes: int) -> int:
     unique: dict[Any, Job] = {}
     for job in todo:
         fmt, shape, rows, form, tile = job
-        if form in ("gemv", "words", "small", "matmul", "tma", "int8", "w8a8", "now"):
+        if form in ("gemv", "small", "matmul", "tma", "int8", "w8a8", "now"):
             # the number of rows is compiled in, as a power of two of few rows
-            by_rows = rows if form in ("gemv", "words", "now") else 0
+            by_rows = rows if form in ("gemv", "now") else 0
             unique.setdefault((fmt, shape, form, by_rows, *sorted(tile.items())), job)
     work = list(unique.values())
     context = multiprocessing.get_context("spawn")

@@ -24,7 +24,7 @@ from minivllm.device.kernels import eight_bits, quant, quant_gemv, scaled
 from minivllm.device.kernels.activation import gate_mul
 from minivllm.device.kernels.norm import add_rms_norm
 from minivllm.device.kernels.products import ADDED, GATED, PLAIN, Product
-from minivllm.device.kernels.quant_fused import FusedProduct
+from minivllm.device.kernels.quant import FusedProduct
 
 HIDDEN, EPS = 4096, 1e-5
 # outputs, inputs, mode
@@ -131,9 +131,7 @@ def compile_share(share: list[Job], count: int) -> None:
         module.pdl = lambda like: {"PDL": True, "launch_pdl": True}
     quant_gemv.capability = lambda device: 9
     quant_gemv.multiprocessors = lambda device: count
-    quant_gemv._fused_gemv, eight_bits._rows = (
-        quant_kernels.Compiled(k) for k in (quant_gemv._fused_gemv, eight_bits._rows)
-    )
+    quant_gemv._gemv, eight_bits._rows = (quant_kernels.Compiled(k) for k in (quant_gemv._gemv, eight_bits._rows))
     for fmt, shape, tile in share:
         try:
             product = FusedProduct(made(fmt, shape, "meta"), None, SHAPES[shape][2], rounded=FORMATS[fmt][1])

@@ -1,8 +1,8 @@
 """PTX instructions in numpy, for those that kernels write by ``tl.inline_asm_elementwise``.
 
-Triton's interpreter cannot run such instructions.  ``run`` packs operands as Triton does.  For ``pack`` elements at a
-time each operand has as many registers as the elements fill.  The registers of the outputs come first, then those of
-the inputs.  Elements of 8 and 16 bits share a register, and one of 64 bits has its own.
+Triton's interpreter runs them only after ``interpret``.  ``run`` packs operands as Triton does.  For ``pack`` elements
+at a time each operand has as many registers as the elements fill.  The registers of the outputs come first, then those
+of the inputs.  Elements of 8 and 16 bits share a register, and one of 64 bits has its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ASM = "inline_asm_elementwise"
 def _read(call: ast.Call, named: dict[str, Any]) -> InlinePtx:
     given = dict(zip(("asm", "constraints", "args", "dtype", "is_pure", "pack"), call.args, strict=False))
     given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg})
-    given["asm"] = named.get(ast.unparse(given["asm"]), given["asm"])  # the text may be a constant of the function
+    given = {name: named.get(ast.unparse(value), value) for name, value in given.items()}  # constants of the function
     text, constraints, pack = (ast.literal_eval(given[name]) for name in ("asm", "constraints", "pack"))
     return InlinePtx(text, constraints.split(","), pack)
 
@@ -91,12 +91,12 @@ def _pairs(name: str, kind: str, *given: Words) -> Words:
 
 
 def _permuted(a: Words, b: Words, selection: Words) -> Words:
-    found = np.zeros_like(a)
+    found, both = np.zeros_like(a), a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     for place in range(4):
-        chosen = int(selection.flat[0]) >> 4 * place & 15
-        assert chosen < 8, "the sign of a byte is not modelled"
-        source = a if chosen < 4 else b
-        found |= (source >> np.uint32(8 * (chosen % 4)) & np.uint32(255)) << np.uint32(8 * place)
+        chosen = selection >> np.uint32(4 * place) & np.uint32(15)
+        assert (chosen < 8).all(), "the sign of a byte is not modelled"
+        byte = both >> (chosen.astype(np.uint64) * np.uint64(8)) & np.uint64(255)
+        found |= byte.astype(np.uint32) << np.uint32(8 * place)
     return found
 
 
@@ -137,6 +137,7 @@ WORDS: dict[str, Callable[..., Words]] = {
     "cvt.f32.f16": lambda a: _float16_of(a).astype(np.float32).view(np.uint32),
     "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3,
     "mov.b32": lambda a: a.copy(),
+    "mov.u32": lambda a: a.copy(),
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b,
@@ -176,7 +177,7 @@ def run(ptx: InlinePtx, operands: Sequence[np.ndarray], outputs: Sequence[type])
         place += count
     assert place == len(ptx.constraints), f"the operands fill {place} registers, and {len(ptx.constraints)} are named"
     for line in re.split(r"[;\n]", ptx.text.strip().strip("{}")):
-        if line.strip() and not line.strip().startswith(".reg"):
+        if line.strip(" {}") and not line.strip().startswith(".reg"):
             _step(line.strip(), registers, n // pack)
     found, place = [], 0
     for kind, count in zip(outputs, wide, strict=True):
@@ -190,6 +191,8 @@ def run(ptx: InlinePtx, operands: Sequence[np.ndarray], outputs: Sequence[type])
 
 def _step(line: str, registers: dict[str, Words], rows: int) -> None:
     name, _, rest = line.partition(" ")
+    if "prefetch" in name:
+        return
     halves = re.match(r"\{(\w+), (\w+)\}, (\S+)$", rest.strip())
     if name == "mov.b32" and halves:
         whole = registers[halves[3]]
@@ -203,3 +206,30 @@ def _step(line: str, registers: dict[str, Words], rows: int) -> None:
     values = [registers[p] if p in registers else np.full(rows, int(p, 0), np.uint32) for p in given]
     what, _, kind = name.partition(".rn.")
     registers[target] = _pairs(what, kind, *values) if kind in KINDS and what in SUMS else WORDS[name](*values)
+
+
+class _Results(NamedTuple):
+    handles: list[Any]
+
+    def get_result(self, place: int) -> Any:
+        return self.handles[place]
+
+
+def interpret() -> None:
+    """Let Triton's interpreter run inline assembly with ``run``."""
+    from triton.runtime import interpreter
+
+    def create(self: Any, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> _Results:
+        shape, kinds = values[0].data.shape, [getattr(t, "element_ty", t) for t in types]
+        padding = -values[0].data.size % pack
+        flat = [np.pad(np.ascontiguousarray(v.data).ravel(), (0, padding)) for v in values]
+        unsigned = [np.dtype(f"u{kind.primitive_bitwidth // 8}") for kind in kinds]
+        lines = InlinePtx(text, constraints.split(","), pack)
+        found = run(lines, [v.view(f"u{v.itemsize}") for v in flat], [u.type for u in unsigned])
+        handles = []
+        for kind, numbers in zip(kinds, found, strict=True):
+            typed = numbers.view(interpreter._get_np_dtype(kind))[: numbers.size - padding]
+            handles.append(interpreter.TensorHandle(typed.reshape(shape), kind))
+        return _Results(handles)
+
+    interpreter.InterpreterBuilder.create_inline_asm = create

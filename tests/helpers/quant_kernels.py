@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from minivllm.device.kernels.products import ADDED, GATED
-from minivllm.device.kernels.quant import FEW, Quantized
-from minivllm.device.kernels.quant_epilogue import Around
-from minivllm.device.kernels.quant_fused import FusedProduct
-from minivllm.device.kernels.quant_gemv import fused_gemv, gemv, words_fit
+from minivllm.device.kernels.quant import FusedProduct, Quantized
+from minivllm.device.kernels.quant_epilogue import Around, EpilogueProduct
+from minivllm.device.kernels.quant_gemv import gemv, gemv_fits
 from minivllm.device.kernels.quant_large_m import int8_large, matmul, matmul_tile
 from minivllm.device.kernels.quant_small_m import small_m
 from minivllm.plugins.quantizer.spec import NF4_TABLE
@@ -71,11 +70,9 @@ def check_products(device: str, dtype: torch.dtype, shape: tuple, rows: tuple[in
     for m in rows:
         x = torch.randn(m, held.shape[1], generator=torch.Generator().manual_seed(m)).to(device, dtype)
         forms = {"dense": kernels.dense, "dense in parts": lambda x: kernels.dense(x, 5 * held.shape[1])}
-        if m <= FEW:
-            forms["gemv"] = lambda x: gemv(kernels, x, words=False)
-            if m and words_fit(x, kernels):
-                forms["gemv by words"] = lambda x: gemv(kernels, x, words=True)
-        if m and not kernels.form.table:
+        if m and gemv_fits(kernels, x):
+            forms["gemv"] = lambda x: gemv(EpilogueProduct(kernels), x)[0]
+        if m and not (kernels.form.table and dtype == torch.float32):
             forms["matmul"] = lambda x: matmul(kernels, x)
             forms["matmul in two parts"] = lambda x: matmul(kernels, x, tile=SPLIT)
         for name, form in forms.items():
@@ -110,8 +107,13 @@ SMALL_FOUR = [
 ]
 
 
-ONE_ROW = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
-TILES = [("int8", 48, 256, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
+ONE_ROW = [
+    ("int8", 40, 640, 0, False),
+    ("int4", 36, 384, 128, True),
+    ("int4", 40, 640, 32, False),
+    ("nf4", 36, 192, 64, False),
+]
+TILES = [("int8", 48, 256, 0, False), *ONE_ROW[1:3]]
 
 
 def check_fixed(device: str, dtype: torch.dtype, rows: tuple[int, ...], tile: dict[str, int] | None) -> None:
@@ -149,7 +151,7 @@ def run_small(product: FusedProduct, x: Tensor, tile: dict[str, int] | None, top
 
 def run_gemv(product: FusedProduct, x: Tensor, tile: dict[str, int] | None, tops=None, **around) -> tuple:
     """Run the kernel of one row."""
-    return fused_gemv(product, x, Around(**around), tops, tile)
+    return gemv(product, x, Around(**around), tops, tile)
 
 
 def check_fused(run, device: str, dtype: torch.dtype, shape: tuple, rows, tile: dict[str, int], rounded=False):
@@ -220,7 +222,7 @@ def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, 
     y, tops = run_gemv(FusedProduct(kernels, None, GATED), x, tile)
     assert tops is not None and tops.view(torch.float32).max() == y.float().abs().max()
     product = FusedProduct(kernels, rounded=kernels.weight.dtype if rounded else None)
-    if kernels.form.bits == 4:
+    if kernels.form.bits == 4 and not kernels.form.table:
         whole = run_gemv(product, x, tile)[0]
         for power in (0.25, 4.0) if dtype == torch.float16 else (2.0**-80, 2.0**90):
             assert torch.equal(run_gemv(product, x * power, tile)[0], whole * power), power

@@ -13,7 +13,7 @@ from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, WeightScheme
 from minivllm.device.kernels.activation import gate_mul, gate_mul_rounded
 from minivllm.device.kernels.norm import add_rms_norm, add_rms_norm_rounded
-from minivllm.device.kernels.quant_fused import FusedProduct
+from minivllm.device.kernels.quant import FusedProduct
 from minivllm.device.kernels.scaled import ScaledProduct, rows
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
 from minivllm.device.layers.linear import Linear

@@ -1,4 +1,4 @@
-"""Rounding of a row of numbers to 8-bit codes, int8 or float8_e4m3fn, with one scale per row.
+"""Rounding of a row of numbers to 8-bit codes, int8 or float8_e4m3fn, or to two int8, with one scale per row.
 
 The scale is the largest absolute element of the row, divided by 127 or 448.  The codes of a row do not depend on other
 rows.  A row with no element of at least 1e-30 has the scale 1.  A row with a NaN has the scale NaN, so all its products
@@ -15,6 +15,7 @@ from torch import Tensor
 from .launch import kernel, pdl, wait
 
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST = 16256.0  # 127 times 128, of two parts of 8 bits
 
 
 @triton.jit
@@ -103,4 +104,42 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
             num_warps=min(16, max(4, block // 512)),
             **pdl(x),
         )
+    return q, scale
+
+
+@kernel("M")
+def _halved(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
+    """Split a row of x into high and low parts of int8."""
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    ok = tl.arange(0, BK)
+    most, odd = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
+        most, odd = tl.maximum(most, tl.abs(v)), odd + (v - v)
+    top = tl.max(most, 0)
+    step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
+    tl.store(scale + row, step + tl.sum(odd, 0))  # a number that is not finite makes the scale NaN
+    inverse = tl.div_rn(1.0, step)
+    for k in tl.range(0, K, BK):
+        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) * inverse
+        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # round to the nearest multiple of 128
+        low = (v - high * 128.0 + 12582912.0) - 12582912.0
+        low = tl.minimum(tl.maximum(low, -127.0), 127.0)
+        tl.store(q + row * K + k + ok, high.to(tl.int8), mask=k + ok < K)
+        tl.store(q + (M + row) * K + k + ok, low.to(tl.int8), mask=k + ok < K)
+
+
+def halved_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split contiguous x [M, K] into q int8 [2 M, K], with the high parts of all rows first, and scale f32 [M].
+
+    x is (128 high + low) * scale, with scale = the largest element of a row / 16256.  An element changes by at most
+    1 / 32512 of the largest.
+    """
+    m, k = x.shape
+    q = torch.empty((2 * m, k), dtype=torch.int8, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
+    if m:
+        block = min(triton.next_power_of_2(k), 8192)
+        _halved[(m,)](x, q, scale, m, K=k, BK=block, TOP=LARGEST, num_warps=8 if block > 2048 else 4, **pdl(x))
     return q, scale

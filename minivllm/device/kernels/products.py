@@ -248,7 +248,7 @@ class Product:
 
     The object keeps the counters of split sums, which are 0 between launches.  A replacement (``WeightScheme.joined``)
     may also have ``rounds`` and ``of_rows``, which handle many rows in 8 bits, and ``takes_tops``
-    (``quant_fused.FusedProduct``).
+    (``quant.FusedProduct``).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:

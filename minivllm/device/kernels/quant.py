@@ -1,34 +1,39 @@
-"""Products x W^T with weights of 8 or 4 bits, which are converted to numbers in registers (``quant_formats``).
+"""Products x W^T with weights of 8 or 4 bits, whose kernel depends on the number of rows.
 
-    gemv         1 to 8 rows   without tensor cores                                              (``quant_gemv``)
-    matmul       any rows      tensor cores, with TMA or without                                 (``quant_large_m``)
-    int8_large   many rows     int8 tensor cores, for int8 weights                               (``quant_large_m``)
+    gemv         1 or 2 rows   without tensor cores, one row also with an epilogue                 (``quant_gemv``)
+    small_m      2 to 8 rows   tensor cores, with an epilogue                                      (``quant_small_m``)
+    matmul       any rows      tensor cores, with TMA or without                                   (``quant_large_m``)
+    int8_large   many rows     int8 tensor cores, for int8 weights                                 (``quant_large_m``)
     dense        more rows     a part of the weight is converted to numbers in memory, for the library's product
 
-Products with an epilogue are in ``quant_fused``.  The kernels read the weight and its scales once, x and y a few times.
-Sums are float32, in an order that depends only on the shapes.  Captured steps need scratch memory beside y, whose size
-depends only on the shapes.
+The kernels read the weight and its scales once, x and y a few times, and convert codes in registers
+(``quant_formats``).  Sums are float32, in an order that depends only on the shapes.  Captured steps need scratch memory
+beside y, whose size depends only on the shapes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .activation import LONGEST
 from .launch import capability, kernel, pdl, wait
+from .quant_epilogue import Around, EpilogueProduct
 from .quant_formats import QuantizedWeight
-from .quant_gemv import gemv
+from .quant_gemv import FEW, gemv, gemv_fits
 from .quant_large_m import int8_large, matmul
+from .quant_small_m import ROWS, small_m, small_m_rows
 
-FEW = 8  # largest number of rows of ``gemv``
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
 # largest numbers of rows for which ``int8_large`` and ``matmul`` with TMA run on Hopper, as measured on an H100
 INT8_ROWS, TMA_ROWS = 256, 256
-# dtype of the weight -> (largest rows of ``gemv``, largest rows of ``matmul``), measured on an H200 by
-# benchmarks/quant_kernels.py
-SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 128)}
+# dtype of the weight -> rows up to which ``matmul`` is used, as measured on an H200 by benchmarks/quant_kernels.py
+MATMUL_ROWS = {torch.int8: 256, torch.float8_e4m3fn: 256, torch.uint8: 128}
+TABLE_ROWS, TABLE_TMA_ROWS = 16, 64  # the same for codes with a table, without TMA and with it
 
 
 @kernel()
@@ -52,9 +57,7 @@ def _numbers(weight, scale, zero, table, out, first, F: tl.constexpr, BB: tl.con
         if F.table:
             low, high = tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
         else:
-            z = 8.0
-            if F.zero:
-                z = tl.load(zero + at, mask=on, other=0.0)
+            z = tl.load(zero + at, mask=on, other=0.0) if F.zero else 8.0
             low, high = (raw & 15).to(tl.float32) - z, (raw >> 4).to(tl.float32) - z
         to = out + row * F.k + inputs
         tl.store(to, (low * s).to(out.dtype.element_ty), mask=on)
@@ -66,37 +69,32 @@ def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | N
 
     ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
     """
-    few, dots = (FEW, 0) if table else SERVES[dtype]
-    joins = sm >= 90 and not table
-    small = joins and dtype != torch.uint8
-    found = {}
+    joins, hopper = sm >= 90, sm // 10 == 9
+    small, found = joins and dtype != torch.uint8, {}
+    with_norm = ", with norm and gate in the same kernel"
     if joins:
-        found["1 in bfloat16"] = "read once by words, without matrix units, with norm and gate in the same kernel"
+        found["1 in bfloat16"] = f"read once, without matrix units{with_norm}"
     if small:
-        found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
-    elif joins and sm // 10 == 9:
-        found["2 to 8 in bfloat16 (2 to 4 in groups of 32)"] = "tensor cores, with norm and gate in the same kernel"
+        found["2 to 8 in bfloat16"] = f"tensor cores{with_norm}"
+    elif hopper and not table:
+        found["2 to 8 in bfloat16 (2 to 4 in groups of 32)"] = f"tensor cores{with_norm}"
     if rounded is not None:
         found["more" if small else "any"] = "rows rounded by the norm or gate before, or a kernel; products of 8 bits"
         return found
-    found[f"up to {few}"] = "read once, without matrix units"
-    hopper = sm // 10 == 9 and not table
+    found[f"up to {FEW}"] = "read once, without matrix units"
     if hopper and dtype == torch.int8:
         found[f"33 to {INT8_ROWS}, of 16 bits"] = "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
     elif hopper:
-        by_tiles = "tensor cores, tiles by the copy engine"
-        if dtype == torch.uint8:
-            found[f"17 to {TMA_ROWS}, in bfloat16"] = by_tiles
-        else:
-            found[f"65 to {TMA_ROWS}, in bfloat16"] = by_tiles
-    if dots:
-        found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
+        least, most = 17 if dtype == torch.uint8 else 65, TABLE_TMA_ROWS if table else TMA_ROWS
+        found[f"{least} to {most}, in bfloat16"] = "tensor cores, tiles by the copy engine"
+    dots = TABLE_ROWS if table else MATMUL_ROWS[dtype]
+    found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
     found["more"] = "made numbers of in memory, a part of the weight at a time, then the library's product"
     return found
 
 
 class Quantized(QuantizedWeight):
-    """The products with one weight, whose kernel depends on the number of rows."""
+    """The products with one weight."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
@@ -105,13 +103,12 @@ class Quantized(QuantizedWeight):
         """
         x, m = x.contiguous(), len(x)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.form.n)
-        few, some = (FEW, 0) if self.form.table else SERVES[self.weight.dtype]
-        kind = self._hopper(x) if m > few else ""
-        if m <= few:
-            gemv(self, x, y)
+        kind, dots = self._hopper(x), TABLE_ROWS if self.form.table else MATMUL_ROWS[self.weight.dtype]
+        if m and gemv_fits(self, x):
+            gemv(EpilogueProduct(self), x, y=y)
         elif kind == "int8":
             int8_large(x, self.weight, self.scale, y)
-        elif kind == "tma" or (m <= some and x.element_size() == 2):
+        elif kind == "tma" or (m <= dots and x.element_size() == 2):
             matmul(self, x, y, tma=kind == "tma")
         else:
             self.dense(x, y=y)
@@ -121,12 +118,13 @@ class Quantized(QuantizedWeight):
         """Return which kernel for Hopper computes many rows x: "int8", "tma", or "" for none."""
         m, form = len(x), self.form
         aligned = x.data_ptr() % 16 == 0 and self.weight.data_ptr() % 16 == 0 and self.weight.shape[1] % 16 == 0
-        if form.table or not aligned or x.element_size() != 2 or capability(x.device) != 9:
+        if not aligned or x.element_size() != 2 or capability(x.device) != 9:
             return ""
         if self.weight.dtype == torch.int8 and 32 < m <= INT8_ROWS:
             return "int8"
         # zero points that are fractions were not measured
-        measured = (16 if form.bits == 4 else 64) < m <= TMA_ROWS and form.zero != 1
+        most = TABLE_TMA_ROWS if form.table else TMA_ROWS
+        measured = (16 if form.bits == 4 else 64) < m <= most and form.zero != 1
         return "tma" if measured and x.dtype == torch.bfloat16 else ""
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
@@ -143,8 +141,64 @@ class Quantized(QuantizedWeight):
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Return some rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.form.k), dtype=dtype, device=self.weight.device)
-        grid = (len(out), triton.cdiv(self.weight.shape[1], 2048))
-        _numbers[grid](
-            self.weight, self.scale, self.zero, self.table, out, rows.start, F=self.form, BB=2048, **pdl(out)
-        )
+        grid, tensors = (len(out), triton.cdiv(self.weight.shape[1], 2048)), (self.weight, self.scale, self.zero)
+        _numbers[grid](*tensors, self.table, out, rows.start, F=self.form, BB=2048, **pdl(out))
         return out
+
+
+class FusedProduct(EpilogueProduct):
+    """A product with an epilogue for few rows (``fits``), with the interface of ``products.Product``.
+
+    For more rows the operation before the product rounds the rows, if ``scaled``, a ``ScaledProduct``, is given.
+    """
+
+    def __init__(self, *given: Any, scaled: Any = None, **more: Any) -> None:
+        """Store the arguments of ``EpilogueProduct`` and ``scaled``."""
+        super().__init__(*given, **more)
+        self.scaled, self.rows = scaled, small_m_rows(self)
+        self.arrived = torch.zeros(triton.cdiv(self.form.n, 16), dtype=torch.int32, device=self.of.weight.device)
+
+    @property
+    def takes_tops(self) -> bool:
+        """Return whether the caller may pass the largest elements of parts of the row."""
+        return self.rounded is not None or (self.form.bits == 4 and not self.form.table)
+
+    def fits(self, x: Tensor) -> bool:
+        """Return whether a kernel supports x.
+
+        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
+        """
+        if x.dtype != torch.bfloat16 or not x.is_contiguous():
+            return False
+        if len(x) == 1:
+            return capability(x.device) >= 9 and gemv_fits(self.of, x)
+        return 2 <= len(x) <= self.rows and x.data_ptr() % 16 == 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        tops: Tensor | None = None,
+        tile: dict[str, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the product for x that fits.  ``tops`` is the argument of ``gemv`` for one row."""
+        around = Around(squares, eps, residual, norm)
+        if len(x) == 1:
+            return gemv(self, x, around, tops, tile)
+        return small_m(self, x, around, self.arrived, tile)
+
+    def rounds(self, rows: int) -> torch.dtype | None:
+        """Return the 8-bit dtype to which rows of x should be rounded for ``of_rows``, None if they stay unrounded."""
+        if self.scaled is None or rows <= ROWS or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
+            return None
+        return self.scaled.weight.dtype
+
+    def of_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the product [M, N] in ``dtype`` of codes [M, K] times scale [M, 1], the result of ``rows`` in the
+        dtype of ``rounds``.
+        """
+        y = torch.empty((len(codes), len(self.scaled.weight)), dtype=dtype, device=codes.device)
+        return self.scaled.of_rows(codes, scale, y)

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .activation import NUMBER
-from .products import ADDED, GATED, PLAIN
+from .products import ADDED, GATED, PLAIN, _finish
 from .quant_formats import QuantizedWeight
 
 
@@ -41,6 +42,21 @@ class Around(NamedTuple):
     norm: Tensor | None = None
 
 
+@triton.jit
+def finish(acc, up, om, on, tile, around, M, F: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr):
+    """Apply ``products._finish`` to sums [BN, BM] of outputs ``on`` and rows ``om``, without the norm if NORMED.
+
+    ``around`` has y, bias, residual, norm, squares of x, squares of the result, and epsilon.
+    """
+    PARTS: tl.constexpr = 0 if NORMED else P.parts
+    y, bias, residual, norm, in_squares, out_squares, eps = around
+    _finish(tl.trans(acc), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, F.n,
+            F.k, PARTS, P.parts_p, P.mode, P.bias, P.act)  # fmt: skip
+
+
+NOTHING = Around()
+
+
 class EpilogueProduct:
     """A product with an epilogue, which is a bias, a gate, or a residual addition with the next norm.
 
@@ -59,14 +75,20 @@ class EpilogueProduct:
         self.form = replace(of.form, n=of.form.n // (2 if mode == GATED else 1))
 
     def given(
-        self, x: Tensor, by_row: Tensor | None, around: Around, parts: int, tops: bool = False
+        self,
+        x: Tensor,
+        by_row: Tensor | None,
+        around: Around,
+        parts: int,
+        tops: bool = False,
+        y: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, tuple[Any, ...], Epilogue]:
         """Return y [M, N], the second result, the kernel's arguments behind the weight, and the epilogue's constants.
 
         The second result [M, parts] has f32 sums of squares, which the next norm reads, or with a gate and ``tops``
         int32 bits of largest elements.  Otherwise it is None.
         """
-        y, partials, before = x.new_empty(len(x), self.form.n), None, 0
+        y, partials, before = x.new_empty(len(x), self.form.n) if y is None else y, None, 0
         if self.mode == ADDED or (tops and self.mode == GATED):
             dtype = torch.float32 if self.mode == ADDED else torch.int32
             partials = torch.empty((len(x), parts), dtype=dtype, device=x.device)

@@ -7,15 +7,12 @@ Forms of a weight [N, K], as in ``StoredWeight``::
                                  32 b + j in its low half, 32 b + 16 + j in its high half;  with a table f32 [16]
                                  w = table[q] * scale[n, group]
 
-Kernels without tensor cores read integer weights as *words* of 32 bits, which hold four or eight codes.  Two
-instructions convert a code to float32: a shift of its word, and a mask that also sets the exponent of 128::
+The kernel without tensor cores reads int8 as *words* of 32 bits with four codes.  Two instructions convert a code to
+float32: a shift of its word, and a mask that also sets the exponent of 128, so that q at bits 15 to 22 becomes
+128 + q / 2.  The part of a sum that comes from the 128 is proportional to the sum of x, and is subtracted once for each
+word.  Sums lose 1 bit of float32's 24.
 
-    q at bits 16 to 19      128 + q
-    q at bits 12 to 15      128 + q / 16
-    q at bits 15 to 22      128 + q / 2
-
-The part of a sum that comes from the 128 and the zero point is proportional to the sum of x, and is subtracted once for
-each word.  Sums lose 1 bit with weights of 8 bits and 8 bits with weights of 4 bits, of float32's 24.
+A table is rounded to float16 for x of 16 bits.  Four instructions select a number by its code (``table_pairs``).
 
 Kernels with tensor cores convert two codes at a time to bfloat16.  It has 8 bits of significand, so 128 + q is exact
 for q in 0..127, and its bits are 0x4300 | q::
@@ -27,9 +24,9 @@ for q in 0..127, and its bits are 0x4300 | q::
     int4      (0x4300 | q) - (128 + z) is q - z for whole zero points z, 8 by default; the scale is a sum of two
               bfloat16, so the number is a product and a multiply-add, and only the second rounds the result
 
-An element of 16 bits has two bytes, so a row has two *planes*: the low bytes of all elements, and the high bytes.
-Codes of 4 bits form four planes of subnormal float16, because q in the lowest bits of a float16 is 2 ** -24 q, and four
-bits further up 2 ** -20 q.  Both are exact::
+An element of 16 bits has two bytes, so a row has two *planes*, the low and the high bytes of all elements.  Codes of 4
+bits form four planes of subnormal float16.  In the lowest bits of a float16 q is 2 ** -24 q, four bits further up 2 **
+-20 q, and both are exact::
 
     plane 0   word & 0x000f000f           inputs j and j + 2         2 ** -24 q
           1   (word >> 8) & 0x000f000f    j + 1 and j + 3            2 ** -24 q
@@ -78,7 +75,7 @@ class QuantizedWeight:
     def __init__(
         self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
     ) -> None:
-        self.weight, self.scale, self.table = weight, scale, scale if table is None else table
+        self.weight, self.scale, self.table = weight, scale, scale if table is None else with_words(table)
         self.zero = scale if zero is None else zero
         bits = 4 if weight.dtype == torch.uint8 else 8
         if bits == 4 and group not in (32, 64, 128):
@@ -88,6 +85,18 @@ class QuantizedWeight:
         float8 = weight.dtype == torch.float8_e4m3fn
         self.form = Form(n, k, bits, group if bits == 4 else k, *strides, zeros_of(zero), table is not None, float8)
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
+
+
+def with_words(table: Tensor) -> Tensor:
+    """Return a table f32 [16] with eight words behind it, the lower bytes of the 16 numbers in float16, and then the
+    upper bytes.
+
+    ValueError for numbers that are infinite in float16.
+    """
+    halves = table.to(torch.float16)
+    if not table.is_meta and not bool(halves.isfinite().all()):
+        raise ValueError(f"a table with the number {float(table.abs().amax())}: expected at most 65504, as in float16")
+    return torch.cat((table, halves.view(torch.uint8).view(16, 2).T.flatten().view(torch.float32)))
 
 
 def zeros_of(zero: Tensor | None) -> int:
@@ -107,6 +116,14 @@ def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
+def numbers_of(word, like):
+    """Convert the two lowest 16-bit floats of integers, of the dtype that ``like`` points to, to float32."""
+    dtype: tl.constexpr = like.dtype.element_ty
+    low, high = word.to(tl.int16).to(dtype, bitcast=True), (word >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
 def values_of(four, like):
     """Convert an int64 of four 16-bit floats, of the dtype that ``like`` points to, to four float32 [1, ...]."""
     dtype: tl.constexpr = like.dtype.element_ty
@@ -118,47 +135,30 @@ def values_of(four, like):
 
 
 @triton.jit
-def halves_of(pair, like, ASM: tl.constexpr):
+def halves_of(pair, like):
     """Return the lower and the upper half of an int32 as numbers of the dtype that ``like`` points to."""
-    if ASM:
-        ptx: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
-        low, high = tl.inline_asm_elementwise(ptx, "=&r,=r,r,r", [pair], (tl.bfloat16, tl.bfloat16), True, 2)
-    else:
-        dtype: tl.constexpr = like.dtype.element_ty
-        low, high = pair.to(tl.int16).to(dtype, bitcast=True), (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return low, high
+    dtype: tl.constexpr = like.dtype.element_ty
+    ptx: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;"
+    low, high = tl.inline_asm_elementwise(ptx, "=&r,=r,r,r", [pair], (tl.bfloat16, tl.bfloat16), True, 2)
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
 
 # ---- words, for float32 ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def number_of(moved, MASK: tl.constexpr, ASM: tl.constexpr):
-    """Return the number in the masked bits plus 128, as float32.  ASM uses one instruction instead of two."""
-    if ASM:
-        found = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [moved, MASK, 0x43000000], tl.int32, True, 1
-        )
-    else:
-        found = (moved & MASK) | 0x43000000
+def number_of(moved):
+    """Return the number in bits 15 to 22 as float32, halved and plus 128, by one instruction."""
+    lop: tl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xea;"
+    found = tl.inline_asm_elementwise(lop, "=r,r,r,r", [moved, 0x7F8000, 0x43000000], tl.int32, True, 1)
     return found.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def word_numbers(raw, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Return 128 + q of the eight 4-bit codes of an int32, the last four as 128 + q / 16, or 128 + (128 + q) / 2 of its
-    four int8.
-    """
-    if BITS == 4:
-        n0, n1 = number_of(raw << 16, 0xF0000, ASM), number_of(raw << 8, 0xF0000, ASM)
-        n2, n3 = number_of(raw, 0xF0000, ASM), number_of(raw >> 8, 0xF0000, ASM)
-        h0, h1 = number_of(raw << 8, 0xF000, ASM), number_of(raw, 0xF000, ASM)
-        h2, h3 = number_of(raw >> 8, 0xF000, ASM), number_of(raw >> 16, 0xF000, ASM)
-        return n0, n1, n2, n3, h0, h1, h2, h3
-    else:
-        raw = raw ^ -0x7F7F7F80  # gives 128 + q in each byte
-        n0, n1 = number_of(raw << 15, 0x7F8000, ASM), number_of(raw << 7, 0x7F8000, ASM)
-        return n0, n1, number_of(raw >> 1, 0x7F8000, ASM), number_of(raw >> 9, 0x7F8000, ASM)
+def word_numbers(raw):
+    """Return 128 + (128 + q) / 2 of the four int8 of an int32."""
+    raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
+    return number_of(raw << 15), number_of(raw << 7), number_of(raw >> 1), number_of(raw >> 9)
 
 
 # ---- pairs, for bfloat16 ---------------------------------------------------------------------------------------------
@@ -167,31 +167,19 @@ def word_numbers(raw, BITS: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def int8_pairs(q):
     """Convert int8 to bfloat16."""
-    ptx: tl.constexpr = """{
-    .reg .b32 p, lo, hi, one;
-    cvt.u32.u16 p, $1;
-    prmt.b32 p, p, 0, 0x4140;
-    mov.b32 one, 0x43004300;
-    lop3.b32 lo, p, 0x007f007f, one, 0xea;
-    lop3.b32 hi, p, 0x00800080, one, 0xea;
-    sub.rn.bf16x2 $0, lo, hi;
-    }"""
+    ptx: tl.constexpr = """{ .reg .b32 p, lo, hi, one;
+    cvt.u32.u16 p, $1; prmt.b32 p, p, 0, 0x4140; mov.b32 one, 0x43004300;
+    lop3.b32 lo, p, 0x007f007f, one, 0xea; lop3.b32 hi, p, 0x00800080, one, 0xea; sub.rn.bf16x2 $0, lo, hi; }"""
     return tl.inline_asm_elementwise(ptx, "=r,h", [q], tl.bfloat16, True, 2)
 
 
 @triton.jit
 def fp8_pairs(q):
     """Convert the bits of float8_e4m3fn to bfloat16; NaN becomes 480."""
-    ptx: tl.constexpr = """{
-    .reg .b32 p, sign, many;
-    cvt.u32.u16 p, $1;
-    prmt.b32 p, p, 0, 0x1404;
-    mov.b32 many, 0x7b807b80;
-    and.b32 sign, p, 0x80008000;
-    shr.u32 p, p, 4;
-    lop3.b32 p, p, 0x07f007f0, sign, 0xea;
-    mul.rn.bf16x2 $0, p, many;
-    }"""
+    ptx: tl.constexpr = """{ .reg .b32 p, sign, many;
+    cvt.u32.u16 p, $1; prmt.b32 p, p, 0, 0x1404; mov.b32 many, 0x7b807b80;
+    and.b32 sign, p, 0x80008000; shr.u32 p, p, 4;
+    lop3.b32 p, p, 0x07f007f0, sign, 0xea; mul.rn.bf16x2 $0, p, many; }"""
     return tl.inline_asm_elementwise(ptx, "=r,h", [q], tl.bfloat16, True, 2)
 
 
@@ -219,36 +207,58 @@ def int4_pairs(q, near, rest, middle):
     ``near`` is ``twice`` the scale, ``rest`` is ``twice`` its remainder, and ``middle`` is ``twice`` 128 + zero.
     Neighbouring bytes share scale and zero point.  The zero point is a whole number from 0 to 127.
     """
-    ptx: tl.constexpr = """{
-    .reg .b32 p, v, w, one;
-    mov.b32 one, 0x43004300;
-    cvt.u32.u16 p, $2;
-    prmt.b32 p, p, 0, 0x4140;
-    lop3.b32 v, p, 0x000f000f, one, 0xea;
-    sub.rn.bf16x2 v, v, $7;
-    mul.rn.bf16x2 w, v, $5;
-    fma.rn.bf16x2 $0, v, $3, w;
-    shr.u32 p, p, 4;
-    lop3.b32 v, p, 0x000f000f, one, 0xea;
-    sub.rn.bf16x2 v, v, $7;
-    mul.rn.bf16x2 w, v, $5;
-    fma.rn.bf16x2 $1, v, $3, w;
-    }"""
-    return tl.inline_asm_elementwise(
-        ptx, "=&r,=&r,h,r,r,r,r,r,r", [q, near, rest, middle], (tl.bfloat16, tl.bfloat16), True, 2
-    )
+    ptx: tl.constexpr = """{ .reg .b32 p, v, w, one;
+    mov.b32 one, 0x43004300; cvt.u32.u16 p, $2; prmt.b32 p, p, 0, 0x4140;
+    lop3.b32 v, p, 0x000f000f, one, 0xea; sub.rn.bf16x2 v, v, $7;
+    mul.rn.bf16x2 w, v, $5; fma.rn.bf16x2 $0, v, $3, w; shr.u32 p, p, 4;
+    lop3.b32 v, p, 0x000f000f, one, 0xea; sub.rn.bf16x2 v, v, $7;
+    mul.rn.bf16x2 w, v, $5; fma.rn.bf16x2 $1, v, $3, w; }"""
+    args = [q, near, rest, middle]
+    return tl.inline_asm_elementwise(ptx, "=&r,=&r,h,r,r,r,r,r,r", args, (tl.bfloat16, tl.bfloat16), True, 2)
+
+
+@triton.jit
+def table_words(table, THERE: tl.constexpr):
+    """Return the eight words of ``table`` (``with_words``) that ``table_pairs`` reads."""
+    if THERE:
+        at = table.to(tl.pointer_type(tl.int32)) + 16
+        low = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        return low + (tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7))  # noqa: RUF005
+    else:
+        return table
+
+
+@triton.jit
+def table_pairs(raw, words):
+    """Return the float16 numbers of the low and of the high codes of bytes by a table.
+
+    An instruction selects four of the lower or upper bytes of eight numbers.
+    """
+    ptx: tl.constexpr = """{ .reg .b32 p, by, a, b, c, d;
+    cvt.u32.u16 p, $2; and.b32 by, p, 0x7777; shr.u32 p, p, 1; lop3.b32 p, p, 0x4444, 0x3210, 0xea;
+    prmt.b32 a, $3, $5, by; prmt.b32 b, $7, $9, by; prmt.b32 a, a, b, p;
+    prmt.b32 c, $11, $13, by; prmt.b32 d, $15, $17, by; prmt.b32 c, c, d, p;
+    prmt.b32 $0, a, c, 0x6240; prmt.b32 $1, a, c, 0x7351; }"""
+    inputs: tl.constexpr = "=r,=r,h,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r"
+    args = [raw, words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]]
+    return tl.inline_asm_elementwise(ptx, inputs, args, (tl.float16, tl.float16), True, 2)
 
 
 @triton.jit
 def nibbles_of(raw, scale, zero, at, keep, dtype: tl.constexpr, BN: tl.constexpr, SOME: tl.constexpr,
-               EACH: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+               EACH: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr, words=None):  # fmt: skip
     """Return the numbers of ``dtype`` of the low and of the high 4-bit codes of bytes [BN, SOME * EACH].
 
     The scales and zero points [BN, SOME] lie at the indices ``at``, where ``keep`` is true.  EACH is the number of
-    bytes of a group.  With ASM 1 in 1,000 numbers differs by a rounding.
+    bytes of a group.  With ASM 1 in 1,000 numbers differs by a rounding.  ``words`` is the result of ``table_words``,
+    None without a table.
     """
     s = tl.load(scale + at, mask=keep, other=0.0)
-    if ASM and ZERO != 1:
+    if words is not None:
+        s = spread(s, BN, SOME, EACH)
+        low, high = table_pairs(raw, words)
+        return (low.to(tl.float32) * s).to(dtype), (high.to(tl.float32) * s).to(dtype)
+    elif ASM and ZERO != 1:
         z = s
         if ZERO:
             z = tl.load(zero + at, mask=keep, other=0.0)
@@ -273,63 +283,33 @@ def nibbles_of(raw, scale, zero, at, keep, dtype: tl.constexpr, BN: tl.constexpr
 
 
 @triton.jit
-def byte_planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
-    """Return the low and the high byte of an int16 as numbers of int8 or float8_e4m3fn."""
-    if not ASM:
-        low, high = w.to(tl.int8), (w >> 8).to(tl.int8)
-        if FLOAT8:
-            low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-        a, b = low.to(dtype), high.to(dtype)
-    elif FLOAT8:
-        ptx: tl.constexpr = """{
-        .reg .b32 p, sign, many;
-        mov.b32 many, 0x7b807b80;
-        shl.b32 p, $2, 8;
-        and.b32 sign, p, 0x80008000;
-        shr.u32 p, p, 4;
-        lop3.b32 p, p, 0x07f007f0, sign, 0xea;
-        mul.rn.bf16x2 $0, p, many;
-        and.b32 sign, $2, 0x80008000;
-        shr.u32 p, $2, 4;
-        lop3.b32 p, p, 0x07f007f0, sign, 0xea;
-        mul.rn.bf16x2 $1, p, many;
-        }"""
-        a, b = tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
+def byte_planes(w, FLOAT8: tl.constexpr):
+    """Return the low and the high byte of an int16, of int8 or float8_e4m3fn, as bfloat16."""
+    if FLOAT8:
+        ptx: tl.constexpr = """{ .reg .b32 p, sign, many;
+        mov.b32 many, 0x7b807b80; shl.b32 p, $2, 8;
+        and.b32 sign, p, 0x80008000; shr.u32 p, p, 4;
+        lop3.b32 p, p, 0x07f007f0, sign, 0xea; mul.rn.bf16x2 $0, p, many;
+        and.b32 sign, $2, 0x80008000; shr.u32 p, $2, 4;
+        lop3.b32 p, p, 0x07f007f0, sign, 0xea; mul.rn.bf16x2 $1, p, many; }"""
+        return tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
     else:
-        ptx: tl.constexpr = """{
-        .reg .b32 w, lo, hi, one;
+        ptx: tl.constexpr = """{ .reg .b32 w, lo, hi, one;
         mov.b32 one, 0x43004300;
-        lop3.b32 lo, $2, 0x007f007f, one, 0xea;
-        lop3.b32 hi, $2, 0x00800080, one, 0xea;
-        sub.rn.bf16x2 $0, lo, hi;
+        lop3.b32 lo, $2, 0x007f007f, one, 0xea; lop3.b32 hi, $2, 0x00800080, one, 0xea; sub.rn.bf16x2 $0, lo, hi;
         shr.u32 w, $2, 8;
-        lop3.b32 lo, w, 0x007f007f, one, 0xea;
-        lop3.b32 hi, w, 0x00800080, one, 0xea;
-        sub.rn.bf16x2 $1, lo, hi;
-        }"""
-        a, b = tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
-    return a, b
+        lop3.b32 lo, w, 0x007f007f, one, 0xea; lop3.b32 hi, w, 0x00800080, one, 0xea; sub.rn.bf16x2 $1, lo, hi; }"""
+        return tl.inline_asm_elementwise(ptx, "=&r,=&r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
 
 
 @triton.jit
-def code_planes(w, ASM: tl.constexpr):
+def code_planes(w):
     """Return the codes of an int16 as four planes of float16, times 2 ** -24 in planes 0 and 1, and 2 ** -20 in 2 and
     3.
     """
-    if ASM:
-        ptx: tl.constexpr = """{
-        .reg .b32 v;
-        and.b32 $0, $4, 0x000f000f;
-        and.b32 $2, $4, 0x00f000f0;
-        shr.u32 v, $4, 8;
-        and.b32 $1, v, 0x000f000f;
-        and.b32 $3, v, 0x00f000f0;
-        }"""
-        return tl.inline_asm_elementwise(
-            ptx, "=&r,=&r,=&r,=r,r", [w], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
-        )
-    else:
-        unit: tl.constexpr = 1.0 / (1 << 24)
-        a, b = (w & 15).to(tl.float32) * unit, ((w >> 8) & 15).to(tl.float32) * unit
-        c, d = (w & 0xF0).to(tl.float32) * unit, ((w >> 8) & 0xF0).to(tl.float32) * unit
-        return a.to(tl.float16), b.to(tl.float16), c.to(tl.float16), d.to(tl.float16)
+    ptx: tl.constexpr = """{ .reg .b32 v;
+    and.b32 $0, $4, 0x000f000f; and.b32 $2, $4, 0x00f000f0; shr.u32 v, $4, 8;
+    and.b32 $1, v, 0x000f000f; and.b32 $3, v, 0x00f000f0; }"""
+    return tl.inline_asm_elementwise(
+        ptx, "=&r,=&r,=&r,=r,r", [w], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+    )

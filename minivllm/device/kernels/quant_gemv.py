@@ -1,17 +1,15 @@
-"""Products of few rows with a quantized weight, without tensor cores; one row also with its epilogue.
+"""Products of one or two rows with a quantized weight and their epilogue (``products``), without tensor cores.
 
-    gemv          1 to 8 rows                a program sums BN outputs, BK inputs at a time
-    fused_gemv    one row (``products``)
-      short row     grid (P)        program p sums outputs [BN t, BN t + BN) over all inputs, for t = p, p + P, ...
-      long row      grid (N / BN)   a program sums BN outputs, BK inputs at a time
-
-Integer weights are read as words if the row has 16 bits per element (``quant_formats``), else in bytes.  In
-``fused_gemv`` float8 weights are read one element at a time, or eight if x is rounded to float8 too, and words of 4
-bits are multiplied as float16 (``quant_float16``).
+    short row     grid (P)        program p sums outputs [BN t, BN t + BN) over all inputs, for t = p, p + P, ...
+    long row      grid (N / BN)   a program sums BN outputs, BK inputs at a time
 
 The programs of a short row are at most as many as the multiprocessors run at once (P).  Each reads the row once and
 keeps it in registers.  Weights are prefetched while earlier ones are multiplied.  With STAGES 0 the first weights are
 loaded before the preceding kernel has ended, so that the memory is busy between two kernels.
+
+The weight is read in *elements* of 1, 2, 4 or 8 inputs (``Elements``).  Words of int8 need rows of 16 bits, otherwise
+one code is an element.  Words of 4 bits are multiplied as float16 (``quant_float16``), and so are eights of float8 if x
+is rounded to float8 too.
 
 TOP > 0 means that every program rounds x to 8 bits by its largest element, as ``scaled.rows`` does.  A long row needs
 the largest element before the kernel begins, and 4 bits are faster with it.  A gated product therefore returns the
@@ -30,174 +28,15 @@ from torch import Tensor
 
 from .activation import activate
 from .eight_bits import TOP, codes_of, divided, rows, size_of, step_of
-from .launch import capability, kernel, multiprocessors, pdl, wait
+from .launch import kernel, multiprocessors, pdl, wait
 from .products import GATED
-from .quant_epilogue import Around, EpilogueProduct
+from .quant_epilogue import NOTHING, Around, EpilogueProduct
 from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_of, two_of
-from .quant_formats import Form, QuantizedWeight, spread, values_of, word_numbers
+from .quant_formats import Form, QuantizedWeight, spread, table_pairs, table_words, values_of, word_numbers
 
-SHORT = 4096  # largest number of inputs of a short row, which one program has completely in registers
-WIDE = 16384  # number of outputs from which on large tiles give enough programs
-
-
-# ---- without an epilogue ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _numbers(raw, table, F: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr):
-    """Return the numbers of the codes in elements of the weight, in order of their inputs."""
-    if WORDS:
-        return word_numbers(raw, F.bits, ASM)
-    elif F.table:
-        return tl.load(table + (raw & 15)), tl.load(table + (raw >> 4))
-    elif F.bits == 4:
-        return (raw & 15).to(tl.float32), (raw >> 4).to(tl.float32)
-    else:
-        return raw.to(tl.float32), 0.0
-
-
-@triton.jit
-def _add(acc, x, at, on, n, s, z, like, F: tl.constexpr, WORDS: tl.constexpr):
-    """Return acc [BN, W] + the products of a row of x with the numbers ``n`` of W elements of the weight."""
-    if WORDS:
-        v0, v1, v2, v3 = values_of(tl.load(x + at, mask=on, other=0), like)
-        both = (v0 + v1) + (v2 + v3)
-        if F.bits == 4:
-            u0, u1, u2, u3 = values_of(tl.load(x + at + 4, mask=on, other=0), like)
-            high = (u0 + u1) + (u2 + u3)
-            off = 128.0 * (both + 16.0 * high) + z * (both + high)
-            part = n[0] * v0 + (n[1] * v1 + (n[2] * v2 + (n[3] * v3 - off)))
-            part = n[4] * (16.0 * u0) + (n[5] * (16.0 * u1) + (n[6] * (16.0 * u2) + (n[7] * (16.0 * u3) + part)))
-            return acc + s * part
-        else:
-            return n[0] * v0 + (n[1] * v1 + (n[2] * v2 + (n[3] * v3 + (acc - 192.0 * both))))
-    else:
-        v = tl.load(x + at, mask=on, other=0.0).to(tl.float32)[None, :]
-        if F.bits == 4:
-            u = tl.load(x + at + 16, mask=on, other=0.0).to(tl.float32)[None, :]
-            return acc + s * (n[0] * v + (n[1] * u - z * (v + u)))
-        else:
-            return acc + n[0] * v
-
-
-@kernel("M")
-def _gemv(
-    x, weight, scale, zero, table, by_row, y, M, F: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
-    BY_ROW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply up to ROWS (1, 2, 4, 8) contiguous rows of x by the weight.
-
-    BY_ROW multiplies each row by ``by_row`` [M] at the end.  With WORDS x is int64 [M, K / 4], with four inputs per
-    element, and the weight is int32 [N, K / 4] with four codes per word, or [N, K / 8] with eight.
-    """
-    wait(PDL)
-    PER: tl.constexpr = 32 // F.bits if WORDS else 8 // F.bits  # codes of an element
-    IN_X: tl.constexpr = 4 if WORDS else 1  # inputs of an element of x
-    SOME: tl.constexpr = BK // F.group if F.bits == 4 else 1
-    on, og = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, SOME)
-    element = tl.arange(0, BK // PER)
-    w_at = weight + on.to(tl.int64)[:, None] * (F.k // PER) + element[None, :]
-    first = element
-    if F.bits == 4:
-        first = element // 4 * 8 + element % 4 if WORDS else element // 16 * 32 + element % 16
-    accs = (tl.zeros([BN, BK // PER], tl.float32),)
-    for _ in tl.static_range(1, ROWS):
-        accs = accs + (tl.zeros([BN, BK // PER], tl.float32),)  # noqa: RUF005
-    for k in tl.range(0, F.k, BK, num_stages=STAGES):
-        at = k // IN_X + first
-        on_x = k // PER + element < F.k // PER if WORDS else at < F.k
-        raw = tl.load(w_at + k // PER, mask=(on < F.n)[:, None] & on_x[None, :],
-                      other=0.0 if F.float8 else 0, eviction_policy="evict_first")  # fmt: skip
-        s, z = 1.0, 0.0
-        if F.bits == 4:
-            s_at = on[:, None] * F.by_row + (k // F.group + og)[None, :] * F.by_group
-            on_s = (on < F.n)[:, None] & (k + og * F.group < F.k)[None, :]
-            s, z = spread(tl.load(scale + s_at, mask=on_s, other=0.0), BN, SOME, F.group // PER), 8.0
-            if F.zero:
-                z = spread(tl.load(zero + s_at, mask=on_s, other=0.0), BN, SOME, F.group // PER)
-            if F.table:
-                z = 0.0
-        numbers = _numbers(raw, table, F, WORDS, ASM)
-        found = (_add(accs[0], x, at, on_x, numbers, s, z, y, F, WORDS),)
-        for i in tl.static_range(1, ROWS):
-            row = x + tl.minimum(i, M - 1) * (F.k // IN_X)
-            found = found + (_add(accs[i], row, at, on_x, numbers, s, z, y, F, WORDS),)  # noqa: RUF005
-        accs = found
-    for i in tl.static_range(ROWS):
-        total = tl.sum(accs[i], 1)
-        if F.bits == 8:
-            total = total * ((2.0 if WORDS else 1.0) * tl.load(scale + on, mask=on < F.n, other=0.0))
-        if BY_ROW:
-            total = total * tl.load(by_row + i, mask=i < M, other=0.0)
-        tl.store(y + i * F.n + on, total.to(y.dtype.element_ty), mask=(on < F.n) & (i < M))
-
-
-def words_fit(x: Tensor, of: QuantizedWeight) -> bool:
-    """Return whether x and the weight can be read as words.
-
-    x must have 16 bits per element and be aligned to 8 bytes, and the weight must hold whole numbers and be aligned to
-    words.
-    """
-    whole = not of.form.float8 and not of.form.table and x.element_size() == 2
-    return whole and of.form.k % 4 == 0 and x.data_ptr() % 8 == 0 and of.weight.data_ptr() % 4 == 0
-
-
-def gemv_tile(form: Form, rows: int, words: bool) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200 (4,096 inputs, 4,096 or 28,672 outputs), else a
-    default.
-    """
-    wide, four = form.n >= WIDE, form.bits == 4
-    if words and not four:
-        bn, bk, stages, warps = (16, 512, 3, 4) if wide else (8, 1024, 3, 4)
-    elif words and rows == 1 and not wide:
-        bn, bk, stages, warps = 16, 2048, 3, 8
-    elif words:
-        bn, bk, stages, warps = 16, 1024, 3 if wide else 4, 4
-    elif rows <= 2 and not four:
-        bn, bk, stages, warps = (16, 256, 4, 4) if wide else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
-    else:
-        bn, bk, stages, warps = 4, (512 if rows <= 2 else 256) * 8 // form.bits, 3, 4
-    return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
-
-
-def gemv(
-    of: QuantizedWeight,
-    x: Tensor,
-    y: Tensor | None = None,
-    by_row: Tensor | None = None,
-    tile: dict[str, int] | None = None,
-    words: bool | None = None,
-) -> Tensor:
-    """Compute y [M, N] of contiguous x [0 to 8, K], times ``by_row`` f32 [M] if it is not None.
-
-    ``words`` None means words if they fit.
-    """
-    m, words = len(x), words_fit(x, of) if words is None else words
-    y = x.new_empty(m, of.form.n) if y is None else y
-    tile = tile or gemv_tile(of.form, m, words)
-    if m:
-        _gemv[(triton.cdiv(of.form.n, tile["BN"]),)](
-            x.view(torch.int64) if words else x,
-            of.weight.view(torch.int32) if words else of.weight,
-            of.scale,
-            of.zero,
-            of.table,
-            of.scale if by_row is None else by_row,
-            y,
-            m,
-            F=of.form,
-            WORDS=words,
-            ROWS=triton.next_power_of_2(m),
-            BY_ROW=by_row is not None,
-            ASM=words and capability(x.device) >= 8,
-            **tile,
-            **pdl(x),
-        )
-    return y
-
-
-# ---- with an epilogue ------------------------------------------------------------------------------------------------
+FEW = 2  # most rows
+SHORT = 4096  # inputs up to which a row is short, because a program has all of them in registers
+WIDE = 16384  # outputs from which on there are enough programs for large tiles
 
 
 @dataclass(frozen=True)
@@ -205,13 +44,17 @@ class Elements:
     """How a row is multiplied: ``unit`` inputs are an element of the weight, ``top`` is the largest code to which x is
     rounded, or 0, and ``tops`` the number of largest elements of parts of x that are given.
 
-    ``tops_p`` is a power of two of at least ``tops``.
+    An element is a code of 8 bits (1), a byte of two codes with a table (2), an int32 of four int8 (4) or of eight
+    4-bit codes (8), or an int64 of eight float8 (8).  ``tops_p`` is a power of two of at least ``tops``.
     """
 
     unit: int
     top: float
     tops: int
     tops_p: int
+
+
+# ---- products of elements --------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -225,25 +68,37 @@ def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, wide, at, on, step, inverse, like, F: tl.constexpr, E: tl.constexpr, ASM: tl.constexpr):
+def _eights(wide, at, on, step, inverse, like):
+    """Return eight neighbouring inputs in units of step as four pairs of float8."""
+    v0, v1, v2, v3 = values_of(tl.load(wide + at, mask=on, other=0), like)
+    u0, u1, u2, u3 = values_of(tl.load(wide + at + 1, mask=on, other=0), like)
+    p0 = pair_of(divided(v0, step, inverse), divided(v1, step, inverse))
+    p1 = pair_of(divided(v2, step, inverse), divided(v3, step, inverse))
+    p2 = pair_of(divided(u0, step, inverse), divided(u1, step, inverse))
+    p3 = pair_of(divided(u2, step, inverse), divided(u3, step, inverse))
+    return p0, p1, p2, p3, p0
+
+
+@triton.jit
+def _inputs(row, at, on, factors, like, F: tl.constexpr, E: tl.constexpr):
     """Return the factors of the weights, and the value to subtract for zero points.
 
-    Each form uses some of the results.
+    ``row`` is x and x as int64.  Each form uses some of the results.
     """
-    if F.float8 and E.unit == 8:
-        v0, v1, v2, v3 = values_of(tl.load(wide + at, mask=on, other=0), like)
-        u0, u1, u2, u3 = values_of(tl.load(wide + at + 1, mask=on, other=0), like)
-        p0 = pair_of(divided(v0, step, inverse), divided(v1, step, inverse), ASM)
-        p1 = pair_of(divided(v2, step, inverse), divided(v3, step, inverse), ASM)
-        p2 = pair_of(divided(u0, step, inverse), divided(u1, step, inverse), ASM)
-        p3 = pair_of(divided(u2, step, inverse), divided(u3, step, inverse), ASM)
-        return p0, p1, p2, p3, p0
-    elif F.float8:
+    x, wide = row
+    _, step, inverse = factors
+    if E.unit == 1:
         v0 = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
         if E.top > 0:
-            v0 = codes_of(v0, step, inverse, E.top, False).to(tl.float32)
+            v0 = codes_of(v0, step, inverse, E.top, not F.float8).to(tl.float32)
         v0 = v0[None, :]
         return v0, v0, v0, v0, v0
+    elif F.table:
+        v0 = tl.load(x + at, mask=on, other=0.0).to(tl.float32)[None, :]
+        v1 = tl.load(x + at + 16, mask=on, other=0.0).to(tl.float32)[None, :]
+        return v0, v1, v0, v0, v0
+    elif F.float8:
+        return _eights(wide, at, on, step, inverse, like)
     else:
         v0, v1, v2, v3, low = _fours(wide, at, on, step, inverse, like, E.top)
         if F.bits == 8:
@@ -251,38 +106,44 @@ def _inputs(x, wide, at, on, step, inverse, like, F: tl.constexpr, E: tl.constex
         else:
             u0, u1, u2, u3, high = _fours(wide, at + 4, on, step, inverse, like, E.top)
             near, far = inverse, inverse / 16
-            p0, p1 = two_of(v0 * near, v2 * near, ASM), two_of(u0 * far, u2 * far, ASM)
-            p2, p3 = two_of(v1 * near, v3 * near, ASM), two_of(u1 * far, u3 * far, ASM)
+            p0, p1 = two_of(v0 * near, v2 * near), two_of(u0 * far, u2 * far)
+            p2, p3 = two_of(v1 * near, v3 * near), two_of(u1 * far, u3 * far)
             return p0, p1, p2, p3, (low + high) * (near / (1 << 24))
 
 
 @triton.jit
-def _products(raw, s, z, v, F: tl.constexpr, E: tl.constexpr, ASM: tl.constexpr):
-    """Return the products of the elements of ``_weights`` [BN, W] and ``_inputs``, summed for each element."""
-    if F.float8 and E.unit == 8:
-        return eight_products(raw, v[0], v[1], v[2], v[3], ASM)
-    elif F.float8:
+def _products(now, v, words, F: tl.constexpr, E: tl.constexpr):
+    """Return the products of ``_weights`` [BN, W] and ``_inputs``, summed for each element."""
+    raw, s, z = now
+    if E.unit == 1:
         return raw.to(tl.float32) * v[0]
+    elif F.float8:
+        return eight_products(raw, v[0], v[1], v[2], v[3])
     elif F.bits == 8:
-        n = word_numbers(raw, 8, ASM)
+        n = word_numbers(raw)
         return n[0] * v[0] + (n[1] * v[1] + (n[2] * v[2] + (n[3] * v[3] + v[4])))
+    elif F.table:
+        low, high = table_pairs(raw, words)
+        sums = low.to(tl.float32) * v[0] + high.to(tl.float32) * v[1]
+        return spread(s, s.shape[0], s.shape[1], F.group // 2) * sums
     else:
         s = spread(s, s.shape[0], s.shape[1], F.group // 8)
         z = spread(z, s.shape[0], z.shape[1], F.group // 8) if F.zero else 8.0
-        return s * (code_products(raw, v[0], v[1], v[2], v[3], ASM) - z * v[4])
+        return s * (code_products(raw, v[0], v[1], v[2], v[3]) - z * v[4])
 
 
 @triton.jit
-def _weights(weight, scale, zero, on, k, there, F: tl.constexpr, E: tl.constexpr, BK: tl.constexpr):
+def _weights(of, on, k, there, F: tl.constexpr, E: tl.constexpr, BK: tl.constexpr):
     """Return elements [BN, W] of the weight's rows ``on`` < ``there`` from input k on, and scales and zero points [BN,
     SOME].
 
     8 bits have one scale per row, [BN].
     """
+    weight, scale, zero = of
     word = k // E.unit + tl.arange(0, BK // E.unit)
     at = weight + on.to(tl.int64)[:, None] * (F.k // E.unit) + word[None, :]
     keep = (on < there)[:, None] & (word < F.k // E.unit)[None, :]
-    raw = tl.load(at, mask=keep, other=0.0 if E.unit == 1 else 0, eviction_policy="evict_first")
+    raw = tl.load(at, mask=keep, other=0.0 if F.float8 and E.unit == 1 else 0, eviction_policy="evict_first")
     if F.bits == 4:
         og = tl.arange(0, BK // F.group)
         at = on[:, None] * F.by_row + (k // F.group + og)[None, :] * F.by_group
@@ -296,19 +157,21 @@ def _weights(weight, scale, zero, on, k, there, F: tl.constexpr, E: tl.constexpr
 
 
 @triton.jit
-def _loaded(weight, scale, zero, on, k, F: tl.constexpr, E: tl.constexpr, MODE: tl.constexpr, BK: tl.constexpr):
+def _loaded(of, on, k, F: tl.constexpr, E: tl.constexpr, MODE: tl.constexpr, BK: tl.constexpr):
     """Return ``_weights`` of outputs ``on`` < N, and those of the second sum of a gate, which are the same without."""
-    raw, s, z = _weights(weight, scale, zero, on, k, F.n, F, E, BK)
-    up_raw, up_s, up_z = raw, s, z
+    now = _weights(of, on, k, F.n, F, E, BK)
+    up = now
     if MODE == 1:
-        upper = tl.where(on < F.n, on + F.n, 2 * F.n)
-        up_raw, up_s, up_z = _weights(weight, scale, zero, upper, k, 2 * F.n, F, E, BK)
-    return raw, s, z, up_raw, up_s, up_z
+        up = _weights(of, tl.where(on < F.n, on + F.n, 2 * F.n), k, 2 * F.n, F, E, BK)
+    return now, up
 
 
 @triton.jit
 def both_added(a, b, c, d):
     return a + c, b + d
+
+
+# ---- factors and epilogue --------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -334,30 +197,52 @@ def _steps(x, tops, F: tl.constexpr, E: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
+def _factors(x, tops, by_row, in_squares, eps, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BK: tl.constexpr):
+    """Return the factor of all sums of the row, and the step and its inverse by which inputs are divided.
+
+    The factor combines the step, the row's scale, the division by the last norm, and the units of the products of
+    integer words and of ``quant_float16.pair_of``.
+    """
+    factor, step, inverse = 1.0, 1.0, 1.0
+    if F.bits == 8 and E.unit > 1:
+        factor = 16.0 if F.float8 else 2.0
+    if P.by_row:
+        factor *= tl.load(by_row)
+    if P.parts > 0:
+        op = tl.arange(0, P.parts_p)
+        factor *= tl.rsqrt(tl.sum(tl.load(in_squares + op, mask=op < P.parts, other=0.0), 0) / F.k + eps)
+    if E.top > 0 or (F.bits == 4 and not F.table):
+        step, inverse = _steps(x, tops, F, E, BK)
+        factor *= step
+    return factor, step, inverse
+
+
+@triton.jit
+def _beside(around, on, N: tl.constexpr, MODE: tl.constexpr):
     """Load the residual and the weight of the next norm at the output columns ``on`` (MODE 2), else return zeros.
 
     The loads begin before the products, so that both overlap.
     """
     if MODE == 2:
-        stream = tl.load(residual + on, mask=on < N, other=0.0)
-        return stream, tl.load(norm + on, mask=on < N, other=0.0).to(tl.float32)
+        stream = tl.load(around[2] + on, mask=on < N, other=0.0)
+        return stream, tl.load(around[3] + on, mask=on < N, other=0.0).to(tl.float32)
     else:
         return 0.0, 0.0
 
 
 @triton.jit
-def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, F: tl.constexpr, P: tl.constexpr):
+def _stored(acc, up, s, up_s, beside, on, factor, around, F: tl.constexpr, P: tl.constexpr):
     """Apply the epilogue P to the sums [BN] of outputs ``on`` and store the result, as ``products._finish``.
 
     Return the squares of the residual stream, or with a gate ``size_of`` the output, [BN].
     """
+    y, bias, residual, _ = around
     ok = on < F.n
     acc, up = acc * factor, up * factor
-    if F.bits == 4:
-        acc, up = acc * UNITS, up * UNITS
-    else:
+    if F.bits == 8:
         acc, up = acc * s, up * up_s
+    elif not F.table:
+        acc, up = acc * UNITS, up * UNITS
     if P.bias:
         acc += tl.load(bias + on, mask=ok, other=0.0).to(tl.float32)
         if P.mode == 1:
@@ -379,117 +264,149 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, F: tl.const
 
 
 @triton.jit
-def _factor(by_row, in_squares, eps, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr):
-    """Return the factor of all sums of the row.
+def _short_row(
+    x, of, words, place, ahead, factors, around, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of a program's tiles, one after another, and return the combined results of ``_stored``."""
+    program, oi, word = tl.program_id(0), tl.arange(0, BN), tl.arange(0, BK // E.unit)
+    v = _inputs(x, place, word < F.k // E.unit, factors, around[0], F, E)
+    partials = tl.zeros([BN], tl.float32 if P.mode == 2 else tl.int32)
+    for tile in tl.range(program, (F.n + BN - 1) // BN, PROGRAMS, num_stages=STAGES if STAGES > 0 else 1):
+        on = tile * BN + oi
+        if STAGES == 0:
+            now, up = ahead
+            ahead = _loaded(of, on + PROGRAMS * BN, 0, F, E, P.mode, BK)
+        else:
+            now, up = _loaded(of, on, 0, F, E, P.mode, BK)
+        beside = _beside(around, on, F.n, P.mode)
+        each = _products(now, v, words, F, E)
+        if P.mode == 1:
+            # one reduction for both sums, so that the program waits for its warps once
+            acc, other = tl.reduce((each, _products(up, v, words, F, E)), 1, both_added)
+        else:
+            acc = tl.sum(each, 1)
+            other = acc
+        found = _stored(acc, other, now[1], up[1], beside, on, factors[0], around, F, P)
+        partials = partials + found if P.mode == 2 else tl.maximum(partials, found)
+    return partials
 
-    It combines the row's scale, the division by the last norm, and the units of the products of integer words and of
-    ``quant_float16.pair_of``.
+
+@triton.jit
+def _long_rows(
+    x, of, words, place, ahead, factors, second, around, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of a program's tile, and return the result of ``_stored``.
+
+    ``second`` are the factors of a second row, if there is one.
     """
-    factor = 1.0
+    on, word = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK // E.unit)
+    by, up_by = 1.0, 1.0
     if F.bits == 8:
-        factor = 2.0 if not F.float8 else 16.0 if E.unit == 8 else 1.0
-    if P.by_row:
-        factor *= tl.load(by_row)
-    if P.parts > 0:
-        op = tl.arange(0, P.parts_p)
-        factor *= tl.rsqrt(tl.sum(tl.load(in_squares + op, mask=op < P.parts, other=0.0), 0) / F.k + eps)
-    return factor
+        by = tl.load(of[1] + on, mask=on < F.n, other=0.0)
+        up_by = by
+        if P.mode == 1:
+            up_by = tl.load(of[1] + tl.where(on < F.n, on + F.n, 2 * F.n), mask=on < F.n, other=0.0)
+    beside = _beside(around, on, F.n, P.mode)
+    acc = tl.zeros([BN, BK // E.unit], tl.float32)
+    other = acc  # the sums of a gate, or of a second row
+    for k in tl.range(0, F.k, BK, num_stages=STAGES if STAGES > 0 else 1):
+        if STAGES == 0:
+            now, up = ahead
+            ahead = _loaded(of, on, k + BK, F, E, P.mode, BK)
+        else:
+            now, up = _loaded(of, on, k, F, E, P.mode, BK)
+        at, on_x = (k if E.unit < 4 else k // 4) + place, k // E.unit + word < F.k // E.unit
+        v = _inputs(x, at, on_x, factors, around[0], F, E)
+        acc += _products(now, v, words, F, E)
+        if P.mode == 1:
+            other += _products(up, v, words, F, E)
+        elif ROWS == 2:
+            v = _inputs((x[0] + F.k, x[1] + F.k // 4), at, on_x, second, around[0], F, E)
+            other += _products(now, v, words, F, E)
+    acc, other = tl.sum(acc, 1), tl.sum(other, 1)
+    if ROWS == 2:
+        next_y = (around[0] + F.n, around[1], around[2], around[3])
+        _stored(other, other, by, by, beside, on, second[0], next_y, F, P)
+    return _stored(acc, other, by, up_by, beside, on, factors[0], around, F, P)
 
 
 @kernel()
-def _fused_gemv(
-    x, wide_x, weight, scale, zero, tops, by_row, y, bias, residual, norm, in_squares, out, eps,
-    F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+def _gemv(
+    x, wide_x, weight, scale, zero, table, tops, by_row, y, bias, residual, norm, in_squares, out, eps,
+    F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PROGRAMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply x [K] by the weight, in PROGRAMS programs for a short row, else (0) with BK inputs at a time.
+    """Multiply x [ROWS, K] by the weight, in PROGRAMS programs for a short row, else (0) with BK inputs at a time.
 
-    ``wide_x`` is x as int64 [K / 4], with four inputs per element.  The weight, with GATED [2 N, ...], has elements of
-    ``E.unit`` inputs, which are int32 words, float8, or int64 of eight float8.  ``out`` [programs] receives the
-    combined result of ``_stored`` of each program.  BK is a power of two, for a short row of at least K.  With STAGES 0
-    the next weights are loaded to registers, otherwise STAGES tiles at a time to shared memory.
+    ``wide_x`` is x as int64 [ROWS, K / 4], with four inputs per element.  The weight, with GATED [2 N, ...], has
+    elements of ``E.unit`` inputs.  ``out`` [programs] receives the combined result of ``_stored`` of each program.  BK
+    is a power of two, for a short row of at least K.  With STAGES 0 the next weights are loaded to registers, otherwise
+    STAGES tiles at a time to shared memory.  Two rows are long and without an epilogue.
     """
-    program, oi, word = tl.program_id(0), tl.arange(0, BN), tl.arange(0, BK // E.unit)
-    on = program * BN + oi
+    program, word = tl.program_id(0), tl.arange(0, BK // E.unit)
+    of, around = (weight, scale, zero), (y, bias, residual, norm)
     # index in x of the first input of each element of the weight, in elements or groups of four
     place = word * 2 if E.unit == 8 and F.bits == 8 else word
-    if F.bits == 4:
+    if F.table:
+        place = word // 16 * 32 + word % 16
+    elif F.bits == 4:
         place = word // 4 * 8 + word % 4
-    LOOPS: tl.constexpr = STAGES if STAGES > 0 else 1
+    ahead = 0
     if STAGES == 0:
-        ahead = _loaded(weight, scale, zero, on, 0, F, E, P.mode, BK)
+        ahead = _loaded(of, program * BN + tl.arange(0, BN), 0, F, E, P.mode, BK)
+    words = table_words(table, F.table)
     wait(PDL)
-    step, inverse = 1.0, 1.0
-    factor = _factor(by_row, in_squares, eps, F, E, P)
-    if E.top > 0 or F.bits == 4:
-        step, inverse = _steps(x, tops, F, E, BK)
-        factor *= step
+    factors = _factors(x, tops, by_row, in_squares, eps, F, E, P, BK)
     if PROGRAMS > 0:
-        v = _inputs(x, wide_x, place, word < F.k // E.unit, step, inverse, y, F, E, ASM)
-        partials = tl.zeros([BN], tl.float32 if P.mode == 2 else tl.int32)
-        for tile in tl.range(program, (F.n + BN - 1) // BN, PROGRAMS, num_stages=LOOPS):
-            on = tile * BN + oi
-            if STAGES == 0:
-                now = ahead
-                ahead = _loaded(weight, scale, zero, on + PROGRAMS * BN, 0, F, E, P.mode, BK)
-            else:
-                now = _loaded(weight, scale, zero, on, 0, F, E, P.mode, BK)
-            beside = _beside(residual, norm, on, F.n, P.mode)
-            each = _products(now[0], now[1], now[2], v, F, E, ASM)
-            if P.mode == 1:
-                other = _products(now[3], now[4], now[5], v, F, E, ASM)
-                # one reduction for both sums, so that the program waits only once for its warps
-                acc, gated = tl.reduce((each, other), 1, both_added)
-            else:
-                acc = tl.sum(each, 1)
-                gated = acc
-            of = _stored(acc, gated, now[1], now[4], beside, on, factor, y, bias, residual, F, P)
-            partials = partials + of if P.mode == 2 else tl.maximum(partials, of)
+        partials = _short_row((x, wide_x), of, words, place, ahead, factors, around, F, E, P, BN, BK, PROGRAMS, STAGES)
     else:
-        by, up_by = 1.0, 1.0
-        if F.bits == 8:
-            by = tl.load(scale + on, mask=on < F.n, other=0.0)
-            up_by = by
-            if P.mode == 1:
-                up_by = tl.load(scale + tl.where(on < F.n, on + F.n, 2 * F.n), mask=on < F.n, other=0.0)
-        beside = _beside(residual, norm, on, F.n, P.mode)
-        acc = tl.zeros([BN, BK // E.unit], tl.float32)
-        gated = acc
-        for k in tl.range(0, F.k, BK, num_stages=LOOPS):
-            if STAGES == 0:
-                now = ahead
-                ahead = _loaded(weight, scale, zero, on, k + BK, F, E, P.mode, BK)
-            else:
-                now = _loaded(weight, scale, zero, on, k, F, E, P.mode, BK)
-            first = k if E.unit == 1 else k // 4
-            on_x = k // E.unit + word < F.k // E.unit
-            v = _inputs(x, wide_x, first + place, on_x, step, inverse, y, F, E, ASM)
-            acc += _products(now[0], now[1], now[2], v, F, E, ASM)
-            if P.mode == 1:
-                gated += _products(now[3], now[4], now[5], v, F, E, ASM)
-        acc, gated = tl.sum(acc, 1), tl.sum(gated, 1)
-        partials = _stored(acc, gated, by, up_by, beside, on, factor, y, bias, residual, F, P)
+        second = factors
+        if ROWS == 2:
+            second = _factors(x + F.k, tops, by_row + 1, in_squares, eps, F, E, P, BK)
+        rows = (x, wide_x)
+        partials = _long_rows(rows, of, words, place, ahead, factors, second, around, F, E, P, ROWS, BN, BK, STAGES)
     if P.mode == 1:
         tl.store(out + program, tl.max(partials, 0))
     if P.mode == 2:
         tl.store(out + program, tl.sum(partials, 0))
 
 
-def fused_gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_layer.py for 4,096 or 14,336 inputs.
+# ---- launch ----------------------------------------------------------------------------------------------------------
+
+
+def plain_tile(form: Form, unit: int, rows: int) -> dict[str, int]:
+    """Return the fastest tile on an H200 of two rows, or of one row of single float8 codes without a norm."""
+    wide = form.n >= WIDE
+    if form.table:
+        bn, bk, stages, warps = 8, 1024, 3, 4
+    elif form.bits == 4:
+        bn, bk, stages, warps = 16, 1024, 4, 4
+    elif unit == 1:
+        bn, bk, stages, warps = (16, 256, 4, 4) if wide else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
+    else:
+        bn, bk, stages, warps = (16, 512, 3, 4) if wide else (8, 1024, 3, 4)
+    return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
+
+
+def gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
+    """Return the fastest tile of one row, by benchmarks/quant_layer.py for 4,096 or 14,336 inputs.
 
     For fewer inputs, programs have more outputs.  Tiles of 8 bits read as words or eights were measured on an H100,
     others on an H200, and short rows of 4 bits in steps of an engine (docs/performance.md).  EACH is the number of
     programs per multiprocessor.  With a gate it is as many as fit, since otherwise some multiprocessors would run more
     programs than others.
     """
-    four, warps = form.bits == 4, 4
+    four, warps = form.bits == 4 and not form.table, 4
     if form.k > SHORT:
-        bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if unit == 1 else (8, 2048, 0, 4)
+        bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if unit < 4 else (8, 2048, 0, 4)
         return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
     if four:
         many = form.group == 128 or (form.group == 64 and not form.zero)  # fewer scales in registers
         bn, each, stages = (4, 4 if many else 3, 0) if gated else (8, 3, 0)
+    elif form.table:
+        bn, each, stages, warps = 2 if gated else 4, 2, 0, 8
     elif unit == 1:
         bn, each, stages = (2, 6, 3) if gated else (4, 6, 2)
     elif gated or unit == 8:
@@ -500,26 +417,58 @@ def fused_gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
     return dict(BN=min(bn, 32), EACH=each, STAGES=stages, num_warps=warps)
 
 
-def fused_gemv_fits(product: EpilogueProduct, x: Tensor) -> bool:
-    """Return whether the kernel supports a row x in bfloat16."""
-    taken = product.form.float8 or words_fit(x, product.of)
-    return not product.form.table and capability(x.device) >= 9 and taken
+def words_fit(x: Tensor, of: QuantizedWeight) -> bool:
+    """Return whether x and the weight can be read as words.
 
-
-def fused_gemv(
-    product: EpilogueProduct, x: Tensor, around: Around, tops: Tensor | None = None, tile: dict[str, int] | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute a product of one row with its epilogue, for x [1, K].
-
-    With a gate, the second result is int32 [1, P], the bits of the largest elements of the output's parts.  A caller
-    may pass them as ``tops`` of x, which is used if x is rounded or the weight has 4 bits.
+    x must have 16 bits per element and be aligned to 8 bytes, and the weight must hold whole numbers and be aligned to
+    words.
     """
-    of, form, rounded, by_row = product.of, product.form, product.rounded, None
-    tops = tops if rounded is not None or form.bits == 4 else None
+    whole = not of.form.float8 and not of.form.table and x.element_size() == 2
+    return whole and of.form.k % 4 == 0 and x.data_ptr() % 8 == 0 and of.weight.data_ptr() % 4 == 0
+
+
+def gemv_fits(of: QuantizedWeight, x: Tensor) -> bool:
+    """Return whether the kernel supports rows x.  With 4 bits they must have 16 bits per element."""
+    table = of.form.table and x.element_size() == 2
+    return len(x) <= FEW and (of.form.bits == 8 or table or words_fit(x, of))
+
+
+def elements_of(product: EpilogueProduct, x: Tensor) -> tuple[int, Tensor]:
+    """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
+    weight, form = product.of.weight, product.form
+    if words_fit(x, product.of):
+        return 32 // form.bits, weight.view(torch.int32)
+    lies = form.k % 8 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 8 == 0
+    if form.float8 and product.rounded is not None and lies:
+        return 8, weight.view(torch.int64)
+    return 8 // form.bits, weight
+
+
+def gemv(
+    product: EpilogueProduct,
+    x: Tensor,
+    around: Around = NOTHING,
+    tops: Tensor | None = None,
+    tile: dict[str, int] | None = None,
+    y: Tensor | None = None,
+    by_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a product with its epilogue for a row x [1, K], or for x [2, K] without epilogue, in ``y`` if it is not
+    None.
+
+    ``by_row`` f32 [M] multiplies the rows of a plain product.  With a gate, the second result is int32 [1, P], the bits
+    of the largest elements of the output's parts.  A caller may pass them as ``tops`` of x, which is used if x is
+    rounded or the weight has 4 bits.
+    """
+    of, form, rounded = product.of, product.form, product.rounded
+    four = form.bits == 4 and not form.table
+    tops = tops if rounded is not None or four else None
     if rounded is not None and tops is None and form.k > SHORT:
         x, by_row = rows(x, rounded, x.dtype)
     unit, weight = elements_of(product, x)
-    tile = dict(tile or fused_gemv_tile(form, product.mode == GATED, unit))
+    if tile is None and (len(x) > 1 or (unit == 1 and around is NOTHING)):
+        tile = plain_tile(form, unit, len(x))
+    tile = dict(tile or gemv_tile(form, product.mode == GATED, unit))
     programs = triton.cdiv(form.n, tile["BN"])
     tile["PROGRAMS"] = 0
     if "EACH" in tile:
@@ -527,29 +476,9 @@ def fused_gemv(
         tile["BK"] = max(triton.next_power_of_2(form.k), 256, form.group if form.bits == 4 else 0)
     top = 0.0 if rounded is None or by_row is not None else TOP[rounded]
     known = 0 if tops is None else tops.shape[1]
-    y, partials, tensors, epilogue = product.given(x, by_row, around, programs, tops=True)
-    _fused_gemv[(programs,)](
-        x,
-        x if unit == 1 else x.view(torch.int64),
-        weight,
-        of.scale,
-        of.zero,
-        x if tops is None else tops,
-        *tensors,
-        F=form,
-        E=Elements(unit, top, known, triton.next_power_of_2(max(known, 1))),
-        P=epilogue,
-        ASM=capability(x.device) >= 8,
-        **tile,
-        **pdl(x),
-    )
+    y, partials, tensors, epilogue = product.given(x, by_row, around, programs, True, y)
+    wide, tops = x.view(torch.int64) if unit in (4, 8) else x, x if tops is None else tops
+    elements = Elements(unit, top, known, triton.next_power_of_2(max(known, 1)))
+    operands = (x, wide, weight, of.scale, of.zero, of.table, tops, *tensors)
+    _gemv[(programs,)](*operands, F=form, E=elements, P=epilogue, ROWS=len(x), **tile, **pdl(x))
     return y, partials
-
-
-def elements_of(product: EpilogueProduct, x: Tensor) -> tuple[int, Tensor]:
-    """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
-    weight = product.of.weight
-    if not product.form.float8:
-        return 32 // product.form.bits, weight.view(torch.int32)
-    lies = product.form.k % 8 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 8 == 0
-    return (8, weight.view(torch.int64)) if product.rounded is not None and lies else (1, weight)

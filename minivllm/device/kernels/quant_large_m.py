@@ -11,11 +11,10 @@ With TMA Hopper's copy engine loads the tiles, without instructions of the progr
 16 inputs apart, so x is then stored in *halves*: the first 16 of each 32 inputs in the left half of the row, the others
 in the right half.
 
-``int8_large`` splits a row of x into x = (128 q[0] + q[1]) * scale, scale = its largest element / 16256, which two int8
-products multiply.  The weight is not converted, and both take the time of one bfloat16 product.  An element of x
-changes by at most 1 / 32512 of its row's largest element.  The error of an output is below a fourth of the error that
-rounding the weight to int8 made, for every row, because that error is proportional to the row's norm, which is at least
-its largest element.
+``int8_large`` multiplies the two int8 parts of a row of x (``eight_bits.halved_rows``) by the weight, which is not
+converted, in the time of one bfloat16 product.  The error of an output is below a fourth of the error that rounding the
+weight to int8 made, for every row, because that error is proportional to the row's norm, which is at least its largest
+element.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .eight_bits import halved_rows
 from .launch import capability, kernel, pdl, wait
-from .quant_formats import Form, QuantizedWeight, bytes_of, nibbles_of
+from .quant_formats import Form, QuantizedWeight, bytes_of, nibbles_of, table_words
 from .quant_gemv import WIDE
 from .split_sums import drained, together
 
@@ -55,7 +55,7 @@ def halves(x: Tensor) -> Tensor:
 
 @kernel("M")
 def _matmul(
-    x, weight, scale, zero, y, scratch, arrived, M, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    x, weight, scale, zero, table, y, scratch, arrived, M, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows by the weight.
@@ -65,6 +65,7 @@ def _matmul(
     a time.
     """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    words = table_words(table, F.table)
     wait(PDL)
     om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     K: tl.constexpr = F.k
@@ -95,7 +96,7 @@ def _matmul(
             s_at = on[:, None] * F.by_row + (k // F.group + og)[None, :] * F.by_group
             on_s = (on < F.n)[:, None] & (k + og * F.group < K)[None, :]
             low, high = nibbles_of(raw, scale, zero, s_at, on_s, y.dtype.element_ty, BN, SOME, BYTES // SOME, F.zero,
-                                   ASM)  # fmt: skip
+                                   ASM, words if F.table else None)  # fmt: skip
             acc = tl.dot(low, a, acc, input_precision="ieee")
             acc = tl.dot(high, b, acc, input_precision="ieee")
         else:
@@ -139,11 +140,7 @@ def matmul_tile(form: Form, rows: int, tma: bool) -> dict[str, int]:
 
 
 def matmul(
-    of: QuantizedWeight,
-    x: Tensor,
-    y: Tensor | None = None,
-    tile: dict[str, int] | None = None,
-    tma: bool = False,
+    of: QuantizedWeight, x: Tensor, y: Tensor | None = None, tile: dict[str, int] | None = None, tma: bool = False
 ) -> Tensor:
     """Compute y [M, N] of contiguous x [M, K], which is bfloat16 with ``tma``."""
     m, form = len(x), of.form
@@ -162,50 +159,13 @@ def matmul(
         half = 2 if form.bits == 4 else 1
         x = TensorDescriptor.from_tensor(halves(x) if half == 2 else x, [tile["BM"], tile["BK"] // half])
         weight = TensorDescriptor.from_tensor(of.weight, [tile["BN"], tile["BK"] * form.bits // 8])
-    packed = y.dtype == torch.bfloat16 and capability(y.device) >= 9
-    _matmul[(rows, tiles, tile["SK"])](
-        x, weight, of.scale, of.zero, y, scratch, of.arrived, m, F=form, TMA=tma, ASM=packed, **tile, **pdl(y)
-    )
+    given = (x, weight, of.scale, of.zero, of.table, y, scratch, of.arrived, m)
+    constants = dict(F=form, TMA=tma, ASM=y.dtype == torch.bfloat16 and capability(y.device) >= 9)
+    _matmul[(rows, tiles, tile["SK"])](*given, **constants, **tile, **pdl(y))
     return y
 
 
 # ---- int8 on both sides ----------------------------------------------------------------------------------------------
-
-LARGEST = 16256.0  # 127 times 128
-
-
-@kernel("M")
-def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
-    """Split a row of x into high and low parts of int8."""
-    wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    ok = tl.arange(0, BK)
-    most, odd = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
-    for k in tl.range(0, K, BK):
-        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)
-        most, odd = tl.maximum(most, tl.abs(v)), odd + (v - v)
-    top = tl.max(most, 0)
-    step = tl.where(top > 0, tl.div_rn(top, TOP), 1.0)
-    tl.store(scale + row, step + tl.sum(odd, 0))  # a number that is not finite makes the scale NaN
-    inverse = tl.div_rn(1.0, step)
-    for k in tl.range(0, K, BK):
-        v = tl.load(x + row * K + k + ok, mask=k + ok < K, other=0.0).to(tl.float32) * inverse
-        high = (v * 0.0078125 + 12582912.0) - 12582912.0  # rounds to the nearest multiple of 128
-        low = (v - high * 128.0 + 12582912.0) - 12582912.0
-        low = tl.minimum(tl.maximum(low, -127.0), 127.0)
-        tl.store(q + row * K + k + ok, high.to(tl.int8), mask=k + ok < K)
-        tl.store(q + (M + row) * K + k + ok, low.to(tl.int8), mask=k + ok < K)
-
-
-def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split contiguous x [M, K] into q int8 [2 M, K], with the high parts of all rows first, and scale f32 [M]."""
-    m, k = x.shape
-    q = torch.empty((2 * m, k), dtype=torch.int8, device=x.device)
-    scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    if m:
-        block = min(triton.next_power_of_2(k), 8192)
-        _parts[(m,)](x, q, scale, m, K=k, BK=block, TOP=LARGEST, num_warps=8 if block > 2048 else 4, **pdl(x))
-    return q, scale
 
 
 @kernel("M")
@@ -248,18 +208,10 @@ def int8_large(
     y = x.new_empty(m, n) if y is None else y
     if not m:
         return y
-    q, by_row = parts(x)
+    q, by_row = halved_rows(x)
     tile = tile or int8_large_tile(n)
-    _int8_large[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]))](
-        TensorDescriptor.from_tensor(q, [tile["BM"], tile["BK"]]),
-        TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]]),
-        by_row,
-        scale,
-        y,
-        m,
-        N=n,
-        K=k,
-        **tile,
-        **pdl(x),
-    )
+    rows = TensorDescriptor.from_tensor(q, [tile["BM"], tile["BK"]])
+    columns = TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]])
+    grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]))
+    _int8_large[grid](rows, columns, by_row, scale, y, m, N=n, K=k, **tile, **pdl(x))
     return y

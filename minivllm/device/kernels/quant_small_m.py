@@ -5,10 +5,8 @@
 
 The weight is read as elements of 16 bits, which is the layout that the tensor cores' operand has in shared memory.  A
 register holds two elements and is converted to one register per plane (``quant_formats``).  x is read two inputs at a
-time, so the factors of each plane are halves of elements of x.  Sums are float32.
-
-8 bits: input 2 i of element i is in plane 0, and input 2 i + 1 in plane 1.  For one row ``quant_gemv`` is faster,
-because it has no padding.
+time, so the factors of each plane are halves of elements of x.  With 8 bits input 2 i of element i is in plane 0, and
+input 2 i + 1 in plane 1.  Sums are float32.
 
 4 bits: the grid has about as many programs as the device can run at once.  Each program converts its part of x to an
 operand of the tensor cores once, and then reads only weights, by the copy engine, and scales.  x is multiplied by the
@@ -32,10 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .eight_bits import rows as rounded_rows
 from .eight_bits import size_of
 from .launch import capability, kernel, multiprocessors, pdl, wait
-from .products import ADDED, GATED, PLAIN, _finish
-from .quant_epilogue import Around, EpilogueProduct
+from .products import ADDED, GATED, PLAIN
+from .quant_epilogue import Around, EpilogueProduct, finish
 from .quant_float16 import UNITS, power_of
-from .quant_formats import Form, byte_planes, code_planes, halves_of
+from .quant_formats import Form, byte_planes, code_planes, halves_of, numbers_of
 from .quant_gemv import WIDE, both_added
 
 ROWS, ROWS_OF_32 = 8, 4  # largest number of rows; with groups of 32 inputs each row takes two columns
@@ -46,20 +44,16 @@ MOST_INPUTS = 16384  # largest number of inputs of 4 bits for which a program's 
 
 
 @triton.jit
-def _sum(acc, w_at, keep, x0, x1, FLOAT8: tl.constexpr, IEEE: tl.constexpr, ASM: tl.constexpr):
+def _added(acc, w_at, keep, x0, x1, FLOAT8: tl.constexpr):
     """Return acc [P, BN, 8] + the products of tiles of the weight with the inputs of both planes."""
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    w = tl.load(w_at, mask=keep[:, :, None], other=0, eviction_policy="evict_first")
-    a, b = byte_planes(w, x0.dtype, FLOAT8, ASM)
-    acc = tl.dot(a, x0, acc, input_precision=precision)
-    return tl.dot(b, x1, acc, input_precision=precision)
+    a, b = byte_planes(tl.load(w_at, mask=keep[:, :, None], other=0, eviction_policy="evict_first"), FLOAT8)
+    return tl.dot(b.to(x1.dtype), x1, tl.dot(a.to(x0.dtype), x0, acc))
 
 
 @kernel("M")
 def _small_m8(
     x, weight, scale, by_row, y, bias, residual, norm, in_squares, out_squares, eps, M, F: tl.constexpr,
-    E: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply x int32 [M, K / 2] by a weight int16 [N, K / 2], with GATED [2 N, ...].
 
@@ -77,20 +71,18 @@ def _small_m8(
         there = k + op * BK < F.k
         on_x = (om < M)[None, None, :] & there[:, None, None] & (ow >= 0)[None, :, None]
         keep = there[:, None] & (on < F.n)[None, :]
-        x0, x1 = halves_of(tl.load(x_at + k // 2, mask=on_x, other=0), y, ASM)
-        acc = _sum(acc, w_at + k // 2, keep, x0, x1, F.float8, IEEE, ASM)
+        x0, x1 = halves_of(tl.load(x_at + k // 2, mask=on_x, other=0), y)
+        acc = _added(acc, w_at + k // 2, keep, x0, x1, F.float8)
         if E.mode == 1:
-            up = _sum(up, w_at + (F.n * (F.k // 2) + k // 2), keep, x0, x1, F.float8, IEEE, ASM)
-    total = tl.sum(acc, 0) * tl.load(scale + on, mask=on < F.n, other=0.0)[:, None]
-    total_up = tl.sum(up, 0)
+            up = _added(up, w_at + (F.n * (F.k // 2) + k // 2), keep, x0, x1, F.float8)
+    total, total_up = tl.sum(acc, 0) * tl.load(scale + on, mask=on < F.n, other=0.0)[:, None], tl.sum(up, 0)
     if E.mode == 1:
         total_up = total_up * tl.load(scale + F.n + on, mask=on < F.n, other=0.0)[:, None]
     if E.by_row:
         factor = tl.load(by_row + om, mask=om < M, other=0.0)[None, :]
-        total = total * factor
-        total_up = total_up * factor
-    _finish(tl.trans(total), tl.trans(total_up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps,
-            M, F.n, F.k, E.parts, E.parts_p, E.mode, E.bias, E.act)  # fmt: skip
+        total, total_up = total * factor, total_up * factor
+    around = (y, bias, residual, norm, in_squares, out_squares, eps)
+    finish(total, total_up, om, on, tile, around, M, F, E, False)
 
 
 def _tile8(n: int, gated: bool) -> dict[str, int]:
@@ -111,19 +103,8 @@ def _product8(
     tile = tile or _tile8(form.n, product.mode == GATED)
     tiles = triton.cdiv(form.n, tile["BN"])
     y, sums, tensors, epilogue = product.given(x, by_row, around, tiles)
-    _small_m8[(tiles,)](
-        x.view(torch.int32),
-        product.of.weight.view(torch.int16),
-        product.of.scale,
-        *tensors,
-        len(x),
-        F=form,
-        E=epilogue,
-        IEEE=x.dtype == torch.float32,
-        ASM=x.dtype == torch.bfloat16 and capability(x.device) >= 9,
-        **tile,
-        **pdl(x),
-    )
+    operands = (x.view(torch.int32), product.of.weight.view(torch.int16), product.of.scale)
+    _small_m8[(tiles,)](*operands, *tensors, len(x), F=form, E=epilogue, **tile, **pdl(x))
     return y, sums
 
 
@@ -168,10 +149,9 @@ def _scales(scale, zero, on, k, there, N, F: tl.constexpr, SIDES: tl.constexpr, 
 @triton.jit
 def _sums(planes, x, acc):
     """Return acc [G, BN, C] + the products of four planes with the operands x."""
-    acc = tl.dot(planes[0], x[0], acc)
-    acc = tl.dot(planes[1], x[1], acc)
-    acc = tl.dot(planes[2], x[2], acc)
-    return tl.dot(planes[3], x[3], acc)
+    for i in tl.static_range(4):
+        acc = tl.dot(planes[i], x[i], acc)
+    return acc
 
 
 @triton.jit
@@ -188,10 +168,8 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
     if SIDES > 1:
         keep = keep & ((oe // 8)[None, :, None] == side[None, None, :])
     x_at = x + om[None, None, :] * (K // 2) + pairs[:, :, None]
-    v0, v1 = halves_of(tl.load(x_at, mask=keep, other=0), like, False)
-    v0, v1 = v0.to(tl.float32), v1.to(tl.float32)
-    v2, v3 = halves_of(tl.load(x_at + 8, mask=keep, other=0), like, False)
-    v2, v3 = v2.to(tl.float32), v3.to(tl.float32)
+    v0, v1 = numbers_of(tl.load(x_at, mask=keep, other=0), like)
+    v2, v3 = numbers_of(tl.load(x_at + 8, mask=keep, other=0), like)
     size = tl.maximum(tl.maximum(size_of(v0), size_of(v1)), tl.maximum(size_of(v2), size_of(v3)))
     step, inverse = power_of(tl.max(size, 1))
     by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
@@ -215,9 +193,9 @@ def _of_side(v, v1, side, SIDES: tl.constexpr):
 
 
 @triton.jit
-def _products(w, scales, x, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+def _products(w, scales, x, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr):
     """Return the sums of each group [G, BN, C], multiplied by the scales of ``_scales``."""
-    planes = code_planes(w, ASM)
+    planes = code_planes(w)
     if ZERO:
         acc = _sums(planes, x, tl.zeros(of_x.shape, tl.float32))
         acc = acc - _of_side(scales[1], scales[3], side, SIDES) * of_x
@@ -233,6 +211,27 @@ def _rows(total, by, SIDES: tl.constexpr):
     if SIDES > 1:
         total = tl.sum(tl.reshape(total, [total.shape[0], SIDES, total.shape[1] // SIDES]), 1)
     return total
+
+
+@triton.jit
+def _factors(in_squares, om, eps, M, K: tl.constexpr, E: tl.constexpr):
+    """Return the factor [C] of the sums of the rows ``om`` [C] with the division by the last norm."""
+    by = tl.full(om.shape, UNITS, tl.float32)
+    if E.parts > 0:
+        op = tl.arange(0, E.parts_p)
+        at = in_squares + om[:, None] * E.parts + op[None, :]
+        squares = tl.load(at, mask=(om < M)[:, None] & (op < E.parts)[None, :], other=0.0)
+        by *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    return by
+
+
+@triton.jit
+def _part_stored(at, total, up, GATE: tl.constexpr):
+    """Store a part of the sums [BN, BM] at the pointers ``at``, with a gate in pairs."""
+    if GATE:
+        tl.store(at[:, :, None] + tl.arange(0, 2)[None, None, :], tl.join(total, up))
+    else:
+        tl.store(at, total)
 
 
 @triton.jit
@@ -257,7 +256,7 @@ def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl
 def _small_m4(
     x, weight, codes, scale, zero, by_row, y, bias, residual, norm, in_squares, out_squares, eps, scratch, arrived, M,
     F: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, T_P: tl.constexpr,
-    G: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply x int32 [M, K / 2] by 4-bit ``codes`` int16 [N, K / 4], with GATED [2 N, ...].
 
@@ -274,25 +273,21 @@ def _small_m4(
     program, part = tl.program_id(0), tl.program_id(1)
     og, oc, oi = tl.arange(0, G), tl.arange(0, SIDES * BM), tl.arange(0, BN)
     first = program * T
-    if ASM:
-        at = first * BN + oi
-        _prefetch(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, N, K, G * BATCH)
-        if GATE:
-            at = tl.where(at < N, at + N, 2 * N)
-            _prefetch(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, 2 * N, K, G * BATCH)
+    at = first * BN + oi
+    _prefetch(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, N, K, G * BATCH)
+    if GATE:
+        upper = tl.where(at < N, at + N, 2 * N)
+        _prefetch(codes, upper, part * BATCHES * BATCH, BATCHES * BATCH, 2 * N, K, G * BATCH)
     wait(PDL)
     k = (part * BATCHES + og) * BATCH
     om, side, there = oc % BM, oc // BM, (og < BATCHES) & (k < K)
     planes, of_x, step = _operands(x, k, there, om, side, y, M, K, G, BN, BATCH // 4, SIDES)
-    by = tl.full([SIDES * BM], UNITS, tl.float32)
-    if E.parts > 0:
-        op = tl.arange(0, E.parts_p)
-        squares = tl.load(in_squares + om[:, None] * E.parts + op[None, :],
-                          mask=(om < M)[:, None] & (op < E.parts)[None, :], other=0.0)  # fmt: skip
-        by *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    by = _factors(in_squares, om, eps, M, K, E)
     rows = tl.arange(0, BM)
     STEP: tl.constexpr = (N + BN - 1) // BN * BN * BM
-    parts = scratch + rows[None, :] * (2 if GATE else 1)
+    WIDE: tl.constexpr = 2 if GATE else 1  # sums of an output
+    parts = scratch + rows[None, :] * WIDE
+    around = (y, bias, residual, norm, in_squares, out_squares, eps)
     for tile in tl.range(first, tl.minimum(first + T, (N + BN - 1) // BN), num_stages=STAGES):
         on = tile * BN + oi
         w = weight.load([part * BATCHES, tile * BN, 0])
@@ -301,31 +296,26 @@ def _small_m4(
             u = weight.load([part * BATCHES, N + tile * BN, 0])
             upper = on + N if EVEN else tl.where(on < N, on + N, 2 * N)
             up_scales = _scales(scale, zero, upper, k, there, 2 * N, F, SIDES, EVEN)
-        each = _products(w, scales, planes, of_x, step, side, SIDES, F.zero, ASM)
+        each = _products(w, scales, planes, of_x, step, side, SIDES, F.zero)
         if GATE:
-            gated = _products(u, up_scales, planes, of_x, step, side, SIDES, F.zero, ASM)
-            # one reduction for both sums, so that the program waits only once for its warps
+            gated = _products(u, up_scales, planes, of_x, step, side, SIDES, F.zero)
+            # one reduction for both sums, so that the program waits for its warps once
             total, up = tl.reduce((each, gated), 0, both_added)
             total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
         else:
             total = _rows(tl.sum(each, 0), by, SIDES)
             up = total
-        if SK > 1 and GATE:
-            to = parts + part * STEP * 2 + on[:, None] * (2 * BM)
-            tl.store(to[:, :, None] + tl.arange(0, 2)[None, None, :], tl.join(total, up))
-        elif SK > 1:
-            tl.store(parts + part * STEP + on[:, None] * BM, total)
+        if SK > 1:
+            _part_stored(parts + part * STEP * WIDE + on[:, None] * (WIDE * BM), total, up, GATE)
         else:
-            _finish(tl.trans(total), tl.trans(up), rows, on, tile, y, bias, residual, norm, in_squares, out_squares,
-                    eps, M, N, K, 0, 1, E.mode, E.bias, E.act)  # fmt: skip
+            finish(total, up, rows, on, tile, around, M, F, E, True)
     if SK > 1:
         tl.debug_barrier()  # all of the program's stores come before its arrival
         if tl.atomic_add(arrived + program, 1, sem="acq_rel") == SK - 1:
             of = tl.arange(0, T_P * BN)
             outputs = tl.where(of < T * BN, first * BN + of, N)
             sums, up_sums = _parts_added(parts, outputs, N, STEP, BM, SK, E.mode)
-            _finish(tl.trans(sums), tl.trans(up_sums), rows, outputs, program, y, bias, residual, norm, in_squares,
-                    out_squares, eps, M, N, K, 0, 1, E.mode, E.bias, E.act)  # fmt: skip
+            finish(sums, up_sums, rows, outputs, program, around, M, F, E, True)
             tl.store(arrived + program, 0)
 
 
@@ -362,26 +352,11 @@ def _product4(
     size = split * columns * (2 if product.mode == GATED else 1) * tiles * bn if split > 1 else 0
     codes = of.weight.view(torch.int16)
     elements = codes.view(of.form.n, form.k // batch, batch // 4).transpose(0, 1)
-    _small_m4[(programs, split)](
-        x.view(torch.int32),
-        TensorDescriptor.from_tensor(elements, [batches, bn, batch // 4]),
-        codes,
-        of.scale,
-        of.zero,
-        *tensors,
-        torch.empty(size, dtype=torch.float32, device=x.device) if size else y,
-        arrived,
-        m,
-        F=form,
-        E=epilogue,
-        BM=columns,
-        T=turns,
-        T_P=triton.next_power_of_2(turns),
-        G=batches,
-        ASM=x.dtype == torch.bfloat16,
-        **tile,
-        **pdl(x),
-    )
+    weight = TensorDescriptor.from_tensor(elements, [batches, bn, batch // 4])
+    scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
+    operands = (x.view(torch.int32), weight, codes, of.scale, of.zero, *tensors, scratch, arrived, m)
+    sizes = dict(BM=columns, T=turns, T_P=triton.next_power_of_2(turns), G=batches)
+    _small_m4[(programs, split)](*operands, F=form, E=epilogue, **sizes, **tile, **pdl(x))
     return y, sums
 
 

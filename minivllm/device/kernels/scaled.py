@@ -24,10 +24,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .eight_bits import divided, rows, size_of, step_of
 from .launch import capability, kernel, pdl, wait
 from .quant import Quantized
-from .quant_gemv import WIDE, gemv
+from .quant_epilogue import EpilogueProduct
+from .quant_gemv import FEW, WIDE, gemv
 
 MULTIPROCESSORS = 132  # number of the GPU that was measured
-FEW_ROWS = 2  # largest number of rows without tensor cores
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 
 
@@ -253,9 +253,9 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype)
             return self.wide((q.float() * scale).to(x.dtype), out)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
-        if 0 < m <= FEW_ROWS:  # few rows are limited by memory, and the kernel with unrounded rows reads it faster
+        if 0 < m <= FEW:  # these wait for memory, and the kernel with unrounded rows reads it faster
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
-            gemv(self.wide, q, y, scale)
+            gemv(EpilogueProduct(self.wide), q, y=y, by_row=scale)
         elif m:
             self.of_rows(*rows(x.contiguous(), self.weight.dtype), y)
         return y if out is None or y is out else out.copy_(y)

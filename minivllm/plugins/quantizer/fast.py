@@ -57,7 +57,7 @@ def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
     """Return ``FusedProduct`` of the kernels from ``kernels_of``, None for None."""
     if kernels is None:
         return None
-    from minivllm.device.kernels.quant_fused import FusedProduct
+    from minivllm.device.kernels.quant import FusedProduct
 
     return FusedProduct(kernels, bias, mode, activation)
 
@@ -66,7 +66,7 @@ def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
     """Return ``FusedProduct`` of the kernels from ``scaled_kernels_of``, None for None."""
     if kernels is None:
         return None
-    from minivllm.device.kernels.quant_fused import FusedProduct
+    from minivllm.device.kernels.quant import FusedProduct
 
     return FusedProduct(kernels.wide, bias, mode, activation, kernels.weight.dtype, scaled=kernels)
 

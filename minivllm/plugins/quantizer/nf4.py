@@ -8,13 +8,14 @@ Codes and scales are those of bitsandbytes, which need not be installed, even on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
-from .fast import kernels_of, served_by
+from .fast import joined, kernels_of, served_by
 from .forms import TableRows
 from .int4 import does_not_divide, pack
 from .online import OnlineQuantizer
@@ -43,6 +44,9 @@ class Nf4Weight(MadeByTiles, TableRows):
         self.table.copy_(self._numbers)  # set after all other tensors are loaded
         group = self.info.in_features // self.scale.shape[1]
         self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
+
+    def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
+        return joined(self.kernels, bias, mode, activation)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return served_by(self.weight.dtype, device, sm, table=True)

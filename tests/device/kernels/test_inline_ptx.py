@@ -7,6 +7,9 @@ import pytest
 import torch
 from ptx import bfloat16_of, bits_of_bfloat16, run, written_in
 
+pytest.importorskip("triton")
+from minivllm.device.kernels.quant_formats import with_words
+
 BYTES = np.arange(256, dtype=np.uint8)
 
 
@@ -85,11 +88,26 @@ def test_codes_of_4_bits_become_multiples_of_a_scale_around_a_zero_point(zero):
         assert (bfloat16_of(got) == rounded).mean() > 0.98  # the rest lie between two numbers
 
 
-def test_a_code_of_4_bits_becomes_128_and_itself():
+def test_a_number_of_8_bits_becomes_128_and_its_half():
     (ptx,) = written_in("device/kernels/quant_formats.py", "number_of")
-    words = np.arange(256, dtype=np.uint32) << 12
-    (got,) = run(ptx, [words, np.full_like(words, 0xF0000), np.full_like(words, 0x43000000)], [np.uint32])
-    assert np.array_equal(got.view(np.float32), 128 + (words >> 16 & 15).astype(np.float32))
+    words = np.arange(1024, dtype=np.uint32) << 13
+    (got,) = run(ptx, [words, np.full_like(words, 0x7F8000), np.full_like(words, 0x43000000)], [np.uint32])
+    assert np.array_equal(got.view(np.float32), 128 + (words >> 15 & 255).astype(np.float32) / 2)
+
+
+def test_bytes_of_two_codes_become_the_float16_numbers_of_any_table():
+    (ptx,) = written_in("device/kernels/quant_formats.py", "table_pairs")
+    numbers = np.random.default_rng(3).normal(size=16).astype(np.float16)
+    whole = with_words(torch.from_numpy(numbers).float())
+    words = np.repeat(whole.numpy()[16:].view(np.uint32)[:, None], 256, axis=1)
+    low, high = run(ptx, [BYTES, *words], [np.uint16, np.uint16])
+    assert np.array_equal(low.view(np.float16), numbers[BYTES & 15])
+    assert np.array_equal(high.view(np.float16), numbers[BYTES >> 4])
+
+
+def test_a_table_with_a_number_beyond_float16_is_refused():
+    with pytest.raises(ValueError, match=r"number 70000\.0: expected at most 65504"):
+        with_words(torch.linspace(0, 70000, 16))
 
 
 def test_four_planes_of_codes_of_4_bits_become_subnormal_float16():

@@ -38,6 +38,8 @@ WIDE = [
     ("int4", 1536, 1024, 32, False),
     ("int4", 256, 3584, 128, False),
     ("int4", 520, 1056, 32, True),
+    ("nf4", 256, 5120, 64, False),
+    ("nf4", 520, 1152, 32, False),
 ]
 FORMS = {
     "int8": "int8",
@@ -71,7 +73,7 @@ def test_products_are_those_of_the_weight_that_is_held(dtype, shape):
 
 @on_gpu
 @pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("shape", [*checks.SMALL, *(s for s in WIDE if s[0] != "int4")], ids=str)
+@pytest.mark.parametrize("shape", [*checks.SMALL, *(s for s in WIDE if s[0] in checks.EIGHT)], ids=str)
 def test_few_rows_with_what_comes_before_and_behind_a_product(shape, rounded):
     checks.check_small("cuda", torch.bfloat16, shape, None, rounded)
 
@@ -90,7 +92,7 @@ def test_few_rows_of_four_bits_with_what_comes_before_and_behind_a_product(shape
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("shape", [*checks.ONE_ROW, *checks.SMALL, *WIDE], ids=str)
 def test_one_row_with_what_comes_before_and_behind_a_product(shape, rounded):
-    if not (rounded and shape[0] == "int4"):
+    if not (rounded and shape[0] in ("int4", "nf4")):
         checks.check_vector("cuda", torch.bfloat16, shape, None, rounded)
         for stages in (0, 3):
             second = {"EACH": 1} if shape[2] <= quant_gemv.SHORT else {"BK": 512}
@@ -275,23 +277,28 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minivllm.device.kernels import quant_gemv, quant_large_m
+from minivllm.device.kernels.quant_epilogue import Epilogue
 from minivllm.device.kernels.quant_formats import Form
 
-for bits, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u8", 2)):
-    form = Form(4096, 4096, bits, 32 if bits == 4 else 4096, 128, 1, zeros, False, dtype == "fp8e4nv")
+for bits, dtype, zeros, table in (
+    (8, "i8", 0, False), (8, "fp8e4nv", 0, False), (4, "u8", 0, False), (4, "u8", 2, False), (4, "u8", 0, True)
+):
+    form = Form(4096, 4096, bits, 32 if bits == 4 else 4096, 128, 1, zeros, table, dtype == "fp8e4nv")
+    words = not table and not form.float8
+    unit = 32 // bits if words else 8 // bits
+    one_row = dict(E=quant_gemv.Elements(unit, 0.0, 0, 1), P=Epilogue(0, False, 0, False, 0, 1), PROGRAMS=0, ROWS=1)
     for kernel, tile, more in (
-        (quant_gemv._gemv, quant_gemv.gemv_tile(form, 1, False), dict(ROWS=1, BY_ROW=False, WORDS=False, ASM=False)),
+        (quant_gemv._gemv, dict(BN=8, BK=1024, STAGES=3, num_warps=4), one_row),
         (quant_large_m._matmul, quant_large_m.matmul_tile(form, 16, False), dict(ASM=True, TMA=False)),
-        (quant_gemv._gemv, quant_gemv.gemv_tile(form, 1, True), dict(ROWS=1, BY_ROW=True, WORDS=True, ASM=True)),
     ):
-        words = more.get("WORDS", False)
-        if words and form.float8:
-            continue
         options = {"num_warps": tile["num_warps"]}
         constants = {"F": form, "PDL": True, **more, **{k: v for k, v in tile.items() if k != "num_warps"}}
-        types = dict(x="*bf16", y="*bf16", weight="*" + dtype, arrived="*i32", M="i32")
-        types.update(dict.fromkeys(("scale", "zero", "scratch", "table", "by_row"), "*fp32"))
-        types.update(dict(x="*i64", weight="*i32") if words else {})
+        names = ("x", "wide_x", "y", "bias", "residual", "norm")
+        types = dict.fromkeys(names, "*bf16") | dict(weight="*" + dtype, arrived="*i32", tops="*i32", M="i32")
+        types["eps"] = "fp32"
+        types.update(dict.fromkeys(("scale", "zero", "scratch", "table", "by_row", "in_squares", "out"), "*fp32"))
+        if kernel is quant_gemv._gemv and words:
+            types.update(wide_x="*i64", weight="*i32")
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
         indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -301,7 +308,7 @@ for bits, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u
         assert "cp.async.cg.shared.global" in ptx, "weights do not come by 16 bytes"
         assert ("wgmma" in ptx) == (kernel is quant_large_m._matmul)
         assert ".local" not in ptx
-        if kernel is quant_large_m._matmul and bits == 4:
+        if kernel is quant_large_m._matmul and bits == 4 and not table:
             assert "sub.rn.bf16x2" in ptx, "numbers are not made two at a time"
 print("compiled")
 """
