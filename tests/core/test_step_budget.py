@@ -81,8 +81,8 @@ def test_the_automatic_bound_is_a_multiple_of_the_shortest_decodes_and_at_least_
     for rows in (8, 1):
         device.run(budget, rows, [])
     budget.note(plan_of(np.array([1] * 64), np.array([500] * 64)), 9 * decode)
-    found = steps_of(budget, device, 8, 3000)
-    assert np.mean(found[10:]) == pytest.approx(decode + min(max(AUTO * decode, LEAST_MS), MOST * 0.003), rel=0.1)
+    found, bound = steps_of(budget, device, 8, 3000)[10:], decode + min(max(AUTO * decode, LEAST_MS), MOST * 0.003)
+    assert max(found) == pytest.approx(bound, rel=0.1) and np.mean(found) >= 0.8 * bound
 
 
 def test_long_steps_have_a_number_of_tokens_without_padding_and_short_ones_any_number():
