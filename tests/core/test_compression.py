@@ -108,15 +108,6 @@ def a_row_that_returns_counts_as_compressed(real, self, seq):
 
 
 @fault(Compression)
-def a_row_is_compressed_before_its_blocks_are_published(real, self, planner):
-    """In ``plan``, steps in flight are ignored."""
-    steps = planner.slots.step.copy()
-    planner.slots.step[:] = 0
-    real(self, planner)
-    planner.slots.step[:] = steps
-
-
-@fault(Compression)
 def sums_have_no_first_chunk(real, self, s, slots, computed):
     """In ``_summed``, rows that begin their prompt are left out."""
     return real(self, s, slots, np.where(computed == 0, s.prompt[slots], computed))
@@ -266,6 +257,48 @@ def test_a_row_is_compressed_at_its_prompts_end_and_after_every_so_many_tokens(d
     # compressions at 20, 24, 28 and 32 tokens; 33 of the 34 tokens are computed
     assert made.compression.stats() == {"compressions": 4, "dropped_tokens": 14 + 4 + 4 + 4}
     assert most == -(-(6 + 4) // made.wiring.block)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_rows_wait_for_steps_in_flight_only_before_a_compression_of_blocks_that_are_published(prefix, monkeypatch):
+    """A second row of other length decodes beside the compressed one, so that steps go on while the latter waits."""
+    made = engine(compress=(6, 4), depth=1, prefix=prefix, slots=2)
+    plans, real = [], Planner._make_plan
+
+    def noted(planner, *args):
+        plan = real(planner, *args)
+        plans.append([] if plan is None else plan.slots.tolist())
+        return plan
+
+    monkeypatch.setattr(Planner, "_make_plan", noted)
+    row = request(made, "a", range(1, 21), max_tokens=14, ignore_eos=True)
+    other = request(made, "b", range(31, 41), max_tokens=30, ignore_eos=True, kv_budget=0)
+    slot = None
+    absent = 0
+    while made.busy:
+        made.step()
+        slot = row.sequences[0].slot if row.sequences[0].slot >= 0 else slot
+    for r in (row, other):
+        assert outputs(r)[0] == answer(r.prompt, r.params, max_len=128)
+    computing = [slot in slots for slots in plans]
+    first, last = computing.index(True), len(computing) - computing[::-1].index(True)
+    absent = computing[first:last].count(False)
+    assert made.compression.compressions == 4
+    assert absent == int(prefix)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_blocks_of_a_prompt_are_published_before_the_row_is_compressed(planted, monkeypatch):
+    if planted:
+        monkeypatch.setattr(Compression, "_waits", lambda *args: False)
+    made = engine(compress=(6, 4), depth=1)
+    for name in "ab":
+        request(made, name, range(1, 21), max_tokens=14, ignore_eos=True)
+        run(made, check=True)
+    at_rest(made)
+    # the last token of a prompt is always computed
+    expected = 0 if planted else 19
+    assert made.stats()["prefix_hits"] == expected
 
 
 def test_a_share_is_one_of_the_prompt_and_a_budget_above_it_compresses_nothing():

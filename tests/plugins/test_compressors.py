@@ -192,6 +192,22 @@ def test_batches_chunks_hits_and_preemptions_change_no_token(name, tmp_path, mon
         assert llm.stats()["preemptions"] > 4
 
 
+@pytest.mark.parametrize("name", ["knorm", "snapkv", "h2o"])
+def test_rows_are_compressed_behind_steps_in_flight_and_change_no_token(name, tmp_path):
+    path, *_ = tiny_dir(tmp_path)
+    prompts = [PROMPT, PROMPT[:19], PROMPT[3:], [59, *PROMPT], PROMPT[::-1]]
+    with engine(path, name, enable_prefix_caching=False, run_ahead=0) as llm:
+        whole = run(llm, prompts, max_tokens=30)
+        # a row ends at one of these tokens while its next step, and perhaps a compression, is in flight
+        stops = {"ignore_eos": False, "stop_token_ids": [tokens[12] for tokens in whole[:3]]}
+        short = run(llm, prompts, max_tokens=30, **stops)
+    assert min(map(len, short)) < 30
+    with engine(path, name, enable_prefix_caching=False, run_ahead=2) as llm:
+        for _ in range(2):  # in used blocks too
+            assert run(llm, prompts, max_tokens=30) == whole
+            assert run(llm, prompts, max_tokens=30, **stops) == short
+
+
 @pytest.mark.parametrize("kv_format", ["fp16", "bf16", "int8", "fp8"])
 def test_stored_bytes_of_every_kv_format_move_unchanged(kv_format, tmp_path):
     path, *_ = tiny_dir(tmp_path)

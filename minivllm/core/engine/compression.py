@@ -8,8 +8,9 @@
 
 A compression happens between two steps, at a number of computed tokens that depends on the request alone.  So a row
 that was preempted is compressed at the same places when its tokens are computed again.  The device chooses the tokens
-(``interfaces.compressor``); their number is known here.  The row waits until its earlier steps have been collected, so
-that the blocks of its prompt are published before their content moves.
+(``interfaces.compressor``); their number is known here.  A compression is planned while earlier steps of its row are in
+flight.  Only a row whose blocks may still be published, or whose branches have not forked, waits until these steps have
+been collected, because the content of its blocks moves.
 
 Memory pressure adds compressions at other places (``pressure``).  ``Seq.compressions`` therefore lists all compressions
 of a sequence, and they are repeated at the same places after a preemption.
@@ -173,8 +174,8 @@ class Compression:
         due = s.running[s.computed[s.running] >= s.compress_at[s.running]]
         for slot in due.tolist():
             seq = s.seq[slot]
-            if seq is None or s.step[slot] > s.published:
-                continue  # the row was preempted for another one, or its blocks are not published yet
+            if seq is None or self._waits(planner, slot):
+                continue  # the row was preempted for another one, or waits for its steps in flight
             computed = int(s.computed[slot])
             keep = self._tokens_to_keep(seq, computed)
             compactions = self._with_room(planner, slot, keep)
@@ -190,6 +191,17 @@ class Compression:
                         one.reader = seq
             s.compress_at[slot] = self._next(seq, computed)
             s.changes += 1
+
+    def _waits(self, planner: CompressingPlanner, slot: int) -> bool:
+        """Return whether steps in flight of a row must be collected before the row is compressed, or whether the row
+        ends with them."""
+        s = planner.slots
+        if s.step[slot] <= s.published:
+            return False
+        if s.known[slot] >= s.end[slot]:
+            return True
+        publishes = planner.cache.prefix and s.prefix_published[slot] < s.table.shape[2]
+        return bool(publishes or s.forking[slot])
 
     def _tokens_to_keep(self, seq: Seq, computed: int) -> int:
         """Return the number of tokens that a row keeps when it has ``computed`` tokens.  A recorded compression is

@@ -497,13 +497,14 @@ class Sim(Executor):
         for g, slot, stored, kept, computed in d.compact.tolist():
             used = -(-stored // self.block)
             blocks, sources = np.array(sources[:used]), sources[used:]
+            if self.stopped[slot]:
+                continue  # the host has not seen yet that the sequence ended, and counts its tokens on
             positions = self.held.get((g, slot), np.arange(computed))
             assert len(positions) == stored, f"slot {slot} stores {len(positions)} tokens, the delta says {stored}"
             at = np.arange(stored)
             content = self.kv[g][blocks[at // self.block], at % self.block]
-            if not self.stopped[slot]:
-                own = self._own(slot, computed)[positions]
-                assert (content == own).all(), f"group {g}: foreign KV of slot {slot} is compressed"
+            own = self._own(slot, computed)[positions]
+            assert (content == own).all(), f"group {g}: foreign KV of slot {slot} is compressed"
             chosen = np.sort(np.random.default_rng([slot, computed]).permutation(stored)[:kept])
             to = np.arange(kept)
             new = self.table[g, slot, to // self.block]
