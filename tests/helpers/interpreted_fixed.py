@@ -96,6 +96,28 @@ def test_one_tile_remains_where_tiles_do_not_agree(monkeypatch):
     assert len(FixedProduct(torch.randn(64, 512).half(), 8).tiles) == 1
 
 
+@pytest.mark.parametrize("kind", ["narrow", "wide", "split", "gated"])
+def test_every_tile_that_a_product_uses_is_compared(monkeypatch, kind):
+    """Also those of more outputs than the small weight of the comparison has."""
+    shape = (2 * fixed_products.WIDE if kind in ("wide", "gated") else 1024, 1024)
+    leaves, activation = 8 if kind == "split" else 1, "silu" if kind == "gated" else None
+    monkeypatch.setattr(fixed_products, "capability", lambda device: 9)
+    weight = torch.empty(shape, dtype=torch.float16)
+
+    def used(differs):
+        """Return the tiles of a product on a device on which the tile ``differs`` gives other bits."""
+        found = lambda *of: torch.tensor(float(of[-1] == differs))  # noqa: E731
+        monkeypatch.setattr(fixed_products, "_sums", found)
+        return [tile for _, tile in FixedProduct(weight, leaves, activation).tiles]
+
+    tiles = used(None)
+    assert len(set(tiles)) >= 4
+    for tile in set(tiles):
+        assert used(tile) == tiles[-1:]
+        if tile.spread:
+            assert used(tile._replace(spread=False)) == tiles[-1:]
+
+
 def test_weights_that_the_kernel_cannot_read_are_refused():
     with pytest.raises(ModelError, match="expected a multiple of 16 bytes"):
         FixedProduct(torch.randn(4, 3))

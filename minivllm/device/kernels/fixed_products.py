@@ -21,6 +21,7 @@ Bytes: W once for each row tile that does not find it in the cache, x and y.  Re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -166,21 +167,24 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
 
 
 @cache
-def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool) -> bool:
-    """Return whether all tiles give the same bits on a device, for a small weight.  True where no GPU is.
+def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tile: Tile) -> Tensor:
+    """Return the product of random rows and a small random weight by a tile, on a GPU.
 
-    The rows and the weight are random, with a third of the rows a thousand times as large as the others."""
-    if capability(device) == 0:
-        return True
+    A third of the rows is a thousand times as large as the others."""
     random = torch.Generator(device).manual_seed(0)
     x = torch.randn(300, 1024, generator=random, device=device).to(dtype)
     x[::3] *= 1000
     weight = torch.randn(384, 1024, generator=random, device=device).to(dtype)
-    product = FixedProduct(weight, leaves, "silu" if gated else None, check=False)
-    base = product.tiles[-1][1]
-    want = product.multiply(x, base)
-    tiles = dict.fromkeys(t for _, tile in product.tiles for t in (tile, tile._replace(spread=False)))
-    return all(torch.equal(product.multiply(x, tile), want) for tile in tiles)
+    return FixedProduct(weight, leaves, "silu" if gated else None, check=False).multiply(x, tile)
+
+
+def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tiles: Iterable[Tile]) -> bool:
+    """Return whether some tiles give the same bits on a device, for a small weight.  True where no GPU is."""
+    if capability(device) == 0:
+        return True
+    compared = dict.fromkeys(one for tile in tiles for one in (tile, tile._replace(spread=False)))
+    first, *others = [_sums(device, dtype, leaves, gated, tile) for tile in compared]
+    return all(torch.equal(first, other) for other in others)
 
 
 class FixedProduct:
@@ -206,7 +210,8 @@ class FixedProduct:
         self.n, self.k = rows // 2 if gated else rows, k
         self.tiles = tiles_of(self.n, k // leaves, leaves, weight.dtype == torch.float32, gated)
         self.arrived = torch.zeros(COUNTERS if leaves > 1 else 1, dtype=torch.int32, device=weight.device)
-        if check and not agreeing(weight.device, weight.dtype, leaves, gated):
+        used = [tile for _, tile in self.tiles]
+        if check and not agreeing(weight.device, weight.dtype, leaves, gated, used):
             self.tiles = self.tiles[-1:]
 
     def __call__(self, x: Tensor) -> Tensor:
