@@ -107,6 +107,22 @@ def test_nothing_is_bounded_before_a_step_was_measured_and_unknown_times_teach_n
     assert budget.most(8, 0) == MOST
 
 
+def test_sizes_of_captured_steps_leave_at_least_half_of_the_prompt_tokens():
+    """Otherwise prompts would nearly stop beside more decoding rows than a long captured step has tokens."""
+    sizes = (2048, 2560, 4096)
+    free, bound = StepBudget(None, MOST), StepBudget(None, MOST, sizes)
+    device, shortened = Device(), 0
+    for budget in (free, bound):
+        steps_of(budget, device, rows=100, length=4000)
+    bound.pace, bound._decodes = free.pace, free._decodes
+    for rows in (1, 256, 1000, 2000, 2047, 2500, 5000):
+        tokens, found = free.most(rows, 0), bound.most(rows, 0)
+        assert tokens / 2 <= found <= tokens
+        assert found == tokens or found + rows in sizes
+        shortened += found < tokens
+    assert shortened, "no size shortens a step"
+
+
 @pytest.mark.parametrize(("value", "made"), [("off", None), ("auto", [None]), (30.0, [30.0])])
 def test_the_option_makes_a_budget_unless_it_is_off(value, made):
     wiring = SimpleNamespace(steps=StepWiring(tpot_target_ms=value), max_num_batched_tokens=100)

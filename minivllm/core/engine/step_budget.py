@@ -104,9 +104,13 @@ class StepBudget:
     def _without_padding(self, tokens: int, rows: int) -> int:
         """Return the most prompt tokens up to ``tokens`` that need no padding beside ``rows`` decoding rows.
 
-        Tokens of short steps are returned unchanged."""
+        Tokens of short steps, and tokens of which less than half would remain, are returned unchanged.
+        """
         fitting = [size for size in self.sizes if size <= tokens + rows]
-        return max(fitting[-1] - rows, 1) if fitting and self.pace.each else tokens
+        if not fitting or not self.pace.each:
+            return tokens
+        unpadded = fitting[-1] - rows
+        return unpadded if 2 * unpadded >= tokens else tokens
 
 
 def _group(rows: int) -> int:
