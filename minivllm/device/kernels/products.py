@@ -23,8 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import NUMBER, activate
-from .launch import kernel, pdl, release, roomy, settle, wait
-from .low_rank import COLUMNS, LowRankRows, adapter_columns, add_columns, inner_rows
+from .launch import kernel, pdl, roomy, wait
 
 # largest number of rows for which this product is faster than the library's product with two kernels (measured on an
 # H200)
@@ -109,31 +108,19 @@ def _matvec(
             norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
 
 
-@kernel("M", "slots", "present", "count")
+@kernel("M")
 def _gemm(
-    x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, inner, b, slots, present, count,
-    b_place, eps, M, N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, eps, M,
+    N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
     MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
-    W: tl.constexpr, G: tl.constexpr, SPLITS: tl.constexpr, OF: tl.constexpr, START_1: tl.constexpr,
-    START_2: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows by the weight.
 
-    ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the tensors.  W is
-    the width of low-rank products of OF parts that are added (``low_rank.LowRankRows``), 0 without them.
+    ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the tensors.
     """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
-    if W == 0:
-        wait(PDL)
-    else:
-        # the kernel before, which computes ``inner``, has waited for all earlier ones, so x is complete
-        release(PDL)
-        adapters = tl.load(count)
-        of_row = tl.load(slots + om, mask=om < M, other=-1)
-        if MODE != 1:  # a gate's two sums leave no registers for it
-            columns = adapter_columns(b, present, adapters, 0, on, N, b_place, W, G)
+    wait(PDL)
     each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
     acc = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
@@ -142,24 +129,7 @@ def _gemm(
         acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
         if MODE == 1:
             up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
-    if W > 0:
-        settle(PDL)
-        if part == 0 and MODE != 1:
-            of = (tile * BN >= START_1).to(tl.int32) + (tile * BN >= START_2).to(tl.int32)
-            h = inner_rows(inner, of, om, M, OF, W, SPLITS)
-            acc = add_columns(acc, h, of_row, columns, 0, W, G, IEEE)
-            for j in range(G, adapters, G):
-                columns = adapter_columns(b, present, adapters, j, on, N, b_place, W, G)
-                acc = add_columns(acc, h, of_row, columns, j, W, G, IEEE)
-        if part == 0 and MODE == 1:
-            h = inner_rows(inner, 0, om, M, OF, W, SPLITS)
-            for j in range(0, adapters, G):
-                columns = adapter_columns(b, present, adapters, j, on, N, b_place, W, G)
-                acc = add_columns(acc, h, of_row, columns, j, W, G, IEEE)
-            h = inner_rows(inner, 1, om, M, OF, W, SPLITS)
-            for j in range(0, adapters, G):
-                columns = adapter_columns(b + N * W, present, adapters, j, on, N, b_place, W, G)
-                up = add_columns(up, h, of_row, columns, j, W, G, IEEE)
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     last = True
     if SK > 1:
         rows = tl.num_programs(0) * BM
@@ -228,21 +198,6 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
     return dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=min(6, STAGE_BYTES // stage), num_warps=4)
 
 
-def low_tensors(low: LowRankRows | None, none: Tensor) -> tuple[Tensor | int, ...]:
-    """Return the arguments ``inner`` to ``b_place`` of the kernel; ``none`` stands for a tensor that is not read."""
-    if low is None:
-        return none, none, none, none, none, 0
-    return low.inner, low.b, low.slots, low.present, low.count, low.b.stride(0)
-
-
-def low_sizes(low: LowRankRows | None, n: int) -> dict[str, int]:
-    """Return the constants ``W`` to ``START_2`` of the kernel for a product with ``n`` outputs."""
-    if low is None:
-        return dict(W=0, G=1, SPLITS=1, OF=1, START_1=n, START_2=n)
-    (splits, parts, _, width), starts = low.inner.shape, (*low.starts, n, n)
-    return dict(W=width, G=COLUMNS // width, SPLITS=splits, OF=parts, START_1=starts[1], START_2=starts[2])
-
-
 class Product:
     """The kernels for one weight [N, K], with ``mode`` PLAIN, GATED (N = gate | up) or ADDED.
 
@@ -268,15 +223,6 @@ class Product:
         alike = x.dtype == self.weight.dtype != torch.float16
         return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
 
-    def takes_low_rank(self, rows: int, starts: tuple[int, ...]) -> bool:
-        """Return whether ``low`` may be given for a number of rows, with parts whose outputs begin at ``starts``."""
-        if rows < 2:
-            return False
-        tile = matrix_tile(rows, self.n, self.k, self.mode == GATED)["BN"]
-        if self.mode == GATED:
-            return starts == (0, self.n)
-        return len(starts) <= 3 and all(start % tile == 0 for start in starts)
-
     def __call__(
         self,
         x: Tensor,
@@ -284,13 +230,12 @@ class Product:
         eps: float = 0.0,
         residual: Tensor | None = None,
         norm: Tensor | None = None,
-        low: LowRankRows | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute y [M, N] of x [M, K], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M,
         N].
 
         The residual is changed in place.  ``squares`` [M, P] are the sums of squares of x, and ``eps`` is that of its
-        norm.  ``low`` are low-rank products of x that are added to x W^T, for at least two rows (``takes_low_rank``).
+        norm.
         """
         m, n, k = x.shape[0], self.n, self.k
         gated, y = self.mode == GATED, torch.empty((m, n), dtype=x.dtype, device=x.device)
@@ -323,16 +268,17 @@ class Product:
             rows, sk = triton.cdiv(m, tile["BM"]), tile["SK"]
             size = sk * rows * tile["BM"] * tiles * tile["BN"] * (2 if gated else 1) if sk > 1 else 0
             scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
-            sizes |= dict(IEEE=x.dtype == torch.float32, **tile, **low_sizes(low, n), **pdl(x))
             _gemm[(rows, tiles, sk)](
                 TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
                 TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
                 *tensors,
                 scratch,
                 self.arrived,
-                *low_tensors(low, y),
                 eps,
                 m,
+                IEEE=x.dtype == torch.float32,
                 **sizes,
+                **tile,
+                **pdl(x),
             )
         return y, out if self.mode == ADDED else None

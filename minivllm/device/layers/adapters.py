@@ -1,7 +1,6 @@
 """The adapters of a step: which methods change its linear layers and tap points.
 
     Linear.partial ──► LayerAdapters.added_to(product, x) ──► the change of each active method around the product
-    joined kernel  ──► LayerAdapters.low_rank_rows(x) ──► the only active method's products, which the kernel adds
     StepTensors.taps = AdaptedTaps ──► at_point of each active method ──► taps of requests
 
 If no row of a step has an adapter, ``ActiveMethods.numbers`` is empty, and the layers run as if there were no adapters.
@@ -11,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.adapter import AdapterMemory, LowRank
     from minivllm.core.interfaces.model import StepTaps
-    from minivllm.device.kernels.low_rank import LowRankRows
 
 
 class ActiveMethods:
@@ -45,25 +43,6 @@ class LayerAdapters:
     def on(self) -> bool:
         """Return whether a method of the running step may change the layer."""
         return any(number in self.active.numbers for number, _ in self.changes)
-
-    def low_rank_rows(self, x: Tensor, takes: Callable[[int, tuple[int, ...]], bool]) -> LowRankRows | None:
-        """Return the products of the step's adapters for the rows of x [T, in], to be added by the kernel that is
-        launched next, or None if they cannot be added there.
-
-        ``takes`` returns whether the kernel adds those of a number of rows, with parts that begin at given outputs."""
-        make = self._only("low_rank_rows")
-        return None if make is None else make(x, takes)
-
-    def gated(self, product: Callable[[Tensor], Tensor], x: Tensor, activation: str) -> Tensor | None:
-        """Return activation(gate) * up [T, n] of the changed product [T, 2 n] = gate | up for x [T, in], or None if the
-        methods of the running step do not compute both together."""
-        make = self._only("gated")
-        return None if make is None else make(product, x, activation)
-
-    def _only(self, method: str) -> Any:
-        """Return a method of the only change of the running step; None if there are several, or it has none."""
-        active = [change for number, change in self.changes if number in self.active.numbers]
-        return getattr(active[0], method, None) if len(active) == 1 else None
 
     def added_to(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return product(x) [T, out] as the methods of the running step change it, for x [T, in].

@@ -106,20 +106,9 @@ class _Pair:
     def kernel(self, x: Tensor | Rounded) -> Any:
         """Return the joined kernel if it is faster for the rows of ``x`` [T, in] than separate layers, else None.
 
-        In a step with adapters the kernel adds their products, and must be called before other work is launched."""
-        if isinstance(x, Rounded):
-            return None
-        kernel = self.made()
-        if kernel is None or not kernel.fits(x):
-            return None
-        return self._with_adapters(kernel, x) if self.linear.adapted else kernel
-
-    def _with_adapters(self, kernel: Any, x: Tensor) -> Any:
-        """Return the joined kernel with the products of the step's adapters for x [T, in], None if it cannot add
-        them."""
-        takes = getattr(kernel, "takes_low_rank", None)
-        low = None if takes is None else self.linear.adapter.low_rank_rows(x, takes)
-        return None if low is None else partial(kernel, low=low)
+        A step with adapters needs separate layers."""
+        kernel = None if isinstance(x, Rounded) or self.linear.adapted else self.made()
+        return kernel if kernel is not None and kernel.fits(x) else None
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype in which the product reads this number of rows; None means unquantized."""
@@ -191,20 +180,11 @@ class GatedLinear(_Pair):
             y, tops = kernel(h.x, h.squares, h.eps)
             known = tops is not None and self.follower is not None and self.follower.takes_tops()
             return GatedRow(y, tops) if known else y
-        if self.linear.adapted and (gated := self._with_adapters_and_gate(h)) is not None:
-            return gated
         if h.squares is None or self.linear.bias is not None or not (self.divides and self.linear.scheme.homogeneous):
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
             return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
-
-    def _with_adapters_and_gate(self, h: Normed) -> Tensor | None:
-        """Return the result of a call, with the adapters of the step added by the kernel of the gate; None if they
-        cannot be."""
-        if isinstance(h.x, Rounded) or self.linear.bias is not None or self.linear.reduce or not self.divides:
-            return None
-        return self.linear.adapter.gated(self.linear.scheme.apply, h.finished(), self.activation)
 
     def _rounded(self, y: Tensor, dtype: torch.dtype) -> Rounded:
         from minivllm.device.kernels.activation import gate_mul_rounded

@@ -50,10 +50,8 @@ class LayerFactors:
     """The factors of one layer, for all places."""
 
     def __init__(self, memory: IA3Memory, name: str, layer: AdaptedLayer) -> None:
-        self.memory = memory
-        self.name = name
-        rows = memory.none + 1
-        info, model = layer.info, memory.model
+        self.memory, self.name = memory, name
+        rows, info, model = memory.none + 1, layer.info, memory.model
         options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self.inputs = torch.ones(rows, info.in_features, **options)
         self.outputs = torch.ones(rows, info.out_features, **options)

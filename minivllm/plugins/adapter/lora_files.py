@@ -126,26 +126,20 @@ def make_plan(
     for module, (a, b) in pairs_of(source.folder, source.names).items():
         target = source.target(module)
         _check(source, module, target, settings, a, b)
-        rank = settings.rank_of(module)
-        scale = settings.scale_of(module)
-        place = places[target.layer]
+        rank, scale, place = settings.rank_of(module), settings.scale_of(module), places[target.layer]
         ranks[place.number] = max(int(ranks[place.number]), rank)
-        info = model.layers[target.layer].info
-        parts_of_a = list(_parts_of_a(target, place, info, rank))
+        first_parts = list(_parts_of_a(target, place, model.layers[target.layer].info, rank))
         shares = list(_parts_of_b(target, place, rank))
-        parts_of_b = [part for part, _ in shares]
-        for part in (*parts_of_a, *parts_of_b):
-            numbers[part.first] = part.rows * part.width
+        numbers |= {part.first: part.rows * part.width for part in (*first_parts, *(part for part, _ in shares))}
         if target.inputs == place.inputs:
-            copies += [(a, 0, part) for part in parts_of_a]
+            copies += [(a, 0, part) for part in first_parts]
         else:
-            conversions.append((a, partial(_write_a, target, parts_of_a)))
-        straight = source.tensor(b).dtype == dtype
-        if straight and all(_consecutive(share) for _, share in shares):
+            conversions.append((a, partial(_write_a, target, first_parts)))
+        if source.tensor(b).dtype == dtype and all(_consecutive(share) for _, share in shares):
             copies += [(b, int(share[0]) * rank, part) for part, share in shares]
-            scaled += [(part, scale) for part in parts_of_b]
+            scaled += [(part, scale) for part, _ in shares]
         else:
-            conversions.append((b, partial(_write_b, target, parts_of_b, scale)))
+            conversions.append((b, partial(_write_b, target, [part for part, _ in shares], scale)))
     scales = _merged(sorted(scaled))
     return ReadPlan(source.layout, settings, ranks, copies, scales, conversions, sum(numbers.values()))
 

@@ -52,8 +52,7 @@ class LinearAdapter:
     """Adds the products of the adapters on the device to the output of one linear layer."""
 
     def __init__(self, memory: LoraMemory, info: ModuleInfo, place: Place) -> None:
-        self.memory = memory
-        self.place = place
+        self.memory, self.place = memory, place
         self.rows = [info.rows[name] for name, _ in info.parts]
         self.a, self.b = place.views(memory.arena)
         # products whose bits do not depend on the number of rows, by place on the device
@@ -69,33 +68,16 @@ class LinearAdapter:
         """Return product(x) [T, out] plus the products of the adapters for x [T, in]."""
         if self.kernel is None:
             return self._add(x, product(x))
-        groups = self.memory.groups
-        aside = self.memory.aside
+        groups, aside = self.memory.groups, self.memory.aside
         if aside is None:
             return self.kernel(x, product(x), groups)
         stream = torch.cuda.current_stream()
         aside.wait_stream(stream)
         with torch.cuda.stream(aside):
-            inner = self.kernel.first(x, groups)
+            inner = self.kernel.shrink(x, groups)
         y = product(x)
         stream.wait_stream(aside)
-        return self.kernel.second(inner, y, groups)
-
-    def gated(self, product: Callable[[Tensor], Tensor], x: Tensor, activation: str) -> Tensor | None:
-        """Return activation(gate) * up [T, n] of product(x) [T, 2 n] plus the products of the adapters, by one kernel
-        behind the product.  Return None without such a kernel (``LayerAdapters.gated``)."""
-        memory = self.memory
-        kernel = self.kernel
-        if kernel is None or not kernel.gates or memory.invariant or memory.aside is not None:
-            return None
-        return kernel.gated(x, product(x), activation, memory.groups)
-
-    def low_rank_rows(self, x: Tensor, takes: Callable[[int, tuple[int, ...]], bool]) -> Any:
-        """Launch the products of A for x [T, in], and return them for the kernel of the layer, or None without kernels,
-        or if it does not take them (``LayerAdapters.low_rank_rows``)."""
-        if self.kernel is None or not self.kernel.joins or not takes(len(x), self.kernel.starts):
-            return None
-        return self.kernel.low_rank(x, self.memory.groups)
+        return self.kernel.expand(inner, y, groups)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""
@@ -130,8 +112,7 @@ class LoraMemory(AdapterMemory):
 
     def __init__(self, model: AdaptedModel, places: int, max_rank: int) -> None:
         """Allocate memory for ``places`` adapters of all linear layers of ``model``."""
-        self.model = model
-        self.max_rank = max_rank
+        self.model, self.max_rank = model, max_rank
         self.invariant = model.batch_invariant
         self.kernels = runs_kernels(model.device)
         rank = -(-max_rank // LEAST_RANK) * LEAST_RANK
@@ -165,8 +146,7 @@ class LoraMemory(AdapterMemory):
         del kept  # ``empty`` returns the same memory again
 
     def read(self, source: AdapterSource) -> HostAdapter:
-        folder = source.folder
-        size = self.arena.shape[1]
+        folder, size = source.folder, self.arena.shape[1]
         plan = self._plan(source, read_settings(folder, source.config, self.max_rank))
         weights = self.model.empty(size, self.arena.dtype)
         if plan.numbers < size:

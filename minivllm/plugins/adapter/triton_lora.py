@@ -22,14 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, release, settle, wait
-from minivllm.device.kernels.low_rank import COLUMNS, FEW, LowRankRows, add_rows, fits_rows, gated_rows
+from minivllm.device.kernels.launch import kernel, pdl, wait
 
 # (most tokens of a step, tokens of a tile); batch-invariant steps always use the first tile
 TILES = ((256, 16), (1024, 32), (1 << 62, 64))
 SPLITS = 16  # largest number of programs that share the inputs of a tile
 SPLIT_TO = 1024  # tokens of a step up to which the inputs are split
-MANY_SPLITS = 2  # programs that share the inputs of a tile of all parts, in longer steps
 SCANNED = 8192  # comparisons of a token with an adapter that a program of ``group`` makes at a time
 
 
@@ -45,10 +43,6 @@ class TokenGroups(NamedTuple):
     adapters: Tensor
     ranks: Tensor
     tokens: int
-    invariant: bool
-    slots: Tensor  # i32 [tokens] number of each token's adapter among those of the step, -1 for none
-    present: Tensor  # i32 [places] place of each adapter of the step, in ascending order
-    count: Tensor  # i32 [1] adapters of the step
 
     @property
     def few(self) -> bool:
@@ -56,9 +50,9 @@ class TokenGroups(NamedTuple):
         return self.tokens <= SPLIT_TO or self.rows.shape[1] == TILES[0][1]
 
 
-@kernel("T", "places", "layers", "sizes", "adapters", "ranks", "slots", "present", "count")
+@kernel("T", "places", "layers", "sizes", "adapters", "ranks")
 def _group(
-    of_token, of_place, rows, sizes, adapters, ranks, slots, present, count, T, places, layers,
+    of_token, of_place, rows, sizes, adapters, ranks, T, places, layers,
     P: tl.constexpr, BT: tl.constexpr, SCAN: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -69,16 +63,6 @@ def _group(
         place = tl.load(of_token + t, mask=t < T, other=-1)
         counts += tl.sum((place[None, :] == p[:, None]).to(tl.int32), 1)
     counts = tl.where(p < places, counts, 0)
-    if tile == 0:
-        in_step = counts > 0
-        number = tl.cumsum(in_step.to(tl.int32), 0) - 1
-        tl.store(present + number, p, mask=in_step)
-        tl.store(count, tl.sum(in_step.to(tl.int32), 0))
-        for t0 in range(0, T, SCAN):
-            t = t0 + tl.arange(0, SCAN)
-            place = tl.load(of_token + t, mask=t < T, other=-1)
-            mine = (place[None, :] == p[:, None]) & in_step[:, None]
-            tl.store(slots + t, tl.sum(tl.where(mine, number[:, None] + 1, 0), 0) - 1, mask=t < T)
     tiles = (counts + BT - 1) // BT
     ends = tl.cumsum(tiles, 0)
     adapter = tl.sum((ends <= tile).to(tl.int32), 0)
@@ -113,16 +97,13 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     places, layers = ranks.shape
     tile = next(tile for most, tile in TILES if count <= most or invariant)
     tiles = min(count, count // tile + min(places, count))
-    sizes_of = [tiles * tile, tiles, tiles, tiles * layers, count, places, 1]
-    ints = torch.empty(sum(sizes_of), dtype=torch.int32, device=tokens.device)
-    rows, sizes, adapters, of_tiles, slots, present, used = ints.split(sizes_of)
+    ints = torch.empty(tiles * (tile + 2 + layers), dtype=torch.int32, device=tokens.device)
+    rows, sizes, adapters, of_tiles = ints.split([tiles * tile, tiles, tiles, tiles * layers])
     width = triton.next_power_of_2(places)
     scan = max(16, min(64 if count <= SPLIT_TO else 1024, SCANNED // width))
     shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
-    made = rows, sizes, adapters, of_tiles, slots, present, used
-    _group[(tiles,)](tokens, ranks, *made, count, places, layers, **shape)
-    of_tiles = of_tiles.view(tiles, layers)
-    return TokenGroups(rows.view(tiles, tile), sizes, adapters, of_tiles, count, invariant, slots, present, used)
+    _group[(tiles,)](tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
+    return TokenGroups(rows.view(tiles, tile), sizes, adapters, of_tiles.view(tiles, layers), count)
 
 
 @triton.jit
@@ -159,40 +140,6 @@ def _shrink(
         acc = tl.dot(xs, tl.trans(ws), acc, input_precision=PRECISION)
     out = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
     tl.store(out, acc)
-
-
-@kernel("T", "sizes", "places")
-def _shrink_rows(
-    x, a, rows, sizes, places, h, T, K, x_row, a_place,
-    PARTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply the tokens of a tile by A of one part, or of all if C, the columns of h, is more than R."""
-    part, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # the next kernel reads x without waiting, so it may start only now
-    settle(PDL)
-    release(PDL)
-    j = tl.arange(0, BT)
-    c = tl.arange(0, C)
-    size = tl.load(sizes + tile)
-    if size == 0:
-        return
-    place = tl.load(places + tile)
-    used = j < size
-    t = tl.load(rows + tile * BT + j, mask=used, other=0)
-    weights = a + tl.cast(place, tl.int64) * a_place + part * R * K
-    inputs = x + tl.cast(t, tl.int64)[:, None] * x_row
-    there = c < PARTS * R
-    acc = tl.zeros((BT, C), tl.float32)
-    first = split * SPAN
-    for k0 in range(first, tl.minimum(first + SPAN, K), BK):
-        k = k0 + tl.arange(0, BK)
-        xs = tl.load(inputs + k[None, :], mask=used[:, None] & (k < K)[None, :], other=0.0)
-        ws = tl.load(weights + c[:, None] * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(xs, tl.trans(ws), acc, input_precision=PRECISION)
-    of = part + c // R
-    out = h + ((split * PARTS + of)[None, :] * T + t[:, None]) * R + (c % R)[None, :]
-    tl.store(out, acc, mask=used[:, None] & there[None, :])
 
 
 @kernel("tiles", "sizes", "places", "ranks", "layers")
@@ -237,20 +184,13 @@ class LoraProduct:
     """
 
     def __init__(self, a: Tensor, b: Tensor, number: int, starts: Sequence[int]) -> None:
-        self.a = a
-        self.b = b
-        self.number = number
+        self.a, self.b, self.number = a, b, number
         _, self.parts, self.rank, self.inputs = a.shape
         self.width = triton.next_power_of_2(self.rank)
-        self.starts = tuple(starts)
-        self.joins = self.rank == self.width <= COLUMNS  # ``low_rank`` may be called
-        self.adds = self.joins and fits_rows(self.starts)
-        self.gates = self.joins and self.starts == (0, b.shape[1] // 2)  # ``gated`` may be called
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
         bounds = [*starts, b.shape[1]]
         self.unit = 16 if all(bound % 16 == 0 for bound in bounds) else 1
-        self.block = 256 if self.width <= 32 else 64
-        self.large = 128 if self.width <= 32 else 64
+        self.block, self.large = (256, 128) if self.width <= 32 else (64, 64)
         self.blocks = {size: self._blocks(size, bounds) for size in (self.block, self.large)}
 
     def _blocks(self, size: int, bounds: Sequence[int]) -> Tensor:
@@ -264,46 +204,6 @@ class LoraProduct:
             blocks += [(part, begin // self.unit, stop // self.unit) for begin in first_outputs]
         return torch.tensor(blocks, dtype=torch.int32, device=self.a.device)
 
-    def low_rank(self, x: Tensor, groups: TokenGroups) -> LowRankRows:
-        """Launch the products of x [T, in] and A, and return the low-rank products for the kernel that adds them.
-
-        The width of the memory must be a power of two (``joins``)."""
-        tiles, tile = groups.rows.shape
-        few = groups.tokens <= FEW
-        block_k, span, splits = self._spans(few, 1 if few else MANY_SPLITS)
-        h = torch.empty(splits, self.parts, groups.tokens, self.rank, dtype=torch.float32, device=x.device)
-        columns = self.rank if few else triton.next_power_of_2(self.parts * self.rank)
-        stages = 1 if span == block_k else 2 if few else 3
-        of_parts = self.parts if few else 1
-        shape = {"PARTS": self.parts, "R": self.rank, "C": columns, "BT": tile}
-        options = {"BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages}
-        _shrink_rows[(of_parts, tiles, splits)](
-            x,
-            self.a,
-            groups.rows,
-            groups.sizes,
-            groups.adapters,
-            h,
-            groups.tokens,
-            self.inputs,
-            x.stride(0),
-            self.a.stride(0),
-            PRECISION=self.precision,
-            **shape,
-            **options,
-            **pdl(x),
-        )
-        return LowRankRows(h, self.b, self.starts, groups.slots, groups.present, groups.count)
-
-    def _spans(self, few: bool, splits: int = 1) -> tuple[int, int, int]:
-        """Return the inputs that a program multiplies at a time, those of a split, and the number of splits.
-
-        ``splits`` is the number for many tokens."""
-        block_k = max(32, min(512 if few else 128, 16384 // self.width))
-        span = -(-self.inputs // (SPLITS if few else splits))
-        span = -(-span // block_k) * block_k
-        return block_k, span, -(-self.inputs // span)
-
     def _of_tiles(self, groups: TokenGroups) -> tuple[Tensor, ...]:
         return groups.rows, groups.sizes, groups.adapters, groups.ranks[:, self.number :]
 
@@ -311,10 +211,12 @@ class LoraProduct:
         """Return h f32 [splits, parts, tiles, tile, rank], the products of x [T, in] and A."""
         tiles, tile = groups.rows.shape
         few = groups.few
-        block_k, span, splits = self._spans(few)
+        block_k = max(32, min(512 if few else 128, 16384 // self.width))
+        span = self.inputs if not few else -(-self.inputs // SPLITS)
+        span = -(-span // block_k) * block_k
+        splits = -(-self.inputs // span)
         h = torch.empty(splits, self.parts, tiles, tile, self.width, dtype=torch.float32, device=x.device)
-        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile}
-        shape["PRECISION"] = self.precision
+        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
         stages = 1 if span == block_k else 2 if few else 3
         options = {"BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages, **pdl(x)}
         strides = x.stride(0), self.a.stride(0), groups.ranks.stride(0)
@@ -325,8 +227,7 @@ class LoraProduct:
     def expand(self, h: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
         """Add the products of h and B to y [T, out] in place, and return y."""
         tiles, tile = groups.rows.shape
-        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile}
-        shape["PRECISION"] = self.precision
+        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
         size = self.block if groups.few else self.large
         blocks = self.blocks[size]
         options = {"BN": size, "UNIT": self.unit, "SPLITS": len(h), "num_warps": 4, **pdl(y)}
@@ -335,18 +236,6 @@ class LoraProduct:
         _expand[grid](h, self.b, *self._of_tiles(groups), blocks, y, tiles, *strides, **shape, **options)
         return y
 
-    def gated(self, x: Tensor, y: Tensor, activation: str, groups: TokenGroups) -> Tensor:
-        """Return activation(gate) * up [T, n] of y [T, 2 n] = gate | up plus the product for x [T, in]."""
-        return gated_rows(y, self.low_rank(x, groups), activation)
-
     def __call__(self, x: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
         """Add the product for x [T, in] to y [T, out] in place, and return y."""
-        return self.second(self.first(x, groups), y, groups)
-
-    def first(self, x: Tensor, groups: TokenGroups) -> LowRankRows | Tensor:
-        """Return the products of x [T, in] and A, for ``second``."""
-        return self.low_rank(x, groups) if self.adds and not groups.invariant else self.shrink(x, groups)
-
-    def second(self, inner: LowRankRows | Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
-        """Add the products of the result of ``first`` and B to y [T, out] in place, and return y."""
-        return add_rows(y, inner) if isinstance(inner, LowRankRows) else self.expand(inner, y, groups)
+        return self.expand(self.shrink(x, groups), y, groups)

@@ -8,14 +8,12 @@ import torch
 from compiled_loops import MADE, Compiled, Hopper
 from triton.runtime import driver
 
-from minivllm.device.kernels import low_rank
 from minivllm.plugins.adapter import triton_lora as lora
 
 
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
-    lora._group, lora._shrink_rows = Compiled(lora._group), Compiled(lora._shrink_rows)
-    low_rank._add_rows = Compiled(low_rank._add_rows)
+    lora._group, lora._shrink, lora._expand = (Compiled(run) for run in (lora._group, lora._shrink, lora._expand))
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
     places, rank, inputs, outputs = 8, 16, 4096, 6144
     ranks = empty(places, 10, dtype=torch.int32)
@@ -26,7 +24,7 @@ def main() -> None:
             groups = lora.group(empty(tokens, dtype=torch.int32), ranks, False)
             made(empty(tokens, inputs), empty(tokens, outputs), groups)
         variants.append(len({kernel.hash for kernel in MADE}))
-    wide = min(kernel.asm["ptx"].count("ld.global.v4") for kernel in MADE if kernel.name == "_add_rows")
+    wide = min(kernel.asm["ptx"].count("ld.global.v4") for kernel in MADE if kernel.name == "_expand")
     print(len(MADE), *variants, wide > 2)
 
 

@@ -22,7 +22,7 @@ import quant_kernels as checks
 import rounded_rows
 
 from minivllm import LLM, SamplingParams
-from minivllm.device.kernels import quant, quant_gemv, quant_large_m, scaled
+from minivllm.device.kernels import eight_bits, quant, quant_gemv, quant_large_m, scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -212,7 +212,7 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
         want = x.float() / scale
         want = want.round() if dtype == torch.int8 else want.clamp(-448, 448).to(dtype).float()
         assert (q.float() == want).float().mean() > 0.999 and not q[1].float().any()
-        spread = torch.where(x.float().abs().amax(1) > 0, x.float().abs().amax(1) / scaled.TOP[dtype], 1)
+        spread = torch.where(x.float().abs().amax(1) > 0, x.float().abs().amax(1) / eight_bits.TOP[dtype], 1)
         torch.testing.assert_close(scale[:, 0], spread)
         weight = (torch.randn(n, k, device="cuda") * 30).clamp(-127, 127).to(dtype)
         by_column = torch.rand(n, device="cuda") / 100 + 1e-4
