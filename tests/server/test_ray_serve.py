@@ -5,9 +5,11 @@ A test that starts a cluster is slow and needs Ray: ``pip install "minivllm[ray-
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -26,8 +29,11 @@ import yaml
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.errors import EngineDeadError
 from minivllm.server.cluster import plan
+from minivllm.server.cluster.deployment import EngineReplica
 from minivllm.server.cluster.run import cause, check_installed
+from minivllm.server.link.process_client import ProcessClient
 
 HAVE = importlib.util.find_spec("ray") is not None and importlib.util.find_spec("ray.serve") is not None
 needs_ray = pytest.mark.skipif(not HAVE, reason='Ray Serve is not installed: pip install "minivllm[ray-serve]"')
@@ -132,6 +138,21 @@ def test_the_queue_length_of_autoscaling_is_the_number_of_running_sequences():
     assert scaling == {"min_replicas": 1, "target_ongoing_requests": 16, "max_replicas": 4}
     assert "num_replicas" not in options
     assert plan.deployment_options(loaded({"replicas": 3}), 0)["num_replicas"] == 3
+
+
+def test_a_replica_ends_only_with_an_engine_that_is_not_started_again():
+    """Between the end of an engine's process and its restart, the engine has no socket and may have been silent."""
+    client = ProcessClient(loaded(), 60.0, restarts=1)
+    replica = SimpleNamespace(engine=client)
+    client._gone, client._last_frame = False, -math.inf
+    client._writer = SimpleNamespace(is_closing=lambda: True)
+    assert not client.healthy()[0]
+    asyncio.run(EngineReplica.check_health(replica))
+    client._gone = client.restarting = True
+    asyncio.run(EngineReplica.check_health(replica))
+    client.restarting, client._why = False, "no restart is left"
+    with pytest.raises(EngineDeadError, match="no restart is left"):
+        asyncio.run(EngineReplica.check_health(replica))
 
 
 def test_the_error_of_a_replica_is_found_in_the_traceback_of_serve():

@@ -19,8 +19,6 @@ from minivllm.server.serve import check_config, fair_to, in_time, open_service
 
 from . import plan
 
-# time limit in seconds for an answer of the engine, except during a long step, which ``stuck_after`` bounds
-ANSWER = 5.0
 LOOK = 0.1  # seconds between two looks at the engine
 RESTARTS = 3  # of the engine of a replica, after which the replica ends
 LAST = 0.5  # seconds for the streams of an ended engine to receive its error
@@ -103,16 +101,8 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has ended, and is not being started again."""
-        healthy, why = self.engine.healthy()
-        if healthy or self.engine.restarting:
-            return
-        try:
-            await asyncio.wait_for(self.engine.stats(), ANSWER)
-        except asyncio.TimeoutError:
-            return
-        except EngineDeadError:
-            if not self.engine.restarting:
-                raise EngineDeadError(why) from None
+        if self.engine.ended:
+            raise EngineDeadError(self.engine.healthy()[1])
 
     async def end_with_the_engine(self) -> None:
         """End this process when the engine has ended."""

@@ -358,6 +358,11 @@ class EngineClient:
         """Return the fields of /health besides the status."""
         return {"restarts": self.restarted} if self.restarted else {}
 
+    @property
+    def ended(self) -> bool:
+        """Return True if the engine has ended, and is not being started again."""
+        return self._gone and not self.restarting
+
     def healthy(self) -> tuple[bool, str]:
         """Return whether the engine ran a step or was idle within the last 5 s, and the reason if not."""
         silent = time.monotonic() - self._last_frame
