@@ -194,7 +194,7 @@ class _Clock:
 
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
-    """Return the faults of a spec: unused entries, and claims that no engine of this version accepts."""
+    """Return the faults of a spec: entries that its seam does not declare, and limits that refuse every query."""
     from minivllm.core.interfaces.params import is_own  # imports numpy, which must not count as the spec's import
 
     accepting = replace(spec, limits=ANY, needs=(), check=None)

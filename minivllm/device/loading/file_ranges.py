@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# dtypes whose bytes in a file equal those in memory -> their names in the format
+# names of dtypes in safetensors files, for dtypes with equal bytes in files and in memory
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Linux
 

@@ -29,8 +29,8 @@ class OwnModel(DraftModel):
     Invariant: the KV cache of this model holds the first ``read[s]`` tokens of the sequence in slot s.  It also holds
     the next ``extra[s]`` tokens, which are drafts of the last step; they are valid as far as they were accepted.
 
-    A model with recurrent states has two for each slot.  The first one covers exactly ``read[s]`` tokens.  The newest
-    token and the drafts are computed with a copy, so rejected drafts leave no trace; ``extra`` is 0 then."""
+    A model with recurrent states has two states for each slot.  The first state covers exactly ``read[s]`` tokens.
+    The second is a copy for the newest token and the drafts, so rejected drafts leave no trace; ``extra`` is 0 then."""
 
     ahead = 0  # 1 if a token is the input of the preceding position, as in a head, else 0
 

@@ -198,7 +198,7 @@ class _Walk:
                 if needed:
                     self.missing.append(f"the value of {name} is {exc}, and what is in it is not known")
                 return
-            for thing in text.code:  # the functions of a value, for example of a table
+            for thing in text.code:  # functions that the value contains, for example a table of functions
                 self.add_value(f"{name}, {thing.__name__}", thing, needed)
 
     def _module(self, module: types.ModuleType) -> None:

@@ -190,7 +190,7 @@ class Arguments:
         bodies += [SCALARS[name] for name in sorted(types)]
 
     def _is_kept(self, word: str, schema: Any, closer: str) -> bool:
-        """Return whether the parser reads a listed string unchanged."""
+        """Return whether the parser of replies returns this string of an ``enum`` unchanged."""
         if closer in word or (not word.isprintable() and any(char < " " and char not in "\t\n\r" for char in word)):
             return False
         return bool(json.loads(typed(word, schema, self._root)) == word)

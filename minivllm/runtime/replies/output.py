@@ -19,7 +19,7 @@ class Output:
         self.edge = HOLD
         self.lead = True  # the reasoning has no text yet
         self.spaces: list[str] = []  # held whitespace
-        self.touched = False  # there was reasoning or a call
+        self.touched = False  # the reply has had reasoning or a call
         self.has_content = False
 
     def take(self) -> list[Part]:

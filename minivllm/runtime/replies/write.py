@@ -64,7 +64,7 @@ def _python(value: Any) -> str:
 
 
 def _quoted(value: Any, quote: str) -> str:
-    """Return a value with strings between tags and keys without quotes."""
+    """Return a value as text: strings stand between ``quote`` tags, and keys have no quotes."""
     if isinstance(value, str):
         return quote + value + quote
     if isinstance(value, Mapping):

@@ -81,7 +81,7 @@ class _Uses:
             pass
 
     def _follow(self) -> bool:
-        """Add names that hold a tracked field, and return whether there are new ones."""
+        """Find variables of the template that may hold messages or calls, and return whether new ones were found."""
         before = sum(map(len, self._aliases.values()))
         for node in self._tree.find_all(self._nodes.Assign):
             self._alias(node.target, self._fields(node.node))
