@@ -169,8 +169,6 @@ class Graphs:
         (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
         methods, changed = self.runner.adapts(plan)
         adapts, observed = bool(methods), len(plan.observe) > 0
-        if observed and (rows > OBSERVED_ROWS or tokens > rows):
-            return None  # a capture keeps the queries of few rows of one token
         kind = AdaptedKey if adapts else GraphKey
         if (images := self.runner.images) is not None and images.reached(plan):
             if self.imaged is None or steered or read or given or adapts or not self.imaged.takes(plan):
@@ -183,6 +181,8 @@ class Graphs:
             if plain and (shared := self._shared(plan, span)) is not None:
                 return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
+            if observed and size > OBSERVED_ROWS:
+                return None  # only small captures keep queries
             key = kind("decode", size, size, span)
         elif observed or not self.mixed or tokens > MOST_TOKENS or read or given:
             return None  # a capture stores queries, tap values and given experts of only one token per row

@@ -75,6 +75,16 @@ def test_a_gradual_step_runs_in_a_larger_capture_that_reads_prefixes_as_it_does(
     assert some.key(plan(*[1] * 9)) == alone and some.key(plan(*[1] * 9, shared=5)) == shared
 
 
+def test_a_step_whose_queries_are_read_runs_only_in_a_capture_that_keeps_them():
+    """A size that takes longer than the next larger one is removed, so that few rows run in a capture of many."""
+    some = captures(256)
+    observed = plan(*[1] * graphs.OBSERVED_ROWS)
+    observed.observe = np.array([[3, 1, 0]])
+    assert some.key(observed) == GraphKey("decode", graphs.OBSERVED_ROWS, graphs.OBSERVED_ROWS, graphs.SHORT)
+    some.sizes.remove(graphs.OBSERVED_ROWS)
+    assert some.key(observed) is None and some.key(plan(*[1] * graphs.OBSERVED_ROWS)).rows > graphs.OBSERVED_ROWS
+
+
 def test_sizes_of_shared_prefixes_stay_when_a_decode_size_is_removed(monkeypatch):
     some, made = captures(), []
     monkeypatch.setattr(some, "_try_forward", made.append)
