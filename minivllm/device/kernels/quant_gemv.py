@@ -377,7 +377,7 @@ def _gemv(
 
 
 def plain_tile(form: Form, unit: int, rows: int) -> dict[str, int]:
-    """Return the fastest tile on an H200 of two rows, or of one row of single float8 codes without a norm."""
+    """Return the fastest tile on an H200 of two rows, or of one row without a norm of float8 or of long int8."""
     wide = form.n >= WIDE
     if form.table:
         bn, bk, stages, warps = 8, 1024, 3, 4
@@ -385,6 +385,8 @@ def plain_tile(form: Form, unit: int, rows: int) -> dict[str, int]:
         bn, bk, stages, warps = 16, 1024, 4, 4
     elif unit == 1:
         bn, bk, stages, warps = (16, 256, 4, 4) if wide else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
+    elif rows == 1:
+        bn, bk, stages, warps = 8, 1024, 4, 8
     else:
         bn, bk, stages, warps = (16, 512, 3, 4) if wide else (8, 1024, 3, 4)
     return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
@@ -466,7 +468,8 @@ def gemv(
     if rounded is not None and tops is None and form.k > SHORT:
         x, by_row = rows(x, rounded, x.dtype)
     unit, weight = elements_of(product, x)
-    if tile is None and (len(x) > 1 or (unit == 1 and around is NOTHING)):
+    long_words = unit == 4 and form.k > SHORT
+    if tile is None and (len(x) > 1 or (around is NOTHING and (unit == 1 or long_words))):
         tile = plain_tile(form, unit, len(x))
     tile = dict(tile or gemv_tile(form, product.mode == GATED, unit))
     programs = triton.cdiv(form.n, tile["BN"])
