@@ -135,3 +135,11 @@ def test_a_decoder_that_ends_its_process_fails_its_image_alone():
         return await images.prepare(source())
 
     assert asyncio.run(closed(images, run())).tokens == 16
+
+
+def test_the_threads_that_hash_take_no_memory_of_an_image(monkeypatch):
+    """The image needs less than the limit, and the stacks of the threads more."""
+    monkeypatch.setattr(confined, "MEGABYTES", 40)
+    white, images = Image.fromarray(np.full((1000, 1200, 3), 255, np.uint8)), ConfinedImages(reader())
+    found = asyncio.run(closed(images, images.prepare(ImageSource(BASE64, base64_of(white), "image/png"))))
+    assert found.digest == reader().prepare(white).digest

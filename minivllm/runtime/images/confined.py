@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from minivllm.core.interfaces.executor import ImageWiring
-from minivllm.core.interfaces.images import PreparedImage
+from minivllm.core.interfaces.images import PreparedImage, start_hashing
 from minivllm.errors import RequestError
 from minivllm.registration.spec import Part
-from minivllm.runtime.processes.confined import Confined, Exceeded, Work, prepare
+from minivllm.runtime.processes.confined import Confined, Exceeded, Work, limit_memory, prepare
 from minivllm.runtime.text.image_parts import OBJECT, ImageSource
 
 from .decode import MAX_BYTES, refuse
@@ -138,8 +138,15 @@ def make(hello: bytes) -> Work:
     """Return the function that prepares an image, after the encoder plug-in has been loaded."""
     reader = reader_of(json.loads(hello))
     prepare(lambda: warm(reader), WARM * SECONDS, WARM * MEGABYTES)
+    started = False  # whether this worker has started its threads, which a fork does not inherit
 
     def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+        nonlocal started
+        if not started:
+            limit_memory(None)  # the stacks and heaps of the threads are no memory of the image
+            start_hashing()
+            limit_memory(job["megabytes"])
+            started = True
         source = ImageSource(job["kind"], parts[0].decode("utf-8", "surrogatepass"), job["media_type"])
         try:
             image = reader.prepare(source)
