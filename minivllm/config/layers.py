@@ -20,8 +20,11 @@ Where = Callable[[tuple[Any, ...]], str]  # returns the source of a path
 
 @dataclass(frozen=True)
 class ConfigShape:
-    """The names that a configuration may have: all ``top`` keys, the ``tables`` with their keys (None means that
-    other code checks the keys), the ``seams`` with one plug-in, the lists of ``several`` plug-ins, and ``aliases``."""
+    """The names that a configuration may have.
+
+    ``top`` are all keys, and ``tables`` are its TOML tables with their keys (None means that other code checks them).
+    ``seams`` are keys that name one plug-in, and ``several`` are keys that list plug-ins.  ``aliases`` maps other names
+    of keys."""
 
     top: Sequence[str]
     tables: Mapping[str, Iterable[str] | None]

@@ -71,8 +71,10 @@ class ServerConfig(Strict):
     responses_dir: str | None = Field(
         None, min_length=1, description="folder in which responses are stored; None: in memory, until the server ends"
     )
-    max_responses: int = Field(1000, ge=0, description="stored responses of a key; more: the oldest are dropped")
-    max_responses_bytes: int = Field(64 << 20, ge=0, description="size of the stored responses of a key together")
+    max_responses: int = Field(1000, ge=0, description="stored responses of one API key; more: the oldest are dropped")
+    max_responses_bytes: int = Field(
+        64 << 20, ge=0, description="bytes of the stored responses of one API key together"
+    )
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="format of the log on standard error; auto: text on a terminal, else a JSON line per event"
     )
@@ -105,7 +107,9 @@ class ServerConfig(Strict):
     max_logprobs: int = Field(20, ge=0, description="largest number of log-probabilities per token")
     max_socket_requests: int = Field(64, ge=1, description="running requests of a WebSocket; above: status 429")
     max_queue: int = Field(
-        256, ge=0, description="waiting prompts of a key (or address), besides max_num_seqs running; above: status 429"
+        256,
+        ge=0,
+        description="waiting prompts of an API key (or address), besides max_num_seqs running; above: status 429",
     )
     max_inside: int = Field(
         4096,

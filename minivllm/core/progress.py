@@ -21,7 +21,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Pass the reports of this process to ``listener`` until the end of the block."""
+    """Pass the reports of this process to ``listener`` until the context ends."""
     _listeners.append(listener)
     try:
         yield

@@ -39,7 +39,7 @@ class StartTimes:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Add the time of the block to ``part``."""
+        """Add the seconds that the context lasts to ``part``."""
         outer, self._inner, begun = self._inner, 0.0, perf_counter()
         try:
             yield
@@ -49,7 +49,8 @@ class StartTimes:
             self._inner = outer + spent
 
     def include(self, parts: Mapping[str, float]) -> None:
-        """Count the parts of another measurement, which ran inside the current block, in place of the block."""
+        """Add the parts of another measurement, made in the current context of ``of``, and deduct them from the part
+        of this context."""
         for part, seconds in parts.items():
             self._add(part, seconds)
             self._inner += seconds

@@ -545,7 +545,7 @@ SIGNALS = tuple(
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
-    """Delay the handlers of signals until the end of the block.  Yield the list of signals that have arrived.
+    """Delay the handlers of signals until the context ends.  Yield the list of signals that have arrived.
 
     A handler may raise KeyboardInterrupt or any other exception.  In the middle of a step, that would leave the engine
     in an inconsistent state.

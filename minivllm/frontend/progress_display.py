@@ -89,7 +89,7 @@ class LogLines:
 
 @contextlib.contextmanager
 def shown(quiet: bool, log: Callable[..., None] | None = None) -> Iterator[None]:
-    """Show the progress of this process and of its workers until the end of the block, unless ``quiet``.
+    """Show the progress of this process and of its workers until the context ends, unless ``quiet``.
 
     Standard error gets bars if it is a terminal.  Otherwise ``log`` gets lines, and None shows nothing.  Log lines on a
     terminal are written above the bars.

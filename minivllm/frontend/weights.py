@@ -27,7 +27,7 @@ def update(engine: Engine, weights: Any, partial: bool, finite: bool, kv: str) -
 def source_of(engine: Engine, weights: Any) -> Iterator[dict[str, Any]]:
     """Yield the arguments of ``Weights.update`` for a folder, a mapping of names to tensors, or pairs of both.
 
-    Tensors for other processes are written to a folder that exists inside of the block.  RequestError for other
+    Tensors for other processes are written to a folder that exists until the context ends.  RequestError for other
     types."""
     if isinstance(weights, (str, os.PathLike)):
         yield {"path": os.path.abspath(os.fspath(weights))}

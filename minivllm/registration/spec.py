@@ -150,8 +150,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 facts=("device", "tensor_parallel_size"),
                 traits={
                     "unused": "seams that the executor does not run, separated by spaces; a plug-in for one is refused",
-                    "made_up": "for an executor without a model: target of a function (token ids, vocabulary) that "
-                    "returns the logits f32 [V] of the next token, with which the conformance kit compares",
+                    "made_up": "for an executor without a model: `module:function`; the function (token ids, "
+                    "vocabulary) returns the logits f32 [V] of the next token, with which the conformance kit "
+                    "compares the executor's tokens",
                     "cluster": "name of the option which, if set, names devices of other machines",
                 },
             ),
@@ -478,7 +479,7 @@ class Spec:
     impl: str
     api: tuple[int, int]
     summary: str
-    options: str = ""  # target of a pydantic model with extra="forbid"; "" means that there are no options
+    options: str = ""  # "module:Class" of a pydantic model with extra="forbid"; "" means that there are no options
     priority: int = 0
     limits: Any = field(default_factory=dict)  # a mapping of fact -> limit, or ANY
     features: frozenset[str] = frozenset()

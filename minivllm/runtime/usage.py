@@ -210,7 +210,7 @@ class UsageCounter:
             self._counted["joules"] += energy.busy - self._joules
             self._joules = energy.busy
         try:
-            kept = read()  # a deleted file is not created again
+            kept = read()  # None if the file was deleted, which must not be created again
             if kept is None or not kept["on"]:
                 return
             with _locked(seconds) as held:

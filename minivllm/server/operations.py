@@ -211,7 +211,7 @@ def _unwritten(why: str) -> ApiError:
 
 
 async def debug_state(request: Request, service: Service) -> Any:
-    """Return the sizes of the tables and the memory of the engine and the server.
+    """Return the numbers of objects that the engine and the server hold (requests, streams, tasks), and their memory.
 
     This request itself is not counted.  ``?trim=1`` first returns free memory of the heap to the operating system.
     """

@@ -28,7 +28,8 @@ from .openai.logprobs import Speller
 from .openai.params import whole_form
 from .openai.tokens import too_long
 
-WARM = 5  # multiple of a chat's limits for the first use of the tokenizer, which creates objects that are kept
+# factor of the limits of time and memory for the first use of the tokenizer, which creates objects that are kept
+WARM = 5
 FEW = 256  # largest number of token ids that are sent as JSON; only longer lists are faster as arrays
 Job = dict[str, Any]
 Parts = list[bytes]

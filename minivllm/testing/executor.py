@@ -351,9 +351,9 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     @since(1, 0)
     def test_a_late_step_waits_for_its_masks_and_keeps_its_place(self) -> None:
-        """Check that the results of a step with late masks, and of later steps, come only after ``supply``.
+        """Check that the results of a step with token masks, and of later steps, come only after ``supply``.
 
-        The late rows of the step draw tokens that their masks allow.  Other rows draw without a mask.
+        Rows in ``StepPlan.late`` draw tokens that their masks allow.  Other rows draw without a mask.
         """
         items = prompts(5, 9, 12, 7)
         likeliest = [self.greedy(prompt, 1)[0] for prompt in items]

@@ -69,7 +69,7 @@ class ExecutorDevice(ExecutorReference):
 
     @since(1, 0)
     def test_each_late_step_draws_under_its_own_masks(self) -> None:
-        """Check that each step with late masks draws under its own masks, in prompt and decode steps.
+        """Check that each step with token masks draws under its own masks, in prompt and decode steps.
 
         The masks of a second step, in other memory, are supplied before the result of the first step is collected.
         Rows and their number change from step to step.  The memory of ``mask_memory`` is written again after the

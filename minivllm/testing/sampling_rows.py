@@ -312,9 +312,9 @@ class WatchedProcessor(Tensor):
 
 @contextmanager
 def unwritten(rows: Rows, call: str) -> Iterator[None]:
-    """Fail if the code of the block changes rows, which the engine passes on to the next plug-in.
+    """Fail if code in the context changes ``rows``, which the engine passes on to the next plug-in.
 
-    Token histories have a test of their own, so that only the tensor itself is compared.
+    ``rows.tokens`` must only be the same tensor; another test compares its values.
     """
     tensors = {name: getattr(rows, name) for name in NUMBERS}
     values = {name: tensor.clone() for name, tensor in tensors.items()}

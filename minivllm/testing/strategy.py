@@ -46,7 +46,7 @@ def _named(change: Mapping[str, Any]) -> str:
 
 class StrategyConformance(Declaring, Lasting, StepwiseConformance):
     """Suite of a decoding strategy.  Override ``params`` if the strategy takes only requests of a certain kind.  A
-    stepwise strategy has no ``result`` of its own; instead its searches are tested."""
+    strategy with ``mode = "stepwise"`` has no ``result``; the tests call the objects that its ``search`` returns."""
 
     kind = "strategy"
 

@@ -166,8 +166,8 @@ class EngineAdapters:
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def begin(self, seq: Seq) -> bool:
-        """Order the load of a sequence's adapter if it is not in host memory.  Return True if the sequence must wait
-        for it."""
+        """Note that a sequence waits for its adapter unless the adapter is in host memory.  Return whether it
+        waits."""
         adapter = seq.request.adapter
         if adapter is None or (adapter.state == READY and adapter is not self.leaving):
             return False
@@ -181,7 +181,7 @@ class EngineAdapters:
     def turn(
         self, call: Callable[..., Any], at_rest: bool
     ) -> tuple[list[Seq], list[tuple[Seq, str]]]:
-        """Order loads of adapters by the executor's ``call``, and check the loads that run.  ``at_rest`` means that no
+        """Start loads of adapters by the executor's ``call``, and check the loads that run.  ``at_rest`` means that no
         step is in flight.
 
         Return the sequences whose adapters are loaded, and the sequences whose adapters failed, each with the error.
@@ -214,7 +214,7 @@ class EngineAdapters:
         return ready, failed
 
     def _order_all(self) -> None:
-        """Order the loads that requests wait for, in the order of the requests, while host memory has room."""
+        """Request the loads for which sequences wait, the earliest first, while host memory has room."""
         preloads = [adapter for adapter, _ in self.preloads]
         wanted = dict.fromkeys((*self.waits.values(), *preloads))
         for adapter in wanted:
@@ -223,7 +223,7 @@ class EngineAdapters:
         self.leaving = None
 
     def _order(self, adapter: Adapter) -> bool:
-        """Order the load of an adapter, and return True.  Return False if host memory has no room for it."""
+        """Request the load of an adapter, and return True.  Return False if host memory has no room for it."""
         if self.host.full:
             victim = self.host.evict(
                 lambda one: bool(one.users) or one.place >= 0 or one.state == LOADING

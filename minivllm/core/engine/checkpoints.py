@@ -6,8 +6,8 @@ block.
 
 A row copies its states at two points of its prompt (``Delta.save``).  One is near the end, where the next turn of a
 chat continues.  The other is where the prompt leaves a cached chain, because later prompts may leave it there too.  A
-copy belongs to a block once that block is published, and is freed with it.  If all copies are in use, the least
-recently used one is evicted.
+copy is assigned to its block once that block is published (entered into the prefix cache), and is freed with it.  If
+all copies are in use, the least recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Checkpoints:
         self.count = count
         self.free = list(range(first + count - 1, first - 1, -1))
         self.of_block: dict[int, int] = {}  # block -> index, the least recently used first
-        # slot -> (blocks before the copy, index), for copies that are not yet made or published
+        # slot -> (blocks before the copy, index), for copies that are not yet made or assigned to a block
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
         self.changes = 0  # number of times that a block got or lost a copy
@@ -68,8 +68,10 @@ class Checkpoints:
         return index
 
     def publish(self, slot: int, table: np.ndarray, blocks: int) -> None:
-        """Assign the copies behind the first ``blocks`` blocks of a row's ``table`` to these blocks, which are
-        published.
+        """Assign pending copies of a row to those of the first ``blocks`` blocks of its ``table`` at whose ends they
+        were made.
+
+        These blocks are in the prefix cache now.  A copy for a block that has one already is freed.
         """
         pending = self.pending.get(slot)
         if pending is None:
@@ -100,7 +102,7 @@ class Checkpoints:
             self.changes += 1
 
     def release(self, slot: int) -> None:
-        """Free the unpublished copies of a row that leaves its slot."""
+        """Free the copies of a row that leaves its slot which are not assigned to a block."""
         self.free += [index for _, index in self.pending.pop(slot, ())]
 
     def stats(self, state_bytes: int) -> dict[str, Any]:

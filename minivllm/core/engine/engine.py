@@ -414,7 +414,7 @@ class Engine:
         return True
 
     def _turn_loads(self) -> None:
-        """Order loads of adapters and pages, and queue the sequences whose loads have ended."""
+        """Start loads of adapters and of KV pages, and put sequences whose loads have ended back into the queue."""
         if self.adapters is not None and not self.dead:
             call = partial(self.ask, self.executor.call)
             ready, failed = self.adapters.turn(call, not self.in_flight)

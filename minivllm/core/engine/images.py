@@ -205,7 +205,7 @@ class Images:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def reach(self, slots: Slots, at: np.ndarray, q_len: np.ndarray) -> None:
-        """Order the features of the images that the rows of a step reach.
+        """Request the features of the images that the rows of a step reach.
 
         ``at`` i64 [R] are the slots of the rows.  Rows that have computed their last image release their features.
         """
@@ -238,7 +238,7 @@ class Images:
         return NUMBERS
 
     def encode_next(self, slots: Slots, budget: int) -> None:
-        """Order the features of the next images of the sequences in slots, before a step reads them.
+        """Request the features of the next images of the sequences in slots, before a step reads them.
 
         The images have at most ``budget`` and ``MOST_AHEAD`` tokens, except that a single image may have more.  While
         several sequences wait for features, half of them but at most MOST_AT_ONCE may have as many tokens each: the
@@ -260,7 +260,7 @@ class Images:
                 content.ahead = True
 
     def _encode(self, content: Content, image: PreparedImage) -> None:
-        """Order the features of an image with the next delta."""
+        """Request the features of an image with the next delta."""
         content.encoded = True
         self.feature_bytes += content.size
         self.encoded += 1

@@ -1,4 +1,6 @@
-"""Masks of late rows, which are the tokens that a row may draw, computed on the host during the layers of its step.
+"""Token masks of *late* rows: rows whose mask is sent to the device after the plan of their step.
+
+A mask has a bit for each token that the row may draw.  The host computes it while the device runs the step's layers.
 
 A row has a mask by its grammar, by ``allowed_tokens_fn``, or by both, and then only tokens that both allow.  Matchers
 receive tokens only here.  They receive all tokens since the last mask, so preemption and branches need no special case.
@@ -63,7 +65,7 @@ class _Ends:
 
 
 class _Late:
-    """The late rows of a step, whose masks are computed while the step runs.
+    """The rows of a step that have masks, which are computed while the step runs.
 
     The next step usually has the same rows, so unchanged data is kept to save time per row.
     """
@@ -116,7 +118,7 @@ class _Late:
 
 
 class RowMasks:
-    """Token masks of late rows.  ``grammars.plugin`` compiled the grammars of the matchers.  ``memory(rows, words)``
+    """Token masks of rows.  ``grammars.plugin`` compiled the grammars of the matchers.  ``memory(rows, words)``
     returns i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
 
     def __init__(
@@ -137,13 +139,14 @@ class RowMasks:
         # mask memory of the last step, whose draw has finished
         self._held: np.ndarray | None = None
         self._late: _Late | None = (
-            None  # late rows of the last step, or None if one of them has ended
+            None  # rows with masks of the last step, or None if one of them has ended
         )
 
     def of(self, flight: Flight) -> np.ndarray:
-        """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The
-        array is reused for the next step with late rows.  Rows that have ended meanwhile are not restricted, because
-        their tokens are dropped."""
+        """Return the masks i32 [n, ceil(V / 32)] of a step's n rows with masks (``StepPlan.late``).
+
+        The results of all earlier steps have been processed.  The array is reused for the next step with masks.  Rows
+        that have ended meanwhile are not restricted, because their tokens are dropped."""
         s, plan = self.slots, flight.plan
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]

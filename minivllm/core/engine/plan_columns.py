@@ -68,8 +68,8 @@ def requested_columns(
 
 def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
     """Return ``topk``, ``late``, ``host`` and ``held`` of a StepPlan.  ``drawn`` i64 [N] are the slots that sample.
-    The new token of a host row is not counted as known, and the row is not ready until that token is chosen.  A late
-    row stays ready, because its mask arrives in time."""
+    The new token of a host row is not counted as known, and the row is not ready until that token is chosen.  A row
+    in ``late`` stays ready, because its mask arrives before its draw."""
     host, beam = s.host[drawn], s.beam[drawn]
     waits = drawn[host]
     s.known[waits] -= 1

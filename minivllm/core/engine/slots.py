@@ -81,7 +81,7 @@ class Slots:
         self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with ``prompt_topk``
-        self.special = 0  # rows that are late, host or scored
+        self.special = 0  # rows that are late (have a token mask), host or scored
         self.watched = 0  # rows with ``watch``
         self.timed = 0  # rows with ``tpot``
         self.paired = 0  # rows with a partner

@@ -277,7 +277,7 @@ class Tiers:
     # ---- back to the device ------------------------------------------------------------------------------------------
 
     def begin(self, seq: Seq) -> bool:
-        """Order the pages that extend the prefix hit of a sequence without a slot.
+        """Request the loads of pages that extend the prefix hit of a sequence without a slot.
 
         Return True if the sequence must wait for them.
         """
@@ -365,7 +365,7 @@ class Tiers:
         return False
 
     def _start(self, load: PageLoad) -> None:
-        """Order the loads of a sequence, if there is room for them."""
+        """Request the loads of a sequence, if there is room for them."""
         sizes = [
             self.page_bytes[g] for (g, _), (_, key) in load.wanted.items() if key not in self.staged
         ]

@@ -1,8 +1,8 @@
 """The adapter seam: weights of a request that change the linear layers or the tap points of a model.
 
 A *method*, such as LoRA, reads the folders whose adapter_config.json names its ``peft_type``, a trait of its spec.  The
-engine has ``places`` adapters on the device, of all methods together, and gives each token of a step the place of its
-row's adapter::
+device has memory for ``places`` adapters, of all methods together.  The index of an adapter in it is its *place*.  The
+engine gives each token of a step the place of its row's adapter::
 
     folder ──check──► host       read ──► host memory ──store──► place on the device
     step     begin(tokens) ─► layer change: product(x) ──► y ─► at_point(x) ─► end()
@@ -176,7 +176,7 @@ class AdapterMemory(ABC):
 
     @abstractmethod
     def store(self, place: int, loaded: Any) -> None:
-        """Copy an adapter in host memory to a place on the device, instead of the adapter that was there."""
+        """Copy an adapter from host memory to a place on the device, over the adapter that was there."""
 
     def layer(self, name: str) -> LayerChange | None:
         """Return the function that changes the product of a linear layer, None if adapters never change it.
@@ -199,7 +199,7 @@ class AdapterMemory(ABC):
     def begin(self, tokens: Tensor) -> None:
         """Prepare the layers of a step.
 
-        ``tokens`` i32 [T] are the places of its tokens, -1 for tokens without an adapter of this method."""
+        ``tokens`` i32 [T] has for each token the place of its row's adapter, -1 for no adapter of this method."""
 
     def at_point(self, point: str, x: Tensor) -> Tensor:
         """Return the changed value [T, width] of a tap point, for a step in which ``points`` of a row has it."""

@@ -48,7 +48,7 @@ class CacheWiring:
     kvcache_block_size: int
     num_kvcache_blocks: int = -1  # -1 = as many as fit
     gpu_memory_utilization: float = 0.9
-    groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
+    groups: tuple[tuple[int, ...], ...] = ()  # numbers of the layers of each KV group
     # checkpoints: copies of recurrent states, for prefix hits; -1 = as many as fit
     num_state_checkpoints: int = -1
     recurrent: bool = False  # the model has recurrent states
@@ -255,10 +255,10 @@ class Executor(ABC):
 
     @abstractmethod
     def supply(self, step: int, late: LateInputs) -> None:
-        """Deliver the token masks for the late rows of a step that was submitted."""
+        """Deliver the token masks of a submitted step.  Its plan has the rows with a mask in ``StepPlan.late``."""
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """Return host memory i32 [rows, words] of any content, in which the engine writes late masks.
+        """Return host memory i32 [rows, words] of any content, in which the engine writes the masks for ``supply``.
 
         ``LateInputs.mask`` is then the first rows of this array.  Override it to return memory that the device can read
         without a copy, such as pinned memory.

@@ -89,13 +89,13 @@ class Delta:
     # i32 [n, 2] (source, new): copy recurrent states, by the index of a slot or checkpoint; all sources are read before
     # a row joins
     state: np.ndarray = field(default_factory=nothing(0, 2))
-    # i32 [n, 4] (slot, number of the copy, position, checkpoint): copy the row's states to the checkpoint once they
-    # cover ``position`` tokens
+    # i32 [n, 4] (slot, number, position, checkpoint): copy the row's states to the checkpoint when they cover
+    # ``position`` tokens.  ``number`` tells such requests of one row apart; it is below ``states.COPIES``.
     save: np.ndarray = field(default_factory=nothing(0, 4))
     # i64 [n, 2] (slot, sequence): save the columns with ``Column.kept`` of a preempted row; ``Join.saved``
     # restores them
     keep: np.ndarray = field(default_factory=nothing(0, 2, dtype=np.int64))
-    # i64 [n] sequences that ended; their saved columns are freed
+    # i64 [n] sequences that ended: free the columns that ``keep`` saved for them
     forget: np.ndarray = field(default_factory=nothing(dtype=np.int64))
     # i32 [n, 2] (slot, token id): tokens that the host chose
     token: np.ndarray = field(default_factory=nothing(0, 2))
@@ -196,7 +196,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Token masks for the late rows of a step.  Bit t % 32 of ``mask[j, t // 32]`` allows token t in row
+    """Token masks of a step, sent after its plan.  Bit t % 32 of ``mask[j, t // 32]`` allows token t in row
     ``StepPlan.late[j]``.  The array must not change until the result of the step was collected."""
 
     mask: np.ndarray  # i32 [len(late), ceil(V / 32)]
@@ -285,7 +285,7 @@ class StepResult:
     drafted: np.ndarray = field(default_factory=nothing())
     # f32 the values of ``plan.taps``, concatenated
     taps: np.ndarray = field(default_factory=nothing(dtype=np.float32))
-    # f64 [len(plan.pooled), hidden] the sums of ``plan.pooled``
+    # f64 [len(plan.pooled), hidden] the sum of hidden states that each row of ``plan.pooled`` requests
     pooled: np.ndarray = field(default_factory=nothing(0, 0, dtype=np.float64))
     # i32 for each row of ``Delta.kept``, and each layer of its group, the stored tokens [kv_heads, kept] that stay,
     # ascending; all in one dimension.  It is empty if the delta failed.

@@ -81,7 +81,9 @@ class Predictor(ABC):
         return None
 
     def stepped(self, work: StepWork, ms: float) -> None:  # noqa: B027  (optional)
-        """Receive the work and the milliseconds of a finished step.  Steps without a measured time are not passed."""
+        """Receive the rows and tokens of a finished step, and its milliseconds.
+
+        Steps without a measured time are not passed."""
 
     def figures(self) -> Mapping[str, float]:
         """Return the predictor's own counters, with the same rules as ``SchedulerPolicy.figures``."""

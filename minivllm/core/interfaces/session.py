@@ -69,7 +69,7 @@ class Session:
 
     @classmethod
     def of(cls, value: Any) -> Session | None:
-        """Return the facts from an object of this class, a mapping or None.  RequestError for anything else."""
+        """Return ``value`` as a Session: a Session, a mapping of its fields, or None.  RequestError for others."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):

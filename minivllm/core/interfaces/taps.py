@@ -18,7 +18,8 @@ from minivllm.errors import RequestError, shown
 
 # the output of the head; it has a vector for each token that is drawn or scored (``prompt_logprobs``)
 LOGITS = "logits"
-# the tokens that stay at each compression of a request (``interfaces.compressor``); it is no point of the model
+# a tap with this name reads no tensor: it returns which tokens stay at each compression of a request
+# (``interfaces.compressor``)
 KEPT = "compression.kept"
 EXPERTS = (
     ".experts"  # suffix of the points that hold the ids of the chosen experts; they are read only

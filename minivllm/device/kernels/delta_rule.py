@@ -2,12 +2,12 @@
 
     one    grid (R, value heads, parts of a value)   all of a step whose rows have one token each
     scan   grid (R, value heads, parts of a value)   convolution, delta rule: state and window stay in registers
-    keep   grid (R, parts of the channels)           the newest inputs go to the ring, behind ``scan``
+    keep   grid (R, parts of the channels)           the newest inputs go to the ring, after ``scan``
     norm   grid (T * value heads / 8)                RMSNorm of a head, times silu(z)
 
 The state is read and written once for each row: 8 * key_dim * value_dim bytes a head and layer, which bounds a decode
 step.  ``scan`` computes the tokens of a row one after another.  ``delta_chunks`` computes long rows of 16-bit models.
-Reference: ``device.layers.delta_net.scan``.
+The ring is explained in ``core.interfaces.states``.  Reference: ``device.layers.delta_net.scan``.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def mix(
     """Return gated_norm(scan(x, ab, *weights, ...), z, norm, eps) [T, value heads * value dim].
 
     A step whose rows have at most one token each, and whose states never lack tokens, is one launch."""
-    # the ring has no space for drafts, so states lack no tokens
+    # without space for drafts in the ring of the newest inputs, a state covers all tokens before its row
     lacks_none = memory["ring"].shape[1] == weights[0].shape[1]
     if invariant or step.longest != 1 or len(x) != len(step.rows) or not lacks_none:
         o = x.new_empty(len(x), sizes[1], sizes[3])

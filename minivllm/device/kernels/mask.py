@@ -1,4 +1,4 @@
-"""In-place masks of late rows on logits [rows, V], in which tokens whose bit is 0 become -inf.
+"""Token masks, applied in place to logits [rows, V]: the logits of tokens whose bit is 0 become -inf.
 
     grid (rows, V / BLOCK)      V / 8 bytes read per row, and 2 to 4 bytes written per forbidden token
 
@@ -43,7 +43,7 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
 
 
 class DeviceMasks:
-    """The masks of one step in device memory that captures use, for ``rows`` late rows.
+    """The token masks of one step in device memory that captures use, for up to ``rows`` rows with a mask.
 
     ``host`` i32 [rows, words] is pinned memory.  Masks that were written to its leading rows need no further copy on
     the host.  It may be written again once the step that uses the masks has been collected.

@@ -24,7 +24,7 @@ GRIDS = 32  # grids whose tables are kept
 
 
 class Tables(NamedTuple):
-    """The positions of the N patches of a grid, in the order of the tower: square after square."""
+    """The positions of a grid's N patches.  The patches of a feature, a square in the image, are consecutive."""
 
     learned: Tensor  # [N, width], in the dtype of the tower
     cos: Tensor  # f32 [N, dim of a head]

@@ -131,8 +131,8 @@ class Adapters:
     # ---- loads ---------------------------------------------------------------------------------------------------
 
     def answer(self, args: Mapping[str, Any]) -> list[list[Any]]:
-        """Free and order adapters, and return (number, error or None) of the loads that have ended since the last
-        call.  No step in flight uses the freed ones."""
+        """Free adapters, queue folders to load, and return (number, error or None) of the loads that have ended
+        since the last call.  No step in flight uses the freed adapters."""
         with self._wake:
             for number in args.get("free", ()):
                 self.loaded.pop(int(number), None)
@@ -156,7 +156,8 @@ class Adapters:
 
     def _allocate(self, size: int) -> Any:
         """Return a slab of pinned memory."""
-        with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
+        # the allocation may wait for the device, so ALONE excludes captures meanwhile
+        with ALONE, torch.cuda.device(self.device):
             return allocate(size)
 
     def _reserve(self) -> None:
@@ -172,7 +173,7 @@ class Adapters:
             self._threads[-1].start()
 
     def _load(self) -> None:
-        """Read the ordered folders, on a thread."""
+        """Read the queued folders, on a thread."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._orders or self._closed)

@@ -265,7 +265,7 @@ class SeparateCalls(GuardedCalls):
         return step.rows_of(self.state, slots, position, int(self.position.max()))
 
     def meet_host(self, logits: Tensor) -> None:
-        """Apply late masks to ``logits`` in place, and start the copy of the logits in ``plan.host``."""
+        """Apply the token masks to ``logits`` in place, and start the copy of the logits in ``plan.host``."""
         plan, to = self.plan, self.state.to
         if self.late is not None:
             sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())

@@ -10,7 +10,7 @@ A *decode* step (one token a row) reads token, length and block table of each sl
 the next captured size with the *spare slot*, the last slot of the columns.  No request uses it and it is marked as
 stopped, so its results are dropped; its keys and values are written to the null block.
 
-The masks of late rows are copied to a fixed buffer while the layers run, and SAMPLE reads them from this buffer
+Token masks of rows arrive while the layers run.  They are copied to a fixed buffer, from which SAMPLE reads them
 (``device.kernels.mask``).
 
 Steps that cannot be captured (a processor is not graph safe, the host chooses a token, the model waits for the device)
@@ -128,7 +128,7 @@ class Graphs:
     notes: list[str] = field(default_factory=list)
     # bits of the sampler variants of captured draws, for 16-bit logits (False) and float32 logits (True)
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
+    masks: DeviceMasks | None = None  # token masks of a step; None until the first step with a mask
     # shapes whose capture failed; their steps run as separate launches
     refused: set[GraphKey] = field(default_factory=set)
     # milliseconds of a replay, by the size of a decode step that was measured
@@ -295,7 +295,7 @@ class Graphs:
     def slot_operations(self, slots: np.ndarray, topk: int, late: bool) -> SampleOperations | None:
         """Return the operations for drawing a token in each of ``slots`` i32 [N], or None if they cannot be captured.
 
-        ``topk`` is that of the plan, and ``late`` means that rows have masks.
+        ``topk`` is ``StepPlan.topk``.  ``late`` means that at least one row has a token mask (``StepPlan.late``).
         """
         state = self.runner.state
         variants = []
@@ -344,7 +344,7 @@ class Graphs:
         """Replay the SAMPLE part of a step.
 
         Return (tokens, counts and flags of the rows, i32 [3, B]; their log-probabilities, or None if ``operations`` has
-        none), or None if the capture fails.  ``late`` holds the masks of late rows, or is None."""
+        none), or None if the capture fails.  ``late`` has the token masks, None if no row has one."""
         if late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
         captured = self._sample_of(key.rows, operations)

@@ -84,9 +84,9 @@ class StateMemory:
         self.save_at.index_fill_(0, to, -1)
 
     def save(self, slots: Tensor, which: Tensor, position: Tensor, to: Tensor) -> None:
-        """Copy the state of each of ``slots`` to the index ``to`` once it covers ``position`` tokens (each i64 [n]).
+        """Request copies of states: slot ``slots[i]`` to index ``to[i]`` when it covers ``position[i]`` tokens.
 
-        ``which`` is the number of the copy, below COPIES."""
+        A slot may have COPIES requests at a time; ``which[i]`` is the number of the request.  All are i64 [n]."""
         self.save_at[slots, which] = position.int()
         self.save_to[slots, which] = to
 

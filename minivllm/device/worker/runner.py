@@ -1,7 +1,7 @@
 """StepPlan -> StepResult on one device.
 
     delta ──► columns          FORWARD  gather ids by slot, layers, hidden states of the rows that draw
-                               SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► host
+                               SAMPLE   logits, processors, token masks, draw, commit, stop flags, result ──► host
 
 FORWARD and SAMPLE are separate so that masks may arrive from the host between them.  If a processor or sampler raises,
 the rows that use it end with an error.  If the model or attention back end raises, the step fails.  Both errors are
@@ -516,7 +516,7 @@ class Runner:
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
         """Draw the tokens of a step, write them to the columns, and start the copy of the result to the host.
 
-        ``late`` holds the masks of late rows; None means that there are none."""
+        ``late`` has the token masks, None if no row has one."""
         running.sampled, running.sampler = True, self.names[-1]
         try:
             if running.hidden is not None and not running.errors:
@@ -544,7 +544,7 @@ class Runner:
         return not self._poison and not self.chain.commits[-1] and native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """Draw the tokens of a step by a replay of the captured SAMPLE, and return True.  ``late`` has the late masks.
+        """Draw the tokens of a step by a replay of the captured SAMPLE, and return True.  ``late`` has the token masks.
 
         Return False without drawing if FORWARD was not captured, an error of a slot must be reported, the step needs an
         operation that cannot be captured, or there is no capture and none can be made.
@@ -573,7 +573,7 @@ class Runner:
         return event
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """Return the host array i32 [rows, words] to which late masks are written.
+        """Return the host array i32 [rows, words] to which the engine writes token masks.
 
         It is the buffer that captured steps copy from if this buffer is large enough, else a new array (pinned on a
         GPU).

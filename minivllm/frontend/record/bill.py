@@ -213,8 +213,8 @@ def _absolute(path: str) -> str:
 def _facts(resolved: Resolved, capacity: Capacity | None) -> Entries:
     """Return the values with which the engine runs, whether the user or minivllm chose them.
 
-    ``capacity`` adds the depth of run-ahead, and the sizes of the KV cache, the weights and the recurrent states.  None
-    leaves them out, before the engine is built.
+    ``capacity`` adds how many steps may be in flight (``run_ahead``), and the sizes of the KV cache, the weights and
+    the recurrent states.  None leaves them out, before the engine is built.
     """
     wiring = resolved.wiring
     facts: Entries = {"device": wiring.device, "dtype": wiring.dtype}
@@ -305,7 +305,7 @@ def _plain(value: Any) -> Any:
 
 
 def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
-    """Write a bill atomically: a concurrent reader sees the old or the new file.  ConfigError if that fails."""
+    """Write a bill of materials atomically: readers see the old or the new file.  ConfigError if that fails."""
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:

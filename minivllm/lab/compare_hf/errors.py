@@ -94,9 +94,9 @@ class TokenTally:
 class DtypeComparison:
     """The comparison in one dtype.
 
-    Both kinds of errors are stored by point: ``errors`` of operations with the engine's values as inputs, and ``along``
-    of a pass of transformers over the prompt alone.  ``missing`` maps an operation without compared values to the
-    reason.
+    Both kinds of errors are stored by point (a named tensor of the model).  For ``errors`` transformers computes each
+    operation from the engine's values.  For ``along`` it computes the whole model from the prompt.  ``missing`` maps an
+    operation without compared values to the reason.
     """
 
     dtype: str

@@ -77,7 +77,7 @@ def table(found: DtypeComparison) -> list[str]:
 
 
 def _along(found: DtypeComparison, point: str) -> str:
-    """Return the relative error of a point in the pass over the prompt alone, or "" if it has none."""
+    """Return the error ``along`` of a point (a named tensor of the model), "" if it has none."""
     if point not in found.along:
         return ""
     return _number(found.along[point].relative)

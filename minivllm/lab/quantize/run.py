@@ -159,8 +159,8 @@ class Quantizing:
             cheaper = "--device cpu or a smaller --length" if self.options.calibrated else "--device cpu"
             raise ResourceError(
                 f"{self.model.device} has too little memory for a layer: {describe_error(e)}; finished layers are in "
-                f"{self.work.folder}, from which the same command continues when memory is free; {cheaper} takes less "
-                "memory, and starts again if you remove that directory"
+                f"{self.work.folder}: run the same command again when memory is free, or remove that directory and "
+                f"start from the first layer with {cheaper}, which takes less memory"
             ) from e
 
     @property

@@ -267,7 +267,7 @@ def _distribution(steps: np.ndarray) -> dict[str, float]:
 
 
 def _add_optimum_shares(rows: Results) -> Results:
-    """Add each hit rate as a share of the optimum's, where a row of the same configuration and scheduler has it."""
+    """Add hit rate / hit rate of the optimum to rows whose configuration and scheduler also ran with the optimum."""
     best = {_bound_key(row): row["hit_rate"] for row in rows if row["evictor"] == OPTIMUM}
     for row in rows:
         rate = best.get(_bound_key(row))

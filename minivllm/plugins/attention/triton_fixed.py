@@ -39,8 +39,8 @@ class Parts(NamedTuple):
     """The programs of a tile and KV head, and the sums that they store."""
 
     programs: int  # number of programs of a tile; 1 means that no partial results are stored
-    sums: Tensor  # float32 [tiles * heads * parts, DV]
-    norms: Tensor  # float32 [tiles * heads * parts, 2] maximum and denominator
+    sums: Tensor  # float32 [tiles * KV heads * lines * most, DV], DV elements of a value
+    norms: Tensor  # float32 [tiles * KV heads * lines * most, 2] maximum and denominator
     most: int  # parts of the longest row
 
 

@@ -159,7 +159,7 @@ class Qwen3VL(QwenVL):
 
 
 def _check_sections(sections: tuple[Any, ...], text: Any, rope: Mapping[str, Any]) -> None:
-    """Raise ModelError if the parts of the rotary embedding for time, height and width are not half its dimensions."""
+    """Raise ModelError unless the rotary sections of time, height and width sum to half the rotary dimensions."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     share = rope.get("partial_rotary_factor", getattr(text, "partial_rotary_factor", None)) or 1.0
     half = int(head * share) // 2

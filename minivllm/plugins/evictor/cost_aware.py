@@ -10,7 +10,7 @@ whenever ``horizon`` x capacity blocks have been released::
 Values are compared as logarithms.  They grow with the stamp of the last release and are otherwise fixed, so a heap
 keeps them in order.  A block with twice the chance stays ln 2 x horizon x capacity releases longer than another.
 
-*Cost* is the number of tokens of this block alone, since the parent of a ripe block is still cached.  *Chance* is
+*Cost* is the number of tokens of this block only, since the parent of an evicted block is still cached.  *Chance* is
 learned at run time.  Blocks are classed by the number of their hits: none, one, 2 or 3, more.  The chance of a class is
 the share of its released blocks that were used again.  An evicted block that is cached again counts as used and gets
 its hits back.  For this purpose the keys of the last ``ghosts`` x capacity evicted blocks are stored.  Without them the

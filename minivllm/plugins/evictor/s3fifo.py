@@ -7,7 +7,8 @@
                      └── a key that is cached again moves to main at once
 
 Most blocks are used once.  They leave through the small queue and do not evict blocks that are used again.  Counts stop
-at 3.  Unlike in the paper, only ripe blocks can be evicted (``leaves.py``), so each queue is a heap by arrival.  Blocks
+at 3.  Unlike in the paper, only *ripe* blocks can be evicted: no request holds them, and they have no cached child
+(``leaves.py``).  So each queue is a heap by arrival.  Blocks
 that are held or have cached children count in the size of their queue, but are skipped.
 """
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Local(Executor):
     """Run the steps of one runner.
 
-    A step whose late masks are missing waits between FORWARD and SAMPLE.  Later steps wait before FORWARD, because
-    captured steps share the tensors of their inputs and hidden states."""
+    A step whose token masks have not arrived waits between FORWARD and SAMPLE.  Later steps wait before FORWARD,
+    because captured steps share the tensors of their inputs and hidden states."""
 
     takes_tensors = True
 

@@ -153,7 +153,7 @@ class RankRunner(Runner):
         return self.graphs.buffers[running.graph.rows].hidden
 
     def _sample_padded(self, running: Running, late: LateInputs | None, whole: Tensor) -> None:
-        """Draw tokens on rank 0 from the logits of ``whole``, for rows without a captured SAMPLE."""
+        """Draw tokens on rank 0 after a captured FORWARD, whose padded hidden states are ``whole``."""
         model, samples = self.model, running.plan.samples
         assert running.hidden is not None
         self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())

@@ -1,4 +1,6 @@
-"""Times of a step by seam, measured with torch's profiler in steps of separate launches with labelled regions.
+"""Times of a step by seam (kind of plug-in), measured with torch's profiler.
+
+The steps are separate launches with labelled regions.
 
 Calls of plug-ins are labelled only while a profile runs, so other steps cost nothing.  A kernel or an operator counts
 for the innermost region in which it was started.  A kernel that fuses the work of several seams counts for the seam
@@ -60,9 +62,9 @@ class SeamProfile:
         object.__setattr__(made, name, value)
 
     def stop(self, trace: str = "") -> dict[str, float]:
-        """Return the milliseconds by seam, of the device on CUDA and of the computing thread on a CPU.
+        """Return the milliseconds of each seam: device time on CUDA, else time of the computing thread.
 
-        ``trace`` names a file for the Chrome trace, "" writes none.
+        ``trace`` names a file to write as a Chrome trace; "" writes none.
         """
         if self.cuda:
             synchronize()

@@ -145,9 +145,9 @@ class Sim(Executor):
         )
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
-        """Return the blocks of each KV group, with the null block.
+        """Return the number of blocks of each KV group, with the null block.
 
-        The default number is enough for all rows at their longest.
+        By default ``max_num_seqs`` rows of ``max_model_len`` tokens fit.
         """
         n = wiring.cache.num_kvcache_blocks + 1
         if wiring.cache.num_kvcache_blocks < 0:

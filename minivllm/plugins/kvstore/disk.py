@@ -4,11 +4,12 @@
                   r0of1-4712-3.kv     a file of another engine that runs: locked by it, only read here
                   r0of1-3000-0.kv     a file of an engine that has ended: locked by the first engine that opens it
 
-The owner of a file holds its lock, which the system releases when the process ends.  Only the owner appends to a file
-and deletes it.  A start continues the files of ended engines that are below the size of a file.  Of more files than
-``DESCRIPTORS``, those that were not read for longest are closed, and opened and locked again when needed.  If the files
-take more than the limit, files of other models and of ended engines are deleted first, the oldest first.  Then the file
-with the fewest pages in use is deleted, and these pages move to the newest file.
+A name has the rank, the number of ranks, the process id and a number.  The owner of a file holds its lock, which the
+system releases when the process ends.  Only the owner appends to a file and deletes it.  At its start an engine appends
+to files of ended engines that are not full (``LARGEST`` bytes at most).  At most ``DESCRIPTORS`` files are open: the
+file that was not read for longest is closed, and opened and locked again for its next read.  If the files take more
+than the limit, files of other models and of ended engines are deleted first, the oldest first.  Then the file with the
+fewest pages in use is deleted, and these pages move to the newest file.
 """
 
 from __future__ import annotations

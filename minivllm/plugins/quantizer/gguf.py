@@ -64,7 +64,7 @@ def _q4_k(raw: Tensor) -> Decoded:
     steps = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=-1).float() * d
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), dim=-1).float() * least
     bytes_of = raw[..., 16:].unflatten(-1, (4, 1, 32))
-    codes = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-2)  # [..., 4, 2, 32]
+    codes = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-2)  # [rows, blocks, 4 pairs, 2 groups, 32 codes]
     flat = steps == 0  # a group of equal numbers is stored as -1 step of that size from 1
     codes = torch.where(flat.unflatten(-1, (4, 2))[..., None], 0, codes)
     zero = torch.where(flat, 1.0, minima / torch.where(flat, 1.0, steps))
@@ -74,7 +74,7 @@ def _q4_k(raw: Tensor) -> Decoded:
 
 def _q6_k(raw: Tensor) -> Decoded:
     low, high = raw[..., :128].unflatten(-1, (2, 2, 32)), raw[..., 128:192].unflatten(-1, (2, 1, 32))
-    lows = torch.cat((low & 15, low >> 4), dim=-2)  # [..., 2, 4, 32]
+    lows = torch.cat((low & 15, low >> 4), dim=-2)  # [rows, blocks, 2 halves, 4 groups, 32 codes]
     highs = torch.cat([high >> at & 3 for at in (0, 2, 4, 6)], dim=-2)
     codes = (lows | highs << 4).view(torch.int8) - 32
     scales = raw[..., 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208)[..., None]

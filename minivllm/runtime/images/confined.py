@@ -97,7 +97,7 @@ class Seats:
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[int]:
-        """Wait for a free worker, and hold it until the end of the block."""
+        """Wait for a free worker, and hold it until the context ends."""
         async with self._turns:
             worker = self._free.pop()
             try:

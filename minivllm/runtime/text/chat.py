@@ -26,8 +26,8 @@ KEPT = 8  # most compiled templates of callers in the cache
 class Filling:
     """The input of a template.  ``values`` are the messages, tools, documents, and variables by name.
 
-    ``mark`` is the text at which the prompt ends, if it continues the last message.  "" means that the prompt ends with
-    the template's text."""
+    If the prompt continues the last message, ``mark`` is a text appended to this message: the prompt is the
+    rendered text before it.  "" means that the prompt is the whole text."""
 
     template: ChatTemplate
     values: tuple[Any, Any, Any, dict[str, Any]]

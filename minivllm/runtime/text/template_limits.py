@@ -59,7 +59,7 @@ def _most_text(size: int) -> None:
 
 @contextlib.contextmanager
 def time_limit(seconds: float = SECONDS) -> Iterator[None]:
-    """Limit the time of templates that this thread fills inside the block."""
+    """Limit the time of templates that this thread fills in the context."""
     before = getattr(_local, "end", None)
     _local.end = time.monotonic() + seconds
     _local.seconds = seconds

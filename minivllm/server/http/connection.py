@@ -137,7 +137,7 @@ class WatchedConnection(_Connection):
         self._late = self.loop.call_later(self.header_seconds, self._close)
         self._answered: Any = None  # the request that is being answered; ``cycle`` is the newest request
         self._last: tuple[int, str] | None = None  # the last answer (status, text) of a connection that is ending
-        self._dropped = 0  # bytes dropped after that answer
+        self._dropped = 0  # bytes from the client that were dropped after the answer ``_last``
         self._half_closed = False  # the client has closed its sending side
         self._watching = False  # ``_watch_client`` is scheduled
 

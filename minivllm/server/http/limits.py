@@ -1,4 +1,4 @@
-"""The door: limit the prompts that the server holds, per owner and in total, and close the server at the end.
+"""Limit the prompts that the server holds, per owner and in total, and refuse new prompts before the server ends.
 
 An owner is an API key, or an address where no key is required.  Each owner may have a number of prompts, so that no
 owner is refused because of another.  There is also a limit on all prompts together.  Beyond it, only owners without any
@@ -66,9 +66,9 @@ class Door:
         raise ApiError(429, f"{why}; try again later", headers={"Retry-After": "1"})
 
     async def drain(self, seconds: float) -> bool:
-        """Close the door and wait until no prompt is inside.  Return whether that was so within ``seconds``.
+        """Refuse new prompts, and wait until all answers are complete.  Return False if ``seconds`` were not enough.
 
-        After that time, end the requests that are left.
+        In this case, end the requests that are left.
         """
         self.closed = True
         try:
@@ -79,7 +79,7 @@ class Door:
             return False
 
     def end(self) -> None:
-        """Close the door and end all requests that are inside."""
+        """Refuse new prompts, and end all requests that run or wait."""
         self.closed = True
         if not self.ended.done():
             self.ended.set_result(None)

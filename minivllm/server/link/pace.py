@@ -1,8 +1,8 @@
 """Limit the prompt tokens of a server's step so that the step ends in time.
 
-While a step runs, commands wait and no other owner is served.  A step of thousands of tokens takes seconds on a CPU,
-and a token costs more the more tokens precede it.  So the loop learns the cost of a prompt token, and of each key that
-the token attends to (``core/engine/pace.py``).
+While a step runs, commands wait and no other owner (API key or client address) is served.  A step of thousands of
+tokens takes seconds on a CPU, and a token costs more the more tokens precede it.  So the loop measures the cost of a
+prompt token, and of each key that the token attends to (``core/engine/pace.py``).
 
 Steps are shorter while several owners are served, because every token of one owner waits for the prompt chunks of the
 others.  Steps with scored prompts (prompt log-probabilities) have a ``TurnPace`` of their own.
@@ -15,7 +15,7 @@ from minivllm.core.engine.pace import Pace
 TURN = 0.5  # target in seconds for the prompts of a step
 LONG = 0.9  # limit in seconds for the prompts of a step if chunks would otherwise have fewer than ``LEAST`` tokens
 LEAST = 256  # least number of tokens of a chunk, because smaller chunks cost more than they gain
-SHARED_TURN = 0.05  # seconds that prompts may add to a step while several owners are served
+SHARED_TURN = 0.05  # seconds that prompts may add to a step while requests of several owners are served
 # seconds for which steps stay short after several owners were served, because these are likely to return
 SHARED_FOR = 10.0
 SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served

@@ -58,8 +58,8 @@ def process(trim: bool) -> dict[str, Any]:
 def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bool) -> dict[str, Any]:
     """Return the figures of an engine and its process.
 
-    ``loop_tables`` has the sizes of the tables of the loop around the engine, and ``accepted`` is the number of
-    requests that the engine accepted.  In the result, ``fault`` is the error that a check of every block and table
+    ``loop_tables`` has the numbers of entries in the dicts of the loop around the engine.  ``accepted`` is the number
+    of requests that the engine accepted.  In the result, ``fault`` is the error that a check of every block and table
     found, or None.  ``tap_points`` has the points of the model and their widths.
     """
     fault = None
