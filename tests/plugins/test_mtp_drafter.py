@@ -105,6 +105,18 @@ def test_drafts_are_those_of_the_reference_and_change_no_token(case, way, seen, 
     assert not wrong, f"{len(wrong)} of {len(seen)}: {wrong[0][1]}, expected {case.expected(wrong[0][0], K)}"
 
 
+def test_a_quantizer_with_options_for_modules_that_the_head_lacks_is_taken(case):
+    """The head has one layer, and looks up tokens in the embedding of the target model."""
+    quantizer = {"name": "int8", "options": {"embedding": True, "skip": ["layers.1.*"]}}
+    found = {}
+    for drafter in ("none", "mtp"):
+        with LLM(str(case.folder), drafter=drafter, speculate="always", quantizer=quantizer, **SMALL) as llm:
+            found[drafter] = tokens(llm, case.prompts)
+            stats = llm.stats()
+    assert found["mtp"] == found["none"]
+    assert stats["speculation"]["failed"] is None and stats["speculation"]["proposed"]
+
+
 def test_branches_sampled_rows_and_penalties_give_the_tokens_of_a_run_without_drafts(case, seen):
     ways = (
         {"n": 3, "temperature": 0.9, "seed": 5},

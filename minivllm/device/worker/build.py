@@ -310,9 +310,11 @@ def _load(
     """Build a model with its own attention back end, and load its weights from ``folder``.
 
     ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  ``arch`` None means the architecture
-    in ``chosen``.  Return (model, its parts, notes on the weights for the user)."""
+    in ``chosen``; otherwise it is that of a head, which reads modules of the target model.  Return (model, its parts,
+    notes on the weights for the user)."""
     backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
     quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    head = arch is not None
     arch = arch or build_part("model", chosen["model"])
     parts = ModelParts(
         wiring.device,
@@ -334,7 +336,8 @@ def _load(
     with torch.inference_mode():
         model = build_model(arch, cfg, parts, folder)
         parts.described = type(arch).build is ModelArch.build
-        quantizer.finish()
+        if not head:  # a head lacks modules that options may name, and the target model has checked the options
+            quantizer.finish()
         notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
     return model, parts, notes
 

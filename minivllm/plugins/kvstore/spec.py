@@ -12,7 +12,7 @@ CPU = Spec(
 )
 DISK = Spec(
     impl=f"{HERE}.disk:DiskStore",
-    api=(1, 0),
+    api=(1, 1),
     summary="files with checksums, which survive the process and are shared by engines",
     options=f"{HERE}.options:DiskStoreOptions",
     features=frozenset({"durable"}),
