@@ -102,7 +102,7 @@ def wiring_flags() -> argparse.ArgumentParser:
     text = "a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
     wiring.add_argument("--model", help=text)
     config_flags(wiring)
-    text = """keys that replace those of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
+    text = """keys that replace keys of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
     wiring.add_argument("--hf-overrides", metavar="JSON", help=text)
     return wiring
 

@@ -65,7 +65,7 @@ ENGINE = (
     ("device", str, "auto, cpu or cuda"), ("gpu_memory_utilization", float, "share of the device's memory to use"),
     ("tensor_parallel_size", int, "processes that share the model"), ("seed", int, "seed of requests that have none"),
     ("revision", str, "branch, tag or commit of a model that is a Hugging Face id (default main)"),
-    ("tokenizer", str, "directory or Hugging Face id of the tokenizer (default: that of the model)"),
+    ("tokenizer", str, "directory or Hugging Face id of the tokenizer (default: the model's)"),
     ("tokenizer_mode", str, "plug-in that reads the tokenizer's files; `minivllm plugins tokenizer` lists them"),
     ("tokenizer_revision", str, "branch, tag or commit of a tokenizer that is a Hugging Face id"),
     ("download_dir", str, "the cache of models that are Hugging Face ids (default HF_HUB_CACHE, or HF_HOME)"),

@@ -39,7 +39,7 @@ def wire_images(
 ) -> Wiring:
     """Return the wiring with the encoder and the options of images, or the reason if the engine reads none.
 
-    ``selection`` is that of the seam encoder, and ``keep`` stores it.  The result is added to ``notes``.  ConfigError
+    ``selection`` is the choice of an encoder, and ``keep`` stores it.  The result is added to ``notes``.  ConfigError
     if the user has set ``max_images`` or ``encoder`` and the engine cannot read images."""
     named = config.encoder.name != "auto"
     if named:

@@ -27,7 +27,7 @@ def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
 def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
     """Return the layer numbers of each KV group: the layers of equal geometry.
 
-    Groups of full attention precede groups with a window; otherwise the order is that of the first layer.
+    Groups of full attention precede groups with a window; otherwise groups have the order of their first layers.
     """
     groups: dict[tuple, list[int]] = {}
     for layer, spec in enumerate(specs):

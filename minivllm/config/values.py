@@ -89,7 +89,7 @@ def _choices(value: Any) -> Any:
 
 
 def _list_or_one(value: Any) -> Any:
-    """Convert a list of names and tables, or a name or a table alone."""
+    """Convert a list of names and tables, or a single name or table."""
     return _choices([value] if isinstance(value, (str, Mapping, PluginChoice)) else value)
 
 
@@ -202,7 +202,7 @@ class EngineConfig(Strict):
         min_length=1,
         description="sampling defaults from generation_config.json: auto (the model's), none, or the path of a file",
     )
-    hf_overrides: Overrides = Field({}, description="keys that replace those of the model's config.json")
+    hf_overrides: Overrides = Field({}, description="keys that replace keys of the model's config.json")
     dtype: DType = Field(
         "auto", description="dtype of weights and activations; auto: the checkpoint's, or bfloat16 or float32 on a CPU"
     )

@@ -117,7 +117,7 @@ class TierThread:
             self._thread.start()
 
     def add(self, work: Callable[[], None], batch: PageBatch | None = None) -> None:
-        """Order work, which begins once the pages of ``batch`` are on the host."""
+        """Queue work, which begins when the pages of ``batch`` are on the host."""
         with self._wake:
             self._others.append((work, batch))
             self._wake.notify()
@@ -333,7 +333,7 @@ class Mover:
     def _store_batch(
         self, group: int, tiers: list[int], tickets: list[int], rows: np.ndarray
     ) -> None:
-        """Read the blocks of rows of ``store`` together, and order their pages to be stored."""
+        """Read the blocks of rows of ``store`` together, and queue their pages to be stored."""
         threads = [self.tiers[tier] for tier in tiers]
         blocks, index = np.unique(rows[:, 2], return_inverse=True)
         try:

@@ -1,5 +1,5 @@
 """Conformance suite of samplers: drawable tokens exactly, frequencies by chi-square tests of stated power, and draws
-that are a function of (logits, seed, position, sample) alone.
+that are a function only of (logits, seed, position, sample).
 """
 
 from __future__ import annotations

@@ -476,7 +476,7 @@ class BlockPool:
             seq.hint = None
 
     def private_from(self, blocks: np.ndarray) -> int:
-        """Return the index from which on the blocks i32 of a row are used by this row alone.
+        """Return the index from which on the blocks i32 of a row are used by no other row.
 
         No other row holds the blocks from there on, and their cached children are among them.
         """

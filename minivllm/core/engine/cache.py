@@ -174,7 +174,7 @@ class KVCache:
         return 0 if window is None else max(0, blocks * self.block - window + 1) // self.block
 
     def hints(self, seqs: list[Seq]) -> np.ndarray:
-        """Return i32 [n]: the tokens that a prefix hit would save for each waiting sequence, judged by keys alone.
+        """Return i32 [n]: the tokens that a prefix hit would save for each waiting sequence, judged only by keys.
         The result per sequence is stored in ``seq.hint``, in blocks.  It stays correct while the last block found is
         cached and the next block is not.  The pool clears it otherwise, so that a call in every step is cheap."""
         if not self.prefix or len(self.pools) > 1:

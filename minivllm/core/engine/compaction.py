@@ -25,7 +25,7 @@ class Compaction:
     used: int  # number of ``blocks`` that hold tokens; the others are reserved
     # bool [blocks that the kept tokens need]: no other row and no cached prefix uses the block
     own: np.ndarray
-    # i32 blocks that the row releases once the device has the order
+    # i32 blocks that the row releases when the delta with the compression is sent
     retired: np.ndarray = field(default_factory=nothing())
     computed: int = 0  # computed tokens of the row
     # index of the first block that must leave the prefix cache; ``used`` means none

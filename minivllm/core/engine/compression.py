@@ -6,7 +6,7 @@
     stored       0 ........ 10 │  5  6  7 │  5  6  7 │          tokens in the KV cache
                           4 ◄──┘    4 ◄───┘    4 ◄───┘
 
-A compression happens between two steps, at a number of computed tokens that depends on the request alone.  So a row
+A compression happens between two steps, at a number of computed tokens that depends only on the request.  So a row
 that was preempted is compressed at the same places when its tokens are computed again.  The device chooses the tokens
 (``interfaces.compressor``); their number is known here.  A compression is planned while earlier steps of its row are in
 flight.  Only a row whose blocks may still be published, or whose branches have not forked, waits until these steps have
@@ -51,9 +51,9 @@ class CompressingPlanner(Protocol):
 class Compression:
     """The compressions of an engine.
 
-    ``budget`` is that of requests without one, 0 for none.  ``every`` is the number of generated tokens between two
-    compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens whose queries the
-    compressor reads, and ``sums`` means that it reads attention sums over the prompt."""
+    ``budget`` is the budget of requests that set none, 0 for no compression.  ``every`` is the number of generated
+    tokens between two compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens
+    whose queries the compressor reads, and ``sums`` means that it reads attention sums over the prompt."""
 
     def __init__(
         self,

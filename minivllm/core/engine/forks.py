@@ -71,7 +71,7 @@ def fork_ready(planner: ForkPlanner) -> None:
             for beam in branches:
                 planner.cache.fork(slot, beam.slot, at)
                 s.ready[beam.slot] = True
-                # the tokens differ from those of the fork, so the row joins anew
+                # the tokens have changed since the fork, so the row joins anew
                 planner.joins.append((beam.slot, beam))
         s.forking[slot], s.schedulable[slot] = False, s.known[slot]
 

@@ -25,7 +25,7 @@ def check_kept(request: Request, wiring: Wiring, capacity: Capacity) -> None:
         return
     problem = ""
     if any(tap.add is not None for tap in taps):
-        problem = "nothing is added to it; use read=True alone"
+        problem = "nothing is added to it; use only read=True"
     elif wiring.compressor is None:
         problem = "compressor=none keeps all tokens; choose a compressor, or leave the tap out"
     elif not capacity.kept_heads:

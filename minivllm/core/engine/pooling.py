@@ -1,4 +1,4 @@
-"""Requests for embeddings: they compute the prompt alone, and pool its hidden states into one vector.
+"""Requests for embeddings: they compute only the prompt, and pool its hidden states into one vector.
 
     step              1             2           3 (preempted)   4
     computed          p p p p       p p p       .               p p p p p p p p

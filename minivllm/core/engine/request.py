@@ -100,7 +100,7 @@ class Seq:
 
     @property
     def pair(self) -> tuple[Seq, ...]:
-        """Return the sequence and its guide, or the sequence alone if it has no guide."""
+        """Return the sequence and its guide, or only the sequence if it has no guide."""
         return (self,) if self.guide is None else (self, self.guide)
 
     @property

@@ -131,10 +131,10 @@ def _add_routes(
 def _fitting(tap: Tap, width: int) -> np.ndarray:
     if tap.point == LOGITS:
         what = "taps: nothing is added to the model's own logits"
-        raise RequestError(f"{what}; use read=True alone, and logit_bias or a processor", "taps")
+        raise RequestError(f"{what}; use only read=True, and logit_bias or a processor", "taps")
     if read_only(tap.point):
         what = f"taps: nothing is added to {tap.point}, which are numbers of experts"
-        raise RequestError(f"{what}; use read=True alone, or a tap of the router's logits", "taps")
+        raise RequestError(f"{what}; use only read=True, or a tap of the router's logits", "taps")
     if len(tap.add) != width:
         what = f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
         raise RequestError(f"{what}; expected {width}, the width of that point", "taps")

@@ -144,7 +144,7 @@ class LoadChoice:
         """Return True if loading pages costs all requests together less time than computing their ``tokens``.
 
         ``own`` has the bytes of the request from each tier, and ``sizes`` those and the bytes ordered before.  A load
-        delays its request alone.  A step that computes the tokens delays the ``others`` that run or wait as well."""
+        delays only its own request.  A step that computes the tokens delays the ``others`` that run or wait as well."""
         writing = sum(own.values()) * (self.writing.value or 0.0) * (1 + others)
         load = self.seconds_to_load(sizes) + writing
         forced = any(self.always[tier] for tier in own)

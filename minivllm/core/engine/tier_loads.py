@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stored:
-    """An order to store a page."""
+    """A request to store a page."""
 
     tier: int
     key: bytes

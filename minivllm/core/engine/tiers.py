@@ -115,7 +115,7 @@ class Tiers:
         self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
         self.rows: list[tuple[int, ...]] = []  # rows of ``Delta.store`` since the last delta
         self.fills: list[tuple[int, int, int]] = []  # of ``Delta.fill``, likewise
-        self.gets: list[list[Any]] = []  # orders to load pages, for the next call
+        self.gets: list[list[Any]] = []  # requests to load pages, for the next call
         self.storing: dict[int, Stored] = {}
         self.loading: dict[int, Staged] = {}  # ticket -> page, until all ranks have ended its load
         self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use the page
@@ -230,7 +230,7 @@ class Tiers:
         return True
 
     def _drain(self) -> None:
-        """Order blocks of the backlog while the queues have room for their pages.  The others wait in the backlog."""
+        """Request stores of blocks of the backlog while the queues have room for their pages.  Others wait."""
         while self.backlog:
             group, block = next(iter(self.backlog))
             named, size = self.named[group][block], self.page_bytes[group]
@@ -448,7 +448,7 @@ class Tiers:
         return bool(self.waits or self.storing or self.loading or self.backlog)
 
     def turn(self, call: Callable[..., Any], idle: bool) -> list[Seq]:
-        """Send orders to the workers, record their results, and return the sequences that need not wait any longer.
+        """Send requests for pages to the workers, record results, and return the sequences that need not wait.
 
         ``idle`` means that no step is in flight, so that blocks may be read and written immediately.
         """

@@ -157,7 +157,7 @@ class AdapterMemory(ABC):
     Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  Between the two:
 
     * A token whose place is -1 keeps its values bit for bit.
-    * The result of another token depends on its own values and on the adapter in its place alone.
+    * The result of another token depends only on its own values and on the adapter in its place.
     * Arguments are not changed in place.
     * On a GPU no tensor is read on the host, because these calls are captured.  A later ``store`` takes effect in steps
       that are captured already, so it writes to the same memory."""

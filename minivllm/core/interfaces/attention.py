@@ -155,7 +155,7 @@ class AttentionBackend(ABC):
     """
 
     # The back end can read blocks that decoding rows share once for all of them.  The number is the least number of
-    # bytes of a layer that this must save in a step.  None means that it reads each row alone.
+    # bytes of a layer that this must save in a step.  None means that it reads the blocks of each row separately.
     shares_from: int | None = None
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
@@ -209,7 +209,7 @@ class AttentionBackend(ABC):
 
         Only back ends with the trait ``approximate`` implement it.  It writes nothing.  ``forward`` must equal exact
         attention over the selected keys.  A query selects at least one and at most ``most_keys`` of the keys that it
-        may see.  The selection depends on its own row alone.
+        may see.  The selection depends only on its own row.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say which keys it selects")
 

@@ -67,7 +67,7 @@ class StoredTokens:
 class Compressor(ABC):
     """Scores stored tokens.  One instance serves all layers and rows of a process.
 
-    Contract.  Scores depend on the arguments of ``score`` alone, so that a preempted sequence keeps the same tokens
+    Contract.  Scores depend only on the arguments of ``score``, so that a preempted sequence keeps the same tokens
     when it is computed again.  ``score`` must not wait for the device, and must not change its arguments.
     """
 

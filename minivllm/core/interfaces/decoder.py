@@ -128,8 +128,8 @@ class GatedDelta:
     """Gated delta net (arXiv:2412.06464) in place of attention: a layer whose state has a fixed size.
 
     Key head i serves the value heads i * r to i * r + r - 1, where r = value_heads / key_heads.  Each value head keeps
-    a float32 state [key_dim, value_dim].  ``width`` is that of the causal convolution over q, k and v.  ``eps`` belongs
-    to the gated norm of the outputs.
+    a float32 state [key_dim, value_dim].  ``width`` is the width of the causal convolution over q, k and v.  ``eps``
+    belongs to the gated norm of the outputs.
     """
 
     key_heads: int

@@ -61,7 +61,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The files of a drafter's head: those that its option ``model`` names, or those of the served model."""
+    """The files of a drafter's head: the folder that its option ``model`` names, or the files of the served model."""
 
     folder: str
     cfg: Any  # the config object of config.json in ``folder``

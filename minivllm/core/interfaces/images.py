@@ -27,7 +27,7 @@ class PreparedImage:
     """An image after the checkpoint's processor.
 
     ``shape`` is the (channels, height, width) of the values, or the grid of patches (time, rows, columns).  ``digest``
-    is the sha256 of the decoded pixels, which alone decide the values, so equal digests mean equal features."""
+    is the sha256 of the decoded pixels, and only these decide the values, so equal digests mean equal features."""
 
     values: np.ndarray  # f32 or u8 [n]
     shape: tuple[int, int, int]

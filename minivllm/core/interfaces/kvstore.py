@@ -50,7 +50,7 @@ class KVStore(ABC):
     # True if the store keeps names of prefixes (``mark`` and ``names``) for later processes
     keeps_names = False
     # True if ``put`` keeps the array that it gets, so that the page is not copied again.  Nobody changes it afterwards,
-    # and its memory belongs to this page alone.  (1.1)
+    # and no other page uses its memory.  (1.1)
     keeps_pages = False
     # seconds that a request waits for its pages before it computes them
     patience = 5.0

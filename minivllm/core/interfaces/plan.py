@@ -142,7 +142,7 @@ class StepPlan:
     id: int
     slots: np.ndarray  # i32 [R]
     q_len: np.ndarray  # i32 [R]
-    computed: np.ndarray  # i32 [R] tokens before those of this step, as the host expects
+    computed: np.ndarray  # i32 [R] computed tokens of the row before this step, as the host expects
     samples: np.ndarray  # i32 [N] rows that draw a token
     # log-probabilities to return: -1 none, 0 of the chosen token, k also of the k best tokens
     topk: int = -1

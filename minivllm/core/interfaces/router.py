@@ -28,8 +28,8 @@ class RouterContext:
 class ReplicaLoad:
     """The load of a replica that accepts requests.
 
-    ``tokens`` are the prompt tokens of its requests that have not ended, and ``waiting`` are those of its requests
-    without a token yet.
+    ``tokens`` are the prompt tokens of its requests that have not ended, and ``waiting`` are the prompt tokens of its
+    requests without a token yet.
     """
 
     number: int

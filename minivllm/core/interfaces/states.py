@@ -27,7 +27,7 @@ UNUSABLE = -1
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a layer's state: the shape for one sequence, and the dtype (None means that of the model).
+    """One tensor of a layer's state: the shape for one sequence, and the dtype (None means the model's dtype).
 
     ``ring`` means that the first axis has a place for each of the newest tokens, and is left out of ``shape``.
     """

@@ -37,7 +37,7 @@ class TokenizerBackend(ABC):
     bytewise: bool = False
     # role in transformers, such as "eos_token" -> text of the token
     special_tokens: Mapping[str, str] = {}
-    # name -> Jinja template, "default" for the one without a name; none means those of the directory
+    # name -> Jinja template, "default" for the one without a name; none means the templates of the directory
     chat_templates: Mapping[str, str] = {}
 
     def __init__(self, options: Any, ctx: TokenizerContext) -> None:

@@ -454,7 +454,7 @@ def scan(
     states = (ring, gates, memory["state"])
     strides = (x.stride(0), ab.stride(0))
     args = (x, ab, *weights, *states, *of_rows, out, *strides)
-    # A state is advanced in two loops, by tokens that it lacks and by those of the step.  The compiler fuses different
+    # A state is advanced in two loops, by tokens that it lacks and by tokens of the step.  The compiler fuses different
     # multiply-adds in them, so their bits differ.
     options = {**shape, **tile, **pdl(x), "enable_fp_fusion": not invariant}
     all_long = in_chunks and ring.shape[1] == taps and (step.shortest or 0) >= delta_chunks.LONG

@@ -11,7 +11,7 @@ sorts the pairs by expert into blocks.  TMA loads the tiles of the weights, whos
     down   grid (H / BN, blocks)   the same from the order of the blocks to the order of the pairs
     combine grid (T)               sum of k rows, one after another, and of the shared MLP's row times its gate
 
-The weights of the chosen experts are read once.  Sums are float32 in an order that depends on the shapes alone.  The
+The weights of the chosen experts are read once.  Sums are float32 in an order that depends only on the shapes.  The
 reference is ``device.layers.experts``.
 """
 

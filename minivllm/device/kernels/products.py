@@ -10,7 +10,7 @@ tile::
 
     grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   with SK > 1 the last program adds the parts
 
-The weight is read once, x and y a few times.  Sums are float32 in an order that depends on the shapes alone.  The
+The weight is read once, x and y a few times.  Sums are float32 in an order that depends only on the shapes.  The
 reference is ``device.layers.fused``, which states each of the three operations in torch.
 """
 

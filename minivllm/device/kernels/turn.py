@@ -38,7 +38,7 @@ def _turn(qkv, cos, sin, out, tokens, patches, HEADS: tl.constexpr, DIM: tl.cons
 def turn(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return rotated queries and keys [2, T, H, D] of ``qkv`` [T, 3, H, D], which is contiguous.
 
-    ``cos`` and ``sin`` f32 [N, D] are those of N patches, and T is a multiple of N: several images of one grid.  The
+    ``cos`` and ``sin`` f32 [N, D] belong to N patches, and T is a multiple of N: several images of one grid.  The
     first half of ``sin`` has the opposite sign."""
     tokens, _, heads, dim = qkv.shape
     heads_p, dim_p = triton.next_power_of_2(heads), triton.next_power_of_2(dim)

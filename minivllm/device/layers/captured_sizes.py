@@ -54,7 +54,7 @@ def shared_sizes(most: int) -> list[int]:
 
 
 def token_size(tokens: int) -> int:
-    """Round a number of tokens up to that of a captured mixed step.
+    """Round a number of tokens up to the number of a captured mixed step.
 
     The sizes are multiples of 64 up to 512, of 128 up to 2,048, of 256 up to 4,096 and then of 512.  So from 256 tokens
     on at most a quarter of a step is padding, from 1,024 on at most an eighth."""

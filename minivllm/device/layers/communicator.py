@@ -168,7 +168,7 @@ class ProcessGroup:
         return self._call("gather", self.peers.gather, x, width)
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
-        """Copy the result of sampling from rank 0's ``state`` to that of all ranks.
+        """Copy the result of sampling from rank 0's ``state`` to the ``state`` of all ranks.
 
         For each of the N rows ``slots`` i64 [N] it copies the token at ``position`` i64 [N], the number of known
         tokens, and whether the row has stopped."""

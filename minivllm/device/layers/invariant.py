@@ -7,7 +7,7 @@ series of library calls on exactly ``ROWS`` rows; the last call is filled up wit
 
 A row's *position* in the call could still matter.  It does not with the libraries examined.  This is tested for the
 shape of each weight; if it matters, a call has one row.  Elementwise operations that are correctly rounded (+, *, /,
-sqrt) are safe.  The results of torch's ``exp``, ``log`` and ``tanh`` depend on the element alone.  Those of ``silu``
+sqrt) are safe.  The results of torch's ``exp``, ``log`` and ``tanh`` depend only on the element.  Results of ``silu``
 and ``sigmoid`` do not: the last few elements of a thread's share are computed by another method.
 
 On a GPU ``device.kernels.fixed_products.FixedProduct`` and the kernels of norm and activation do the same.

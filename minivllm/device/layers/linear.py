@@ -216,7 +216,7 @@ class Linear(Module):
 
     @property
     def adapted(self) -> bool:
-        """Return whether the running step has adapters, so that the product does not depend on the weight alone."""
+        """Return whether the running step has adapters, so that the product does not depend only on the weight."""
         return self.adapter is not None and self.adapter.on
 
     def partial(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def pooled_tokens(plan: StepPlan) -> np.ndarray:
 def used_tokens(plan: StepPlan, drawing: np.ndarray) -> np.ndarray:
     """Return the numbers i64 of the tokens whose hidden states a step uses, ascending.
 
-    They are those of the tokens ``drawing`` and of the tokens that the step pools."""
+    They belong to the tokens ``drawing`` and to the tokens that the step pools."""
     if not len(plan.pooled):
         return drawing
     return np.union1d(drawing, pooled_tokens(plan))

@@ -29,8 +29,8 @@ def order_of_halves(dim: int, turned: int) -> Tensor:
 def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
     """Return (radians per position float32 [dim / 2], factor of cos and sin), rounded as in transformers.
 
-    ``longest`` 0 selects the frequencies of short requests.  A larger value selects those of requests longer than
-    ``rope.switch``, and is the most tokens that such a request may have."""
+    ``longest`` 0 selects the frequencies of short requests.  A larger value selects the frequencies of requests longer
+    than ``rope.switch``, and is the most tokens that such a request may have."""
     numbers, dim = dict(rope.numbers), rope.dim
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = rope.theta

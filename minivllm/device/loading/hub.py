@@ -25,7 +25,7 @@ from . import NewFields
 
 # files of the configuration and the tokenizer; no code and no pickle
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")
-PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
+PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched only for load_format='pt'
 WEIGHTS = "*.safetensors"
 POOLING = "1_Pooling"  # folder of sentence-transformers that is read for embeddings
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -212,7 +212,7 @@ class DraftedSteps:
         return self.buffers[size]
 
     def _fill(self, b: DraftBuffers, slots: np.ndarray, draft: np.ndarray) -> None:
-        """Copy the rows of a step to the device unless they equal those of the previous step."""
+        """Copy the rows of a step to the device unless they equal the rows of the previous step."""
         n = len(slots)
         size = len(b.slots)
         same = (b.host[:n] == slots).all() and (b.host[size : size + n] == draft).all()

@@ -239,7 +239,7 @@ class Graphs:
         return (self._unless_refused(key) if due else None) or larger
 
     def _shared(self, plan: StepPlan, span: int) -> GraphKey | None:
-        """Return the shape of a decode step whose rows share prefixes; None if the step reads each row alone."""
+        """Return the shape of a decode step whose rows share prefixes; None if each row is read separately."""
         if not self.runner.shared_rows(plan):
             return None
         at = int(np.searchsorted(self.shared_sizes, len(plan.slots)))

@@ -118,7 +118,7 @@ class HeadModel(OwnModel):
         """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.
 
         Return the logits f32 [N, V] of the last pair of each row.  ``copied`` means that each row has one pair, whose
-        states are those of the previous draft.
+        states belong to the previous draft.
         """
         if self.native is not None and self.native.takes(q_len):
             states = self.last if copied else self._states(slots, q_len, computed)

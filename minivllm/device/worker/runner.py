@@ -105,7 +105,7 @@ class Runner:
         if wiring.speculation.num_speculative_tokens:
             own = self.own_models.get("drafter")
             self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, own)
-        self.shared = shared_pages(w, self.state)  # None if each row is read alone
+        self.shared = shared_pages(w, self.state)  # None if each row's blocks are read separately
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         with w.times.of("captures"):
@@ -418,7 +418,7 @@ class Runner:
         return ((), ()) if self.adapters is None else self.adapters.of_step(plan)
 
     def shared_rows(self, plan: StepPlan) -> int:
-        """Return the number of decoding rows that share prefixes; 0 if the step reads each row alone."""
+        """Return the number of decoding rows that share prefixes; 0 if it reads each row's blocks separately."""
         if self.shared is None or len(plan.draft):
             return 0  # a row with drafts has several rows of one slot
         return self.shared.sharing(plan)

@@ -95,7 +95,7 @@ class SharedPages:
 def shared_pages(worker: Worker, state: DeviceState) -> SharedPages | None:
     """Return the copy of the block tables from which sharing is estimated.
 
-    None if the attention back end reads each row alone, or if all layers have sliding windows."""
+    None if the attention back end reads each row separately, or if all layers have sliding windows."""
     least = worker.backend.shares_from
     group = _group_without_window(worker)
     if least is None or group is None:

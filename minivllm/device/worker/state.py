@@ -31,7 +31,7 @@ NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # bytes from which a host array is pinned: CUDA passes smaller arrays with the call, but for a larger array that is not
 # pinned the host waits for the device
 PINNED_FROM = 16 << 10
-# bytes of the pinned arrays that are allocated ahead, and how many of each size: those of three steps
+# bytes of the pinned arrays that are allocated ahead, and how many of each size: enough for three steps
 AHEAD_SIZES, AHEAD_EACH = tuple(1 << n for n in range(6, 23)), 3
 
 

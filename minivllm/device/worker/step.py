@@ -137,7 +137,7 @@ def forward(
 ) -> Tensor:
     """Run the layers of a model; return the hidden states [N, H] of the tokens ``logits_indices`` i64 [N].
 
-    None returns those of all tokens.  With ``selects`` the model itself keeps only these tokens after its last
+    None means all tokens.  With ``selects`` the model itself keeps only these tokens after its last
     attention.  The result is written to ``out`` unless that is None.  ``run(seam, call, *args)`` calls the attention
     back end and the model; ``seam`` is "attention" or "model"."""
     run("attention", backend.plan, step.meta, key)

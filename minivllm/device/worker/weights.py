@@ -173,7 +173,7 @@ class RunningWeights:
                 raise ModelError(f"level=2 drops weights that cannot be written again; use level=1: {e}") from e
 
     def _sleep(self, level: int) -> None:
-        """Free the KV cache and the weights: level 1 keeps weights in host memory, level 2 drops those of the model.
+        """Free the KV cache and the weights: level 1 keeps weights in host memory, level 2 drops the model's weights.
 
         On a CPU the weights are in host memory already, so level 1 frees the KV cache only."""
         gpu = self.runner.device.type == "cuda"

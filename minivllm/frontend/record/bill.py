@@ -49,7 +49,7 @@ def make(
     since: float = 0.0,
     first: bool = False,
 ) -> Entries:
-    """Return the bill of a resolved configuration.  ``capacity`` is that of the engine, None before it is built.
+    """Return the bill of a resolved configuration.  ``capacity`` describes the built engine, None before it is built.
 
     ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
     ``changed_sources``, because the running code may be older than their text.  ``first`` means that the engine is the

@@ -40,7 +40,7 @@ def values(texts: Mapping[str, str]) -> dict[str, Entries]:
 
 
 def shown(name: str, value: str | None, digest: str) -> str:
-    """Return a value for readers, or only its digest if the name looks like that of a secret."""
+    """Return a value for readers, or only its digest if the name looks like the name of a secret."""
     if value is None:
         return "not set"
     if SECRET.search(name):

@@ -146,7 +146,7 @@ class ResultTally:
             self._route_counts = counts if self._route_counts is None else self._route_counts + counts
 
     def results(self, stats: Mapping[str, Any]) -> Entries:
-        """Return the results so far; ``stats`` are those of the engine.
+        """Return the results so far; ``stats`` is ``LLM.stats()`` of the engine.
 
         ``seconds`` is the time during which at least one request was active.  ``tokens_hash`` covers the token ids of
         all prompts and outputs that have ended.  ``outputs`` has a digest of each request in the order of arrival.

@@ -27,7 +27,7 @@ def digest(bill: Row, workload: Row) -> str:
 
 
 class Store:
-    """The stored configurations, in a folder, or in memory alone for the folder "".
+    """The stored configurations, in a folder, or only in memory for the folder "".
 
     Raise ConfigError if the folder cannot be written to.
     """

@@ -122,7 +122,7 @@ def same_over_seeds(cells: Sequence[Rows], dataset: str, temperature: float) -> 
         reason = f"{dataset} at temperature 0: all seeds have the same requests"
     return (
         f"seeds change nothing: the {len(known[0])} runs of each configuration gave the same answers ({reason}), so "
-        "intervals contain the noise of timing alone; use --temperature above 0, or random prompts"
+        "intervals contain only the noise of timing; use --temperature above 0, or random prompts"
     )
 
 

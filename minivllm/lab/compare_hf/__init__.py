@@ -6,6 +6,6 @@
                                     transformers' operations ──────────┘
 
 Each operation of transformers gets the engine's inputs, so its error contains no error of an earlier operation.  A
-second pass of transformers computes the prompt alone.  It shows how errors grow from layer to layer, and its logits
-decide whether the engine's tokens are right.
+second pass of transformers computes the whole model from the prompt.  It shows how errors grow from layer to layer, and
+its logits decide whether the engine's tokens are right.
 """

@@ -90,7 +90,7 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
 
 
 def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Iterator[list[str]]:
-    """Yield the points in groups whose values take at most ``limit`` bytes.  A larger point is in a group alone.
+    """Yield the points in groups whose values take at most ``limit`` bytes.  A larger point has its own group.
 
     ``bytes_per_column`` is the size of the values of a point of width 1.
     """

@@ -118,7 +118,7 @@ class DtypeComparison:
         """Return the bound of a point's relative error.
 
         The logits of fused layers contain the rounding of the whole model.  Their bound is therefore at least twice
-        the logits' error in transformers' pass over the prompt alone, which contains it too.
+        the logits' error in transformers' own pass from the prompt, which contains it too.
         """
         logits = self.along.get(LOGITS)
         if point == FUSED and logits is not None and logits.relative < math.inf:
@@ -152,8 +152,8 @@ class DtypeComparison:
     def take(self, number: int, run: EngineRun, own: Values, plain: Values) -> None:
         """Add the values of prompt ``number``.
 
-        ``own`` are transformers' values with the engine's values as inputs, and ``plain`` are transformers' values of
-        the prompt alone.
+        ``own`` are transformers' values with the engine's values as inputs.  ``plain`` are the values of transformers'
+        own pass from the prompt.
         """
         for theirs, errors in ((own, self.errors), (plain, self.along)):
             for point in run.values.keys() & theirs.keys():

@@ -188,7 +188,7 @@ def _chains(trace: Trace, block: int) -> list[list[int]]:
 
 
 def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> Results:
-    """Run each case on the cache alone and return its results, counted in blocks."""
+    """Run each case on the cache without an engine and return its results, counted in blocks."""
     chains: dict[int, list[list[int]]] = {}  # by block size
     rows = []
     for case in found:

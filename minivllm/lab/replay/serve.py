@@ -1,6 +1,6 @@
 """Run the engine on a trace with its own planner, block pools, scheduler and evictor, and a device that only counts.
 
-No model is computed, so a step costs the host's work alone.  The lengths and tokens of answers come from the trace.
+No model is computed, so a step costs only the host's work.  The lengths and tokens of answers come from the trace.
 The next turn of a conversation therefore finds the answer before it in the cache.
 """
 
@@ -170,7 +170,7 @@ class Counting(Sim):
         return self.token[slots]
 
     def _commit(self, slots: Column, tokens: Column) -> Column:
-        """Append a token to each row and return the stop flags, u8.  A row ends at its length alone."""
+        """Append a token to each row and return the stop flags, u8.  A row ends only at its length."""
         self.known[slots] += 1
         ended = self.known[slots] >= self.end[slots]
         self.stopped[slots] = ended

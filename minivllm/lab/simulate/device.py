@@ -160,7 +160,7 @@ class Simulated(Counting):
             super().submit(plan)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Compute a step whose rows need tokens alone, with a third of the operations of ``Sim``."""
+        """Compute a step whose rows need only tokens, with a third of the operations of ``Sim``."""
         delta = plan.delta
         n = len(plan.slots)
         if len(delta.leave):

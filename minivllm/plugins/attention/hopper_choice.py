@@ -4,7 +4,7 @@
     layer    ``refusal``   ""  ──► the layer can use the Hopper kernel; any other text is the reason why not
     step     ``choose``    a ``Variant`` of the kernel, or None for ``triton_prefill``
 
-The choice depends on shapes alone, so a step has the same kernel whenever it is computed in one form.  A captured step
+The choice depends only on shapes, so a step has the same kernel whenever it is computed in one form.  A captured step
 and the same step as separate launches may have different kernels, because a capture has only upper bounds.
 
 Figures of an H200 in bfloat16, in TFLOP/s (``triton_prefill``, then the Hopper kernel):

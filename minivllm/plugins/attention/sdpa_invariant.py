@@ -1,4 +1,4 @@
-"""Batch-invariant attention of the reference on a CPU, in which the bits of a query depend on its row's tokens alone.
+"""Batch-invariant attention of the reference on a CPU, in which the bits of a query depend only on its row's tokens.
 
     queries of a row, heads of a KV head together ──► items of ``LINES`` lines           q [LINES, D]
     keys from the cache, cut at multiples of ``KEYS`` ──► s = q k^T by pairs of an item and a tile    [LINES, KEYS]

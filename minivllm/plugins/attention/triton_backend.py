@@ -155,7 +155,7 @@ class Triton(AttentionBackend):
         return found
 
     def _shared(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> SharedWork | None:
-        """Return the shared prefixes of a step's rows, None if the layer reads each row alone."""
+        """Return the shared prefixes of a step's rows, None if it reads each row separately."""
         spec = layer.spec
         captured = meta.work.get("key", EAGER)
         if not captured.shared or self.shares_from is None or rows < FEWEST_ROWS or spec.window is not None:

@@ -442,7 +442,7 @@ class DecodeWork(NamedTuple):
     cut: bool  # whether at least one row has more than one part
     sums: Tensor  # float32 [E * heads, DV]
     norms: Tensor  # float32 [E * heads, 2] maximum and denominator
-    shared: SharedParts | None  # partial sums over the first tokens of rows; None if every row is read alone
+    shared: SharedParts | None  # partial sums over the first tokens of rows; None if every row is read separately
 
 
 def deal(

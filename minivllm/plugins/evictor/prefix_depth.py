@@ -1,7 +1,7 @@
 """Evict the deepest block, and among equal depths the block released longest ago.
 
 The beginning of a prompt can serve all sequences that start with it, its end only continuations of the whole prompt.
-Depths are compared in bands of ``band`` blocks.  A band of 1 compares depths alone, a large band is close to LRU.
+Depths are compared in bands of ``band`` blocks.  A band of 1 compares only depths, a large band is close to LRU.
 RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts
 leaves by recency instead.
 """

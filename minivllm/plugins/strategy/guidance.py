@@ -3,7 +3,7 @@
     p, q = log_softmax(logits after the prompt), log_softmax(logits after the negative prompt)
     logits = guidance_scale * (p - q) + q
 
-A scale above 1 strengthens the prompt, 1 changes nothing, and 0 uses the negative prompt alone.  Without a negative
+A scale above 1 strengthens the prompt, 1 changes nothing, and 0 uses only the negative prompt.  Without a negative
 prompt, q follows the last token of the prompt, so that the guidance strengthens all tokens before it.
 """
 

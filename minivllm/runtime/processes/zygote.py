@@ -357,7 +357,7 @@ def attend(end: socket.socket, command: int) -> None:
 
 
 def _kill(command: int, number: int) -> None:
-    """Send a signal to the process group of a command, or to the command alone while it has none."""
+    """Send a signal to the process group of a command, or only to the command while it has none."""
     with contextlib.suppress(ProcessLookupError):
         try:
             os.killpg(command, number)

@@ -12,7 +12,7 @@
     AFTER → TEXT          closing tags, or a further call of a list
 
 Text that is not certain is held, and no longer text than a head (about 200 characters) or, in ``COLLECT``, a call.  A
-state reads each character once.  Its decisions depend on the text alone, not on its division into pieces.
+state reads each character once.  Its decisions depend only on the text, not on its division into pieces.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     free                   form
 
 While a gate is free, the mask allows every token that does not end the answer.  The first token may be the start tag,
-which makes the gate free; any other token is the first one of the form.  A gate depends on the tokens alone, so a
+which makes the gate free; any other token is the first one of the form.  A gate depends only on the tokens, so a
 branch, or a sequence after a preemption, gets a new gate and a new matcher.
 """
 

@@ -30,7 +30,7 @@ class Helpers:
 
     @contextmanager
     def one(self) -> Iterator[Helper]:
-        """Wait for a helper, and lend it to the caller alone."""
+        """Wait for a helper, and lend it to the caller, and to no other at the same time."""
         with self._changed:
             while not self._idle and len(self.made) >= self._most:
                 self._changed.wait()

@@ -68,7 +68,7 @@ class Tokenizer:
     """A tokenizer with the model's special tokens and chat templates.
 
     ``backend`` is a ``tokenizers.Tokenizer``, or None if the plug-in has none.  ``plugin`` is the tokenizer of the
-    seam; None means that ``backend`` alone is one."""
+    seam; None means that only ``backend`` is one."""
 
     def __init__(
         self,

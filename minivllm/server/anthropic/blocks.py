@@ -88,7 +88,7 @@ class ContentBlocks:
         return [self._content(block) for block in self._blocks if block.whole]
 
     def _write(self, kind: str, text: str) -> Iterator[JsonObject]:
-        """Add text to the open block of a kind, or to a new block.  Whitespace alone begins no block."""
+        """Add text to the open block of a kind, or to a new block.  Text of only whitespace begins no block."""
         if not text:
             return
         if self._open is None or self._open.kind != kind:

@@ -104,7 +104,7 @@ def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
 
     ``Sec-Fetch-Site``, which no page can set, decides if it is present, since it is right even if a proxy has changed
     ``Host``.  Otherwise ``Origin`` is compared with ``Host``.  Old browsers, and all browsers for plain HTTP to other
-    machines, send ``Origin`` alone.
+    machines, send only ``Origin``.
     """
     origins, sites = values(headers, b"origin"), values(headers, b"sec-fetch-site")
     if "*" in allowed or (origins and all(origin in allowed for origin in origins)):

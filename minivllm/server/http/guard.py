@@ -36,8 +36,8 @@ class Guard:
 
     It stores in ``scope["state"]``: ``request_id``, made here; ``echoed``, the id in the answer, which is the client's
     own if it sent a valid one; ``tenant``, the name of the API key; ``owner``, which shares limits (``fair_queue``);
-    ``identity``, which has the stored responses of a key; ``trace``, the W3C trace context; and ``log``, to which a
-    route may add values of the request's log line.  The files of ``page`` require no key, because a browser asks for
+    ``identity``, under which an API key's responses are stored; ``trace``, the W3C trace context; and ``log``, to which
+    a route may add values of the request's log line.  The files of ``page`` require no key, because a browser asks for
     them without one.
     """
 

@@ -90,7 +90,7 @@ class EngineInfo:
 
 
 class EngineClient:
-    """The client of an engine, used by the event loop's thread alone.
+    """The client of an engine, used only by the event loop's thread.
 
     It has the tables of streams and questions, and handles frames.  A subclass starts and ends the engine (``open``,
     ``close``), sends commands (``_send``), passes on received frames (``_on_frame``) and reports the end of the engine

@@ -18,7 +18,7 @@ UNREAD = 64 << 20  # bytes of an owner's requests that may wait
 
 
 class Outbox:
-    """The waiting requests, used by the event loop's thread alone.
+    """The waiting requests, used only by the event loop's thread.
 
     Invariant: while requests wait, a task waits for room in the transport.
     """

@@ -48,7 +48,7 @@ class TextPiece:
 
 
 class Stream(RequestText):
-    """The answer of a request as an async iterator of ``TextPiece``, used by the event loop's thread alone.
+    """The answer of a request as an async iterator of ``TextPiece``, used only by the event loop's thread.
 
     It ends when every branch has ended.  The request is aborted by ``aclose``, at the end of ``async with``, or when
     the last reference to the stream is lost.

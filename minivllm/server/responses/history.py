@@ -51,7 +51,7 @@ class History:
         return found
 
     async def keep(self, stored: StoredResponse, to_store: bool) -> None:
-        """Keep a response, in the store or for the connection alone."""
+        """Keep a response, in the store or only for the connection."""
         if to_store:
             await self.store.put(self.identity, stored)
         elif self.local is not None:

@@ -354,7 +354,7 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
     for taps, says in (
         ([Tap("layers.9.residual", read=True)], r"no point 'layers\.9\.residual'.*tap_points.*Did you mean 'layers"),
         ([Tap("layers.0.residual", add=[1.0])], r"a vector of 1 numbers for layers\.0\.residual; expected 32"),
-        ([Tap("logits", add=[0.0] * 61)], "own logits; use read=True alone, and logit_bias"),
+        ([Tap("logits", add=[0.0] * 61)], "own logits; use only read=True, and logit_bias"),
         ([Tap("norm", add=[3e38] * 32, scale=9)], "norm is out of the range of float32"),
         ("norm", "taps of str; expected a list of Tap"),
         (["norm"], "expected a list of Tap"),
