@@ -26,8 +26,9 @@ class Explanation:
     error: PluginError | None = None
 
     def of(self, seam: str | None = None) -> tuple[Selection, ...]:
-        """Return the selections of a seam, given its name or the name of its option.  Processors and strategies have
-        several."""
+        """Return the selections of a seam (kind of plug-in), by its name or its option's name.
+
+        Processors and strategies have several."""
         kind = check_seam(seam)
         return tuple(s for s in self.selections if kind in (None, s.kind))
 

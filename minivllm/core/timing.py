@@ -61,7 +61,7 @@ class StartTimes:
 
 
 class SeamTimes(dict[str, float]):
-    """Host seconds by seam, or by ``seam:plug-in`` for a seam with several plug-ins.
+    """Host seconds by seam (kind of plug-in), or by ``seam:plug-in`` for a seam with several plug-ins.
 
     The time of a nested call counts for the inner seam only, so the times add up.  For one thread.
     """

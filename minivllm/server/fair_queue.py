@@ -1,4 +1,6 @@
-"""A queue in which owners take turns, so that an owner with many items does not delay the items of others.
+"""A queue in which owners (API keys or addresses) take turns.
+
+An owner with many items does not delay the items of others.
 
     owner "a"   a1 a2 a3 a4 ...        pop: a1, b1, c1, a2, c2, a3, ...
     owner "b"   b1

@@ -1,4 +1,4 @@
-"""A fixed number of slots that owners take in turns, each owner at most one at a time."""
+"""A fixed number of slots that owners (API keys or addresses) take in turns, each at most one at a time."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class _EvictorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tree.free)
     @rule(data=st.data())
     def drop(self, data: Any) -> None:
-        """Drop all free keys, or one ripe key that another block replaces, as the engine does."""
+        """Drop all free keys, or one key without cached children that another block replaces, as the engine does."""
         dropped = self.tree.free
         if not data.draw(st.booleans()):
             dropped = [key for key in dropped if not self.tree.children[key]][:1]

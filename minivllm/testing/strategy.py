@@ -83,7 +83,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return [e.sample for e in likeliest[: params.n]]
 
     def free(self) -> DecodingStrategy:
-        """Return a new strategy, or skip the test if it is stepwise."""
+        """Return a new strategy, or skip the test if its mode is "stepwise"."""
         strategy = self.build()
         if strategy.mode == "stepwise":
             pytest.skip("it is stepwise: its searches return the answer")

@@ -82,7 +82,7 @@ class StepwiseConformance(SpecConformance):
         raise NotImplementedError
 
     def stepwise(self) -> DecodingStrategy:
-        """Return a new strategy, or skip the test if it is not stepwise."""
+        """Return a new strategy, or skip the test unless its mode is "stepwise"."""
         strategy = self.build()
         if strategy.mode != "stepwise":
             pytest.skip("it is not stepwise")

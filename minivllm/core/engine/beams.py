@@ -80,7 +80,7 @@ class Survivor(NamedTuple):
 
 @dataclass(eq=False)
 class Beams:
-    """The state of a stepwise search with ``width`` beams.
+    """The state of a search, such as beam search, with ``width`` beams.
 
     Invariants: either all beams have a slot or none has.  ``live`` lists the live beams in the order of the search, and
     each has ``length`` generated tokens.  A beam that is not live holds no block and is not ready.  ``pending`` is None

@@ -92,7 +92,7 @@ class Seq:
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None
     # output tokens sent to the sink so far (in a slot: ``Slots.emitted``)
     emitted: int = 0
-    score: float | None = None  # score from a stepwise strategy, else None
+    score: float | None = None  # score from a strategy with the mode "stepwise", else None
     tap_values: TapValues | None = None  # values that the sequence has read at its taps
     # grammar matcher, from the first mask on; it has received the tokens ``[prompt, matched)``
     matcher: Any = None

@@ -37,7 +37,9 @@ class RequestRoutes(NamedTuple):
 
     layers: tuple[ExpertLayer, ...]
     reads: bool
-    pruned: Mapping[int, np.ndarray]  # number of a router's point -> vector f32 [experts] to add
+    pruned: Mapping[
+        int, np.ndarray
+    ]  # number of a router's tap point -> vector f32 [experts] to add
     given: np.ndarray | None
 
 

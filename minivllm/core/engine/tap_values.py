@@ -87,7 +87,7 @@ class TapValues:
     scored: list[np.ndarray] = field(default_factory=list)
 
     def keep(self, number: int, rows: np.ndarray) -> None:
-        """Append values f32 [n, width] of a point; the memory of ``rows`` stays the step's own."""
+        """Append values f32 [n, width] of a tap point; the memory of ``rows`` stays the step's own."""
         if number not in self.parts:
             width = rows.shape[1]
             most = max(FIRST_ROOM // (4 * width), len(rows))

@@ -36,7 +36,7 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # other dtypes have the r
 
 
 class TapLimits(NamedTuple):
-    """Limits of taps: ``widths`` of the model's points by number, and the ``most`` bytes that a request may read."""
+    """Limits of taps: ``widths`` of the tap points by number, and the ``most`` bytes that a request may read."""
 
     widths: tuple[int, ...] = ()
     most: int = 0
@@ -120,7 +120,7 @@ def _add_routes(
     read: dict[int, tuple[str, int]],
     steering: dict[int, np.ndarray],
 ) -> None:
-    """Add the points at which a request reads and prunes experts to its taps."""
+    """Add the tap points at which a request reads and prunes experts to its taps."""
     names = list(points)
     for layer in routes.layers if routes.reads else ():
         read[layer.ids] = names[layer.ids], layer.chosen
@@ -208,7 +208,7 @@ def tap_rows(
 
 
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
-    """Return whether each row of a step reads all points that its request taps.
+    """Return whether each row of a step reads all tap points of its request.
 
     ``at`` has the slots, with one token each.  A step of the same rows with one more token then has the same ``taps``.
     """

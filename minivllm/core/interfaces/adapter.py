@@ -1,4 +1,4 @@
-"""The adapter seam: weights of a request that change the linear layers or the tap points of a model.
+"""The adapter seam (plug-in interface): weights of a request that change linear layers or tap points of a model.
 
 A *method*, such as LoRA, reads the folders whose adapter_config.json names its ``peft_type``, a trait of its spec.  The
 device has memory for ``places`` adapters, of all methods together.  The index of an adapter in it is its *place*.  The

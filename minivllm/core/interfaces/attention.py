@@ -1,4 +1,4 @@
-"""The attention seam: how keys and values are stored in the cache, and how queries read them.
+"""The attention seam (plug-in interface): how keys and values are stored in the cache, and how queries read them.
 
 An attention back end receives three objects: the *spec* of a layer (heads, dimensions, window), the *cache* of the
 layer (named tensors whose first axis is the block), and the *meta* of the step (its rows, their lengths and their block

@@ -1,4 +1,4 @@
-"""The compressor seam: which tokens of a sequence stay in the KV cache.
+"""The compressor seam (plug-in interface): which tokens of a sequence stay in the KV cache.
 
 A request with a ``kv_budget`` of k tokens is compressed when its prompt has been computed, and with the option
 ``compress_every`` = m again after every m generated tokens.  A compressor gives each stored token a score.  The engine

@@ -1,4 +1,4 @@
-"""The drafter seam: guesses of the next tokens, which the model verifies in one step.
+"""The drafter seam (plug-in interface): guesses of the next tokens, which the model verifies in one step.
 
 This is speculative decoding (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318).  A row with t known
 tokens and k drafts has 1 + k tokens in a step.  The sampler draws a token from the logits of each of these positions,
@@ -86,7 +86,7 @@ class Head:
 
     arch: ModelArch
     cfg: Any
-    points: tuple[str, ...]  # of ``Model.state_points``
+    points: tuple[str, ...]  # names of tensors of the model, from ``Model.state_points``
 
 
 class DraftModel(ABC):

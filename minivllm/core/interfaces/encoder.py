@@ -1,4 +1,4 @@
-"""The encoder seam: the vision tower and projector that turn images into inputs of the text model.
+"""The encoder seam (plug-in interface): the vision tower and projector that turn images into inputs of the text model.
 
     front end   facts() ── prepare(picture) ──► values, shape, tokens ──► placeholders in the prompt
     worker      load(device, dtype) ── encode(values, shape) ──► features in place of the placeholders' embeddings

@@ -1,4 +1,4 @@
-"""The evictor seam: the order in which unused cached blocks are evicted.
+"""The evictor seam (plug-in interface): the order in which unused cached blocks are evicted.
 
 The same class serves every tier of the cache: device, CPU memory and disk.
 """

@@ -1,4 +1,4 @@
-"""The executor seam: the place where steps run, such as this process, worker processes or other machines."""
+"""The executor seam (plug-in interface): where steps run: in this process, in worker processes or on other machines."""
 
 from __future__ import annotations
 

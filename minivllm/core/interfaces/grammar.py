@@ -1,4 +1,6 @@
-"""The grammar seam: rules for the text of an answer (JSON schema, regular expression, grammar), applied as token masks.
+"""The grammar seam (plug-in interface): rules for the text of an answer, applied as token masks.
+
+Rules are a JSON schema, a regular expression, a list of texts or a grammar.
 
 A grammar is compiled once, on any thread.  A compiled grammar creates one matcher for each sequence.  Before a row
 draws a token, the engine passes the tokens drawn since the last call to the row's matcher (``accept``), and then

@@ -1,4 +1,4 @@
-"""The KV format seam: the byte layout of a block of keys and values.
+"""The KV format seam (plug-in interface): the byte layout of a block of keys and values.
 
 A format names the tensors of a block (its scales included).  It encodes the keys and values that a layer writes.  It
 also decodes blocks for attention back ends that have no kernel for the format.  Cache tiers, content hashes and tensor

@@ -1,4 +1,4 @@
-"""The kvstore seam: a tier behind the device that keeps pages of the KV cache, such as CPU memory or a disk.
+"""The kvstore seam (plug-in interface): a tier that keeps pages of the KV cache outside of the device, such as a disk.
 
 A *page* is the bytes of a block of one KV group in all its layers, or a copy of recurrent states.  Its key is a digest
 of the model, the KV format, the layout, the salt, and all tokens up to the end of the block.  So equal keys mean equal

@@ -1,4 +1,7 @@
-"""The model seam: an architecture describes its layers or builds them itself, and maps checkpoint names to weights."""
+"""The model seam (plug-in interface): the layers of an architecture, and the names of its weights.
+
+An architecture describes its layers or builds them itself, and maps names in checkpoints to weights.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +75,14 @@ class StepTaps(Protocol):
     points: frozenset[str]  # points that at least one row of the step reads or adds to
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Process the value x [T, width] of a point, and return the value with which the model must continue.
+        """Process the value x [T, width] of a tap point, and return the value with which the model must continue.
 
         x is not changed.  If no row uses the point, the result is x itself.
         """
         ...
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts i32 [T, k] that the step gives at a point of ``Model.given_points``, or None.
+        """Return the experts i32 [T, k] that the step gives to a router in ``Model.given_points``, or None.
 
         The model uses them in place of the experts that its router chooses, except where a token has -1.  It computes
         their weights from the router's logits as for experts of its own choice.
@@ -231,7 +234,7 @@ def takes_logits_indices(model: Model) -> bool:
 
 
 def tap_points(model: Model) -> dict[str, int]:
-    """Return the points that the model's ``__call__`` passes through ``StepTensors.taps``, and their widths.
+    """Return the tap points: tensors that the model's ``__call__`` passes through ``StepTensors.taps``, with widths.
 
     Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
     """
@@ -239,7 +242,7 @@ def tap_points(model: Model) -> dict[str, int]:
 
 
 def given_points(model: Model) -> tuple[str, ...]:
-    """Return the points at which the model's ``__call__`` accepts given experts (``StepTaps.given``), by layer.
+    """Return the routers, as tap points, at which ``__call__`` accepts given experts (``StepTaps.given``), by layer.
 
     Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
     """
@@ -248,7 +251,7 @@ def given_points(model: Model) -> tuple[str, ...]:
 
 
 def state_points(model: Model) -> dict[str, int]:
-    """Return the points that the model's ``__call__`` passes to ``StepTensors.watch``, and their widths.
+    """Return the tensors by name that the model's ``__call__`` passes to ``StepTensors.watch``, and their widths.
 
     Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
     """

@@ -1,4 +1,4 @@
-"""The predictor seam: the expected length of an answer, and the expected time of a step.
+"""The predictor seam (plug-in interface): the expected length of an answer, and the expected time of a step.
 
     new request ──► output_tokens ──► ``QueueView.predicted_out`` of scheduling policies
     ended request ─► ended             (the true length, to learn from)

@@ -1,4 +1,4 @@
-"""The quantizer seam: how the weight of a module is stored, loaded and multiplied."""
+"""The quantizer seam (plug-in interface): how the weight of a module is stored, loaded and multiplied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router seam: choose the replica of the engine that serves a request.
+"""The router seam (plug-in interface): choose the replica of the engine that serves a request.
 
 A *replica* is an engine in a process of its own.  All replicas of a server serve the same model, and each has its own
 KV cache.  A *block key* is a digest of all tokens up to the end of a block, so equal keys mean equal prefixes.

@@ -1,5 +1,6 @@
-"""The scheduler seam: the order in which sequences are admitted, and the sequence to preempt.  Token budgets, blocks
-and run-ahead remain in the engine.
+"""The scheduler seam (plug-in interface): the order in which sequences are admitted, and the sequence to preempt.
+
+Token budgets, blocks and run-ahead (steps in flight) remain in the engine.
 
 A policy receives read-only columns (numpy arrays of equal length, one entry for each sequence) and returns indices into
 them.  A bad policy can therefore be slow or unfair, but never produce wrong tokens.  If it returns an invalid index,

@@ -1,4 +1,4 @@
-"""The decoding strategy seam: the sequences (branches) of a request, and the choice of its outputs among them.
+"""The decoding strategy seam (plug-in interface): the sequences (branches) of a request, and the choice of its outputs.
 
 The branches of a *free* strategy run independently; the host calls the strategy only when a branch ends.  A *stepwise*
 strategy is called after every step, as soon as the log-probabilities of all live branches have arrived.  It chooses

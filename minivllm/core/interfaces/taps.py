@@ -27,7 +27,7 @@ EXPERTS = (
 
 
 def read_only(point: str) -> bool:
-    """Return whether a point can be read but not changed."""
+    """Return whether a tap point can be read but not changed."""
     return point == LOGITS or point.endswith(EXPERTS)
 
 
@@ -96,7 +96,7 @@ def _refused(name: str, value: Any, expected: str) -> RequestError:
 
 
 def by_point(lines: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (number of a point, its rows, the first token to read of each row) from ``StepPlan.taps`` i32 [n, 3]."""
+    """Yield (number of a tap point, its rows, the first token to read of each) from ``StepPlan.taps`` i32 [n, 3]."""
     changes = np.flatnonzero(np.diff(lines[:, 0])) + 1
     for begin, end in pairwise((0, *changes.tolist(), len(lines))):
         if begin < end:

@@ -1,4 +1,4 @@
-"""The tokenizer seam: convert text to token ids, and token ids to text.
+"""The tokenizer seam (plug-in interface): convert text to token ids, and token ids to text.
 
 The engine adds chat templates, incremental decoding and the search for stop strings.
 """

@@ -112,7 +112,7 @@ class Decoder:
 
     @property
     def state_points(self) -> dict[str, int]:
-        """Return the width of each point whose values a drafter may read: the inputs of layers, and "norm"."""
+        """Return the width of each tensor (point) that a drafter may read: the inputs of layers, and "norm"."""
         names = [block.follower for block in self.blocks if block.follower is not None]
         return dict.fromkeys([*names, "norm"], self.spec.hidden)
 
@@ -278,7 +278,7 @@ class DecoderBlock:
         return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
     def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], tuple[Normed, Tensor]]:
-        """Return the method that computes a step in which rows use ``points`` of this layer."""
+        """Return the method that computes a step in which rows use tap ``points`` of this layer."""
         if not points:
             return self
         routing = self.experts is not None and points <= {self.name + "router", self.name + "experts"}

@@ -39,7 +39,7 @@ class TapsOfStep:
         return x
 
     def given(self, point: str) -> Tensor | None:
-        """Return the given experts i32 [T, k] of a point, -1 for the router's own choice, or None."""
+        """Return the given experts i32 [T, k] of a router, -1 for the router's own choice, or None."""
         self.used.add(point)
         return self.routes.get(point)
 
@@ -54,6 +54,6 @@ class LayerTaps:
         return self.taps(self.prefix + point, x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return the given experts of a point, as ``StepTaps.given``."""
+        """Return the given experts of a router, as ``StepTaps.given``."""
         name = self.prefix + point
         return self.taps.given(name) if name in self.taps.points else None

@@ -79,7 +79,7 @@ class FixedFeatures:
         self.points = frozenset({EMBEDDING, *self.levels})
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Return the value of a point with the features of the step's image tokens."""
+        """Return the value of a tap point with the features of the step's image tokens."""
         if point == EMBEDDING:
             return torch.where(self.mask, self.values[0], x)
         level = self.levels.get(point)

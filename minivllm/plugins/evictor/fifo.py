@@ -11,7 +11,7 @@ from .leaves import LeafBlock, Leaves
 class Fifo(Leaves):
     """An evictor in order of arrival, O(log n) per key.
 
-    A simple queue is not enough, because a block must wait for its children, and becomes ripe out of order.
+    A simple queue is not enough, because a block must wait for its children, and becomes evictable (ripe) out of order.
     """
 
     def rank(self, block: LeafBlock) -> int:

@@ -40,7 +40,7 @@ class SessionLeaves(Leaves):
         self.assign(keys, turn.session)
 
     def assign(self, keys: np.ndarray, session: int) -> None:
-        """Set the session of blocks, and rank those again that are ripe."""
+        """Set the session of blocks, and rank the evictable (ripe) blocks among them again."""
         for key in keys.tolist():
             block = self.blocks[key]
             block.mark = session

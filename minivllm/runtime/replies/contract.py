@@ -1,4 +1,4 @@
-"""The parser seam: reasoning and calls of functions in the text of a model.
+"""The parser seam (plug-in interface): reasoning and calls of functions in the text of a model.
 
 A ``ReplyParser`` exists once for each server.  ``start`` returns the parser of one answer.  It receives the text in
 pieces of one or several tokens, in any division, and returns the parts that are certain.  The joined parts do not
