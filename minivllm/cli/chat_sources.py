@@ -33,7 +33,7 @@ KINDS: dict[str, type] = {
 
 @dataclass
 class Facts:
-    """The facts of an answer.  Times are in seconds, None if the source has none."""
+    """Token counts and times of an answer.  Times are in seconds, None if the source has none."""
 
     prompt: int = 0
     cached: int = 0
@@ -45,7 +45,7 @@ class Facts:
     thought: str = ""  # the reasoning, if the source returns it apart from the answer
 
     def why(self) -> str:
-        """Return the facts as sentences."""
+        """Return the figures as sentences."""
         rate = (self.tokens - 1) / (self.seconds - self.first) if self.seconds > self.first and self.tokens > 1 else 0.0
         lines = [f"prompt     {self.prompt} tokens, of which {self.cached} were a prefix hit and were not computed"]
         if self.waited is not None:
@@ -58,7 +58,7 @@ class Facts:
 
 
 class ChatSource(Protocol):
-    """Answers conversations.  ``last`` has the facts of the last answer, ``partial`` its text so far."""
+    """Answers conversations.  ``last`` has the figures of the last answer, ``partial`` its text so far."""
 
     last: Facts | None
     partial: str
@@ -135,7 +135,7 @@ class LocalSource:
 
 
 def _note_output(output: Any, facts: Facts) -> None:
-    """Note the facts of a finished request."""
+    """Note the figures of a finished request."""
     metrics = output.metrics
     facts.prompt = len(output.prompt_token_ids)
     facts.cached = output.num_cached_tokens
@@ -225,7 +225,7 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> tuple[str, str]:
-    """Note the facts of an event of a stream, and return its text and its reasoning."""
+    """Note the figures of an event of a stream, and return its text and its reasoning."""
     usage = event.get("usage") or {}
     if usage:
         facts.prompt = usage.get("prompt_tokens", 0)

@@ -115,7 +115,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _identify(found: Sequence[Contender], work: ContenderWork) -> None:
-    """Fill in the bill and the key of each contender.  ConfigError if two are the same configuration."""
+    """Fill in the bill of materials and the key of each contender.  ConfigError if two are the same configuration."""
     by_key: dict[str, str] = {}
     for contender in found:
         contender.bill, contender.key = work.identity(contender)

@@ -301,7 +301,7 @@ class Mover:
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
     def opened(self) -> dict[str, Any]:
-        """Return the facts from which the engine builds its index, as JSON values."""
+        """Return the identity and sizes of pages, and the stores, as JSON values for the engine's index."""
         described, self._described = self._described, []
         page_bytes = list(self.memory.page_bytes)
         facts = {"identity": self.identity, "page_bytes": page_bytes}

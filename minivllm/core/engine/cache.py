@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
-RUN = 4  # smallest number of blocks of a row that are published in one call
+RUN = 4  # smallest number of blocks of a row that one call publishes (enters into the prefix cache)
 MAX_WATCHED = 8192  # keys that ``hints`` may watch in the pool, in addition to four per sequence
 
 

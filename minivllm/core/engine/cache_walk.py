@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def walk(pools: list[BlockPool], s: Slots, retired: Sequence[tuple[int, np.ndarray]] = ()) -> None:
-    """Compare the pools with the tables of the running rows, and the blocks published for a row with its tokens.
+    """Compare the pools with the block tables of the running rows, and the blocks published for a row with its tokens.
     ``retired`` holds (group, blocks) that compressed rows have given up and that the device still reads."""
     for g, pool in enumerate(pools):
         tables = [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()]

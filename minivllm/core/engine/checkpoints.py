@@ -116,7 +116,9 @@ class Checkpoints:
         return {"states": figures}
 
     def check(self, published: np.ndarray) -> None:
-        """Compare the checkpoints with the published blocks, bool [blocks]; AssertionError names the inconsistency."""
+        """Compare the checkpoints with the blocks in the prefix cache, ``published`` bool [blocks].
+
+        AssertionError names the inconsistency."""
         held = [index for copies in self.pending.values() for _, index in copies]
         taken = [*self.free, *self.of_block.values(), *held]
         assert len(taken) == len(set(taken)) == self.count, "a copy of states is lost or held twice"

@@ -1,4 +1,4 @@
-"""A step in flight, which is submitted and whose result is not yet published."""
+"""A step in flight: it is submitted, and the engine has not yet processed its result."""
 
 from __future__ import annotations
 

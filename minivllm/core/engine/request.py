@@ -58,7 +58,7 @@ class Seq:
         None  # number of cached blocks that ``KVCache.hints`` found; None means unknown
     )
     hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
-    # id of the last step that contains a sequence without a slot, until the result of the step is published; else 0
+    # id of the last step that contains a sequence without a slot, until the engine processes the step's result; else 0
     in_flight: int = 0
     preempted: int = 0
     # whether the device has stored the sequence's kept columns (see ``plan.Delta.keep``), or will with the next delta
@@ -161,7 +161,7 @@ class Request:
     topk: int = -1
     # completes(generated ids) -> the stop string completed by the last id, or None; for beams
     completes: Any = None
-    turn: SessionTurn | None = None  # the facts of its session; None if the client has sent none
+    turn: SessionTurn | None = None  # ``SamplingParams.session``; None if the client has sent none
     kinds: np.ndarray | None = None  # the kinds of the prompt's blocks (see ``sessions.kinds_of``)
     tenant: int = 0  # number of ``owner``, or of params.tenant
     owner_number: int = 0  # number of ``owner``; 0 = no owner

@@ -30,7 +30,7 @@ def number_of(salt: tuple[str, ...], name: str | None) -> int:
 
 
 def turn_of(request: Request) -> SessionTurn | None:
-    """Return the facts of a request's session; None if the client has sent none."""
+    """Return the session of a request, with names as numbers; None if the client has sent none."""
     facts = request.params.session
     salt = request.params.salt
     if not isinstance(facts, Session):

@@ -217,7 +217,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self.proposed, self.accepted = np.zeros(self.k, np.int64), np.zeros(self.k, np.int64)
-        self._ended: float | None = None  # when the last step was published
+        self._ended: float | None = None  # when the result of the last step was processed
 
     @classmethod
     def of(cls, wiring: Wiring, capacity: Capacity) -> Speculation | None:
@@ -318,7 +318,7 @@ class Speculation:
     def time(
         self, kind: StepClass, drafts: int, taken: np.ndarray, rows: int, now: float, fresh: bool
     ) -> None:
-        """Record the time of a step of ``rows`` decoding rows that was published at ``now``, in seconds.
+        """Record the time of a step of ``rows`` decoding rows whose result was processed at ``now``, in seconds.
 
         ``kind`` is its class, ``drafts`` the largest number of drafts of a row, and ``taken`` i32 [n] the accepted
         drafts of the rows that had drafts.  ``fresh`` means that all its rows are new, so that the engine may have been

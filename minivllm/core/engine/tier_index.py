@@ -207,7 +207,7 @@ class TierIndex:
         }
 
     def check(self) -> None:
-        """Compare the tables; AssertionError names the inconsistency."""
+        """Compare the dicts of the index with each other; AssertionError names the inconsistency."""
         assert self.used == sum(self.size.values()), f"tier {self.name}: the bytes do not add up"
         assert self.stored <= self.size.keys(), f"tier {self.name}: a stored page has no size"
         assert len(self.by_number) == len(self.size), f"tier {self.name}: keys and numbers differ"

@@ -177,7 +177,7 @@ class Tiers:
                     self._name(g, block, Named(key, i, tenant, session, kind))
 
     def checkpointed(self, block: int, index: int) -> None:
-        """Note the key of a copy of recurrent states behind a published block."""
+        """Note the key of a copy of the recurrent states at the end of a cached block."""
         behind = self.named[0].get(block)
         if behind is not None:
             key = self.page_key(behind.key, self.states)
@@ -603,7 +603,7 @@ class Tiers:
         }
 
     def check(self) -> None:
-        """Compare the tables with the pools; AssertionError names the inconsistency."""
+        """Compare this object's dicts with the block pools; AssertionError names the inconsistency."""
         for g, pool in enumerate(self.cache.pools):
             for block in self.named[g]:
                 assert pool.published(block), "a block has the key of a page and is not cached"
@@ -628,7 +628,7 @@ class Tiers:
             assert tier.queued == queued, f"tier {tier.name}: the bytes of its queue"
 
     def _check_keys(self) -> None:
-        """Compare the keys of the published blocks of all rows with the tokens of the rows."""
+        """Compare the keys of cached blocks of all rows with the tokens of the rows."""
         s = self.cache.slots
         for slot in s.running.tolist():
             if s.dropped[:, slot].any():

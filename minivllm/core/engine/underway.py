@@ -34,8 +34,8 @@ class Computing(NamedTuple):
 
     serial: int  # serial number of the row's slot when the row entered it
     blocks: int  # number of full blocks of the tokens that were known when the row entered
-    published: int  # blocks published when the key was stored
-    key: int  # key of the first block that is not published
+    published: int  # blocks in the prefix cache when the key was stored
+    key: int  # key of the first block that is not in the prefix cache
 
 
 class Underway:

@@ -46,7 +46,7 @@ class Recurrent:
     taps: int
 
     def places(self, drafts: int) -> int:
-        """Return the places of the ring for rows with up to ``drafts`` drafts.
+        """Return the number of inputs that the ring holds, for rows with up to ``drafts`` drafts.
 
         A step needs the inputs of ``taps`` tokens before the state, and of up to ``drafts + 1`` tokens that it lacks.
         """

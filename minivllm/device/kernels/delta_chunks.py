@@ -98,7 +98,7 @@ def _mix(
         new = (there & (offset >= lag))[:, None] & on[None, :]
         value = tl.load(x + (t - lag).to(tl.int64)[:, None] * x_stride + c[None, :], mask=new, other=0.0)
         total += value.to(tl.float32) * w[None, :]
-    if tl.min(tl.where(there, offset, W), 0) < W - 1:  # the first tokens of a row also read the ring
+    if tl.min(tl.where(there, offset, W), 0) < W - 1:  # the first tokens of a row also read the ring of earlier inputs
         for lag in tl.static_range(1, W):
             w = tl.load(weight + c * W + W - 1 - lag, mask=on, other=0.0).to(tl.float32)
             position = begin + offset - lag

@@ -59,7 +59,7 @@ def _weights(weight, c, on, W: tl.constexpr):
 
 @triton.jit
 def _load(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr):
-    """Return the input of ``position`` from the ring, zero before the sequence."""
+    """Return the input of ``position`` from the ring of newest inputs, zero before the sequence."""
     place = at * RING + (position + RING) % RING
     return tl.load(ring + place * C + c, mask=on & (position >= 0), other=0.0).to(tl.float32)
 

@@ -285,7 +285,7 @@ class NormFusing:
 
 
 class Joined:
-    """A linear layer and the work between it and the next product: ``(x, residual) -> (Normed(before(sum)), sum)``.
+    """A linear layer and the operations up to the next product: ``(x, residual) -> (Normed(before(sum)), sum)``.
 
     sum = residual + scale * after(linear(x)) [T, dim].  ``after`` or ``before`` None leaves that norm out.  Two
     RMSNorms with the addition between them run as one kernel."""

@@ -111,7 +111,7 @@ def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
 
 
 def _facts(wiring: Wiring) -> list[str]:
-    """Return the facts on which the kernels of a configuration depend: its wiring, and the sizes of the model."""
+    """Return all values on which the kernels of a configuration depend: its wiring, and the sizes of the model."""
     folder = Path(wiring.model_dir)
     config = folder / "config.json"
     shapes = config.read_text(encoding="utf-8") if config.is_file() else str(folder)

@@ -70,7 +70,7 @@ def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, E
 
 
 def look_again(parts: Iterable[JsonObject]) -> None:
-    """Mark the values of a bill's ``parts`` that have changed since the bill was made as ``moving``."""
+    """Mark the values in ``parts`` of a bill of materials that have changed since the bill was made as ``moving``."""
     for part in parts:
         before = part.get("values")
         if not before:

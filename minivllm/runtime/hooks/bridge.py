@@ -151,7 +151,7 @@ class EngineHooks:
             self._published.append((view, row, result))
 
     def _turn_ended(self) -> None:
-        """Call the hooks for the steps that this turn of the loop has published."""
+        """Call the hooks for the steps whose results this turn of the loop has processed."""
         if not self._published:
             return
         published = self._published

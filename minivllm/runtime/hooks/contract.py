@@ -78,7 +78,7 @@ class HookContracts:
 
     @hookspec
     def minivllm_step_finished(self, step: FinishedStep) -> None:
-        """Handle the published result of a step.
+        """Handle the result of a step, which the engine has processed.
 
         It is called at the end of the same turn of the engine's loop, in the order of the steps."""
 

@@ -102,7 +102,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class FinishedStep(PlannedStep):
-    """A step whose result is published.
+    """A step whose result the engine has processed.
 
     The figures of the engine are taken after the same turn of its loop.  Blocks are those of the first KV group.
     Counters never decrease."""
