@@ -29,7 +29,7 @@ def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argpar
     """
     group = command("bench", "cli.bench:profile", "Measure the speed and the memory of a configuration.")
     verbs = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
-    text = "Profile eager steps with torch; print the share of each seam (plug-in interface) in device or CPU time."
+    text = "Profile eager steps with torch's profiler; print each seam's share of device time (on a CPU: CPU time)."
     sub = verbs.add_parser("profile", help=text, description=text, parents=[*parents, record])
     sub.set_defaults(run="minivllm.cli.bench:profile")
     add_value(sub, "--batch-size", bench_runs.count, "N", "concurrent requests (default 8)")

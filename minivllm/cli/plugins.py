@@ -54,7 +54,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     """
     from minivllm.registration.spec import KINDS
 
-    text = "List, show and check installed plug-ins; `plugins [SEAM]` is short for `plugins list [SEAM]`."
+    text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."
     group = command("plugins", "cli.plugins:listing", text)
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
 
@@ -65,12 +65,12 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
         return sub
 
     sub = verb("list", "cli.plugins:listing")
-    sub.add_argument("seam", nargs="?", help="list only the plug-ins of this seam (plug-in interface)")
+    sub.add_argument("seam", nargs="?", help="list only the plug-ins of this seam")
     add_switch(sub, "--specs", "import the specs of other packages too, for their summaries")
     add_switch(sub, "--json", "print JSON")
     sub = verb("show", "cli.plugins:show")
     sub.add_argument("name", help="name or package/name")
-    sub.add_argument("--seam", help="seam (plug-in interface); needed if several seams have a plug-in of this name")
+    sub.add_argument("--seam", help="the seam, if several seams have a plug-in of this name")
     sub = verb("check", "cli.plugins:check")
     text = "name or package/name; default: all plug-ins of other packages"
     sub.add_argument("names", nargs="*", metavar="name", help=text)
@@ -80,12 +80,12 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     add_switch(sub, "--json", "print the reports as JSON")
     sub = verb("new", "testing.scaffold.command:new")
     sub.add_argument("name", help="name of the package and of the plug-in, such as my-attn")
-    sub.add_argument("--seam", required=True, help="seam (plug-in interface) of the plug-in: " + ", ".join(KINDS))
+    sub.add_argument("--seam", required=True, help="seam of the plug-in: " + ", ".join(KINDS))
     text = "folder in which the package's folder is written (default: the current one)"
     add_value(sub, "--dir", str, "DIR", text, ".")
     text = "Print which plug-ins a configuration chooses, and why, without loading a model."
     sub = command("explain", "cli.plugins:explain", text, wiring)
-    sub.add_argument("seam", nargs="?", help="explain only the choice for this seam (plug-in interface)")
+    sub.add_argument("seam", nargs="?", help="explain only this seam")
     add_switch(sub, "--all", "include every installed plug-in")
     add_switch(sub, "--json", "print JSON")
 
@@ -150,7 +150,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
-    """Return the entries with a name or package/name, one of each seam (plug-in interface) that has such an entry.
+    """Return the entries with a name or package/name, one of each seam that has such an entry.
 
     PluginError if there is none, or if several packages have the name in one seam.
     """
@@ -162,7 +162,7 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
     if matching:
         return [registry.find(name) for registry in matching]
     if name in catalog:
-        raise PluginError(f"{shown(name)} is a seam (plug-in interface); `minivllm plugins {name}` lists its plug-ins.")
+        raise PluginError(f"{shown(name)} is a seam; `minivllm plugins {name}` lists its plug-ins.")
     labels = {entry.label for registry in registries for entry in registry.entries}
     names = {label.partition("/")[2] for label in labels}
     near = suggest(name, labels | names)

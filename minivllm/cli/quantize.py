@@ -31,7 +31,7 @@ def _add_arguments(sub: argparse.ArgumentParser) -> None:
     add_value(sub, "--calibration", str, "FILE", text)
     text = f"gptq, awq: samples of the text (default {SAMPLES})"
     add_value(sub, "--samples", int, "N", text)
-    text = f"gptq, awq: number of tokens of a sample (default {LENGTH})"
+    text = f"gptq, awq: tokens of a sample (default {LENGTH})"
     add_value(sub, "--length", int, "N", text)
     text = "store a zero point for each group, in addition to its scale"
     add_switch(sub, "--asymmetric", text)

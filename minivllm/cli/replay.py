@@ -129,9 +129,8 @@ def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> l
     owner = keys.get(f"{seam}.name", only_name)
     if owner not in names:
         raise ConfigError(
-            f"--set {options[0]} with --{seam} {','.join(names)}: the options must belong to one of these "
-            f"plug-ins; give --{seam} one name, name the owner with --set {seam}.name=NAME, "
-            "or put each plug-in with its options into a file of its own (--config)"
+            f"--set {options[0]} with --{seam} {','.join(names)}: the options must belong to a plug-in that is run; "
+            f"give --{seam} one name, name the owner with --set {seam}.name=NAME, or use a file for each (--config)"
         )
     if all(choice.model_fields_set > {"name"} for choice in choices if choice.name == owner):
         raise ConfigError(

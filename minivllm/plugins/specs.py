@@ -26,6 +26,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),
     ("encoder", "gemma3", "minivllm.plugins.encoder.spec:GEMMA3"),
     ("encoder", "llava", "minivllm.plugins.encoder.spec:LLAVA"),
+    ("encoder", "pixtral", "minivllm.plugins.encoder.spec:PIXTRAL"),
     ("encoder", "qwen3_vl", "minivllm.plugins.encoder.spec:QWEN3_VL"),
     ("encoder", "qwen_vl", "minivllm.plugins.encoder.spec:QWEN_VL"),
     ("evictor", "agent-ttl", "minivllm.plugins.evictor.spec:AGENT_TTL"),

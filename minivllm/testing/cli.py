@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         description="Test plug-ins against the contract of their seam, over all that their specs claim.",
     )
     p.add_argument("plugin", nargs="*", help="name, dist/name or module:Class")
-    p.add_argument("--seam", choices=sorted(KINDS), help="seam (plug-in interface), if several have the name")
+    p.add_argument("--seam", choices=sorted(KINDS), help="required if plug-ins of several seams have the name")
     p.add_argument("--builtins", action="store_true", help="test every plug-in of this package")
     p.add_argument("--device", default="", help="cpu or cuda; default: the first claimed device of this machine")
     p.add_argument("--profile", choices=("fast", "long"), default="fast", help="long draws 12 times as many examples")

@@ -18,7 +18,7 @@ class ExecutorPooling(ExecutorRows):
 
     @since(2, 5)
     def test_rows_return_the_sums_of_their_hidden_states(self) -> None:
-        """Check that ``StepPlan.pooled`` returns sums of transformers' last hidden state, float64, one for each row.
+        """Check that ``StepPlan.pooled`` returns sums of transformers' last hidden state, float64, line after line.
 
         Steps have chunks and single tokens, rows that read all tokens, some or none, and a row that draws.
         """

@@ -76,10 +76,7 @@ class Walker:
         return None
 
     def _choose(self, bits: np.ndarray, rng: random.Random, number: int, end: float) -> int:
-        """Return an allowed token.
-
-        EOS, and tokens that end a string, list or object (``ENDS``), are more likely the longer the answer is.
-        """
+        """Return an allowed token: often one that ends something, and the more often the longer the answer is."""
         if bits[self.eos] and rng.random() < end:
             return self.eos
         ends = [token for token in self._ends if bits[token]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ VISION["gemma3"] = {
     "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "image_size": 28, "patch_size": 7,
 }  # fmt: skip
+VISION["mistral3"] = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": 140, "patch_size": 7,
+}  # fmt: skip
 CLASSES = {
+    "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -60,7 +66,10 @@ def config_of(family: str) -> Any:
     text = {**TEXT, **(EXPERTS if family.endswith("moe") else {})}
     if family == "gemma3":
         return CONFIG_MAPPING[family].from_dict({**_gemma_fields(text), "vision_config": dict(VISION[family])})
-    if family == "llava":
+    if family == "mistral3":
+        text |= {"model_type": "mistral", "sliding_window": None, "rope_parameters": rope}
+        whole = {"image_token_index": IMAGE, "tie_word_embeddings": False, "text_config": text}
+    elif family == "llava":
         whole = {"image_token_index": IMAGE, "text_config": {**text, "model_type": "llama", "rope_parameters": rope}}
     else:
         sections = {"mrope_section": [2, 3, 3]}
@@ -95,6 +104,8 @@ def make(path: Path, family: str, seed: int = 0) -> Any:
     write_processor(path, family)
     if family == "gemma3":
         write_lines(path)
+    if family == "mistral3":
+        write_tokens(path, ROWS)
     return hf
 
 
@@ -104,7 +115,10 @@ def write_processor(path: Path, family: str) -> None:
         fields = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
         (path / "preprocessor_config.json").write_text(json.dumps(fields))
         return
-    if family == "llava":
+    if family == "mistral3":
+        patch = {"height": 7, "width": 7}
+        fields = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": patch}
+    elif family == "llava":
         side = {"height": 28, "width": 28}
         fields = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": side}
     else:
@@ -116,11 +130,17 @@ def write_processor(path: Path, family: str) -> None:
     (path / "preprocessor_config.json").write_text(json.dumps(fields))
 
 
+ROWS = {START: "[IMG_BREAK]", END: "[IMG_END]", IMAGE: "[IMG]"}
 LINES = range(300, 308)  # ids of one to eight newlines
 
 
 def write_lines(path: Path) -> None:
     """Write a tokenizer.json of bytes, with tokens for one to eight newlines."""
+    write_tokens(path, {START: "<start_of_image>", END: "<end_of_image>", IMAGE: "<image_soft_token>"})
+
+
+def write_tokens(path: Path, marks: Mapping[int, str]) -> None:
+    """Write a tokenizer.json of bytes, with tokens for one to eight newlines and special tokens ``marks`` by id."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -129,7 +149,6 @@ def write_lines(path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken("\n" * (1 + i), normalized=False) for i in range(len(LINES))])
-    marks = {START: "<start_of_image>", END: "<end_of_image>", IMAGE: "<image_soft_token>"}
     names = [marks.get(i, f"<unused{i}>") for i in range(LINES[-1] + 1, VOCAB)]
     backend.add_special_tokens([AddedToken(name, special=True) for name in names])
     backend.save(str(path / "tokenizer.json"))

@@ -29,9 +29,14 @@ def prompt_of(family: str, images: int, seed: int = 0, text: int = 5) -> list[in
     draw = np.random.default_rng(seed)
     ids = draw.integers(1, 300, text).tolist()
     for _ in range(images):
-        mark = {"llava": [IMAGE], "gemma3": [START]}.get(family, [START, IMAGE, END])
+        mark = {"llava": [IMAGE], "mistral3": [IMAGE], "gemma3": [START]}.get(family, [START, IMAGE, END])
         ids += [*mark, *draw.integers(1, 300, text).tolist()]
     return ids
+
+
+def rows_of(rows: int, columns: int) -> list[int]:
+    """Return the tokens of an image of Mistral 3: each row of patches ends with a break, and the last with an end."""
+    return [*([*[IMAGE] * columns, START] * rows)[:-1], END]
 
 
 class Reference:
@@ -48,7 +53,8 @@ class Reference:
             return
         with silent():
             processor = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
-            found = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")
+            merged = {"patch_size": {"height": 14, "width": 14}} if hf.config.model_type == "mistral3" else {}
+            found = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt", **merged)
         self.more["pixel_values"] = found["pixel_values"]
         if "image_grid_thw" in found:
             self.more["image_grid_thw"] = found["image_grid_thw"]
@@ -60,8 +66,20 @@ class Reference:
             self.ids = [i for one in ids for i in around.get(one, [one])]
             self.more["token_type_ids"] = None
             return
+        if hf.config.model_type == "mistral3":
+            self.more["image_sizes"] = found["image_sizes"]
+            sizes = iter((found["image_sizes"] // 14).tolist())
+            self.ids = [i for one in ids for i in (rows_of(*next(sizes)) if one == IMAGE else [one])]
+            return
         left = iter(counts)
         self.ids = [i for one in ids for i in ([one] * next(left) if one == IMAGE else [one])]
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Return the ids with a placeholder at each token of an image, as an engine reports them."""
+        if self.hf.config.model_type != "mistral3":
+            return self.ids
+        return [IMAGE if i == START else i for i in self.ids]
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> Tensor:

@@ -199,7 +199,7 @@ def test_the_energy_of_several_gpus_is_not_taken_for_that_of_one():
     with watch_of(EngineConfig(**found), "cuda")() as watch:
         pass
     assert watch.found["energy_joules"] is None
-    assert watch.found["energy_unknown"] == "the energy counter measures one GPU, and the engine uses 2 GPUs"
+    assert watch.found["energy_unknown"] == "the counter is that of one GPU, and 2 are used"
 
 
 # ---------------------------------------------------------------- commands

@@ -1,4 +1,4 @@
-"""The taps of a request, and the values that its sequences have read at tap points (named places in the model)."""
+"""The taps of a request, and the values that its sequences have read at them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import numpy as np
 
 from .routes import RequestRoutes
 
-# most bytes reserved at first for the values that a sequence reads at one tap point
-FIRST_ROOM = 16 << 20
+FIRST_ROOM = 16 << 20  # most bytes reserved at first for a sequence's values of one point
 ROOM = 1 << 30  # rows of a sequence without a bound of its length
 
 
 @dataclass(frozen=True)
 class RequestTaps:
-    """The taps of a request, by the numbers of their tap points in ``Capacity.taps``."""
+    """The taps of a request, points by their number in ``Capacity.taps``."""
 
     read: Mapping[int, tuple[str, int]]  # point number -> (name, width) to read, ascending
     steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending

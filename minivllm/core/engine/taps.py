@@ -210,9 +210,7 @@ def tap_rows(
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
     """Return whether each row of a step reads all tap points of its request.
 
-    A tap point is a named place in the model whose values a request reads.  ``at`` has the slots of the step's rows,
-    each of which computes one token.  ``taps`` is the step's column ``StepPlan.taps``.  If all are read, a step of the
-    same rows for their next tokens has an equal column.
+    ``at`` has the slots, with one token each.  A step of the same rows with one more token then has the same ``taps``.
     """
     tapped_rows = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
     return len(taps) == sum(len(tapped.read) for tapped in tapped_rows if tapped is not None)

@@ -88,10 +88,10 @@ class AdapterTarget(Protocol):
 
 
 class TensorCopy(NamedTuple):
-    """The copy of consecutive elements of a tensor in a file to host memory ``to`` [rows, width] of any float dtype."""
+    """The copy of consecutive numbers of a tensor in a file to host memory ``to`` [rows, width] of any float dtype."""
 
     name: str
-    first: int  # index of the first element to copy, in the order of the file
+    first: int  # the first number that is copied, in the order of the file
     to: Tensor
 
 

@@ -154,7 +154,7 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         return np.arange(len(head), dtype=np.int32)
 
     def shape(self, load: Load, now: float) -> StepShape:
-        """Return the rules of the next step: its mix of prefill and decode, a prefill limit and a hold of admission."""
+        """Return the kind of the next step."""
         return StepShape()
 
     def ended(self, gone: QueueView) -> None:  # noqa: B027  (optional)

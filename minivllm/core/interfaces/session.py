@@ -107,7 +107,7 @@ class Session:
         object.__setattr__(self, "spans", tuple(map(_span, self.spans)))
 
     def kinds(self, tokens: int, block: int) -> np.ndarray:
-        """Return the kind of the first token of each block of ``block`` tokens of a prompt, as codes i8 [blocks].
+        """Return the kind of the first token of each block of ``block`` tokens of a prompt, as numbers i8 [blocks].
 
         ``tokens`` is the length of the prompt."""
         ends = np.cumsum([length for _, length in self.spans])

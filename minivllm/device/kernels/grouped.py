@@ -53,7 +53,7 @@ def _numbers(
     weight, scale, zero, out, first, K: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of rows from ``first`` on to out [rows, K].  A program handles BB elements of a row."""
+    """Write the numbers of rows from ``first`` on to out [rows, K].  A program handles BB elements of a row."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -148,7 +148,7 @@ class GroupedProduct:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return the values [rows, K] of some rows of the weight."""
+        """Return some rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
         _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))

@@ -99,7 +99,7 @@ def _gather(
 
 @triton.jit
 def _ranks(scores, at, stored):
-    """Return the scores as integers u32 in the same order.  Elements behind the last score are 0."""
+    """Return the scores as whole numbers u32 in the same order.  Numbers behind the last score are 0."""
     on = at < stored
     x = tl.load(scores + at, mask=on, other=0.0)
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)  # both zeros are equal

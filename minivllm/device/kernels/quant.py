@@ -38,7 +38,7 @@ TABLE_ROWS, TABLE_TMA_ROWS = 16, 64  # the same for codes with a table, without 
 
 @kernel()
 def _numbers(weight, scale, zero, table, out, first, F: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr):
-    """Write the values of the weight's rows from ``first`` on to out [rows, K].
+    """Write the numbers of the weight's rows from ``first`` on to out [rows, K].
 
     A program handles BB bytes of a row.
     """
@@ -139,7 +139,7 @@ class Quantized(QuantizedWeight):
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return the values [rows, K] of some rows of the weight."""
+        """Return some rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.form.k), dtype=dtype, device=self.weight.device)
         grid, tensors = (len(out), triton.cdiv(self.weight.shape[1], 2048)), (self.weight, self.scale, self.zero)
         _numbers[grid](*tensors, self.table, out, rows.start, F=self.form, BB=2048, **pdl(out))

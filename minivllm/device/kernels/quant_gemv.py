@@ -436,7 +436,7 @@ def gemv_fits(of: QuantizedWeight, x: Tensor) -> bool:
 
 
 def elements_of(product: EpilogueProduct, x: Tensor) -> tuple[int, Tensor]:
-    """Return (n, view): the weight viewed as integers that each pack the codes of n inputs."""
+    """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
     weight, form = product.of.weight, product.form
     if words_fit(x, product.of):
         return 32 // form.bits, weight.view(torch.int32)

@@ -15,7 +15,7 @@ from minivllm.core.interfaces.plan import StepPlan
 
 
 def pooled_tokens(plan: StepPlan) -> np.ndarray:
-    """Return the indices i64 of the step's tokens whose hidden states are summed, in the order of ``plan.pooled``."""
+    """Return the numbers i64 of the step's tokens whose hidden states ``plan.pooled`` sums, line after line."""
     rows, first, count = plan.pooled.T.astype(np.int64)
     ends = plan.q_len.cumsum()
     begin = ends[rows] - plan.q_len[rows] + first
@@ -25,9 +25,9 @@ def pooled_tokens(plan: StepPlan) -> np.ndarray:
 
 
 def used_tokens(plan: StepPlan, drawing: np.ndarray) -> np.ndarray:
-    """Return the indices i64 of the tokens whose hidden states a step uses, ascending.
+    """Return the numbers i64 of the tokens whose hidden states a step uses, ascending.
 
-    These are the tokens ``drawing`` and the tokens that the step pools."""
+    They belong to the tokens ``drawing`` and to the tokens that the step pools."""
     if not len(plan.pooled):
         return drawing
     return np.union1d(drawing, pooled_tokens(plan))

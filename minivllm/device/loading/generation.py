@@ -17,7 +17,7 @@ from minivllm.device.loading.gguf_file import is_gguf
 from minivllm.errors import ConfigError, ModelError, RequestError, shown
 
 NAME = "generation_config.json"
-NONE = ("none", "vllm")  # values that mean vLLM's own defaults; "vllm" is vLLM's name for them
+NONE = ("none", "vllm")  # values that mean vLLM's own defaults; "vllm" is the word of vLLM
 APPLIED = {  # field of generation_config.json -> sampling parameter
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",

@@ -3,7 +3,7 @@
     tensors ──conversion, names──► WeightUpdate (checks) ──► write ──► weights of the model ──► numbers (GPU)
                                                               └─ old tensors ──► spare memory ──► restore
 
-A GPU checks the values of tensors from host memory once they are written, because each transfer takes longer than all
+A GPU checks the numbers of tensors from host memory once they are written, because each transfer takes longer than all
 other work of an update together.
 
 Every tensor keeps its storage, so that captured steps stay valid.  A layer that was quantized while it was loaded is
@@ -107,14 +107,14 @@ class WeightUpdate:
     ) -> None:
         """Check the tensors ``found`` by their names in a checkpoint.
 
-        ``partial`` allows missing tensors.  ``finite`` refuses infinite values and NaN.  ``once`` lets ``write`` check
-        the values of tensors in host memory, if they are needed on a GPU anyway.  ModelError changes nothing."""
+        ``partial`` allows missing tensors.  ``finite`` refuses infinite numbers and NaN.  ``once`` lets ``write`` check
+        the numbers of tensors in host memory, if they are needed on a GPU anyway.  ModelError changes nothing."""
         self.parts, self.loaded, self.finite, self.once = parts, parts.loaded, finite, once
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
-        # (name in the checkpoint, dtype, whether all values are finite) of each checked tensor
+        # (name in the checkpoint, dtype, whether all numbers are finite) of each checked tensor
         self._finite: list[tuple[str, torch.dtype, Tensor]] = []
-        # names in the checkpoint and of targets: tensors whose values are checked once the device has them
+        # names in the checkpoint and of targets: tensors whose numbers are checked once the device has them
         self._unread: dict[str, str] = {}
         self.given = self._placed(tensors)
         self._check_complete(partial)
@@ -204,7 +204,7 @@ class WeightUpdate:
         return next(rule.source for rule in rules if rule.module == head.tied.name)
 
     def _check(self, name: str, tensor: Tensor, own: str) -> None:
-        """Raise ModelError unless a tensor has the shape of the target ``own`` and finite floating-point values.
+        """Raise ModelError unless a tensor has the shape of the target ``own`` and finite floating-point numbers.
 
         ``name`` is its name in the checkpoint."""
         target = self.loaded.targets[own]
@@ -222,13 +222,13 @@ class WeightUpdate:
         self._finite.append((name, dtype, all_finite(tensor, dtype)))
 
     def _check_finite(self) -> None:
-        """Raise ModelError for the first tensor with infinite values or NaN.  It waits for the device once."""
+        """Raise ModelError for the first tensor with infinite numbers or NaN.  It waits for the device once."""
         if not self._finite or bool(torch.stack([found for *_, found in self._finite]).all()):
             return
         raise not_finite(*next((name, dtype) for name, dtype, found in self._finite if not found))
 
     def _check_written(self) -> None:
-        """Raise ModelError if a tensor that was not checked before has infinite values or NaN.
+        """Raise ModelError if a tensor that was not checked before has infinite numbers or NaN.
 
         It waits for the device once."""
         modules = {self.loaded.targets[own].module for own in self._unread.values()}
@@ -329,7 +329,7 @@ class WeightUpdate:
 
 
 def read_once(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether the values of a tensor are checked after they were written to the device.
+    """Return whether the numbers of a tensor are checked after they were written to the device.
 
     This is the case for a tensor in host memory and a model on a GPU, because a check before the write would transfer
     the tensor twice.
@@ -338,7 +338,7 @@ def read_once(tensor: Tensor, device: torch.device) -> bool:
 
 
 def not_finite(name: str, dtype: torch.dtype) -> ModelError:
-    """Return the error for a tensor with infinite values or NaN."""
+    """Return the error for a tensor with infinite numbers or NaN."""
     what = f"has infinite numbers or NaN in {str(dtype).removeprefix('torch.')}"
     return ModelError(f"{WHERE}: tensor {shown(name)} {what}; give finite numbers, or set finite=False")
 

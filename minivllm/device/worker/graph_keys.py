@@ -19,11 +19,11 @@ class AdaptedKey(GraphKey):
 
 @dataclass(frozen=True)
 class TappedKey(GraphKey):
-    """The captured shape of a step with taps: values are read or changed at tap points (named places in the model).
+    """The captured shape of a step with taps.
 
-    ``steered`` are the numbers of the tap points at which a vector is added.  ``read`` are the numbers of the tap
-    points whose values are read.  ``given`` means that requests set the experts of some tokens, in place of the
-    router.  ``changed`` are the names of the tap points whose values adapters change.
+    ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
+    read.  ``given`` means that rows have given experts, and ``changed`` are the names of the points that adapters
+    change.
     """
 
     steered: tuple[int, ...] = ()

@@ -43,8 +43,8 @@ class Running:
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
-    taps: torch.Tensor | None = None  # f32, values read at tap points, in the order of ``plan.taps``
-    pooled: torch.Tensor | None = None  # f64 [len(plan.pooled), hidden], sums of hidden states
+    taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
+    pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
     kept: torch.Tensor | None = None  # i32, the kept tokens of ``delta.kept``
     errors: list[StepError] = field(default_factory=list)
     # images whose features are missing -> reason (see ``StepResult.lost``)

@@ -194,7 +194,7 @@ class TapState:
     def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Return the values of each point after the replay of a decode step, as ``eager`` stores them in ``found``.
 
-        Each row of a decode step has one token, so indices of tokens are indices of rows."""
+        Each row of a decode step has one token, so numbers of tokens are numbers of rows."""
         return {point: self._rows_at(self.buffers[point], at) for point, at in tokens.items() if point != LOGITS}
 
     def _rows_at(self, buffer: Tensor, at: np.ndarray) -> Tensor:
@@ -214,7 +214,7 @@ class TapState:
         return TapsOfStep(steering, meta.slots[meta.row], read, keep, routes)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
-        """Return the indices i64 [n] of the tokens to read at each tap point, ascending, by the point's name."""
+        """Return a dict from each point that is read to the numbers i64 [n] of the tokens to read, ascending."""
         ends, found = plan.q_len.cumsum(), {}
         for number, rows, first in by_point(plan.taps):
             n = plan.q_len[rows] - first

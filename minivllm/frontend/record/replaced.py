@@ -104,10 +104,7 @@ def _file_code(name: str) -> dict[str, list[types.CodeType]] | None:
 
 
 def _of_module(module: types.ModuleType, code: dict[str, list[types.CodeType]]) -> Iterator[tuple[str, str]]:
-    """Yield (qualified name, replacement) of each function that was replaced in a module, or added to its classes.
-
-    ``code`` has the code objects in the module's file by qualified name.
-    """
+    """Yield (qualified name, replacement) of the replaced and added functions of a module with the file's ``code``."""
     for path, own in code.items():
         *classes, name = path.split(".")
         owner: Any = module

@@ -34,7 +34,7 @@ def find_meter(device: str, devices: int = 1) -> Meter:
     """
     if device.startswith("cuda"):
         if devices > 1:
-            raise OSError(f"the energy counter measures one GPU, and the engine uses {devices} GPUs")
+            raise OSError(f"the counter is that of one GPU, and {devices} are used")
         import torch
 
         return Nvml(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")

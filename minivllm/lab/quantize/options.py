@@ -16,7 +16,7 @@ FORMATS = ("gptq", "gptq_v2", "compressed-tensors")
 # the largest second moment first, with groups of inputs that are adjacent in this order
 ORDERS = ("no", "static", "groups")
 LEAST_GROUP = 8
-LEAST_LENGTH = 8  # number of tokens of a sample
+LEAST_LENGTH = 8  # tokens of a sample
 DAMPING = 0.01
 SAMPLES, LENGTH = 128, 2048
 
@@ -33,7 +33,7 @@ class QuantizeOptions:
     act_order: str = ORDERS[0]  # for GPTQ only
     damping: float = DAMPING  # damping of GPTQ, as a share of the mean second moment; other methods ignore it
     samples: int | None = None  # number of samples for methods that read a text; None means SAMPLES
-    length: int | None = None  # number of tokens of a sample; None means LENGTH
+    length: int | None = None  # tokens of a sample; None means LENGTH
     skip: tuple[str, ...] = ()  # regular expressions; modules whose names begin with a match are not quantized
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class QuantizeOptions:
 
     @property
     def sample_length(self) -> int:
-        """Return the number of tokens of a sample."""
+        """Return the tokens of a sample."""
         return LENGTH if self.length is None else self.length
 
     @property

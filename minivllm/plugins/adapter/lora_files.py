@@ -3,7 +3,7 @@
     file      lora_A [rank, in] and lora_B [out, rank] of each module
     memory    row [size]:  A [parts, rank, in] of all served layers, then B [out, rank] of all, times the scales
 
-A ``ReadPlan`` maps elements of the file's tensors to elements of a row of the arena.
+A ``ReadPlan`` says which numbers of the file go where.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHERS = {
     "lora_B.bias": "lora_bias=true",
     "modules_to_save": "modules_to_save",
 }
-ALIGNED = 128  # elements; A and B of each layer begin at a multiple
+ALIGNED = 128  # numbers; A and B of each layer begin at a multiple
 
 
 class Place(NamedTuple):
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Return the number of elements of A and B."""
+        """Return the count of numbers of A and B."""
         return self.rank * (self.parts * self.inputs + self.outputs)
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def places_of(infos: Mapping[str, ModuleInfo], rank: int) -> tuple[dict[str, Pla
 
 
 class MemoryPart(NamedTuple):
-    """Elements [rows, width] of a row of the arena.  ``stride`` is the distance of neighbouring rows in elements."""
+    """Numbers [rows, width] of a row of the arena; those of neighbouring rows are ``stride`` apart."""
 
     first: int
     rows: int
@@ -85,7 +85,7 @@ class MemoryPart(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the index of the first element behind the part."""
+        """Return the first number behind the part."""
         return self.first + self.rows * self.stride
 
     def of(self, row: Tensor) -> Tensor:
@@ -102,12 +102,10 @@ class ReadPlan(NamedTuple):
     layout: bytes
     settings: LoraSettings
     ranks: Tensor  # i32 [layers]
-    # (name of a tensor, index of the first element to copy, the memory that receives the elements)
-    copies: Sequence[tuple[str, int, MemoryPart]]
-    # (first, stop, factor): elements [first, stop) of the row are multiplied once all ``copies`` are made
-    scales: Sequence[tuple[int, int, float]]
+    copies: Sequence[tuple[str, int, MemoryPart]]  # a tensor, its first number that is copied, the numbers in memory
+    scales: Sequence[tuple[int, int, float]]  # numbers [first, stop) of the row that are multiplied after the copies
     conversions: Sequence[tuple[str, Conversion]]  # of tensors in another dtype or order
-    numbers: int  # number of elements that are written
+    numbers: int  # count of numbers that are written
 
 
 def make_plan(
@@ -124,7 +122,7 @@ def make_plan(
     copies: list[tuple[str, int, MemoryPart]] = []
     conversions: list[tuple[str, Conversion]] = []
     scaled: list[tuple[MemoryPart, float]] = []
-    numbers: dict[int, int] = {}  # number of elements of each part, by the index of its first element in the row
+    numbers: dict[int, int] = {}  # by the first number of a part
     for module, (a, b) in pairs_of(source.folder, source.names).items():
         target = source.target(module)
         _check(source, module, target, settings, a, b)
@@ -155,18 +153,19 @@ def _parts_of_a(target: AdapterTarget, place: Place, info: ModuleInfo, rank: int
 
 
 def _parts_of_b(target: AdapterTarget, place: Place, rank: int) -> Iterator[tuple[MemoryPart, Tensor]]:
-    """Yield the memory of B for each part of a target, and the indices i64 [rows] of its outputs."""
+    """Yield the memory of B for each part of a target, and the numbers of the target's outputs i64 [rows] in it."""
     for _, rows, share in target.rows(torch.arange(target.outputs)):
         yield MemoryPart(place.first_b + rows.start * place.rank, len(share), rank, place.rank), share
 
 
 def _consecutive(numbers: Tensor) -> bool:
-    """Return whether each of the numbers [n] is one more than the number before it."""
+    """Return whether numbers [n] are n neighbours in ascending order."""
     return bool((numbers.diff() == 1).all())
 
 
 def _merged(parts: Sequence[tuple[MemoryPart, float]]) -> list[tuple[int, int, float]]:
-    """Return (first, stop, scale) of parts in ascending order; neighbours with equal scales are joined."""
+    """Return the first and last numbers of parts in ascending order with their scales; neighbours with one scale are
+    joined."""
     found: list[tuple[int, int, float]] = []
     for part, scale in parts:
         if found and found[-1][1:] == (part.first, scale):

@@ -13,6 +13,9 @@ def _encoder(target: str, summary: str, *model_types: str, features: frozenset[s
 
 GEMMA3 = _encoder("gemma3:Gemma3Images", "a tower of SigLIP; the tokens of an image attend to each other", "gemma3")
 LLAVA = _encoder("llava:Llava", "a tower of CLIP or SigLIP; positions as of text", "llava")
+PIXTRAL = _encoder(
+    "pixtral:Pixtral", "a tower of Pixtral, whose images have rows of any length; positions as of text", "mistral3"
+)
 QWEN_VL = _encoder(
     "qwen_vl:QwenVL",
     "patches of any resolution; a position for each axis",

@@ -69,10 +69,10 @@ class TowerEncoder(ImageEncoder):
     def facts_with(self, token: int) -> ImageFacts:
         """Return the facts of images whose parts have the id ``token``."""
 
-    def processed(self, image: Image) -> Mapping[str, Any]:
-        """Return the arrays that the checkpoint's processor makes of an image."""
+    def processed(self, image: Image, **fields: Any) -> Mapping[str, Any]:
+        """Return the arrays that the checkpoint's processor makes of an image.  ``fields`` replace its own ones."""
         self._load_processor()
-        found: Mapping[str, Any] = self._processor(images=[image], return_tensors="np")
+        found: Mapping[str, Any] = self._processor(images=[image], return_tensors="np", **fields)
         return found
 
     def load(self, device: str, dtype: str) -> int:

@@ -120,8 +120,7 @@ class Sim(Executor):
             try:
                 self.kv = [np.zeros((n, wiring.block), np.uint64) for n in blocks]
             except (MemoryError, ValueError) as e:
-                what = f"sim: too little memory to check the slots of {max(blocks)} KV blocks"
-                raise ResourceError(f"{what}; use fewer blocks, or set the option check to false") from e
+                raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
             if checkpoints is not None:
                 self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)

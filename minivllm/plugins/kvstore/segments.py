@@ -57,7 +57,7 @@ def file_head(digest: bytes) -> bytes:
 
 
 def checksum_of(page: np.ndarray) -> int:
-    """Return the checksum of a page u8 [n]: CRC-32 of the sums of its sectors as integers u64, and of the rest.
+    """Return the checksum of a page u8 [n]: CRC-32 of the sums of its sectors as numbers u64, and of the rest.
 
     It takes a tenth of the time of CRC-32 of all bytes.  A sector that was damaged, lost or exchanged changes it.
     """

@@ -52,7 +52,7 @@ class LearnedSteps(Predictor):
 
 
 def _features(work: StepWork) -> np.ndarray:
-    """Return the features f64 [4] of a step, which are multiplied by the costs."""
+    """Return the numbers f64 [4] that the costs multiply."""
     return np.array([1.0, work.decode_rows, work.prompt_tokens, work.context])
 
 

@@ -144,7 +144,7 @@ def _unit(group_of: Tensor) -> int:
 
 
 def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
-    """Return the values [n, k], computed in float32 and rounded to ``dtype``."""
+    """Return the numbers [n, k], computed in float32 and rounded to ``dtype``."""
     out = torch.empty(part.codes.shape, dtype=dtype, device=part.codes.device)
     at = part.group_of.to(part.codes.device)
     for i in range(0, len(out), ROWS_AT_ONCE):

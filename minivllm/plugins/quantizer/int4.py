@@ -44,7 +44,7 @@ def pack(q: Tensor) -> Tensor:
 
 
 def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the values [n, in] of a weight u8 [n, in / 2], computed in float32 and rounded to ``dtype``.
+    """Return the numbers [n, in] of a weight u8 [n, in / 2], computed in float32 and rounded to ``dtype``.
 
     ``scale`` and ``zero`` are f32 [n, in / group]. ``zero`` None means 8 for all groups.
     """

@@ -71,7 +71,7 @@ class Tiled(WholeWeight):
 
     @abstractmethod
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight [rows, in], as a slice or by their indices i64 [rows]."""
+        """Return rows of the weight [rows, in], as a slice or by their numbers i64 [rows]."""
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.numbers(ids, dtype)

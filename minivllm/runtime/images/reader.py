@@ -147,8 +147,7 @@ def values_of(encoder: ImageEncoder, pixels: np.ndarray) -> tuple[np.ndarray, tu
 
 
 def read_source(source: ImageSource) -> Any:
-    """Return the bytes, PIL image or array of an image of a message.  RequestError for a URL or base64 text that cannot
-    be decoded."""
+    """Return the bytes, PIL image or array of an image of a message.  RequestError for text that is not read."""
     if source.kind == URL:
         return bytes_of_url(source.value)
     if source.kind == BASE64:

@@ -209,7 +209,7 @@ class _Uses:
         return TEXT if read else EITHER
 
     def roles(self) -> Iterator[str]:
-        """Yield the names of roles, such as "user", with which the template compares a message's role."""
+        """Yield the roles that a message's role is compared with."""
         n = self._nodes
         for node in self._tree.find_all(n.Compare):
             sides = [node.expr, *(operand.expr for operand in node.ops)]

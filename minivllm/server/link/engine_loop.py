@@ -428,8 +428,8 @@ class EngineLoop(TurnLoop):
         """Begin a new frame."""
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
-        self.tokens: list[int] = []  # the tokens of all ``rows``, concatenated
-        # earlier parts of the frame: columns i64 [6, R] of R rows, in the order of ``rows``, and the rows' tokens i32
+        self.tokens: list[int] = []  # of ``rows``
+        # (rows [6, R], their tokens) of parts that precede ``rows``
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()
         self.firsts: list[tuple[int, float, int, float]] = []  # stream, first_at, cached, entered
@@ -448,7 +448,7 @@ class EngineLoop(TurnLoop):
         self.parts.append((rows, token))
 
     def _close_part(self) -> None:
-        """Append ``rows`` and ``tokens`` as a part to ``parts``, so that the order of rows is kept."""
+        """Append the single rows so far to ``parts``, so that the order of rows is kept."""
         if self.rows:
             rows = np.array(self.rows, np.int64).T
             self.parts.append((rows, np.array(self.tokens, np.int32)))

@@ -82,8 +82,8 @@ class Reader:
         self._marks = marks
         self._format = parser if isinstance(parser, ReplyParser) else None
         self._parser = _parser_of(offered, parser, marks, context)
-        self._size = 0  # number of characters of the text
-        self._thought_size = 0  # number of characters of the reasoning
+        self._size = 0  # number of characters of the text, and of the reasoning in it
+        self._thought_size = 0
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[Begun] = []

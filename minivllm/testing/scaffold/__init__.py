@@ -67,7 +67,7 @@ def check_name(name: str) -> Names:
     if taken is not None:
         raise PluginError(f"{name!r} is the name of a built-in {taken}; choose another")
     if name in KINDS:
-        raise PluginError(f"{name!r} is the name of a seam (plug-in interface); choose another, such as 'my-{name}'")
+        raise PluginError(f"{name!r} is the name of a seam; choose another, such as 'my-{name}'")
     if names.module in sys.stdlib_module_names or importlib.util.find_spec(names.module) is not None:
         raise PluginError(f"a Python module {names.module!r} exists already; choose another name than {name!r}")
     return names

@@ -13,12 +13,14 @@ from image_models import SIZES, Reference, make, picture, prompt_of
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine import plan_columns
 from minivllm.core.engine.images import Images
+from minivllm.core.interfaces.encoder import EncoderContext
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.device.worker.images import ImageState
-from minivllm.errors import RequestError
+from minivllm.errors import ModelError, RequestError
+from minivllm.plugins.encoder.pixtral import Pixtral
 from minivllm.runtime.images import reader
 
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5")
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5", "mistral3")
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
 
 
@@ -51,7 +53,7 @@ class Case:
 
     def check(self, output):
         assert output.error is None, output.error
-        assert output.prompt_token_ids == self.reference.ids
+        assert output.prompt_token_ids == self.reference.placeholders
         for out in output.outputs:
             scores = [next(iter(entry.values())).logprob for entry in out.logprobs]
             self.reference.check(out.token_ids, scores)
@@ -91,7 +93,7 @@ def test_quantized_text_weights_read_images_in_every_batch(folder):
         assert tokens(llm, *cases) == alone
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3"])
 def test_dummy_weights_read_images_without_the_files_of_weights(family, folder, tmp_path):
     path, _ = model(family, folder)
     shutil.copytree(path, tmp_path / "dummy", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -403,6 +405,33 @@ def test_wrong_facts_of_an_encoder_leave_an_engine_of_text_with_the_reason(famil
         prompt = {"prompt_token_ids": prompt_of(family, 1, 0), "multi_modal_data": {"image": picture(0)}}
         with pytest.raises(RequestError, match="this engine reads text only"):
             llm.generate(prompt, PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "ministral3", "rope_parameters": None}, "llama_4_scaling_beta"),
+        ({"model_type": "qwen2"}, "text_config.model_type='qwen2': expected mistral"),
+        ({}, r"tokenizer.json has no token \[IMG_BREAK\]"),
+    ],
+)
+def test_the_encoder_of_mistral3_refuses_other_text_models_and_tokenizers(change, reason, folder, tmp_path):
+    path = shutil.copytree(model("mistral3", folder)[0], tmp_path / "other")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"].update(change)
+    if not change:
+        file = path / "tokenizer.json"
+        file.write_text(file.read_text().replace("[IMG_BREAK]", "[OTHER]"))
+    with pytest.raises(ModelError, match=reason):
+        Pixtral(None, EncoderContext(str(path), config)).facts()
+
+
+def test_a_missing_embedding_of_breaks_in_an_image_is_caught(folder, monkeypatch):
+    case = two_images("mistral3", folder)[0]
+    keep = Pixtral._end_rows_with
+    monkeypatch.setattr(Pixtral, "_end_rows_with", lambda self, row, device: keep(self, 0 * row, device))
+    with engine("mistral3", folder) as llm:
+        assert differs(llm, case)
 
 
 def test_a_placeholder_without_an_image_is_refused(folder):
