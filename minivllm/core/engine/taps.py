@@ -1,4 +1,6 @@
-"""Taps on the host: the checks of a request's taps, the points that each row of a step reads, and the read values.
+"""Taps on the host: read and change values at tap points (named places in the model).
+
+This module checks a request's taps, selects the tap points that each row of a step reads, and stores the values.
 
     step              1             2           3 (preempted)   4               5
     computed          p p p p       p p g       .               p p p p p p     g g

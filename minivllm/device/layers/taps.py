@@ -1,4 +1,4 @@
-"""The taps of one step.  Layers call them with the values of their tap points, to read or steer these."""
+"""The taps of one step.  Layers call them with the values of their tap points (named places) to read or steer these."""
 
 from __future__ import annotations
 

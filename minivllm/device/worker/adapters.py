@@ -55,7 +55,7 @@ class LoadedAdapter(NamedTuple):
 
     method: int
     weights: Any  # the result of ``AdapterMemory.read``
-    points: tuple[str, ...]  # tap points that the adapter changes
+    points: tuple[str, ...]  # tap points (named places in the model) whose values the adapter changes
 
 
 def make_methods(wiring: Wiring) -> dict[str, AdapterMethod]:

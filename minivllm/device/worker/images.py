@@ -38,7 +38,7 @@ MISSING = "the features of an image are missing"
 
 
 def layer_point(level: int) -> str:
-    """Return the tap point at which the features of a level are added."""
+    """Return the name of the tap point (place in the model) at which the features of a level are added."""
     return f"layers.{level}.input"
 
 

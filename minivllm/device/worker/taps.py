@@ -1,4 +1,4 @@
-"""Taps on the device: vectors that are added at points of the model, and values that are read at these points.
+"""Taps on the device: add vectors, and read values, at tap points (named places in the model).
 
     steering[point]  [S, width]    a vector for each slot; zeros if the slot adds nothing at this point
     x [T, width] at a point ──► x + steering[point][slot of each token] ──┬──► goes on in the model

@@ -1,4 +1,4 @@
-"""Run the engine on prompts: greedy tokens, and the values of every tap point."""
+"""Run the engine on prompts: greedy tokens, and the values of every tap point (named place in the model)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steering: a vector is added at tap points, such as the residual stream behind a layer, to each token of a row.
+"""Steering: add a vector to each token of a row at tap points (named places, such as the stream behind a layer).
 
 adapter_config.json          {"peft_type": "STEERING", "scale": 4.0}     the scale is 1 by default
 adapter_model.safetensors    {"layers.2.residual": [width], ...}         a vector for each point

@@ -1,4 +1,4 @@
-"""Taps on the link between client and engine: the vectors that a request adds at points, and the values that it reads.
+"""Taps on the link between client and engine: vectors to add and values to read at named places in the model.
 
     client   {"taps": [[point, scale, width], ...], "reads": [[point, "mean" or "last"], ...]}, column ``vectors``
     engine   columns ``tap_rows`` (stream, sample, width), one row for each read of each branch, and ``tap_values``
