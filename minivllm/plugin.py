@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         AdapterSource,
         AdapterTarget,
         LowRank,
+        TensorCopy,
         adapter_refusal,
     )
     from minivllm.core.interfaces.attention import (
@@ -185,7 +186,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.taps": "Tap",
     # adapter
     "minivllm.core.interfaces.adapter": "AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod "
-    "AdapterSource AdapterTarget LowRank adapter_refusal",
+    "AdapterSource AdapterTarget LowRank TensorCopy adapter_refusal",
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
@@ -413,6 +414,7 @@ __all__ = [
     "StoredWeight",
     "StructuredOutputsParams",
     "Tap",
+    "TensorCopy",
     "TensorSpec",
     "Tensors",
     "Thought",

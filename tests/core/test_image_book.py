@@ -43,7 +43,7 @@ class Rows:
         return self.seqs[slot]
 
     def compute(self, made, slot, tokens):
-        """Compute the next tokens of a row, and return ``image`` of the delta."""
+        """Compute the next tokens of a row, and return the numbers and bytes of the images in the delta."""
         made.reach(self, np.array([slot]), np.array([tokens]))
         self.computed[slot] += tokens
         return [row[:2] for row in made.changes().get("image", np.empty((0, 5))).tolist()]
@@ -76,7 +76,7 @@ def test_contents_of_live_requests_keep_their_number_and_others_are_forgotten(mo
     # features of forgotten contents are freed, so an image of the largest size has room
     seq = seq_of(waiting)
     assert made.place(seq)
-    assert Rows(seq).compute(made, 0, 6) == [[waiting.contents[0].number, 1]]
+    assert Rows(seq).compute(made, 0, 6) == [[waiting.contents[0].number, 4]]
     made.leave(seq)
     assert sums(made) == (5, 5, 5)
     made.end(waiting)
@@ -96,7 +96,7 @@ def test_a_content_that_is_forgotten_while_a_row_reads_it_is_freed_with_the_row(
     made.lose([request.contents[0].number])
     again = request_of(made, 1)
     assert again.contents[0].number != request.contents[0].number
-    assert rows.compute(made, 0, 2) == [[0, 0], [0, 1]]  # the features are freed, and computed again for the row
+    assert rows.compute(made, 0, 2) == [[0, 0], [0, 4]]  # the features are freed, and computed again for the row
     made.leave(seq)
     assert sums(made) == (0, 0, 0) and made.frees == [0]
 

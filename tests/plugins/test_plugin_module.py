@@ -37,8 +37,8 @@ PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Process
 Reason RequestEnd RequestError RequestView ResourceError Rope Router Row Rows Rule Runner Sampler SamplingContext
 SamplingParams SchedulerContext SchedulerPolicy Search Session SessionTurn Shard Spec SpeculationWiring StepError
 StepForm StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams
-Tap TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
-Pairs Reasoning Reply ReplyContext AdapterWiring ImageWiring
+Tap TensorCopy TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels
+DescribedParser Ended Pairs Reasoning Reply ReplyContext AdapterWiring ImageWiring
 ReplyFormat ReplyParser Said Thought Written ReplicaLoad ReplicaRouter RoutedRequest RouterContext
 TokenizerBackend TokenizerContext
 Predictor PredictorContext RequestFacts StepWork

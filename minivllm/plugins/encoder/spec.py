@@ -24,7 +24,7 @@ QWEN_VL = _encoder(
 )
 QWEN3_VL = _encoder(
     "qwen_vl:Qwen3VL",
-    "patches of any resolution; a position for each axis, and features behind the first layers (deepstack)",
+    "patches of any resolution; a position for each axis, features behind the first layers (deepstack)",
     "qwen3_vl",
     "qwen3_vl_moe",
     "qwen3_5",
