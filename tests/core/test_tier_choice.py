@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minivllm.core.engine.tier_choice import LEAST, LoadChoice, Pace, Slope
+from minivllm.core.engine.tier_choice import LEAST, CopyPace, LoadChoice, Slope
 
 
 def test_the_faster_way_is_chosen_by_measured_speeds():
@@ -112,7 +112,7 @@ def test_a_step_that_delays_running_rows_costs_their_time_too():
 
 
 def test_the_time_of_a_copy_is_the_median_of_recent_ones():
-    pace, rng = Pace(1e-9), np.random.default_rng(0)
+    pace, rng = CopyPace(1e-9), np.random.default_rng(0)
     assert pace.value == 1e-9
     pace.add(0, 1.0)
     assert pace.value == 1e-9  # nothing was copied

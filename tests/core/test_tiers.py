@@ -9,7 +9,7 @@ from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, par
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.checkpoints import Checkpoints
 from minivllm.core.engine.forks import fork_ready
-from minivllm.core.engine.tier_choice import Pace
+from minivllm.core.engine.tier_choice import CopyPace
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
 from minivllm.core.interfaces.kvstore import StoreContext
@@ -579,7 +579,7 @@ def test_a_request_computes_what_a_slow_tier_has(seconds):
     bench.evict()
     bench.tiers.choice.always = [False]
     bench.tiers.choice.steps.add(100, 0.1)
-    bench.tiers.choice.loading = [Pace(seconds)]
+    bench.tiers.choice.loading = [CopyPace(seconds)]
     again = bench.ask("b", PROMPT)
     bench.run(again)
     assert again.cached_tokens == (12 if seconds < 1 else 0)

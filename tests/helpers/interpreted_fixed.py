@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.device.kernels import activation, fixed_products
-from minivllm.device.kernels.fixed_products import FixedGate, FixedProduct, Tile
+from minivllm.device.kernels.fixed_products import FixedGate, FixedProduct, ProductTile
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.errors import ModelError
 from minivllm.plugins.attention import triton_fixed
@@ -24,12 +24,12 @@ from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.testing.attention_world import make_meta
 
 TILES = (
-    Tile(16, 64, 64),
-    Tile(32, 64, 32),
-    Tile(64, 128, 64),
-    Tile(128, 64, 16),
-    Tile(16, 64, 64, 4, True),
-    Tile(64, 64, 32, 4, True),
+    ProductTile(16, 64, 64),
+    ProductTile(32, 64, 32),
+    ProductTile(64, 128, 64),
+    ProductTile(128, 64, 16),
+    ProductTile(16, 64, 64, 4, True),
+    ProductTile(64, 64, 32, 4, True),
 )
 
 

@@ -20,7 +20,7 @@ APART = 0.25  # least difference between two steps for a slope, as a share of th
 HOPE = 0.97
 
 
-class Pace:
+class CopyPace:
     """The time to copy a byte: the median of recent copies."""
 
     def __init__(self, start: float | None = None) -> None:
@@ -92,8 +92,8 @@ class LoadChoice:
         self.longer: deque[float] = deque(maxlen=WAITS)
         self.wait_seconds = 0.0
         # of loads from each tier, and of writes to the device within steps
-        self.loading = [Pace(copy_seconds) for _ in always]
-        self.writing = Pace()
+        self.loading = [CopyPace(copy_seconds) for _ in always]
+        self.writing = CopyPace()
         # bytes and seconds of all writes so far, by the number of a rank
         self.writes: dict[int, tuple[int, float]] = {}
         self.busy_seconds = 0.0  # time of all steps so far

@@ -46,7 +46,7 @@ NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; fro
 COUNTERS = 1024  # counters of arrived programs, one per tile of a product whose leaves have separate programs
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """The part of a product that one program computes."""
 
     rows: int  # BM
@@ -141,33 +141,33 @@ def leaves_of(inputs: int) -> int:
     return leaves
 
 
-def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> list[tuple[int, Tile]]:
+def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> list[tuple[int, ProductTile]]:
     """Return the tiles of a weight by the largest number of rows that uses each, ascending.  The last has no limit.
 
     ``leaf`` is the number of inputs of each of ``leaves`` leaves.  ``wide`` means float32, which the tensor cores
     multiply with fewer bits, so that other units compute it.  ``gated`` means that a tile has two sums for an output.
     """
     if wide:
-        return [(0, Tile(64, 64, 32))]
+        return [(0, ProductTile(64, 64, 32))]
     step = 128 if leaf % 128 == 0 else 64
     found = []
     for rows in (16, 32, 64):
         spread = leaves > 1 and triton.cdiv(outputs, 64) <= SPREAD_TILES
-        found.append((rows, Tile(rows, 64, step if rows < 64 or not gated else 64, 4, spread and rows == 16)))
+        found.append((rows, ProductTile(rows, 64, step if rows < 64 or not gated else 64, 4, spread and rows == 16)))
     if gated:
-        many = Tile(128, 64, 64, 4, False, 3) if outputs < WIDE else Tile(128, 128, 64, 8)
-        return [*found, (512, Tile(128, 64, 64, 4, False, 3)), (0, many)]
+        many = ProductTile(128, 64, 64, 4, False, 3) if outputs < WIDE else ProductTile(128, 128, 64, 8)
+        return [*found, (512, ProductTile(128, 64, 64, 4, False, 3)), (0, many)]
     if outputs < NARROW:
-        found.append((512, Tile(64, 64, step)))
+        found.append((512, ProductTile(64, 64, step)))
     elif leaves > 1 or outputs <= 2 * NARROW:
-        found.append((512, Tile(128, 64, 64)))
+        found.append((512, ProductTile(128, 64, 64)))
     else:
-        found.append((512, Tile(128, 128, 64, 8)))
-    return [*found, (0, Tile(256, 128, 64, 8) if leaves > 1 else Tile(128, 128, 64, 8, False, 3))]
+        found.append((512, ProductTile(128, 128, 64, 8)))
+    return [*found, (0, ProductTile(256, 128, 64, 8) if leaves > 1 else ProductTile(128, 128, 64, 8, False, 3))]
 
 
 @cache
-def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tile: Tile) -> Tensor:
+def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tile: ProductTile) -> Tensor:
     """Return the product of random rows and a small random weight by a tile, on a GPU.
 
     A third of the rows is a thousand times as large as the others."""
@@ -178,7 +178,7 @@ def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, ti
     return FixedProduct(weight, leaves, "silu" if gated else None, check=False).multiply(x, tile)
 
 
-def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tiles: Iterable[Tile]) -> bool:
+def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tiles: Iterable[ProductTile]) -> bool:
     """Return whether some tiles give the same bits on a device, for a small weight.  True where no GPU is."""
     if capability(device) == 0:
         return True
@@ -218,7 +218,7 @@ class FixedProduct:
         tile = next((tile for most, tile in self.tiles if x.shape[0] <= most), self.tiles[-1][1])
         return self.multiply(x.contiguous(), tile)
 
-    def multiply(self, x: Tensor, tile: Tile) -> Tensor:
+    def multiply(self, x: Tensor, tile: ProductTile) -> Tensor:
         """Compute the product by one tile, for any number of rows."""
         n, k, m, gated = self.n, self.k, x.shape[0], self.activation is not None
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)

@@ -25,7 +25,7 @@ from .attention_sums import AttentionSums
 from .build import has_kernels
 from .kept_sets import KeptSets
 from .query_store import QueryStore
-from .token_scores import CompactedRow, TokenScores
+from .token_scores import CompactedRow, RowScores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SORTED = 1 << 23  # scores of a batch of layers, which torch sorts together
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """A compressed row in a KV group, and its kept tokens i32 [layers, kv_heads, kept], ascending."""
 
     group: int
@@ -69,7 +69,7 @@ class Compactor:
             )
         self.tensors = self._tensors(wiring)  # by KV group; empty if torch moves the tokens
         fmt, dtype = worker.backend.ctx.kv_format, worker.parts.dtype
-        self.scores = TokenScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))
+        self.scores = RowScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))
         if compressor.attention_sums:
             self.scores.sums = self._attention_sums(wiring, worker)
         self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
@@ -140,7 +140,7 @@ class Compactor:
             return errors
         sources = self.state.to(delta.sources)
         returned = set(delta.kept.tolist())
-        found: list[Chosen] = []
+        found: list[ChosenTokens] = []
         first = 0
         for i, (group, slot, stored, kept, computed) in enumerate(delta.compact.tolist()):
             used = -(-stored // self.block)
@@ -156,7 +156,7 @@ class Compactor:
                 self.sums.keep(slot, group, tokens)
             if i in returned:
                 self.sets.send(tokens)
-            found.append(Chosen(group, row, tokens))
+            found.append(ChosenTokens(group, row, tokens))
         self._move(found)
         self._count_dropped(found)
         if self.queries is not None:
@@ -164,7 +164,7 @@ class Compactor:
                 self.queries.forget(slot)
         return errors
 
-    def _move(self, found: list[Chosen]) -> None:
+    def _move(self, found: list[ChosenTokens]) -> None:
         """Move the kept tokens of compressed rows to the first places of their new blocks."""
         for group, layers in enumerate(self.layers):
             of_group = [one for one in found if one.group == group]
@@ -179,17 +179,17 @@ class Compactor:
                 for layer, tokens in zip(layers, one.tokens.long(), strict=True):
                     _move(layer, place[tokens], to, self._rotation(layer, one.row, tokens))
 
-    def _launch_moves(self, group: int, found: list[Chosen]) -> None:
+    def _launch_moves(self, group: int, found: list[ChosenTokens]) -> None:
         """Move the kept tokens of the rows of a KV group by one launch."""
         from minivllm.device.kernels.kept_tokens import Move
 
         self.tensors[group].move([Move(one.tokens, one.row.sources, self._targets(one)) for one in found])
 
-    def _targets(self, one: Chosen) -> Tensor:
+    def _targets(self, one: ChosenTokens) -> Tensor:
         """Return the blocks i32 to which the kept tokens of a row move."""
         return self.state.table[one.group, one.row.slot, : -(-one.row.kept // self.block)]
 
-    def _count_dropped(self, found: list[Chosen]) -> None:
+    def _count_dropped(self, found: list[ChosenTokens]) -> None:
         """Add the removed tokens of compressed rows to the columns, and shift the positions of rotated rows."""
         shifts: dict[int, int] = {}  # slot -> places by which the positions of its next tokens move
         assert self.state.dropped is not None

@@ -98,7 +98,7 @@ class Captured:
     queries: StepQueries | None = None  # queries of a replay of a decode step, if a compressor reads them
 
 
-class Measured(NamedTuple):
+class MeasuredCaptures(NamedTuple):
     """Measurements that a runner reuses when it captures its steps again after sleep."""
 
     costs: StepCosts
@@ -118,7 +118,7 @@ class Graphs:
     mixed: bool  # the attention back end can be captured in mixed steps
     # Measurements of earlier captures.  Kernels are compiled then, so only the steps that first requests need are
     # captured before the engine is ready again.
-    known: Measured | None = None
+    known: MeasuredCaptures | None = None
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
@@ -148,9 +148,9 @@ class Graphs:
         if self.known is not None:
             self.costs, self.sizes = self.known.costs, list(self.known.sizes)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredCaptures:
         """Return the results of measurements so far."""
-        return Measured(self.costs, tuple(self.sizes))
+        return MeasuredCaptures(self.costs, tuple(self.sizes))
 
     # ---- which capture -------------------------------------------------------------------------------------------
 

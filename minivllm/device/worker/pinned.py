@@ -66,7 +66,7 @@ class TorchSlab:
         self.address = -(-self._memory.data_ptr() // ALIGNED) * ALIGNED
 
 
-class Piece:
+class SlabPiece:
     """A piece of a slab, which is given back when no array refers to it any longer."""
 
     def __init__(self, at: int, size: int, slab: Any, free: list[tuple[Any, int]]) -> None:
@@ -128,7 +128,7 @@ class PinnedSlabs:
             slab, at = free.pop()
         except IndexError:
             return None
-        piece: Any = Piece(at, size, slab, free)
+        piece: Any = SlabPiece(at, size, slab, free)
         return np.asarray(piece)
 
     def _claim(self, size: int, wants: Callable[[int], bool]) -> bool:

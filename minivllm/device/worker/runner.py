@@ -158,7 +158,7 @@ class Runner:
     def captured_steps(self, known: Any = None) -> Any:
         """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails.
 
-        ``known`` has the measurements of earlier captures (``graphs.Measured``)."""
+        ``known`` has the measurements of earlier captures (``graphs.MeasuredCaptures``)."""
         wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")

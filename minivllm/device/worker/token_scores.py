@@ -41,7 +41,7 @@ class CompactedRow(NamedTuple):
     computed: int
 
 
-class TokenScores:
+class RowScores:
     """The scores of a compressor.  ``kernels`` means that Triton kernels can read the KV cache."""
 
     def __init__(

@@ -35,7 +35,7 @@ MOST_PROGRAMS = 32  # largest number of programs of one tile and KV head
 MOST_BYTES = 64 << 20  # of stored sums
 
 
-class Parts(NamedTuple):
+class KeyParts(NamedTuple):
     """The programs of a tile and KV head, and the sums that they store."""
 
     programs: int  # number of programs of a tile; 1 means that no partial results are stored
@@ -204,7 +204,7 @@ def _join(
     finish(acc, m, total, (begin + mine) * (KH * G) + heads, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
 
 
-def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch.device) -> Parts:
+def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch.device) -> KeyParts:
     """Return the programs for each tile and KV head of a step, and the memory of their sums.
 
     ``lines`` of a tile are stored for each KV head.  No context is longer than ``longest`` tokens.  Programs share a
@@ -215,17 +215,17 @@ def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch
     if programs < 2 or stored * (spec.dim_v + 2) * 4 > MOST_BYTES:
         programs, stored = 1, 1
     make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-    return Parts(programs, make(stored, spec.dim_v), make(stored, 2), most)
+    return KeyParts(programs, make(stored, spec.dim_v), make(stored, 2), most)
 
 
-def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: torch.device) -> Parts:
+def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: torch.device) -> KeyParts:
     """Return the parts of a layer's tiles.  Layers of equal sizes run one after another and share their memory."""
     spec = layer.spec
     key = ("parts", layer.group, spec.kv_heads, spec.dim_v, tiles, lines)
     if key not in meta.work:
         longest = int(meta.host_kv_len[layer.group].max())
         meta.work[key] = parts_of(spec, tiles, lines, longest, device)
-    found: Parts = meta.work[key]
+    found: KeyParts = meta.work[key]
     return found
 
 
