@@ -291,9 +291,8 @@ class Mover:
         self.memory, self.identity = memory, identity
         # ticket -> staged page, as ``PageMemory.stage`` returned it
         self._staged: dict[int, Any] = {}
-        self._moving: deque[tuple[int, int, float]] = (
-            deque()
-        )  # staged pages to report: ticket, bytes, seconds
+        # staged pages to report: ticket, bytes, seconds
+        self._moving: deque[tuple[int, int, float]] = deque()
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         # before the threads start, so that two threads never call a store at the same time

@@ -241,9 +241,8 @@ class KeyResponses:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        self._held: OrderedDict[tuple[int, str], StoredResponse] = (
-            OrderedDict()
-        )  # (number of a connection, id) -> response
+        # (number of a connection, id) -> response
+        self._held: OrderedDict[tuple[int, str], StoredResponse] = OrderedDict()
         self._size = 0
         self._connections = itertools.count()
 

@@ -315,8 +315,9 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_impossible_tokens_are_never_drawn(self) -> None:
-        """Check that a token with logit -inf is never drawn: beside logits however small, with the smallest and the
-        largest noise, and beside a single possible token."""
+        """Check that a token with logit -inf is never drawn.
+
+        The other logits are very small, the noise is the smallest and the largest, or one token is possible."""
         low = -1e30
         extreme = torch.tensor([[seed, 1, 0] for seed, lane in (*SMALLEST, *LARGEST)])
         keys = torch.cat([extreme, self.keys(1 << 12)])

@@ -64,16 +64,14 @@ class EngineAdapters:
         # adapters that are loaded without a request, with the function that is called afterwards
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
         self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
-        self.freed: list[
-            int
-        ] = []  # numbers of adapters whose host memory is freed by the next delta
+        # numbers of adapters whose host memory is freed by the next delta
+        self.freed: list[int] = []
         self.orders: list[tuple[int, str]] = []  # loads of the next call
         self.loading: dict[int, Adapter] = {}
         self.loads = self.swaps = self.failed = 0
         self._uses = self._number = 0
-        self.unloaded: set[int] = (
-            set()
-        )  # ids of adapters that were unloaded, which no request uses again
+        # ids of adapters that were unloaded, which no request uses again
+        self.unloaded: set[int] = set()
         self._polled = -1.0
 
     # ---- requests ----------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ class IdleCaptures:
 
     def __init__(self) -> None:
         self.left = 0  # number of captures that are left
-        self.pause: float | None = (
-            None  # seconds until the next idle turn, or None if no capture is left
-        )
+        # seconds until the next idle turn, or None if no capture is left
+        self.pause: float | None = None
         self._implemented = True
         self._tokens = 0
 

@@ -30,9 +30,8 @@ class Compaction:
     computed: int = 0  # computed tokens of the row
     # index of the first block that must leave the prefix cache; ``used`` means none
     unpublished: int = 0
-    reader: Seq | None = (
-        None  # the row's sequence, or None if its request does not read the kept tokens
-    )
+    # the row's sequence, or None if its request does not read the kept tokens
+    reader: Seq | None = None
 
     @property
     def lacking(self) -> int:

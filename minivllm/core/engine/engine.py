@@ -90,9 +90,8 @@ class Engine:
     ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
 
     dead: str | None = None  # why the engine has ended
-    start_times: Mapping[
-        str, float
-    ] = {}  # seconds of the parts of the start, by name, if the builder sets them
+    # seconds of the parts of the start, by name, if the builder sets them
+    start_times: Mapping[str, float] = {}
 
     def __init__(
         self,

@@ -138,9 +138,8 @@ class RowMasks:
         self.memory = memory
         # mask memory of the last step, whose draw has finished
         self._held: np.ndarray | None = None
-        self._late: _Late | None = (
-            None  # rows with masks of the last step, or None if one of them has ended
-        )
+        # rows with masks of the last step, or None if one of them has ended
+        self._late: _Late | None = None
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n rows with masks (``StepPlan.late``).
@@ -229,9 +228,8 @@ class RowMasks:
             known = self.slots.collected[seq.slot]
             so_far = seq.request.ids(self.slots.tokens[seq.slot, :known])
             function: Any = seq.request.params.allowed_tokens_fn
-            ids = call_foreign(
-                lambda: checks.allowed_tokens(function(so_far), self.vocab)
-            )  # the conversion of the result may run user code too
+            # the conversion of the result may run user code too
+            ids = call_foreign(lambda: checks.allowed_tokens(function(so_far), self.vocab))
         except Exception as e:  # an error of the user's code ends only this request
             self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1

@@ -27,9 +27,8 @@ class Pace:
 
     def __init__(self, budget: int, first: int) -> None:
         self.budget = budget
-        self.reach = min(
-            first, budget
-        )  # limit of the tokens of the next step from the largest step so far (``GROWTH``)
+        # limit of the tokens of the next step from the largest step so far (``GROWTH``)
+        self.reach = min(first, budget)
         self.each, self.key = (
             0.0,
             0.0,

@@ -34,9 +34,8 @@ class EngineParts:
     policy: Callable[[SchedulerContext], SchedulerPolicy]
     evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
     processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
-    strategies: Sequence[
-        tuple[str, DecodingStrategy]
-    ]  # The first strategy that accepts a request runs it.
+    # The first strategy that accepts a request runs it.
+    strategies: Sequence[tuple[str, DecodingStrategy]]
     # draws for requests with ``logits_processors``; None means that such requests are refused
     host_sampler: HostSampler | None = None
     # the compiled grammars of requests (``runtime.structured.service.Grammars``)

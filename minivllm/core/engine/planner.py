@@ -324,9 +324,8 @@ class Planner:
         while np.count_nonzero(missing) and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            left = (
-                (rows == gone) | (s.partner[rows] == gone) | (s.serial[rows] < 0)
-            )  # partners leave together
+            # partners leave together
+            left = (rows == gone) | (s.partner[rows] == gone) | (s.serial[rows] < 0)
             rows, missing = rows[~left], missing[:, ~left]
         self.cache.grow(rows, missing)
         return rows

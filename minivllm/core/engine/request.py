@@ -54,9 +54,8 @@ class Seq:
     queued: bool = False  # it is in the planner's queue, sorted by ``key`` in lane ``lane``
     key: float = 0.0
     lane: int = 0
-    hint: int | None = (
-        None  # number of cached blocks that ``KVCache.hints`` found; None means unknown
-    )
+    # number of cached blocks that ``KVCache.hints`` found; None means unknown
+    hint: int | None = None
     hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
     # id of the last step that contains a sequence without a slot, until the engine processes the step's result; else 0
     in_flight: int = 0
@@ -170,9 +169,8 @@ class Request:
     speculates: bool = False  # whether steps of the request may have drafts
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # draft tokens that were accepted
-    watch: bool = (
-        False  # whether tokens are sent to the sink in every step (streaming, stop strings)
-    )
+    # whether tokens are sent to the sink in every step (streaming, stop strings)
+    watch: bool = False
     # number of its stream in the event ``tokens_streamed``; 0 = no stream
     stream: int = 0
     # sink(seq, new token ids, Finish or None) -> the stop string that the ids complete, or None
@@ -191,9 +189,8 @@ class Request:
     # tokens that stay under memory pressure, below 1 a share of the computed ones; 0 = not compressed then
     pressure: float = 0
     first_compression: int = 0  # number of computed tokens at the first compression
-    held: int = (
-        0  # largest number of tokens that the KV cache holds for a compressed row of the request
-    )
+    # largest number of tokens that the KV cache holds for a compressed row of the request
+    held: int = 0
     # number of last prompt tokens whose queries the compressor reads; the whole prompt if it reads attention sums
     observed: int = 0
     facts: RequestFacts | None = None  # the request as a predictor received it

@@ -37,9 +37,8 @@ class RequestRoutes(NamedTuple):
 
     layers: tuple[ExpertLayer, ...]
     reads: bool
-    pruned: Mapping[
-        int, np.ndarray
-    ]  # number of a router's tap point -> vector f32 [experts] to add
+    # number of a router's tap point -> vector f32 [experts] to add
+    pruned: Mapping[int, np.ndarray]
     given: np.ndarray | None
 
 

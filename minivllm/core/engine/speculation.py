@@ -83,17 +83,15 @@ class Class:
     wait: int = FIRST_WAIT
     tried: int = 0  # timed steps with drafts in the current trial
     first: bool = True  # the next step is the first after a decision, and is not timed
-    recent: dict[int, deque[float]] = field(
-        default_factory=dict
-    )  # the newest times, whose median is ``ms``
+    # the newest times, whose median is ``ms``
+    recent: dict[int, deque[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.k = self.k or self.most
         # share of rows whose first, second ... draft was accepted together with all earlier drafts
         self.shares = np.zeros(self.most)
-        self.observed = np.zeros(
-            self.most, np.int64
-        )  # number of steps in which each share was measured
+        # number of steps in which each share was measured
+        self.observed = np.zeros(self.most, np.int64)
 
     def tokens(self, k: int) -> float:
         """Return the expected tokens of a row in a step with k drafts."""

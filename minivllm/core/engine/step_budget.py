@@ -11,6 +11,7 @@ work that no longer step saves, so it does not raise the bound.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
 
 AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of the shortest step of decodes
 LEAST_MS = 16.0  # with "auto", the least time of the prompts of a step, in milliseconds
-LEAST_SHARE = (
-    0.25  # share of the target that prompts receive even if the decodes take the whole target
-)
+# share of the target that prompts receive even if the decodes take the whole target
+LEAST_SHARE = 0.25
 CHUNK = 128  # number of prompt tokens that a step may have if they take no longer than the target
 SIZES = 16  # groups of numbers of rows whose times are learned separately: 1, 2 to 3, 4 to 7, ...
 # least share of a step's time that is attributed to its prompts, because the time of its decodes is an estimate
@@ -45,9 +45,8 @@ class StepBudget:
     def __init__(self, target_ms: float | None, most: int, sizes: Sequence[int] = ()) -> None:
         self.target_ms, self.sizes = target_ms, tuple(sizes)
         self.pace = Pace(most, most)
-        self._decodes = np.zeros(
-            SIZES
-        )  # milliseconds of a step without prompts, by group; 0 means unknown
+        # milliseconds of a step without prompts, by group; 0 means unknown
+        self._decodes = np.zeros(SIZES)
 
     @classmethod
     def of(cls, wiring: Wiring, sizes: Sequence[int] = ()) -> StepBudget | None:
@@ -102,14 +101,16 @@ class StepBudget:
         return self._without_padding(found, rows)
 
     def _without_padding(self, tokens: int, rows: int) -> int:
-        """Return the most prompt tokens up to ``tokens`` that need no padding beside ``rows`` decoding rows.
+        """Return the largest number of prompt tokens, at most ``tokens``, that needs no padding in a step with ``rows``
+        decoding rows.
 
-        Tokens of short steps, and tokens of which less than half would remain, are returned unchanged.
+        ``tokens`` is returned if the step is shorter than each captured step, or if less than half of the tokens would
+        remain.
         """
-        fitting = [size for size in self.sizes if size <= tokens + rows]
+        fitting = bisect_right(self.sizes, tokens + rows)
         if not fitting or not self.pace.each:
             return tokens
-        unpadded = fitting[-1] - rows
+        unpadded = self.sizes[fitting - 1] - rows
         return unpadded if 2 * unpadded >= tokens else tokens
 
 

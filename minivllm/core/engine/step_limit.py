@@ -20,9 +20,8 @@ class StepLimit:
     def __init__(self, tokens: int) -> None:
         """Set the limit to ``tokens``; 0 means no limit."""
         self.tokens = tokens
-        self._launched: set[str] = (
-            set()
-        )  # unfinished requests whose prompts run as separate launches
+        # unfinished requests whose prompts run as separate launches
+        self._launched: set[str] = set()
 
     @classmethod
     def of(cls, capacity: Capacity, max_num_seqs: int) -> StepLimit:

@@ -21,9 +21,8 @@ class RequestTaps:
     read: Mapping[int, tuple[str, int]]  # point number -> (name, width) to read, ascending
     steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending
     logits: int  # number of the point ``logits``
-    routes: RequestRoutes | None = (
-        None  # expert routes, whose points are also in ``read`` and ``steering``
-    )
+    # expert routes, whose points are also in ``read`` and ``steering``
+    routes: RequestRoutes | None = None
 
     @property
     def salt(self) -> str:

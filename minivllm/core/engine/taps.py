@@ -228,9 +228,8 @@ class TapKeeper:
     def __init__(self, limits: TapLimits) -> None:
         self.limits, self.taps = limits, np.empty((0, 3), np.int32)
         self.seqs: list[tuple[Seq, int]] = []  # sequence of each line, and its bytes per step
-        self.memory: list[
-            tuple[int, list[Growing]]
-        ] = []  # (width, memory of the lines) of each point
+        # (width, memory of the lines) of each point
+        self.memory: list[tuple[int, list[Growing]]] = []
         self.steps = self.room = (
             0  # steady steps stored, and the most until a request exceeds its limit
         )

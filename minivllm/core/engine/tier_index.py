@@ -43,9 +43,8 @@ class TierIndex:
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
         self.used = 0
-        self.pinned: dict[
-            bytes, int
-        ] = {}  # page that is never evicted -> number of names that keep it
+        # page that is never evicted -> number of names that keep it
+        self.pinned: dict[bytes, int] = {}
         self.dropped: list[bytes] = []  # pages to remove from the store
         self.overdue: set[int] = set()  # tickets of loads for which no request waits any longer
         self.hits = self.misses = 0  # counts of pages that requests looked for

@@ -43,9 +43,8 @@ class PageLoad:
     begun: float  # start in seconds of the engine's clock
     patience: float
     wanted: dict[tuple[int, int], tuple[int, bytes]]  # (tier, key)
-    pages: dict[tuple[int, int], Staged] = field(
-        default_factory=dict
-    )  # tickets; empty until there is room for the loads
+    # tickets; empty until there is room for the loads
+    pages: dict[tuple[int, int], Staged] = field(default_factory=dict)
     ready: bool = False
     predicted: float = 0.0  # expected seconds until all pages are staged
     alone: bool = False  # whether no row ran and no other sequence waited at the start

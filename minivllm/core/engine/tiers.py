@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "kv_tiers"  # of ``Executor.call``
-STAGED = (
-    1 << 30
-)  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
+# bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
+STAGED = 1 << 30
 POLL = 3e-4  # seconds between two polls of loads and stores
 FLUSH = 10.0  # seconds that the end of the engine waits until pages are stored
 

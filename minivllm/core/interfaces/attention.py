@@ -80,9 +80,8 @@ class AttnMeta:
     position: Tensor
     row: Tensor  # i64 [T] the row of each token
     table: Tensor  # i32 [G, S, M] (slot, index) -> block
-    slot_map: (
-        Tensor  # i64 [G, T] block * block_size + offset at which the token's K and V are stored
-    )
+    # i64 [G, T] block * block_size + offset at which the token's K and V are stored
+    slot_map: Tensor
     block: int  # tokens per block
     decode_rows: int  # rows [0, decode_rows) have one token each
     host_q_len: np.ndarray  # i32 [R]

@@ -52,9 +52,8 @@ class StoredTokens:
     queries: Tensor | None
     scale: float  # factor of the scores of attention, before the softmax
     keep: int  # number of tokens that stay
-    computed: (
-        int  # tokens of the sequence that were computed; the last stored token is the last of these
-    )
+    # tokens of the sequence that were computed; the last stored token is the last of these
+    computed: int
     seed: int  # the seed of the request, for a compressor that draws
     # f32 [kv_heads, n] attention probabilities of each token, added up over the queries of the prompt and over the
     # query heads of the KV head; None unless ``Compressor.attention_sums``.  Generated tokens have 0.

@@ -42,9 +42,8 @@ class ImageFacts:
     after: tuple[int, ...] = ()  # ids that the engine writes behind them
     # (a, b, c): where a and b meet at either end of these ids, the tokenizer writes the one token c
     joined: tuple[tuple[int, int, int], ...] = ()
-    levels: int = (
-        1  # vectors of features of a token: one for its embedding, and one for each first layer
-    )
+    # vectors of features of a token: one for its embedding, and one for each first layer
+    levels: int = 1
     merge: int = 1  # patches along each side of a square that becomes one token
     # Number of rotary frequencies that follow the time, row and column of a part of an image (m-rope).  Empty means
     # that each token has one position, as text.

@@ -51,9 +51,8 @@ class EvictorContext:
     capacity: int  # blocks in the tier
     block: int  # tokens per block
     tier: str  # device | cpu | disk
-    now: Callable[[], float] = (
-        time.monotonic
-    )  # the engine's clock in seconds, which may be a virtual one
+    # the engine's clock in seconds, which may be a virtual one
+    now: Callable[[], float] = time.monotonic
 
 
 class Evictor(ABC):

@@ -56,14 +56,12 @@ class CacheWiring:
     # number of tokens that a compression keeps (below 1: a share of the prompt); 0 compresses only requests that ask
     # for it
     kv_budget: float = 0
-    compress_every: int = (
-        0  # generated tokens between two compressions; 0 compresses at the end of the prompt only
-    )
+    # generated tokens between two compressions; 0 compresses at the end of the prompt only
+    compress_every: int = 0
     # tokens of a row (below 1 a share of its computed tokens) that stay when blocks are short; 0 preempts rows instead
     pressure_budget: float = 0
-    rerotates: bool = (
-        False  # a compression rotates the kept keys to new positions (``Compressor.rerotates``)
-    )
+    # a compression rotates the kept keys to new positions (``Compressor.rerotates``)
+    rerotates: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,8 @@ class SpeculationWiring:
     num_speculative_tokens: int = 0  # largest number of drafts of a row in a step
     speculate: str = "auto"  # "always" also speculates where measurements showed it to be slower
     draft_model: DraftWiring | None = None  # the model of a drafter that uses one
-    captured_drafts: bool = (
-        False  # capture steps with drafts and calls of the drafter in CUDA graphs
-    )
+    # capture steps with drafts and calls of the drafter in CUDA graphs
+    captured_drafts: bool = False
     # "auto" plans a row with drafts while its last step is in flight if ``Capacity.drafts_ahead`` allows it, "off"
     # after its result
     drafts_ahead: str = "auto"
@@ -189,9 +186,8 @@ class Capacity:
     """The memory and features that the executor has after ``start``."""
 
     blocks: tuple[int, ...]  # number of blocks of each KV group, the null block included
-    block_bytes: tuple[
-        int, ...
-    ]  # size of a block of each KV group, all layers of the group together
+    # size of a block of each KV group, all layers of the group together
+    block_bytes: tuple[int, ...]
     vocab_size: int
     weight_bytes: int
     depth: int  # steps that may be in flight besides the newest one

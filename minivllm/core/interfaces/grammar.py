@@ -49,9 +49,8 @@ class GrammarSource:
     text: str
     # for json: True allows any spaces and line ends between JSON tokens, False allows none
     any_whitespace: bool = True
-    whitespace: str | None = (
-        None  # for json: a regular expression for the whitespace between JSON tokens
-    )
+    # for json: a regular expression for the whitespace between JSON tokens
+    whitespace: str | None = None
 
 
 @dataclass(frozen=True)

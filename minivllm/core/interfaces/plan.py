@@ -118,9 +118,8 @@ class Delta:
     compact: np.ndarray = field(default_factory=nothing(0, 5))
     # i32 the blocks that hold the stored tokens of each row of ``compact``, concatenated
     sources: np.ndarray = field(default_factory=nothing())
-    kept: np.ndarray = field(
-        default_factory=nothing()
-    )  # i32 rows of ``compact`` to return in ``StepResult.kept``
+    # i32 rows of ``compact`` to return in ``StepResult.kept``
+    kept: np.ndarray = field(default_factory=nothing())
 
 
 NO_CHANGE = Delta()
@@ -275,9 +274,8 @@ class StepResult:
     count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
-    prompt: LogProbs | None = (
-        None  # the ids of scored prompt tokens; N is the sum of the counts in ``plan.prompt``
-    )
+    # the ids of scored prompt tokens; N is the sum of the counts in ``plan.prompt``
+    prompt: LogProbs | None = None
     logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of ``plan.host``
     errors: tuple[StepError, ...] = ()
     device_ms: float = 0.0  # milliseconds of computation on the device

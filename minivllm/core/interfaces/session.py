@@ -128,8 +128,7 @@ class SessionTurn:
     turn: int = 0
     parent: int = 0
     tokens: int = 0  # length of the sequence: the prompt and the tokens generated so far
-    next_s: float = (
-        np.inf
-    )  # expected seconds from the end of the request to the next one; inf means unknown
+    # expected seconds from the end of the request to the next one; inf means unknown
+    next_s: float = np.inf
     deadline: float = np.inf  # time on the engine's clock by which the answer should be complete
     budget: int = -1  # tokens that the next request may compute before it is late; -1 means unknown

@@ -68,9 +68,8 @@ class StepStates:
     drafts: Tensor  # bool [R] the row has drafts: the state is stored as it is before ``start``
     save_at: Tensor  # i32 [R, COPIES] positions at which the state is copied, -1 means none
     save_to: Tensor  # i64 [R, COPIES] indices of the states that get the copies
-    advance: Callable[
-        [], None
-    ]  # called once behind the last layer: notes which tokens the states cover
+    # called once behind the last layer: notes which tokens the states cover
+    advance: Callable[[], None]
     row: Tensor | None = None  # i64 [T] row of each token of a row; None means unknown
     longest: int | None = None  # no row has more tokens; None means unknown
     shortest: int | None = None  # no row has fewer tokens; None means unknown

@@ -21,9 +21,8 @@ LOGITS = "logits"
 # a tap with this name reads no tensor: it returns which tokens stay at each compression of a request
 # (``interfaces.compressor``)
 KEPT = "compression.kept"
-EXPERTS = (
-    ".experts"  # suffix of the points that hold the ids of the chosen experts; they are read only
-)
+# suffix of the points that hold the ids of the chosen experts; they are read only
+EXPERTS = ".experts"
 
 
 def read_only(point: str) -> bool:

@@ -55,9 +55,8 @@ class Process(Executor):
         self._plans, self._answers = Plans(), StepResults()
         self._slots: deque[np.ndarray] = deque()  # slots of the plans that are due
         self._results: list[StepResult] = []  # results that arrived while an answer was awaited
-        self._memories: list[
-            tuple[int, int, mmap.mmap | bytes]
-        ] = []  # (shared memory for masks, its address, its used bytes)
+        # (shared memory for masks, its address, its used bytes)
+        self._memories: list[tuple[int, int, mmap.mmap | bytes]] = []
         # times between the start of a step on an idle device, or the preceding result, and the result
         self._rhythm = Rhythm()
         self._calls = 0

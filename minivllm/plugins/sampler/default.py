@@ -37,9 +37,8 @@ class DefaultSampler(Sampler):
     Gumbel-max: argmax(logits / T + gumbel).
     """
 
-    native = (
-        GREEDY | DRAWN
-    )  # a captured step of a CPU only draws rows of these variants; subclasses do not inherit this
+    # a captured step of a CPU only draws rows of these variants; subclasses do not inherit this
+    native = GREEDY | DRAWN
     any_dtype = True
     keeps_logits = True
     reads = frozenset(COLUMNS)

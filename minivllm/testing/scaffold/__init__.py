@@ -26,9 +26,8 @@ from minivllm.registration.spec import KINDS, check_seam
 
 TEMPLATES = Path(__file__).parent / "templates"
 COMMON = {"pyproject.toml.in": "pyproject.toml", "README.md": "README.md", "gitignore": ".gitignore"}
-NAME = re.compile(
-    r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-)  # names that PEP 503 normalizes, and names with several '-' in a row
+# names that PEP 503 normalizes, and names with several '-' in a row
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 @dataclass(frozen=True)
