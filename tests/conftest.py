@@ -1,7 +1,7 @@
-"""What holds for all tests.
+"""Set up all tests.
 
-Several workers of pytest share the cores: each computes with one thread, because OpenMP's threads wait in a loop.
-Hypothesis measures no times: how long an example takes says more of the machine than of the code.
+Several workers of pytest share the cores.  Each computes with one thread, because OpenMP's threads wait in a loop.
+Hypothesis measures no times, because the time of an example depends on the machine more than on the code.
 """
 
 import logging
@@ -9,6 +9,7 @@ import os
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from slow import listed
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -16,6 +17,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Newer versions of Hypothesis draw constants of the project's modules that are imported.  The examples of a test would
+# then depend on the other tests of its process, and a search that is long enough in one run would be too short in
+# another.
+if hasattr(providers, "_get_local_constants"):
+    NONE = providers.Constants()
+    providers._get_local_constants = lambda: NONE
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes tests out

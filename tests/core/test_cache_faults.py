@@ -82,10 +82,10 @@ def a_hit_trusts_the_hash(real, self, *args):
 
 
 @fault(BlockPool)
-def the_parent_is_wrong(real, self, block, parent, key, tokens, depth, tenant=0):
+def the_parent_is_wrong(real, self, block, parent, *args):
     """In ``publish``, the parent of a block is its grandparent."""
     above = int(self.parent[parent]) if parent >= 0 else parent
-    return real(self, block, above if above >= 0 else parent, key, tokens, depth, tenant)
+    return real(self, block, above if above >= 0 else parent, *args)
 
 
 @fault(BlockPool)

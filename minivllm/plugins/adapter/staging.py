@@ -1,7 +1,8 @@
-"""Adapters on the way to their places: rows of device memory that are filled next to the steps.
+"""Adapters on the way to their places (slots of the device's adapters): rows of device memory that are filled next to
+the steps.
 
 thread of a load    host memory ──copy engine──► staged row
-step                staged row ──► place        a thirtieth of the time of a copy from the host
+step                staged row ──► place        a copy within the device, so the step does not wait for the bus
 """
 
 from __future__ import annotations
