@@ -210,7 +210,7 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
         unknown = set() if declared == ANY else set(declared) - set(words)
         for word in sorted(unknown):
             near = suggest(word, words) or f" There are: {', '.join(words) or 'none'}."
-            faults.append(f"its spec's {name} name {word!r}, which {kind.name} does not know.{near}")
+            faults.append(f"its spec's {name} name {word!r}, which {kind.name} does not have.{near}")
     for param in spec.params:
         text = declared_params.fault(kind.name, param, is_own)
         if text:

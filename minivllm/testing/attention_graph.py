@@ -77,7 +77,7 @@ class _Step:
         self.spare = world.add_null().slot
         self.meta = _bounded(self._meta(rows), world.tokens)
         if key.kind == "mixed":
-            # the host does not know which rows have one token, because only arrays on the device show it
+            # only arrays on the device have the numbers of tokens of the rows
             self.meta.decode_rows = key.rows
             self.meta.host_q_len[:] = key.tokens
         self.on_device = world.suite.spec.traits.get("plan") == "device"

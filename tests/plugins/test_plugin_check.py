@@ -54,7 +54,7 @@ GOOD = spec_text(impl="check_impl:Good")
         (spec_text(impl="check_impl:Good", api=(1, 9)),
          "contract version: expected 1.2, supports 1.9  (written for a newer minivllm: upgrade minivllm)"),
         (spec_text(impl="check_impl:Good", features=["fast"]),
-         "its spec's features name 'fast', which evictor does not know. There are: none."),
+         "its spec's features name 'fast', which evictor does not have. There are: none."),
         (GOOD.replace('"for a test"', '"for a test", options="json:JSONDecoder"'),
          "'json:JSONDecoder' is not a pydantic model of its options"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD,
@@ -121,11 +121,11 @@ def test_a_spec_is_held_to_the_words_of_its_seam():
     spec = Spec("a:B", (1, 0), "x", limits=limits, prefer={"block": 16, "dtype": "float16"}, traits={"grph": "none"})
     faults = spec_faults(spec, KINDS["attention"])
     assert (
-        "its spec's limits name 'head_dim', which attention does not know. There are: device, sm, dtype, " in faults[0]
+        "its spec's limits name 'head_dim', which attention does not have. There are: device, sm, dtype, " in faults[0]
     )
     assert faults[1:3] == [
-        "its spec's traits name 'grph', which attention does not know. Did you mean 'graph'?",
-        "its spec's prefer name 'dtype', which attention does not know. There are: block.",
+        "its spec's traits name 'grph', which attention does not have. Did you mean 'graph'?",
+        "its spec's prefer name 'dtype', which attention does not have. There are: block.",
     ]
     assert "its spec's limits do not speak of 'sm': a request that asks for it is refused" in faults
     assert faults[-1] == "its spec prefers what it refuses: block: expected 16, supports {32}"
@@ -139,6 +139,6 @@ def test_specs_of_built_in_plugins_use_only_names_that_their_seams_know():
         for entry in catalog[kind].entries
         if entry.dist == BUILTIN
         for fault in spec_faults(catalog[kind].spec(entry), KINDS[kind])
-        if "does not know" in fault
+        if "does not have" in fault
     ]
     assert not unknown

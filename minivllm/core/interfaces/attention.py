@@ -46,7 +46,7 @@ class GraphKey:
     which runs without a graph, has the default values.
 
     If a back end declares the feature ``plan: device``, its ``plan`` is captured in the graph together with the step.
-    In a captured mixed step the host does not know the number of tokens of each row.  ``AttnMeta.decode_rows`` is then
+    In a captured mixed step the number of tokens of each row is not on the host.  ``AttnMeta.decode_rows`` is then
     the total number of rows.  On the device, ``q_len`` is 1 for decoding rows (they come first), larger for prefilling
     rows, and 0 for padding rows.
     """
@@ -210,7 +210,7 @@ class AttentionBackend(ABC):
         attention over the selected keys.  A query selects at least one and at most ``most_keys`` of the keys that it
         may see.  The selection depends only on its own row.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say which keys it selects")
+        raise NotImplementedError(f"{type(self).__name__} lacks the method selected")
 
     def most_keys(self, visible: int, queries: int) -> int:
         """Return the largest number of keys that a query attends to, if ``visible`` keys are visible to it and its row

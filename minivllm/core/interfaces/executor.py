@@ -282,7 +282,7 @@ class Executor(ABC):
         while no step is in flight; the answer is a list with, for each rank, a mapping with its ``error`` or None).
         NotImplementedError names a verb that the executor does not implement.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")
+        raise NotImplementedError(f"{type(self).__name__} has no verb {verb!r}")
 
     @abstractmethod
     def alive(self) -> bool:

@@ -111,8 +111,8 @@ def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processo
     part = wiring.parts["sampler"]
     sampler = build_part("sampler", part, ctx)
     if wiring.logprobs_mode == "processed_logprobs" and type(sampler).drawn_from is Sampler.drawn_from:
-        what = f"logprobs_mode='processed_logprobs': the sampler {part.name} does not say what it draws from"
-        raise ConfigError(f"{what} (drawn_from); use 'raw_logprobs', or another sampler")
+        what = f"logprobs_mode='processed_logprobs': the sampler {part.name} has no method drawn_from"
+        raise ConfigError(f"{what}; use 'raw_logprobs', or another sampler")
     return [*made, (part.name, sampler)]
 
 

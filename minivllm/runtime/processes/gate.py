@@ -33,7 +33,7 @@ COMES, LETS_IN = b"minivllm: comes in", b"minivllm: lets in"
 
 
 class Refused(ConnectionError):
-    """Error about a peer that does not know the secret, is another program, or is too slow."""
+    """Error about a peer that lacks the secret, is another program, or is too slow."""
 
 
 class Guest(NamedTuple):
@@ -72,14 +72,14 @@ def greet(sock: socket.socket, secret: bytes, hello: dict[str, Any]) -> None:
         theirs = _exactly(sock, NONCE, end)
         sock.sendall(ours + _proof(secret, COMES, theirs, ours, words) + SIZE.pack(len(words)) + words)
         if not hmac.compare_digest(_exactly(sock, NONCE, end), _proof(secret, LETS_IN, ours, theirs)):
-            raise Refused("the server does not know the secret")
+            raise Refused("the server has another secret")
     except OSError as e:
         raise e if isinstance(e, Refused) else Refused(str(e)) from e
     sock.settimeout(None)
 
 
 def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
-    """Answer a client's greeting and return its JSON.  Refused if the client does not know the secret."""
+    """Answer a client's greeting and return its JSON.  Refused if the client has another secret."""
     ours = secrets.token_bytes(NONCE)
     end = time.monotonic() + PATIENCE
     sock.settimeout(PATIENCE)
@@ -89,7 +89,7 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
         (size,) = SIZE.unpack(_exactly(sock, SIZE.size, end))
         words = _exactly(sock, size, end) if size <= MOST else b""
         if not hmac.compare_digest(proof, _proof(secret, COMES, ours, theirs, words)):
-            raise Refused("the client does not know the secret")
+            raise Refused("the client has another secret")
         sock.sendall(_proof(secret, LETS_IN, theirs, ours))
     except OSError as e:
         raise e if isinstance(e, Refused) else Refused(str(e)) from e
