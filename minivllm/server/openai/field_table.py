@@ -3,7 +3,7 @@
 A row (``BodyField``) describes how the server treats one name: the routes that declare the field and its type, the
 parameter of ``SamplingParams`` that receives the value, the field that an alias stands for, or the reason why the value
 is refused or has no effect.  The models of bodies (``bodies.py``), the reader of further fields (``fields.py``),
-``make_params`` and the table in docs/server.md are all made from these rows.
+``make_params`` and the aliases in docs/server.md are all made from these rows.
 
 To serve another protocol, add a route name and a block of ``DECLARED_FIELDS`` for it.  On a route that declares a name,
 the declaration takes precedence over every other row of that name.
@@ -606,16 +606,13 @@ def names_of(use: str) -> list[str]:
 
 
 def documented() -> list[str]:
-    """Return the lines of the table in docs/server.md: aliases, then fields without effect."""
+    """Return the rows of aliases in the table of docs/server.md."""
     groups: dict[str, list[str]] = {}
     for row in OTHER.values():
-        if row.use == ALIAS:
-            to, _, key = row.to.partition(".")
-            remark = f"its `{key}`" if key else row.text
-            effect = f"`{to}`: {remark}" if remark else f"`{to}`"
-        elif row.use == IGNORED:
-            effect = f"no effect: {row.text}"
-        else:
+        if row.use != ALIAS:
             continue
+        to, _, key = row.to.partition(".")
+        remark = f"its `{key}`" if key else row.text
+        effect = f"`{to}`: {remark}" if remark else f"`{to}`"
         groups.setdefault(effect, []).append(row.name)
     return [f"| {', '.join(f'`{name}`' for name in names)} | {effect} |" for effect, names in groups.items()]
