@@ -65,6 +65,7 @@ ELSEWHERE = {  # seam -> classes of the interface that another page shows
 COMMON = {"device", "known_failures", "lasting", "once_more", "options", "profile"}
 PARENT = {"sampler": "processor"}  # seam -> seam whose rules it has too
 SHARED = "[rules of all seams](../plugins.md#rules-of-all-seams)"
+TEMPLATE = "[Template](../plugins.md)"  # of ``minivllm plugins new``
 MANY = 8  # a rule of so many seams is shown in docs/plugins.md only
 
 
@@ -104,11 +105,10 @@ def tables(kind: Kind) -> dict[str, list[str]]:
 def identity(kind: Kind) -> Iterator[str]:
     """Yield the names of a seam and its template."""
     base, option = kind.base.partition(":")[2], OPTION_OF.get(kind.name, kind.name)
-    template = f"`minivllm plugins new my-{kind.name} --seam {kind.name}`"
     yield ""
     names = f"Base class `{base}`, option `{option}`, entry-point group `{kind.group}`"
     contract = f"contract {kind.api[0]}.{kind.api[1]}"
-    yield from wrapped(f"{names}, {contract}. Template: {template} ({about(kind.name)['summary']}).")
+    yield from wrapped(f"{names}, {contract}. {TEMPLATE}: {about(kind.name)['summary']}.")
     yield ""
 
 
@@ -300,7 +300,7 @@ def overridden(seam: str) -> Iterator[str]:
         yield from (*wrapped(text), "")
     module = SUITES[seam][0]
     yield from (
-        *wrapped(f"Docstrings in {link(TESTING / f'{module}.py')} explain each test. The {SHARED} hold too."),
+        *wrapped(f"The tests are in {link(TESTING / f'{module}.py')}; the {SHARED} hold too."),
         "",
     )
     yield from about_suite(chain[0])
