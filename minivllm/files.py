@@ -26,11 +26,11 @@ from minivllm.validation import lone_escape, whole
 
 MIB = 1 << 20
 SMALL = 4 * MIB  # size limit of files that are written by hand: configurations, keys, schemas, templates
-PART = 64 * MIB  # for config.json, an index of shards, the configuration of a tokenizer
-LARGE = 512 * MIB  # for prompts, records of runs, tokenizers
-HUGE = 8192 * MIB  # for traces, which are read line by line
+PART = 64 * MIB  # largest size in bytes of config.json, of an index of shards and of a tokenizer's configuration
+LARGE = 512 * MIB  # largest size in bytes of files of prompts, of records of runs and of tokenizers
+HUGE = 8192 * MIB  # largest size in bytes of traces, which are read line by line
 PATIENCE, SLOWEST = 10.0, 60.0  # time limits in seconds: of a pause of a pipe, and of reading the pipe in total
-LONGEST = 16 * MIB  # largest size of a line
+LONGEST = 16 * MIB  # largest size of a line in bytes
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 Name = str | os.PathLike[str]
@@ -41,7 +41,7 @@ def read_bytes(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
     """Return the contents of a file of at most ``most`` bytes."""
     with opened(path, most, error, name) as file:
         data = _of(file.read(most + 1), path, error, name)
-    if len(data) > most:  # the reported size of files under /proc is 0
+    if len(data) > most:  # the system reports size 0 for files under /proc, so the size is checked again after reading
         raise error(_large(name or path, most))
     return data
 
@@ -76,7 +76,7 @@ def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
     except UnicodeDecodeError as exc:
         raise error(f"{at}: not UTF-8 (byte {exc.start}); write it as UTF-8") from None
     except (OSError, ValueError):
-        return read_text(path, most, error, name)  # raises an error that describes the problem
+        return read_text(path, most, error, name)  # read_text raises the error with the reason, such as a missing file
 
 
 def _drained(pipe: int, most: int) -> bytes:
@@ -138,7 +138,7 @@ def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, un
             raise error(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not valid text")
         return json.loads(text, parse_int=whole, object_pairs_hook=_distinct if unique else None)
     except RecursionError:
-        raise error(f"{where}: lists or objects are nested too deeply") from None
+        raise error(f"{where}: lists or objects are nested deeper than Python can parse; use fewer levels") from None
     except json.JSONDecodeError as exc:
         raise error(f"{at}:{line or exc.lineno}:{exc.colno}: broken JSON: {exc.msg}") from None
     except ValueError as exc:  # a number of thousands of digits
@@ -201,7 +201,7 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
         was_there = os.path.lexists(path)
         mode = os.stat(path).st_mode if os.path.exists(path) else stat.S_IFREG
         if stat.S_ISDIR(mode):
-            raise error(f"{at}: Is a directory")
+            raise error(f"{at}: is a directory; expected the name of a file to write to")
         if not (stat.S_ISREG(mode) or os.fspath(path).startswith("/dev/")):
             raise error(f"{at}: is {_kind(mode)}; expected a regular file to write to")
         with open(path, "ab"):
@@ -252,9 +252,9 @@ def _kind(mode: int) -> str:
 
 
 def _of(data: bytes | None, path: Name, error: Error, name: str) -> bytes:
-    """Return the bytes that were read.  ``error`` if the read returned None."""
+    """Return the bytes ``data`` that a read of a file returned.  Raise ``error`` if the read returned None."""
     if data is None:  # some files under /proc have no data yet
-        raise error(f"{_name(name or path)}: nothing to be read from it now; expected a regular file")
+        raise error(f"{_name(name or path)}: reading returned no data yet; expected a regular file")
     return data
 
 

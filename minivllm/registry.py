@@ -187,7 +187,7 @@ class Registry:
         builtin = [e for e in found if e.builtin and e.name == name]
         usable = builtin or [e for e in found if not e.blocked]
         if not usable:
-            raise PluginError(f"{found[0]} is blocked by {ENV}.")
+            raise PluginError(f"{found[0]} is blocked by {ENV}; change or unset this environment variable.")
         if len(usable) > 1:
             labels = "".join(f"\n    name = {shown(e.label)}" for e in usable)
             raise PluginError(
@@ -256,7 +256,10 @@ class Registry:
                 return replace(spec, impl=real) if passed else spec
             summary = (found.__doc__ or "").partition("\n")[0]
             return Spec(real, self.kind.api, summary, limits=ANY)
-        raise PluginError(f"{entry}: {shown(entry.target)} is a {type(found).__name__}, not a minivllm Spec")
+        raise PluginError(
+            f"{entry}: {shown(entry.target)} is a {type(found).__name__}; expected an object of class "
+            "minivllm.plugin.Spec"
+        )
 
     def _judge(self, entry: Entry, request: PluginQuery) -> Candidate:
         """Return a candidate with all reasons against an entry.  PluginError if its spec, or the check in it, is
@@ -269,7 +272,9 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as exc:  # SystemExit and Rust panics too, as for imports
-            raise PluginError(f"{entry}: its spec cannot answer: {describe_error(exc)}") from exc
+            raise PluginError(
+                f"{entry}: its spec raised an error while it was compared with the request: {describe_error(exc)}"
+            ) from exc
         return Candidate(entry, spec, reasons)
 
     def _consider(self, entry: Entry, request: PluginQuery) -> Candidate:
@@ -364,7 +369,9 @@ class Registry:
 
         model = _import(entry, spec.options)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise PluginError(f"{entry}: {shown(spec.options)} is not a pydantic model of its options")
+            raise PluginError(
+                f"{entry}: Spec.options names {shown(spec.options)}, which is not a class of pydantic.BaseModel"
+            )
         return model
 
     def options(

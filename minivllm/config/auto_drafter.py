@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 FOUND = "the checkpoint holds a head for next-token prediction"
 AUTO, MTP = PluginChoice(), PluginChoice(prefer=["minivllm/mtp"])
-# executors whose steps may have drafts; others, such as simulations, may compute them differently
+# names of executors whose steps may have drafts; others, such as simulations, may compute drafts differently
 EXECUTORS = ("minivllm/local", "minivllm/process", "minivllm/multiprocess", "minivllm/ray")
 
 
 def choose_drafter(config: EngineConfig, resolve: Callable[[EngineConfig, bool], Resolved]) -> Resolved:
     """Return the result of ``resolve``, with the drafter ``mtp`` where ``drafter = auto`` may use it.
 
-    ``resolve(config, again)`` chooses all plug-ins; ``again`` means that it did so before with another drafter.
-    Exceptions of the call without drafts are raised."""
+    ``resolve(config, again)`` chooses all plug-ins; ``again`` means that an earlier call has chosen them with another
+    drafter.  Exceptions of the call without drafts are raised.
+    """
     plain = resolve(config, False)
     wiring = plain.wiring
     if config.drafter != AUTO or wiring.speculation.num_speculative_tokens:

@@ -18,11 +18,11 @@ UNUSED = {
     "max_responses": "the requests of a conversation reach different replicas",
 }
 ONLY = ("ray_address", "autoscaling")
-ROUTERS = ("least-tokens", "session")  # those that Ray Serve has an equivalent of
+ROUTERS = ("least-tokens", "session")  # routers for which Ray Serve has an equivalent
 
 
 def check_cluster(server: Any) -> None:
-    """Raise ConfigError for options of a ``ServerConfig`` that do not fit its cluster."""
+    """Raise ConfigError for options of a ``ServerConfig`` that contradict its option ``cluster``."""
     given = server.model_fields_set
     if server.cluster == "local":
         for name in ONLY:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COMPRESSION_OPTIONS = ("kv_budget", "compress_every", "pressure_budget")
 
 
-PLAIN_FORMATS = ("bf16", "fp16", "fp32")  # KV formats whose keys are numbers of the layout, without scales
+PLAIN_FORMATS = ("bf16", "fp16", "fp32")  # KV formats that store keys as plain floating-point numbers, without scales
 
 
 class CompressedModel(NamedTuple):
@@ -94,7 +94,10 @@ def _fixed_positions(parts: Mapping[str, Part], model: CompressedModel) -> str:
 def _checked(
     config: EngineConfig, origins: Mapping[str, str], parts: Mapping[str, Part], model: CompressedModel
 ) -> list[tuple[str, str]]:
-    """Return the notes about the budget, none without a compressor.  Raise ConfigError as ``wire_compression``."""
+    """Return the notes about the budget.  There are none without a compressor.
+
+    Raise ConfigError if the chosen compressor cannot be used, as ``wire_compression`` does.
+    """
     name = parts["compressor"].name
     if name == NO_COMPRESSION:
         for option in COMPRESSION_OPTIONS:
@@ -114,7 +117,7 @@ def _checked(
 
 
 def _budget_explained(config: EngineConfig) -> str:
-    """Return when requests are compressed, and to how many tokens."""
+    """Return a sentence about the times at which requests are compressed, and the number of tokens that they keep."""
     often = f", and after every {config.compress_every} generated tokens" if config.compress_every else ""
     text = f"{_tokens(config.kv_budget, 'the prompt')} at the end of the prompt{often}"
     if not config.kv_budget:
@@ -125,7 +128,7 @@ def _budget_explained(config: EngineConfig) -> str:
 
 
 def _tokens(budget: float, whole: str) -> str:
-    """Return the text of a budget."""
+    """Return a budget of tokens in words.  Below 1 it is a share of the tokens that ``whole`` describes."""
     return f"{budget:g} of {whole}" if budget < 1 else f"{budget:g} tokens"
 
 
@@ -139,7 +142,7 @@ def _refuse_option(config: EngineConfig, origins: Mapping[str, str], option: str
 
 
 def _excluded(model: CompressedModel, drafter: str) -> str:
-    """Return why rows cannot be compressed, "" if they can."""
+    """Return why the KV cache of this model and drafter cannot be compressed, or "" if it can."""
     specs = model.specs
     if model.recurrent:
         return "the model has recurrent states, which are not compressed"

@@ -26,18 +26,23 @@ class DraftLimits:
         """Check the vocabulary and the context length in the config object of the second model."""
         if cfg.vocab_size != self.vocab:
             raise ConfigError(
-                f"{label} has vocab_size={cfg.vocab_size}; expected {self.vocab}, as the model has: both must "
-                "have the same tokenizer"
+                f"{label} has vocab_size={cfg.vocab_size}; expected {self.vocab}, the size of the served "
+                "model: both must have the same tokenizer"
             )
         most = longest_context(cfg)
         if most is not None and most < self.max_len:
-            raise ConfigError(f"{label} has {describe_context(cfg)}; expected max_model_len={self.max_len}: lower that")
+            raise ConfigError(
+                f"{label} has {describe_context(cfg)}; expected at least max_model_len={self.max_len}: lower "
+                "max_model_len"
+            )
 
     def check_layers(self, label: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
         """Check the rotary embedding and the attention layers of the second model."""
         self.check_switch(label, switch)
         if any(spec.window is not None for spec in specs):
-            raise ConfigError(f"{label} has layers with a sliding window; expected full attention in all of them")
+            raise ConfigError(
+                f"{label} has layers with a sliding window; expected a model with full attention in all layers"
+            )
 
     def check_switch(self, label: str, switch: int | None) -> None:
         """Check that the second model changes its rotary embedding at the same length as the served model."""
@@ -61,4 +66,7 @@ def refuse_split(part: Part, size: int, label: str) -> None:
     elif "host_tokens" in part.features:
         reason = "processes may read different numbers of tokens on their hosts, and would draft different ones"
     if size > 1 and reason:
-        raise ConfigError(f"{label}{part.name} with tensor_parallel_size={size}: {reason}; use 1, or ngram")
+        raise ConfigError(
+            f"{label}{part.name} with tensor_parallel_size={size}: {reason}; set tensor_parallel_size=1, or "
+            "drafter=ngram"
+        )

@@ -26,11 +26,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LONGEST_CHAIN = 64  # largest number of files that extend one another
+LONGEST_CHAIN = 64  # largest number of files in a chain of ``extends``
 _LONG_KEY = re.compile(
     rf"""(?:^|[\[{{,])[ \t]*(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.M
 )
-_MANY_VALUES = 1_000_000  # limit, because YAML aliases can expand a short file enormously
+_MANY_VALUES = 1_000_000  # largest number of values in a YAML file; aliases can expand a short file enormously
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
     if name in found:
         return
     if len(inside) >= LONGEST_CHAIN:
-        raise ConfigError(f"{path}: more than {LONGEST_CHAIN} files extend one another; use fewer")
+        raise ConfigError(f"{path}: more than {LONGEST_CHAIN} files in a chain of extends; merge some of them")
     file = found[name] = read_file(path, other)
     bases = file.values.pop("extends", [])
     at = f"{file.where(('extends',))}: extends"
@@ -102,7 +102,7 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
-        files.check(path, files.LARGE)  # a hook may open the file next
+        files.check(path, files.LARGE)  # checked first, because a hook may open the file
         found: Mapping[str, Any] | None = _record(path) if suffix == ".json" else None
         if found is None and other is not None:
             found = other(os.fspath(path))
@@ -174,7 +174,9 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
             numbers = [str(text.count("\n") + 1), str(len(text) - text.rfind("\n"))]
         raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
+        raise ConfigError(
+            f"{path}: lists or tables are nested deeper than Python can parse; use fewer levels"
+        ) from None
     except ValueError as exc:  # a whole number with too many digits for Python
         raise ConfigError(f"{path}: {_digits(exc)}") from None
 
@@ -188,7 +190,7 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def _digits(exc: ValueError) -> str:
-    """Return the first part of the message of a ValueError."""
+    """Return the message of a ValueError up to its first semicolon, shortened to 200 characters."""
     return brief(str(exc).partition(";")[0], 200)
 
 
@@ -219,7 +221,9 @@ def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
+        raise ConfigError(
+            f"{path}: lists or tables are nested deeper than Python can parse; use fewer levels"
+        ) from None
     except ConfigError:
         raise
     except ValueError as exc:
@@ -241,11 +245,14 @@ def _count(top: Any, path: Any) -> None:
             inner = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + sum(size(part) for part in inner)
         elif not sizes[id(node)]:
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias is inside its own value")
+            raise ConfigError(
+                f"{path}:{node.start_mark.line + 1}: an alias (*NAME) is inside the value that it stands for; "
+                "remove the alias"
+            )
         return sizes[id(node)]
 
     if size(top) > _MANY_VALUES:
-        raise ConfigError(f"{path}: the aliases stand for more than {_MANY_VALUES} values")
+        raise ConfigError(f"{path}: its aliases expand to more than {_MANY_VALUES} values; write fewer values")
 
 
 def _yaml_lines(node: Any, path: Place, lines: dict[Place, int], loader: Any) -> None:

@@ -113,21 +113,23 @@ def _facts(part: Part, checkpoint: Checkpoint, wiring: Wiring) -> ImageFacts:
     except MinivllmError as exc:
         raise ModelError(str(exc)) from exc
     except Exception as exc:  # the code of a package may raise anything
-        raise ModelError(f"the image encoder cannot read the checkpoint: {describe_error(exc, encoder)}") from exc
+        raise ModelError(
+            f"the image encoder {part.name} failed on the checkpoint: {describe_error(exc, encoder)}"
+        ) from exc
     if not isinstance(facts, ImageFacts):
         raise ModelError(f"facts() of {part.name} gave a {type(facts).__name__}; expected ImageFacts")
     vocab = checkpoint.hf_config().vocab_size
     ids = {facts.token, *facts.before, *facts.after, *(c for _, _, c in facts.joined)}
     wrong = sorted(one for one in ids if not 0 <= one < vocab)
     if wrong:
-        raise ModelError(f"the image encoder writes the token id {wrong[0]}; expected 0 to {vocab - 1}")
+        raise ModelError(f"the ImageFacts of {part.name} name the token id {wrong[0]}; expected 0 to {vocab - 1}")
     if facts.levels < 1 or facts.merge < 1 or facts.span < 0 or len(facts.sections) not in (0, 3):
         raise ModelError(f"{facts}: expected levels and merge >= 1, span >= 0, and three sections or none")
     return facts
 
 
 def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
-    """Return why an engine cannot serve images with these facts, "" if it can."""
+    """Return why an engine cannot serve images whose encoder has these facts, or "" if it can."""
     if facts.span:
         reason = _excludes_spans(facts, checkpoint, wiring, parts)
         if reason:

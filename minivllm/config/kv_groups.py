@@ -25,7 +25,7 @@ def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
 
 
 def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
-    """Return the layer numbers of each KV group: the layers of equal geometry.
+    """Return the indices of the layers in each KV group.  Layers of equal geometry form a group.
 
     Groups of full attention precede groups with a window; otherwise groups have the order of their first layers.
     """

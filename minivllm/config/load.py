@@ -132,7 +132,8 @@ def _assignment(text: str) -> tuple[list[str], Any]:
 
 
 def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
-    """Check the merged tree against the models."""
+    """Check the merged options with the models of the configuration (such as ``EngineConfig``), and return the
+    result."""
     values = dict(layers.tree)
     origins = layers.origins
     tables = {name: values.pop(name, {}) for name in TABLES}
@@ -171,7 +172,7 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
     values = dict(values)
     bias = values.get("logit_bias")
     try:
-        if bias is not None:  # keys of a TOML table are texts
+        if bias is not None:  # the keys of a TOML table are texts, and token ids are numbers
             values["logit_bias"] = {int(token): by for token, by in bias.items()}
         SamplingParams.make(**values)
     except RequestError as exc:

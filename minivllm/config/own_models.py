@@ -65,9 +65,9 @@ def check_head(part: Part, served: Served, files: HeadFiles | None = None) -> An
 
 
 def missing_tensors(head: Any, names: Sequence[str] | None) -> str:
-    """Return the first source of a head's rules that is the prefix of no tensor name, or "".
+    """Return the first name in a head's loading rules with which no tensor name of the checkpoint begins, or "".
 
-    The result is also "" if the names are unknown.
+    The result is also "" if the names of the tensors are unknown (None).
     """
     if names is None:
         return ""
@@ -138,7 +138,8 @@ class OwnModels:
         except (ConfigError, ModelError) as exc:
             raise type(exc)(f"{label}: {exc}") from exc
         switch = head.arch.switch(head.cfg)
-        if switch is not None:  # A head without ``switch`` uses one rotary table, regardless of the served model.
+        # A head that declares no ``switch`` uses one rotary table, regardless of the served model.
+        if switch is not None:
             self.limits.check_switch(f"{label}: {files.folder}", switch)
         self.layers += attention_layers(head.arch, head.cfg)
         self.notes.append(("target_head", f"{describe_folder(Path(files.folder))} reads {', '.join(head.points)}"))

@@ -50,8 +50,8 @@ class ModelPlaces:
         return found[1]
 
     def served(self, name: str) -> Checkpoint:
-        """Return the checkpoint of the served model, with ``hf_overrides`` applied to its config.json.  Errors as
-        ``checkpoint``."""
+        """Return the checkpoint of the served model, with ``hf_overrides`` applied to its config.json.  Raise the
+        errors of ``checkpoint``."""
         return self.checkpoint(name, self.config.revision, overrides=self.config.hf_overrides)
 
     def checkpoint(
@@ -61,8 +61,11 @@ class ModelPlaces:
         option: str = "revision",
         overrides: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Return the checkpoint ``name`` at a revision.  ``option`` names the user's option for the revision.
-        ModelError or ConfigError."""
+        """Return the checkpoint ``name`` at a revision.
+
+        ``option`` is the name of the user's option for the revision, for error messages.  ModelError or ConfigError if
+        the checkpoint cannot be found or read.
+        """
         whole = PICKLED_MODEL if self.config.load_format == "pt" else MODEL
         wanted = whole if self.weights and self.config.load_format != "dummy" else DESCRIPTION
         return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option), overrides)

@@ -108,14 +108,14 @@ def choose_seams(
 
 
 def _fold(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None, weights: bool = True) -> _Fold:
-    """Return a fold without choices, whose catalog has the allowed targets."""
+    """Return a ``_Fold`` in which no plug-in is chosen yet.  Its catalog accepts the targets of ``allow_targets``."""
     allowed = catalog.allow(config.allow_targets)
     return _Fold(config, allowed, dict(origins or {}), weights)
 
 
 @dataclass
 class _Fold:
-    """The choices so far.  ``origins`` maps options to their sources."""
+    """The plug-ins chosen so far, with the facts for the next choices.  ``origins`` maps options to their sources."""
 
     config: EngineConfig
     catalog: Catalog
@@ -397,7 +397,7 @@ class _Fold:
         return found.values
 
     def _tell_config(self, checkpoint: Checkpoint, hf_config: Any, chosen: Candidate) -> None:
-        """Note unexpected readings of config.json.  ConfigError for overrides without effect."""
+        """Note unexpected values of config.json.  ConfigError for ``hf_overrides`` that no code reads."""
         overrides = self.config.hf_overrides
         if overrides:
             ignores = chosen.require_spec().traits.get("ignores", ())
@@ -463,7 +463,7 @@ class _Fold:
         return value
 
     def _served(self, checkpoint: Checkpoint, hf_config: Any) -> Served:
-        """Return what the head of a drafter must belong to."""
+        """Return the facts about the served model with which the head of a drafter is compared."""
         names = names_in(checkpoint.folder, self.config.load_format)
         return Served(checkpoint.folder, build_part("model", self.parts["model"]), hf_config, names)
 
@@ -628,7 +628,7 @@ class _Fold:
             label = selection.require().entry.label
             if any(part.name == label for part in parts):  # named once as NAME and once as PACKAGE/NAME
                 place = begins(source_of(self.origins, at))
-                raise ConfigError(f"{place}{option}: {shown(label)} is there twice")
+                raise ConfigError(f"{place}{option}: {shown(label)} is there twice; remove one of them")
             parts.append(self._keep(selection, choice, at))
         return parts
 

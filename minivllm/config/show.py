@@ -90,7 +90,7 @@ def _origin(origins: Mapping[str, str], path: tuple[str, ...]) -> str:
 
 
 def to_toml(options: list[ShownValue], comment: Any = None) -> str:
-    """Return the options as TOML.  ``comment(leaf)`` is added to each line.
+    """Return the options as TOML.  ``comment`` is a function from an option to the text after it on its line.
 
     A value that TOML cannot express, or that no file may contain, becomes a comment.
     """

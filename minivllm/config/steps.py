@@ -20,12 +20,15 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
     if unfused:
         setting = f"{begins(source_of(origins, 'unfused'))}unfused={shown(list(unfused))}"
         if not config.fuse:
-            raise ConfigError(f"{setting} with fuse=false, which leaves out all: set only one of them")
+            raise ConfigError(
+                f"{setting} with fuse=false, which already turns off all fused kernels: set only one of the two"
+            )
         if device == "cpu":
             raise ConfigError(f"{setting}: fused kernels run on GPUs only, and the device is a CPU; leave it out")
         if config.batch_invariant:
             raise ConfigError(
-                f"{setting} with batch_invariant=true: torch's operations depend on the batch; leave it out"
+                f"{setting} with batch_invariant=true: the results of torch's operations depend on the batch; "
+                "leave out unfused"
             )
     return StepWiring(
         graph,

@@ -54,7 +54,7 @@ class PluginChoice(BaseModel):
         if "auto" in self.prefer:
             raise ValueError("prefer: expected names of plug-ins, not 'auto'")
         if self.options and self.name == "auto":
-            raise ValueError("options need a name: which plug-in are they for?")
+            raise ValueError("options without name: set name to the plug-in that the options are for")
 
 
 def _choice(value: Any) -> Any:
@@ -133,7 +133,7 @@ def _pool(value: Any) -> Any:
         raise ValueError(f"{shown(value)}: expected a name, or a table with name and size")
     name, size = table.get("name", "auto"), table.get("size")
     if name == "ray":
-        raise ValueError("name='ray': actors of Ray convert no text here; use threads or process")
+        raise ValueError("name='ray': Ray actors cannot convert text in this engine; use threads or process")
     if name not in POOLS:
         raise ValueError(f"name={shown(name)}: expected {', '.join(POOLS)}")
     if size is not None and (type(size) is not int or not 1 <= size <= MOST_POOL):

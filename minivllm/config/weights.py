@@ -15,10 +15,10 @@ AS_THEY_COME = "as in the checkpoint; minivllm bench memory reports their size o
 
 
 def weights_explained(wiring: Wiring, sm: int) -> list[tuple[str, str]]:
-    """Return (name, sentence) pairs that describe the weights of the chosen plug-ins.  ``sm`` is as in
-    ``hardware.Device``.
+    """Return (name, sentence) pairs that describe the weights of the chosen plug-ins.
 
-    For a quantized checkpoint, the files determine the weights.
+    ``sm`` is the compute capability times 10, such as 90, and 0 on a CPU.  The size of a quantized checkpoint is not
+    computed; the sentence refers to ``minivllm bench memory``.
     """
     cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     if getattr(cfg, "quantization_config", None):

@@ -49,7 +49,7 @@ def deadline(limit: float) -> Iterator[None]:
 
     def ring(number: int, frame: Any) -> None:
         """Raise TooSlow in the interrupted code."""
-        raise TooSlow(f"it had not ended after {limit:g} s ({ENV} sets the limit)")
+        raise TooSlow(f"the code had not ended after {limit:g} s; {ENV} sets the limit in seconds")
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit)

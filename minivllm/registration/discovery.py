@@ -161,7 +161,7 @@ def _changed(path: str) -> int:
 
 
 def _offered(points: Any) -> list[Entry]:
-    """Return the entry points in the groups of minivllm, usable or not.  ``kind`` is the name after "minivllm."."""
+    """Return the entry points in the groups "minivllm.KIND", usable or not.  ``Entry.kind`` is KIND."""
     found: list[Entry] = []
     heads: dict[int, tuple[str, str]] = {}
     # The pattern also matches misspellings such as minivllm_attention, so that they are reported.
@@ -195,7 +195,8 @@ def _one_by_one() -> tuple[list[Entry], list[BrokenEntry]]:
     seen = set()
     for dist in importlib.metadata.distributions():
         name, version = _head(dist)
-        if name in seen and name != UNKNOWN:  # Python imports the first package of this name on the path
+        # Python imports the package of this name that comes first on the import path, so others are skipped
+        if name in seen and name != UNKNOWN:
             continue
         seen.add(name)
         try:
@@ -263,12 +264,13 @@ def _blocked(dists: set[str], environ: Mapping[str, str]) -> set[str]:
     without = {normal(w[1:]) for w in words if w.startswith("-")}
     if BUILTIN in without or "" in without:
         raise PluginError(
-            f"{ENV}={shown(text)}: expected packages, or '-package', and minivllm itself cannot be blocked"
+            f"{ENV}={shown(text)}: expected names of packages, each with or without a leading '-'; minivllm "
+            "itself cannot be blocked"
         )
     unknown = sorted((only | without) - external - {BUILTIN})
     if unknown:
         raise PluginError(
-            f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. "
+            f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. Remove them. "
             f"Installed: {', '.join(sorted(external)) or 'none'}."
         )
     if without and not only:

@@ -119,7 +119,8 @@ def _forked(target: str) -> int | None:
 def try_out(target: str) -> None:
     """Import a target, and end this process with ``CAME_THROUGH`` if the import does not end it."""
     try:
-        os.setsid()  # a session of its own, so that a signal to the module's process group reaches no other process
+        # a session of its own, so that a signal that the module sends to its process group reaches no other process
+        os.setsid()
         faulthandler.disable()
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):

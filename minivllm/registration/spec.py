@@ -598,8 +598,10 @@ def _version(value: Any) -> bool:
 
 
 def check_seam(seam: str | None) -> str | None:
-    """Return the kind that a user named by its name or by its option.  PluginError if there is none; None stays
-    None."""
+    """Return the kind of plug-in that a user named by its kind or by its configuration option.
+
+    PluginError if there is no such kind.  None is returned unchanged.
+    """
     kind = next((k for k, option in OPTION_OF.items() if option == seam), seam)
     if kind is not None and kind not in KINDS:
         raise PluginError(f"No seam is called {shown(seam)}.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}.")

@@ -180,7 +180,7 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("quantization = 'a'\nquantizer = 'b'", "x.toml",
          "{path}:2: quantizer is given twice, as 'quantization' and as 'quantizer'"),
         ("[scheduler]\noptions = {a = 1}", "x.toml",
-         "{path}:2: scheduler: options need a name: which plug-in are they for?"),
+         "{path}:2: scheduler: options without name: set name to the plug-in that the options are for"),
         ("[scheduler]\nname = 'x'\nprefer = ['y']", "x.toml",
          "{path}:2: scheduler: prefer is only for name = 'auto', and the name is 'x'"),
     ],

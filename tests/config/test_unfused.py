@@ -28,7 +28,7 @@ KINDS = ("pairs", "norms", "gate", "draw")
     ("more", "device", "message"),
     [
         ({}, "cpu", "fused kernels run on GPUs only, and the device is a CPU"),
-        ({"fuse": False}, "cuda", "with fuse=false, which leaves out all"),
+        ({"fuse": False}, "cuda", "with fuse=false, which already turns off all fused kernels"),
         ({"batch_invariant": True}, "cuda", "with batch_invariant=true"),
     ],
 )

@@ -261,7 +261,7 @@ def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
          "Wrong options for minivllm/int8:\n  unknown option 'quantizer.options.skp'. Did you mean 'skip'?"),
         ({"processors": ["penalties", "minivllm/penalties"]}, ConfigError,
-         "processors: 'minivllm/penalties' is there twice"),
+         "processors: 'minivllm/penalties' is there twice; remove one of them"),
         ({"processors": [{"name": "penalties", "options": {"a": 1}}]}, PluginError,
          "minivllm/penalties takes no options: processors.0.options has 'a'"),
     ],

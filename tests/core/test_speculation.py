@@ -586,7 +586,7 @@ def test_a_draft_model_that_does_not_fit_is_refused_by_name(pair, tmp_path):
     short, _, _ = tiny_dir(tmp_path / "short", max_position_embeddings=64)
     with pytest.raises(ConfigError, match=r"other has vocab_size=77; expected 61, as the model has"):
         llm((pair[0], other), "model")
-    with pytest.raises(ConfigError, match=r"short has max_position_embeddings=64; expected max_model_len=256"):
+    with pytest.raises(ConfigError, match=r"short has max_position_embeddings=64; expected at least max_model_len=256"):
         llm((pair[0], short), "model")
 
 

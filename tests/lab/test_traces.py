@@ -74,7 +74,11 @@ def test_times_of_2024_with_an_offset_are_read(tmp_path):
         ("b.csv", f"{BURSTGPT}\n1,2147483648,1\n", "b.csv:2: lengths of 2147483648 and 1 tokens"),
         ("m.jsonl", '{"timestamp":Infinity,"input_length":1,"output_length":1,"hash_ids":[1]}\n', "m.jsonl:1: "),
         ("m.jsonl", '{"timestamp":0,"input_length":1,"output_length":2147483648,"hash_ids":[1]}\n', "m.jsonl:1: "),
-        ("m.jsonl", "[" * 100_000 + "\n", "m.jsonl:1: lists or objects are nested too deeply"),
+        (
+            "m.jsonl",
+            "[" * 100_000 + "\n",
+            "m.jsonl:1: lists or objects are nested deeper than Python can parse; use fewer levels",
+        ),
     ],
 )
 def test_what_is_no_trace_of_these_is_refused(tmp_path, name, text, message):

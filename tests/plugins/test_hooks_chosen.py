@@ -125,7 +125,7 @@ def test_the_first_hook_that_knows_a_model_is_believed_and_explain_says_so(packa
 @pytest.mark.parametrize(
     ("body", "message"),
     [("raise ValueError('no net')", "failed in minivllm_resolve_model: ValueError: no net"),
-     ("return 7", "answered minivllm_resolve_model with a int; expected a path or an id")],
+     ("return 7", "minivllm_resolve_model returned a int; expected a path or an id")],
 )  # fmt: skip
 def test_a_first_result_hook_that_fails_is_an_error(package, body, message):
     with pytest.raises(PluginError, match=f"^hooks 'acme/mine'.*{message}"):

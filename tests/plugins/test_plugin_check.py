@@ -56,7 +56,7 @@ GOOD = spec_text(impl="check_impl:Good")
         (spec_text(impl="check_impl:Good", features=["fast"]),
          "its spec's features name 'fast', which evictor does not have. There are: none."),
         (GOOD.replace('"for a test"', '"for a test", options="json:JSONDecoder"'),
-         "'json:JSONDecoder' is not a pydantic model of its options"),
+         "Spec.options names 'json:JSONDecoder', which is not a class of pydantic.BaseModel"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD,
          "importing it starts threads: start them when an instance is made"),
     ],

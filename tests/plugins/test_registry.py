@@ -155,7 +155,9 @@ def test_the_environment_says_which_packages_are_seen(value, visible):
 def test_the_environment_cannot_name_what_is_not_there():
     with pytest.raises(PluginError) as info:
         discover(point("a", "x", "a:S"), environ={"MINIVLLM_PLUGINS": "aa"})
-    assert str(info.value) == ("MINIVLLM_PLUGINS names aa, but no such package offers a minivllm plugin. Installed: a.")
+    assert str(info.value) == (
+        "MINIVLLM_PLUGINS names aa, but no such package offers a minivllm plugin. Remove them. Installed: a."
+    )
 
 
 def test_minivllm_itself_may_be_named_and_cannot_be_shut_out():
@@ -165,7 +167,7 @@ def test_minivllm_itself_may_be_named_and_cannot_be_shut_out():
     for value in ("-minivllm", "-", "- a"):
         with pytest.raises(PluginError) as info:
             discover(offered, environ={"MINIVLLM_PLUGINS": value})
-        want = "expected packages, or '-package', and minivllm itself cannot be blocked"
+        want = "expected names of packages, each with or without a leading '-'; minivllm itself cannot be blocked"
         assert str(info.value) == f"MINIVLLM_PLUGINS={value!r}: {want}"
 
 
@@ -178,7 +180,8 @@ def test_a_blocked_plugin_is_not_imported(package):
     package("shut", "raise AssertionError('imported')")
     registry = discover(point("shut", "x", "shut:S"), environ={"MINIVLLM_PLUGINS": ""})["attention"]
     with pytest.raises(
-        PluginError, match=r"^attention 'shut/x' \(shut 1.0, entry point 'shut:S'\) is blocked by MINIVLLM_PLUGINS.$"
+        PluginError,
+        match=r"^attention 'shut/x' \(shut 1.0, entry point 'shut:S'\) is blocked by MINIVLLM_PLUGINS; change or unset",
     ):
         registry.find("x")
     selection = registry.select(PluginQuery({"nobody": 1}), everything=True)
@@ -211,7 +214,10 @@ def test_something_else_than_a_spec_is_refused(package):
     package("other", "S = {}")
     with pytest.raises(PluginError) as info:
         discover(point("o", "x", "other:S"))["attention"].select(PluginQuery(), "x")
-    assert str(info.value) == "attention 'o/x' (o 1.0, entry point 'other:S'): 'other:S' is a dict, not a minivllm Spec"
+    assert (
+        str(info.value) == "attention 'o/x' (o 1.0, entry point 'other:S'): 'other:S' is a dict; "
+        "expected an object of class minivllm.plugin.Spec"
+    )
 
 
 def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
@@ -291,7 +297,10 @@ def test_what_a_target_really_is_must_be_allowed_too(package):
 
 def test_a_function_is_no_plugin(package):
     package("my_exp", MINE)
-    with pytest.raises(PluginError, match=r"'my_exp:system' is a builtin_function_or_method, not a minivllm Spec"):
+    with pytest.raises(
+        PluginError,
+        match=r"'my_exp:system' is a builtin_function_or_method; expected an object of class minivllm.plugin.Spec",
+    ):
         discover().allow(["my_exp"])["scheduler"].select(PluginQuery(), "my_exp:system")
 
 

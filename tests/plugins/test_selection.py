@@ -193,7 +193,10 @@ S = Spec("acme:Flash", (1, 0), "x", limits=ANY, features=frozenset({"f"}), check
 def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(package):
     package("acme_check_spec", CHECKED)
     registry = discover(point("acme", "flash", "acme_check_spec:S"))["attention"]
-    text = "attention 'acme/flash' (acme 1.0, entry point 'acme_check_spec:S'): its spec cannot answer: ZeroDivision"
+    text = (
+        "attention 'acme/flash' (acme 1.0, entry point 'acme_check_spec:S'): its spec raised an "
+        "error while it was compared with the request: ZeroDivision"
+    )
     selection = registry.select(PluginQuery(features=frozenset({"f"})))
     assert str(selection.candidates[-1].reasons[0]).startswith(text) and selection.chosen is None
     with pytest.raises(PluginError) as info:
@@ -216,7 +219,7 @@ def test_a_check_that_gives_no_reasons_or_panics_is_a_reason_like_any_fault(pack
     registry = discover(point("acme", "flash", "acme_panic_spec:S"))["attention"]
     selection = registry.select(PluginQuery(features=frozenset()), "sdpa", everything=True)
     (reason,) = next(c for c in selection.candidates if c.entry.dist == "acme").reasons
-    assert str(reason).endswith(f"its spec cannot answer: {message}")
+    assert str(reason).endswith(f"its spec raised an error while it was compared with the request: {message}")
     json.dumps(selection.as_dict())
 
 

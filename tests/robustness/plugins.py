@@ -88,9 +88,9 @@ def p1(tools: Tools, rng: random.Random) -> Any:
 def p2(tools: Tools, rng: random.Random) -> Any:
     for text, word in (
         ("", "'S'"),
-        ("S = 5", "not a minivllm Spec"),
-        ("S = None", "not a minivllm Spec"),
-        ("class S: pass", "not a minivllm Spec"),
+        ("S = 5", "expected an object of class minivllm.plugin.Spec"),
+        ("S = None", "expected an object of class minivllm.plugin.Spec"),
+        ("class S: pass", "expected an object of class minivllm.plugin.Spec"),
     ):
         yield repr(text), lambda text=text, word=word: plugin(tools, text, word)
     yield "no class", lambda: plugin(tools, fine("Missing"), "Missing")

@@ -182,7 +182,7 @@ def test_a_spec_without_an_option_that_names_the_model_is_refused(pair):
     "values, message",
     [
         ({"vocab_size": 77}, r"the model of .*:Instead, .*other has vocab_size=77; expected 61"),
-        ({"max_position_embeddings": 64}, r"other has max_position_embeddings=64; expected max_model_len=128"),
+        ({"max_position_embeddings": 64}, r"other has max_position_embeddings=64; expected at least max_model_len=128"),
     ],
 )
 def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, values, message):

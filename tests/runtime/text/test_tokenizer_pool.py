@@ -151,7 +151,7 @@ def test_an_engine_tokenizes_lists_of_prompts_by_its_pool(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("ray", "name='ray': actors of Ray convert no text here; use threads or process"),
+        ("ray", "name='ray': Ray actors cannot convert text in this engine; use threads or process"),
         ("fork", "name='fork': expected auto, none, threads, process"),
         ({"name": "threads", "size": 0}, "size=0: expected a whole number from 1 to 256"),
         ({"name": "threads", "size": True}, "size=True: expected a whole number"),
