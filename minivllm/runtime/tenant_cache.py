@@ -54,7 +54,7 @@ class TenantCache(Generic[Value]):
             self._grow(largest, -dropped)
 
     def _grow(self, tenant: str, size: int) -> None:
-        """Add ``size`` to the bytes of a tenant, and forget a tenant without values."""
+        """Add ``size``, which may be negative, to the bytes of a tenant, and forget a tenant without values."""
         self.bytes += size
         self._sizes[tenant] = self._sizes.get(tenant, 0) + size
         if not self._kept[tenant]:

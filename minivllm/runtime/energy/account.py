@@ -59,7 +59,7 @@ class RequestJoules:
 
     @property
     def joules(self) -> float | None:
-        """Return the joules, or None while they are open and if they are lost."""
+        """Return the joules, or None while they are not measured yet, and if they are lost."""
         return None if self.open or self.lost else self.measured
 
 
@@ -109,7 +109,7 @@ class EnergyAccount:
         """Launch a step, and note its start and the stays in its slots."""
         if not self._working:
             self._settle_late()
-            self._read()  # the joules until now are idle
+            self._read()  # the joules counted up to now belong to the idle engine
         begun = self.now()
         plan = launch()
         if plan is not None:
@@ -123,7 +123,10 @@ class EnergyAccount:
         return plan
 
     def _admit(self) -> None:
-        """Store the stays that began since the last step.  They may have ended when the result arrives."""
+        """Store each sequence that entered a slot since the last step, with the joules of its request.
+
+        It may have left the slot when the result of the step arrives.
+        """
         slots, serial, running = self.slots, self.slots.serial, self.slots.running
         for slot in running[serial[running] != self._serial[running]].tolist():
             self._leave(slot)
@@ -135,13 +138,13 @@ class EnergyAccount:
             self._serial[slot] = serial[slot]
 
     def _leave(self, slot: int) -> None:
-        """Move the weight of a slot to the request of its stay."""
+        """Add the weight of a slot to the request of the sequence in the slot, and set the weight to 0."""
         if self._weight[slot]:
             self._add_weight(int(self._serial[slot]), float(self._weight[slot]))
         self._weight[slot] = 0.0
 
     def _add_weight(self, serial: int, weight: float) -> None:
-        """Add a weight to the request of a stay, if the stay is known."""
+        """Add a weight to the request of the sequence with the serial number ``serial``, if the number is known."""
         request = self._stays.get(serial)
         if request is not None:
             request.weight += weight
@@ -190,7 +193,7 @@ class EnergyAccount:
             self._rest()
 
     def _rest(self) -> None:
-        """End the busy time."""
+        """End the busy time: give the weights of all slots to their requests, and read the counter."""
         self._working = False
         self._ended_at = self.now()
         self._gather()

@@ -70,10 +70,11 @@ class Nvml:
         self.joules()
 
     def _ask(self, name: str, value: Any, *arguments: Any) -> int:
-        """Call a function of NVML that stores its result in ``value``, and return the result.  OSError."""
+        """Call a function of NVML that stores its result in ``value``, and return the result.  OSError if NVML lacks
+        the function or reports an error."""
         function = getattr(self.library, name, None)
         if function is None or function(self.handle, *arguments, ctypes.byref(value)):
-            raise OSError(f"this GPU's driver does not answer {name}")
+            raise OSError(f"NVML's function {name} is missing or failed for this GPU")
         return int(value.value)
 
     def joules(self) -> float:

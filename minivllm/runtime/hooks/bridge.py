@@ -34,7 +34,8 @@ class EngineHooks:
         self.parts = MappingProxyType(dict(parts))
         self.engine, self.clock, self.failures = engine, engine.clock, manager.failures
         manager.times = engine.clock.seams
-        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # step in flight -> (its view, its row in the clock)
+        # id of a step in flight -> (its view, the row of its times in the engine's clock)
+        self._planned: dict[int, tuple[PlannedStep, int]] = {}
         self._published: list[tuple[PlannedStep, int, StepResult]] = []  # steps of this turn of the loop
         self._running = False
         events, listens = engine.events, manager.listens
@@ -157,7 +158,7 @@ class EngineHooks:
         published = self._published
         self._published = []
         part = self.clock.part
-        here = (self.clock.count - 1) % self.clock.size  # the row of this turn
+        here = (self.clock.count - 1) % self.clock.size  # the row of this turn in the clock's table of times
         figures = self._figures()
         for view, row, result in published:
             step = FinishedStep(

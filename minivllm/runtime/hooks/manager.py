@@ -296,5 +296,5 @@ def _ask_first(parts: Sequence[Part], hook: str, kind: Any, expected: str, **val
     found = HookManager.make(parts, hook).ask(hook, **values) if parts else None
     if found is not None and not isinstance(found[1], kind):
         name, answer = found
-        raise PluginError(f"hooks {name!r} answered {hook} with a {type(answer).__name__}; expected {expected}")
+        raise PluginError(f"hooks {name!r}: {hook} returned a {type(answer).__name__}; expected {expected}")
     return found

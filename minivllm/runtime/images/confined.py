@@ -28,11 +28,11 @@ from .kept import key_of
 from .reader import ImageReader
 
 AT_ONCE = 2  # images that are prepared at the same time, which bounds the memory
-SECONDS = 10.0  # CPU time of an image
-MEGABYTES = 1536  # memory of an image
-WARM = 6  # multiple of the time for the first image, which loads the processor
-NICE = 5  # of the workers, so that the engine and the event loop go first
-LONGEST = MAX_BYTES * 4 // 3 + 4096  # characters of base64 text and of the head of a URL
+SECONDS = 10.0  # limit of the CPU time for preparing an image
+MEGABYTES = 1536  # limit of the memory for preparing an image
+WARM = 6  # factor on the time limit for the first image, because preparing it also loads the processor
+NICE = 5  # niceness of the worker processes, so that the engine and the event loop are scheduled first
+LONGEST = MAX_BYTES * 4 // 3 + 4096  # largest number of characters of a data URL: base64 text and the head before it
 
 
 class ConfinedImages:
@@ -143,7 +143,7 @@ def make(hello: bytes) -> Work:
     def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
         nonlocal started
         if not started:
-            limit_memory(None)  # the stacks and heaps of the threads are no memory of the image
+            limit_memory(None)  # the stacks and heaps of the threads must not count for the memory limit of an image
             start_hashing()
             limit_memory(job["megabytes"])
             started = True

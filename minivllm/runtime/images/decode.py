@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install "minivllm[images]"'
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "jpg": "JPEG", "webp": "WEBP", "gif": "GIF", "bmp": "BMP"}
-OPENS = {*FORMATS.values(), "MPO"}  # formats that PIL finds in such files
+OPENS = {*FORMATS.values(), "MPO"}  # PIL's names of the accepted file formats; PIL calls a JPEG with a preview MPO
 MEDIA_TYPES = "image/png, image/jpeg, image/webp, image/gif or image/bmp"
 MAX_BYTES = 20 << 20  # of a file
 MAX_PIXELS = 1 << 24
-MAX_RATIO = 200  # longer side by shorter side
+MAX_RATIO = 200  # largest ratio of the longer side of an image to the shorter one
 OPENED = threading.Lock()  # held while an opened file of a client is decoded, because PIL's files are not thread-safe
 ORIENTATION, TURNED = 0x0112, range(2, 9)  # the field of EXIF data, and its values for pictures that are not upright
 DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
 
 
 def refuse(text: str) -> RequestError:
-    """Return the error about an image."""
+    """Return a RequestError about an image, with ``text`` after the prefix "image: "."""
     return RequestError(f"image: {text}", "images")
 
 
@@ -209,7 +209,8 @@ def _upright(image: Image) -> Image:
 
     image.load()
     turned = image.getexif().get(ORIENTATION, 1) in TURNED
-    return _rgb(ImageOps.exif_transpose(image) if turned else image)  # it copies others too
+    # exif_transpose also copies images that are upright
+    return _rgb(ImageOps.exif_transpose(image) if turned else image)
 
 
 def _rgb(image: Image) -> Image:

@@ -25,10 +25,13 @@ from .decode import check_bytes, decoded, file_of, head_of, pillow
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CONFINES = sys.platform == "linux"  # elsewhere processes have no such limits, and files are decoded in the caller's
+# other systems cannot limit the processes, so files are decoded in the process of the caller
+CONFINES = sys.platform == "linux"
 
 
-BLOCKS = "8"  # of 16 MiB, which Pillow keeps from one image to the next; new memory takes longer than decoding
+# number of memory blocks of 16 MiB that Pillow keeps for the next image; allocating new memory takes longer than
+# decoding
+BLOCKS = "8"
 
 
 class FileDecoder:
@@ -56,7 +59,8 @@ class FileDecoder:
         return decoded(source) if found is None else found
 
     async def _in_turn(self, job: dict[str, Any], data: bytes) -> Image | None:
-        """Decode a file when a worker is free.  None if the file has another head than the job."""
+        """Decode a file when a worker is free.  None if the mode or size in the head of the file differs from the
+        job's."""
         async with self._seats.one() as worker:
             memory = self._memory[worker]
             answer, _ = await confined.ask(self._confined, worker, {**job, "memory": memory}, data)

@@ -51,7 +51,7 @@ ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # t
 PAUSE = 2e-4  # seconds between looks at a full memory
 NAPS = (1e-3, 0.5)  # seconds of the first and the longest sleep between looks
 BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes for the descriptors that arrive with bells
-FEW = 1024  # larger descriptors need ``poll``, whose timeout is a whole number of milliseconds
+FEW = 1024  # file descriptors from this number on need ``poll``, whose timeout is a whole number of milliseconds
 _fence = threading.Lock()
 
 
@@ -111,7 +111,8 @@ class Outgoing:
         self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of each unread piece, in order
 
     def put(self, piece: bytes | memoryview, kind: int = 0, more: bool = False) -> int:
-        """Write a piece and its note, and return its position, or -1 if the reader must make room first."""
+        """Write a piece of a message and the note that announces it, and return its position, or -1 if the reader must
+        make room first."""
         n = len(piece) or 1  # an empty piece has a byte, so that no two pieces have the same position
         unread = self._unread
         left = self._written - self._words[self._read]
@@ -154,7 +155,8 @@ class Incoming:
         self._count, self._asleep, self._announced = ((start + at) // WORD for at in (READ, ASLEEP, RECEIVED))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._read = 0
-        self.heard: int | None = None if ORDERED else 0  # received bells, where bells order the notes
+        # number of received bells on processors on which the bells order the notes, else None
+        self.heard: int | None = None if ORDERED else 0
 
     def ready(self) -> bool:
         """Return whether there is an unread piece."""
@@ -170,7 +172,7 @@ class Incoming:
         return kind, bool(more), found
 
     def asleep(self, sleeps: bool) -> None:
-        """Tell the writer whether the reader sleeps."""
+        """Store for the writer, in shared memory, whether the reader sleeps."""
         self._words[self._asleep] = sleeps
         if sleeps:
             barrier()
@@ -199,7 +201,7 @@ class Channel:
         self._pieces: list[bytearray] = []  # pieces of an incomplete message
         self._came: deque[Message] = deque()
         self._ended = False  # the other process will not write any more
-        self.patience = math.inf  # most seconds to wait for room
+        self.patience = math.inf  # most seconds to wait for room in the memory
         self._full = 0.0  # time since which the memory is full
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -247,7 +249,7 @@ class Channel:
         now = time.monotonic()
         self._full = self._full or now
         if now - self._full > self.patience:
-            raise ChannelStuck(f"has read nothing for {self.patience:.0f} s")
+            raise ChannelStuck(f"has read nothing from the channel for {self.patience:.0f} s")
         time.sleep(PAUSE)
 
     def _ring(self, file: int) -> None:
@@ -258,7 +260,7 @@ class Channel:
                 try:
                     self._sock.sendmsg([b"\0"], files, socket.MSG_DONTWAIT)
                     return
-                except BlockingIOError:  # hundreds of bells are unread
+                except BlockingIOError:  # hundreds of bells are unread, so the reader will wake in any case
                     if ORDERED and not files:
                         return
                     self._make_room()

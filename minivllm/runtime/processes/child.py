@@ -22,7 +22,7 @@ from .rhythm import Rhythm
 
 LAST_WORDS = 16_000  # number of last bytes of standard error that are kept to explain the end of the process
 MOST = 400  # most characters of a line in the explanation
-CRASH = "Fatal Python error"  # the first words of faulthandler
+CRASH = "Fatal Python error"  # first words of the report that faulthandler writes after a crash
 LOOK = 0.5  # seconds between checks that the process is alive, because another process may hold its end of the channel
 PATIENCE = 5.0  # time limit in seconds for the end of a process after its channel has closed
 # event: the other end of a socket has closed, even if bytes can still be read
@@ -34,7 +34,7 @@ class ChildEnded(Exception):
 
 
 class Words(threading.Thread):
-    """A thread that copies the standard error of a process to that of this process, and stores its end.
+    """A thread that copies the standard error of a process to that of this process, and stores its last bytes.
 
     It refers to the pipe only, so ``Child`` can be garbage-collected while the thread runs.
     """
@@ -55,7 +55,10 @@ class Words(threading.Thread):
         os.close(self._pipe)
 
     def summary(self) -> str:
-        """Return the last three lines as the end of an error message.  After a crash, they are faulthandler's first."""
+        """Return the last three lines of the output as the end of an error message, or "" without output.
+
+        After a crash, they are the first three lines of faulthandler's report.
+        """
         lines = [line for line in self.last.decode(errors="replace").splitlines() if line.strip()]
         crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
         some = lines[-3:] if crash is None else lines[crash : crash + 3]

@@ -33,10 +33,10 @@ from minivllm.registration import fresh
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
 PATIENCE = 120.0  # seconds without an answer, also during the start, after which all workers are replaced
 BY_THE_CLOCK = 10  # wall-clock limit of a job as a multiple of its CPU seconds, for loaded machines
-HEAD = struct.Struct("<QI")  # number of the job, number of parts that follow
+HEAD = struct.Struct("<QI")  # head of a frame: number of the job, and number of the parts that follow
 PARTS = 16  # most parts of a frame
 LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: closed socket, MemoryError, malformed frame
-NOBODY = 0  # number of frames about the worker itself
+NOBODY = 0  # job number in a frame that is about the worker itself
 
 
 class Exceeded(Exception):
@@ -128,7 +128,8 @@ class Confined:
 
     def _spawn(self, argv: list[str], passed: list[int]) -> subprocess.Popen[bytes]:
         """Start the parent process with the descriptors ``passed``, and send it ``hello()``."""
-        quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # threads cannot be forked
+        # no threads of libraries, because a fork does not copy threads
+        quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         null = subprocess.DEVNULL
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=null, stderr=null, pass_fds=passed, env=quiet)
         assert process.stdin is not None

@@ -37,19 +37,19 @@ class StatusPage:
         return size * LINE * WORD
 
     def set(self, rank: int, word: int, value: int) -> None:
-        """Set a word of a process."""
+        """Set the word with the index ``word`` of the process ``rank``."""
         self._words[rank * LINE + word] = value
 
     def get(self, rank: int, word: int) -> int:
-        """Return a word of a process."""
+        """Return the word with the index ``word`` of the process ``rank``."""
         return self._words[rank * LINE + word]
 
     def line(self, rank: int) -> bytes:
-        """Return all words of a process, for ``set_line`` of another page."""
+        """Return all words of the process ``rank`` as bytes, for ``set_line`` of another page."""
         return bytes(self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD])
 
     def set_line(self, rank: int, line: bytes) -> None:
-        """Set all words of a process."""
+        """Set all words of the process ``rank`` from bytes."""
         self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD] = line
 
     def standstill(self) -> float:

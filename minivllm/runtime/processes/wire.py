@@ -103,7 +103,7 @@ class Wire(Channel):
     def _wait_for_room(self, since: float) -> None:
         """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well."""
         if time.monotonic() - since > self.patience:
-            raise ChannelStuck(f"has read nothing for {self.patience:.0f} s")
+            raise ChannelStuck(f"has read nothing from the connection for {self.patience:.0f} s")
         if not self._lives():
             raise ChannelClosed("the other process is out of reach")
         self._hear()

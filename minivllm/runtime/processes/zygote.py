@@ -284,7 +284,7 @@ class Zygote:
             return
         self.listening.close()
         os.close(self.lock)
-        # blocked, so that they arrive after the command has installed its handlers
+        # signals are blocked, so that they arrive after the command has installed its handlers
         signal.pthread_sigmask(signal.SIG_BLOCK, EARLY_SIGNALS)
         command = os.fork()
         if command == 0:
@@ -324,7 +324,7 @@ def become(message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         setattr(sys, f"__{name}__", text)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EARLY_SIGNALS)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # all forks would draw the same numbers
+        sys.modules["numpy.random"].seed()  # otherwise all forks would draw the same random numbers
 
 
 def _encoding() -> str:

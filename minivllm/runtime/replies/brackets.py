@@ -13,7 +13,7 @@ JSON_INSIDE = re.compile(r'["\\]')
 PYTHON_OUTSIDE = re.compile(r"""["'()\[\]{}]""")
 OPENING = frozenset("([{")
 MOST_DEPTH = 64
-LONGEST = 64  # characters of a quote
+LONGEST = 64  # largest number of characters of a quotation mark, which may be a tag
 
 
 class Brackets:
@@ -37,7 +37,7 @@ class Brackets:
         self.deep = False
 
     def skips(self, text: str) -> bool:
-        """Return whether a text has nothing that matters."""
+        """Return whether a text has no bracket, quotation mark or tag, and no beginning of one at its end."""
         if self._search(text):
             return False
         return self._begun is None or not self._begun.search(text)

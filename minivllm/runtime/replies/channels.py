@@ -66,7 +66,7 @@ class ChannelReply:
         return self.feed("", True)
 
     def _plain(self, text: str) -> Part | None:
-        """Return the only part of a text without tags, or None if it needs more care."""
+        """Return the only part of a text without tags, or None if the text must be read by ``feed`` in full."""
         out = self._out
         kind = self._kind
         if not text:
@@ -161,7 +161,7 @@ class ChannelReply:
         return match[0] if only is None or match[0] in only else ""
 
     def _end_message(self, keep_header: bool = False) -> None:
-        """End the message.  ``keep_header`` stays in a header that has no channel yet."""
+        """End the message.  With ``keep_header`` the present header, which has no channel yet, continues."""
         if self._header is not None and not keep_header:
             self._header = None
             self._size = 0
@@ -179,7 +179,7 @@ class ChannelReply:
         self._kind = NOTHING
 
     def _release(self) -> None:
-        """Return a header without a message as text."""
+        """Add a header that no message followed to the content, as text."""
         tags = {self._channels.channel, self._channels.constrain}
         shown = [piece for piece in self._header or () if piece not in tags or piece not in self._context.hidden]
         self._header = None

@@ -18,7 +18,7 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        # there are only a few, because the marks belong to the tokenizer
+        # compiled formats; there are only a few, because the marks belong to the tokenizer
         self._plans: dict[tuple[Any, ...], FormatPlan] = {}
 
     def tags(self) -> tuple[str, ...]:

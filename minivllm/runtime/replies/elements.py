@@ -141,7 +141,7 @@ class Templates:
 
     @cached_property
     def _separate(self) -> re.Pattern[str]:
-        """Return the pattern of the pieces that are not other text."""
+        """Return the pattern that matches placeholders, whitespace and tags."""
         tags = sorted(self.spellings, key=len, reverse=True)
         separate = "|".join([PLACEHOLDER.pattern, r"\s+", *map(re.escape, tags)])
         return re.compile(f"({separate})")

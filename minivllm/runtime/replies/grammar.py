@@ -80,9 +80,9 @@ def reply_grammar(
     if mode == AUTO:
         return rules.source(_free(rules, lists, used))
     if mode == ANSWER and certain_types(answer, answer) != {"object"}:
-        raise Inexpressible("an answer beside calls must be an object")
+        raise Inexpressible("an answer that is no object, in a grammar that also allows calls")
     if mode == ANSWER and any(_is_untagged(form, calls) and calls.arguments != PYTHON for calls in used):
-        raise Inexpressible("a call without a tag cannot be told from an answer in JSON")
+        raise Inexpressible("calls without a tag, which cannot be distinguished from an answer in JSON")
     gap = f"({quoted(form.gap)})?" if form.reasoning is not None and form.gap else ""
     written = [lists.of(calls) for calls in used]
     if mode == ANSWER:
@@ -135,7 +135,7 @@ class _Lists:
         return self._rules.rule(joined(first, f"{more}*" if self._parallel else "", *self._rules.items(calls.end)))
 
     def _arguments(self, calls: Calls, function: Function) -> str:
-        """Return the sequence of the arguments of a function."""
+        """Return the Lark sequence (expressions in order) for the arguments of a function."""
         arguments = Arguments(self._rules, calls)
         if not function.strict:
             return arguments.open()
@@ -182,9 +182,9 @@ def _spelled_text(
 ) -> str:
     """Return the start of a grammar of free text in which an opening tag is text, or calls have no tag."""
     if untagged and rules.form.reasoning is not None:
-        raise Inexpressible("calls without a tag behind reasoning")
+        raise Inexpressible("calls without a tag in answers that begin with reasoning")
     if untagged and texts:
-        raise Inexpressible("calls with and without a tag, where the tag is text")
+        raise Inexpressible("calls both with and without a tag, because the tag is no token of the vocabulary")
     without = [f"~(ANY {quoted(tag)} ANY)" for tag in texts]
     text = rules.terminal(" & ".join(["ANY", *without]))
     segments = [joined(f"{text}?", either(listed)) for listed in tokens.values()]
@@ -205,7 +205,7 @@ class _Messages:
 
     def __init__(self, rules: Rules, channels: Channels, functions: Sequence[Function]) -> None:
         if not set(channels.tags) <= rules.tokens.keys():
-            raise Inexpressible("a format of channels needs its tags as tokens of the vocabulary")
+            raise Inexpressible("messages in channels, because some of the tags are no tokens of the vocabulary")
         self._rules, self._channels = rules, channels
         self._text = rules.free(channels.tags)
         calls = Calls(JSON)

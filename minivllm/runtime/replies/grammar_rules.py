@@ -35,12 +35,12 @@ def quoted(text: str) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Return a sequence of the parts that are not empty."""
+    """Return a Lark sequence: the parts that are not empty, with spaces between."""
     return " ".join(part for part in parts if part)
 
 
 def either(parts: Iterable[str]) -> str:
-    """Return an alternative of parts in brackets, or the only part."""
+    """Return a Lark alternative of some parts in parentheses, or the only part."""
     listed = list(dict.fromkeys(parts))
     return listed[0] if len(listed) == 1 else f"({' | '.join(listed)})"
 
@@ -103,11 +103,11 @@ class Rules:
         return text
 
     def rule(self, body: str, options: str = "") -> str:
-        """Return the name of a rule."""
+        """Return the name of the rule with this body, which is added if it is new.  ``options`` follow the name."""
         return self._named("r", body, options)
 
     def terminal(self, body: str) -> str:
-        """Return the name of a terminal, which is one lexeme."""
+        """Return the name of the terminal (one lexeme) with this body, which is added if it is new."""
         return self._named("T", body)
 
     def later(self) -> str:
@@ -163,13 +163,15 @@ class Rules:
         return [*found, quoted(text)] if text else found
 
     def sequence(self, template: str, name: str = "") -> str:
-        """Return a template as a sequence."""
+        """Return the Lark sequence for a template."""
         return joined(*self.items(template, name))
 
     def chain(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return members with separators in their order; each is a sequence and whether it is required.
+        """Return the Lark expression for members in their order, with separators between.  A member is a pair (Lark
+        sequence, whether it is required).
 
-        "" means that there are no members."""
+        "" means that there are no members.
+        """
         rest = ""  # rule for the members after the first written one
         whole = ""
         for body, required in reversed(members):
@@ -184,7 +186,8 @@ class Rules:
         return whole
 
     def _named(self, prefix: str, body: str, options: str = "") -> str:
-        """Return the name of a body, which is added if it is new."""
+        """Return the name of the rule or terminal with a body.  It gets a name that begins with ``prefix`` if it is
+        new."""
         key = f"{prefix}{options} {body}"
         name = self._names.get(key)
         if name is None:
@@ -195,10 +198,10 @@ class Rules:
         return name
 
     def _measure(self, size: int) -> None:
-        """Count bytes of the grammar.  Inexpressible if it becomes too large."""
+        """Add ``size`` bytes to the size of the grammar.  Inexpressible if the grammar becomes too large."""
         self._size += size
         if self._size > MOST_BYTES:
-            raise Inexpressible(f"the grammar of the calls has more than {MOST_BYTES} bytes")
+            raise Inexpressible(f"a grammar of more than {MOST_BYTES} bytes")
 
 
 def piece(schema: Any, root: Any) -> Any:
@@ -221,7 +224,7 @@ def piece(schema: Any, root: Any) -> Any:
         place, name = (match[1], match[2].replace("~1", "/").replace("~0", "~")) if match else ("", "")
         definitions = root.get(place) if isinstance(root, Mapping) else None
         if not isinstance(definitions, Mapping) or name not in definitions:
-            raise Inexpressible(f"the reference {reference[:64]!r} does not name a definition of the schema")
+            raise Inexpressible(f"the reference {reference[:64]!r}, which names no definition of the schema")
         known = found.setdefault(place, {})
         if name not in known:
             known[name] = definitions[name]

@@ -73,9 +73,10 @@ class Arguments:
         self._values: dict[str, str] = {}  # schema -> rule of its quoted values
 
     def of(self, schema: Mapping[str, Any]) -> str:
-        """Return the sequence of the arguments for the schema of a function, without the tail of the call.
+        """Return the Lark sequence for the arguments that fit the schema of a function, without the tail of the call.
 
-        Inexpressible if the syntax cannot spell all arguments that the schema requires."""
+        Inexpressible if the syntax cannot spell all arguments that the schema requires.
+        """
         syntax = self._calls.arguments
         if syntax in (JSON, OBJECT):
             return self._rules.json(schema)
@@ -88,7 +89,7 @@ class Arguments:
         return self._rules.chain(members, ", ")
 
     def open(self) -> str:
-        """Return the sequence of any arguments, for a function whose calls need not fit a schema."""
+        """Return the Lark sequence for any arguments, for a function whose calls need not fit a schema."""
         syntax = self._calls.arguments
         if syntax == PAIRS:
             pairs = self._calls.pairs
@@ -105,7 +106,7 @@ class Arguments:
         return f'({pair} (", " {pair})*)?'
 
     def _members(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-        """Yield the sequence of each argument and whether it is required."""
+        """Yield (Lark sequence, whether it is required) for each argument."""
         declared, required = _declared(schema)
         for key, inner in declared.items():
             if inner is False and key not in required:
@@ -113,25 +114,26 @@ class Arguments:
             yield self._member(key, inner), key in required
 
     def _member(self, key: str, schema: Any) -> str:
-        """Return the sequence of an argument with its name."""
+        """Return the Lark sequence for an argument with its name."""
         if self._calls.arguments == PYTHON:
             normal = unicodedata.normalize("NFKC", key)
             name = PYTHON_NAME.fullmatch(key) and key.isidentifier() and normal == key and key != "__debug__"
             if not name or keyword.iskeyword(key):
-                raise Inexpressible(f"the argument {key[:64]!r} is not a name in Python")
+                raise Inexpressible(f"the argument {key[:64]!r}, whose name is not a name in Python")
             return joined(quoted(f"{key}="), self._python_value(schema))
         if not KEY.pattern.fullmatch(key) or key != key.strip() or not key.isprintable():
-            raise Inexpressible(f"the name {key[:64]!r} of an argument cannot stand within tags")
+            raise Inexpressible(f"the argument {key[:64]!r}, whose name cannot stand within tags")
         pairs = self._calls.pairs
         assert pairs is not None
         if any(tag in key for tag in self._rules.form.tags):
-            raise Inexpressible(f"the name {key[:64]!r} of an argument has a tag of the format")
+            raise Inexpressible(f"the argument {key[:64]!r}, whose name contains a tag of the format")
         return joined(*self._rules.items(pairs.before, key=key), self._pair_value(schema))
 
     # ---- Python ------------------------------------------------------------------------------------------------------
 
     def _python_value(self, schema: Any) -> str:
-        """Return the sequence of a value in Python.  JSON is read as Python, with its words for true and null."""
+        """Return the Lark expression for a value in Python.  JSON is read as Python, with its words for true and
+        null."""
         words = {"boolean": '("True" | "False")', "null": '"None"'}
         types = certain_types(schema, self._root)
         if types and types <= words.keys() and _own(schema).keys() <= {"type"}:
@@ -141,7 +143,7 @@ class Arguments:
     # ---- text between tags -------------------------------------------------------------------------------------------
 
     def _pair_value(self, schema: Any) -> str:
-        """Return the rule of a value between tags, including the closing tag."""
+        """Return the Lark expression for a value between tags, including the closing tag."""
         pairs = self._calls.pairs
         assert pairs is not None
         after = self._rules.items(pairs.after)
@@ -158,15 +160,15 @@ class Arguments:
         for inner in choices.schemas:
             self._add_other(inner, bodies, pieces)
         if not bodies and not pieces:
-            raise Inexpressible("none of the listed strings can stand between the tags of the format")
+            raise Inexpressible("listed strings, none of which can stand between its tags")
         found = [joined(name, *after) for name in pieces]
         if bodies:
             found.append(self._ended(either(bodies), after))
         return either(found)
 
     def _ended(self, body: str, after: list[str]) -> str:
-        """Return the rule of a text followed by items.  A literal text before the first token is part of the same
-        lexeme."""
+        """Return the Lark expression for a text followed by items.  A literal text before the first token is part of
+        the same lexeme."""
         if not after[0].startswith('"'):
             return joined(self._rules.terminal(body), *after)
         return joined(self._rules.terminal(f"{body} {after[0]}"), *after[1:])
@@ -186,7 +188,9 @@ class Arguments:
             pieces += [self._rules.json({"enum": rest})] if rest else []
             return
         if brackets or not types or own.keys() > {"type"}:
-            raise Inexpressible("a string or a bounded number cannot be told from each other without quotes")
+            raise Inexpressible(
+                "a value that is either a string or a bounded number, because it writes neither in quotes"
+            )
         bodies += [SCALARS[name] for name in sorted(types)]
 
     def _is_kept(self, word: str, schema: Any, closer: str) -> bool:
@@ -196,15 +200,17 @@ class Arguments:
         return bool(json.loads(typed(word, schema, self._root)) == word)
 
     def _text(self, schema: Mapping[str, Any], without: list[str], kinds: list[str] | None = None) -> str:
-        """Return the expression of a text for the schema of a string.
+        """Return the name of a terminal for the texts that fit the schema of a string.
 
-        ``without`` are texts that it must not have.  ``kinds`` are types of values that it must not look like."""
+        ``without`` are texts that it must not contain.  ``kinds`` are types (such as "number") whose values it must not
+        look like.
+        """
         least, most = schema.get("minLength"), schema.get("maxLength")
         body = "TEXT"
         if least or most is not None:
             for bound in (least, most):
                 if bound is not None and (type(bound) is not int or bound < 0):
-                    raise Inexpressible(f"a length of {bound!r:.20}")
+                    raise Inexpressible(f"a minLength or maxLength of {bound!r:.20}, which is not a whole number >= 0")
             high = "" if most is None else most
             body = rf"/[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]{{{least or 0},{high}}}/"
         parts = [body]
@@ -224,10 +230,10 @@ class Arguments:
     def _divide(self, schema: Any, choices: Choices, level: int) -> None:
         """Add the values of a schema to the choices."""
         if level > MOST_LEVELS:
-            raise Inexpressible(f"references and alternatives within {MOST_LEVELS} others")
+            raise Inexpressible(f"references and alternatives that are nested deeper than {MOST_LEVELS} levels")
         own = _own(schema)
         if schema is False:
-            raise Inexpressible("a required argument that no value fits")
+            raise Inexpressible("a required argument whose schema accepts no value")
         if not own:
             choices.free = True
             return
@@ -249,7 +255,7 @@ class Arguments:
         known = {key for name in rest for key in CONDITIONS.get(name, ())} | OF_STRING
         others = own.keys() - known
         if not listed or others or not all(isinstance(name, str) for name in listed):
-            raise Inexpressible(f"strings with {', '.join(sorted(others)) or 'other values'}")
+            raise Inexpressible(f"strings with the schema keywords {', '.join(sorted(others)) or 'other values'}")
         choices.texts.append({key: value for key, value in own.items() if key in OF_STRING})
         for name in rest:
             conditions = {key: own[key] for key in CONDITIONS.get(name, ()) if key in own}
@@ -258,7 +264,7 @@ class Arguments:
     def _divide_listed(self, own: dict[str, Any], choices: Choices) -> None:
         """Add listed values to the choices."""
         if own.keys() - {"type", "enum", "const"}:
-            raise Inexpressible("listed values with further conditions")
+            raise Inexpressible("an enum or const with further conditions")
         values = own["enum"] if "enum" in own else [own["const"]]
         types = types_of({"type": own["type"]}) if "type" in own else None
         fitting = [value for value in values if types is None or _is_of(value, types)]
@@ -289,7 +295,7 @@ class Arguments:
         return known
 
     def _quoted_value(self, schema: Any) -> str:
-        """Return the sequence of a value.  JSON in place of it is read as well."""
+        """Return the Lark expression for a value in this syntax or in JSON, which the parser reads as well."""
         own = _own(schema)
         inner = self._inner(own) if own else None
         if inner is not None:
@@ -309,7 +315,7 @@ class Arguments:
         return self._rules.json(piece(schema, self._root))
 
     def _quoted_members(self, own: dict[str, Any]) -> list[tuple[str, bool]]:
-        """Return the sequence of each member of an object and whether it is required."""
+        """Return (Lark sequence, whether it is required) for each member of an object."""
         declared, required = _declared(own)
         members = []
         for key, inner in declared.items():
@@ -320,7 +326,7 @@ class Arguments:
         return members
 
     def _list(self, own: dict[str, Any]) -> str:
-        """Return the sequence of a list."""
+        """Return the Lark expression for a list."""
         least, most = own.get("minItems", 0), own.get("maxItems")
         bounds = [bound for bound in (least, most) if bound is not None]
         if any(type(bound) is not int or bound < 0 for bound in bounds) or (most is not None and most < max(least, 1)):
@@ -382,5 +388,5 @@ def _declared(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
         raise Inexpressible("an object that does not declare its members")
     missing = [name for name in required if name not in declared]
     if missing:
-        raise Inexpressible(f"the required argument {str(missing[0])[:64]!r} is not declared")
+        raise Inexpressible(f"the required argument {str(missing[0])[:64]!r}, which is not declared")
     return declared, set(required)

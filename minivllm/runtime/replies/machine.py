@@ -95,7 +95,8 @@ class DescribedReply:
         return self._out.take()
 
     def _plain(self, text: str) -> Part | None:
-        """Return the only part of a text, or None if the text needs more care.  Most text takes this short path."""
+        """Return the only part of a text, or None if the text must be read state by state.  Most text takes this short
+        path."""
         if self._streams:
             pattern = INSIDE if self._scanner.quoted else self._significant
             return None if pattern.search(text) else Written(text)
@@ -209,7 +210,7 @@ class DescribedReply:
         return WAIT
 
     def _emit(self, text: str) -> None:
-        """Return text of the content or of the reasoning."""
+        """Add text to the content, or to the reasoning while it is open."""
         if self._thinking:
             self._out.think(text)
         else:
@@ -291,7 +292,7 @@ class DescribedReply:
         return at
 
     def _shown(self, mark: str) -> str:
-        """Return the text of a mark that is part of nothing."""
+        """Return the text for a mark that belongs to no call or reasoning: its tag, or "" for a hidden tag."""
         tag = self._plan.tag_of.get(mark, "")
         return "" if tag in self._context.hidden else tag
 
@@ -429,7 +430,7 @@ class DescribedReply:
         return text
 
     def _release(self) -> bool:
-        """Return the text of a call that is none."""
+        """Add the held text to the content, because it turned out to be no call."""
         held = "".join(self._held + self._collected)
         self._held = []
         self._collected = []

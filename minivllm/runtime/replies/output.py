@@ -93,7 +93,7 @@ class Output:
         self.parts.append(Ended())
 
     def finish(self) -> None:
-        """Add whitespace that is the whole answer."""
+        """Add the held whitespace as content if the whole answer is whitespace."""
         if self.spaces and not self.touched and not self.has_content:
             self.parts.append(Said("".join(self.spaces)))
         self.spaces = []

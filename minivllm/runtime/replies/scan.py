@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .plan import MARK, FormPlan
 
-INSIDE = re.compile(rf'["\\]|{MARK}')  # significant characters within a string
+INSIDE = re.compile(rf'["\\]|{MARK}')  # characters to look at within a string: a quotation mark, a backslash or a mark
 CLOSING = {"{": "}", "[": "]"}
 LONGEST = 64  # characters of a tag
 

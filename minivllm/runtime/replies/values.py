@@ -183,7 +183,7 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict) and None not in node.keys:
         keys = [ast.literal_eval(key) for key in node.keys if key is not None]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key that is no string")
+            raise ValueError("a key of a dict is not a string")
         return dict(zip(keys, map(_literal, node.values), strict=True))
     value = ast.literal_eval(node)
     if not isinstance(value, (str, int, float, bool, type(None))):

@@ -1,4 +1,5 @@
-"""Gates of sequences whose form begins behind the reasoning, so that the matcher gets no tokens of the reasoning.
+"""Gates of sequences whose constrained form (such as a grammar) begins behind the reasoning, so that the matcher gets
+no tokens of the reasoning.
 
     <think> r r r </think> { "a" : 1 }
     free                   form
@@ -41,7 +42,7 @@ class Gate:
         self._tail: list[int] = []  # last tokens of the reasoning
 
     def rest(self, ids: Sequence[int]) -> Sequence[int]:
-        """Take new tokens, and return the tokens that belong to the form."""
+        """Take new tokens, and return the tokens that belong to the constrained form."""
         answer = self._tags.answer
         for number, token in enumerate(ids):
             if self.first:
@@ -88,7 +89,7 @@ class Gates:
         if form is None or params.thinking_tags is None:
             return
         if form.source.kind == "reply" and not form.source.text.startswith(BEHIND):
-            return  # the grammar has the reasoning
+            return  # the grammar itself describes the reasoning, so no gate is needed
         tags = ThinkingTags.of(params.thinking_tags, vocab_size)
         opened = tags.opened(request.prompt, ends)
         self._makers[request] = lambda: Gate(tags, opened, ends)

@@ -152,7 +152,7 @@ class Helper:
         try:
             answer = self._ask(self._hello, START)
         except TimeoutError as e:
-            raise OSError(f"no answer in {START:g} s") from e
+            raise OSError(f"the helper process did not answer within {START:g} s") from e
         if "error" in answer:
             self._kill()
             raise ResourceError(f"the plug-in cannot be made in a process of its own: {answer['error']}")
@@ -172,7 +172,7 @@ class Helper:
                 raise TimeoutError
             data = process.stdout.read(1 << 16)
             if not data:
-                raise BrokenPipeError(f"it ended with {process.wait()}")
+                raise BrokenPipeError(f"the helper process ended with exit status {process.wait()}")
             self._rest += data
         answer, _, self._rest = self._rest.partition(b"\n")
         return json.loads(answer)
@@ -286,7 +286,7 @@ def try_out(plugin: Grammar, source: GrammarSource) -> None:
             raise ValueError(failed[0])
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:width])
         if not len(allowed):
-            raise ValueError("no text that this model's tokens can spell fits it")
+            raise ValueError("the tokens of this model cannot spell any text that fits it")
         token = int(rng.choice(allowed))
         if token in plugin.ctx.eos_ids:
             return

@@ -149,7 +149,11 @@ class Grammars:
         features = self.part.features
         if features and source.kind not in features:
             takes = ", ".join(features)
-            raise RequestError(f"{NAME}.{source.kind}: {self.part.name} takes only {takes}; choose another", NAME)
+            raise RequestError(
+                f"{NAME}.{source.kind}: {self.part.name} compiles only {takes}; use one of these, or choose "
+                "another grammar plug-in",
+                NAME,
+            )
         try:
             with self.helpers.one() as helper:
                 helper.start()  # the plug-in is created here while the helper process starts

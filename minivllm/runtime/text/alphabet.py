@@ -11,7 +11,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters by which byte-level BPE (GPT-2) represents bytes -> the bytes.
+    """Return a dict from each character with which byte-level BPE (GPT-2) represents a byte to the byte.
 
     Printable characters of Latin-1 represent themselves.  The other bytes are represented by characters from U+0100 on,
     in order.

@@ -64,7 +64,7 @@ def depth_checked() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise RequestError("messages: nested too deeply", "messages") from None
+        raise RequestError("messages: lists or objects are nested too deeply; use fewer levels", "messages") from None
 
 
 def _plain(value: Any) -> Any:

@@ -147,7 +147,7 @@ def test_a_reader_that_makes_no_room_is_waited_for_only_so_long(ends):
     ours, _ = ends
     ours.patience = 0.05
     begun = time.monotonic()
-    with pytest.raises(ChannelStuck, match="has read nothing for"):
+    with pytest.raises(ChannelStuck, match="has read nothing from the channel for"):
         for i in range(2 * module.NOTES):
             ours.send(i, [])
     assert 0.05 < time.monotonic() - begun < 2.0

@@ -86,7 +86,7 @@ def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fak
         ("eat", "structured_outputs.regex: "),
         ("die", "structured_outputs.regex: it takes more than 512 MB of memory to compile, or is more than"),
         ("refuse", "structured_outputs.regex: not this one"),
-        ("none", "structured_outputs.regex: no text that this model's tokens can spell fits it"),
+        ("none", "structured_outputs.regex: the tokens of this model cannot spell any text that fits it"),
     ]
     forks = fake.part.target == "test_grammars:Fake"
     for text, says in cases if forks else cases[::3]:
