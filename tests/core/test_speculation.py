@@ -584,7 +584,7 @@ def test_where_guesses_are_wrong_the_engine_stops_guessing_and_says_so(pair, cap
 def test_a_draft_model_that_does_not_fit_is_refused_by_name(pair, tmp_path):
     other, _, _ = tiny_dir(tmp_path / "other", vocab_size=77)
     short, _, _ = tiny_dir(tmp_path / "short", max_position_embeddings=64)
-    with pytest.raises(ConfigError, match=r"other has vocab_size=77; expected 61, as the model has"):
+    with pytest.raises(ConfigError, match=r"other has vocab_size=77; expected 61, the size of the served model"):
         llm((pair[0], other), "model")
     with pytest.raises(ConfigError, match=r"short has max_position_embeddings=64; expected at least max_model_len=256"):
         llm((pair[0], short), "model")
