@@ -1,12 +1,14 @@
 """The conformance kit: tests that an author runs to check that a plug-in keeps the contract of its seam.
 
-class TestFlash(AttentionConformance): # in a test file of the author's package, run by pytest plugin = "acme/flash"
+A seam is a kind of plug-in, such as samplers.  Each seam has one suite, a plain pytest class, for a test file of the
+author's package; ``python -m minivllm.testing acme/flash`` runs it without a test file::
 
-python -m minivllm.testing acme/flash # or with no file at all
+    class TestFlash(AttentionConformance):
+        plugin = "acme/flash"
 
-There is one suite per seam, a plain pytest class.  It tests the features that the plug-in's spec claims, up to the
-claimed limits.  Other features must be refused with a reason.  ``minivllm.testing.base`` lists the attributes that an
-author may set.  The engine's own tests use ``sim``, ``harness`` and ``tiny`` beside the suites.
+A suite tests the features that the plug-in's spec claims, up to the claimed limits.  Other features must be refused
+with a reason.  ``minivllm.testing.base`` lists the attributes that an author may set.  The engine's own tests use the
+modules ``sim``, ``harness`` and ``tiny`` beside the suites.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def __getattr__(name: str) -> Any:
 
     prepare_environment()
     module = f"{__name__}.{_MODULES[name]}"
-    # an assertion of the kit that fails shows its values, like an assertion in a test file
+    # pytest then shows the values of an assertion of the kit that fails, as it does for a test file
     if module not in sys.modules:
         pytest.register_assert_rewrite(module)
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-"""The conformance suite of adapter methods.
+"""The conformance suite of adapter methods (such as LoRA), which change the outputs of layers for single requests.
 
-The changes of layers and tap points are compared with float64, in a model whose layers are merged and shared by
-processes.  Then an engine serves adapters of the method.
+The suite compares layer outputs and tap points (named activations of a model) with float64, in a tiny model whose
+layers are merged and split over processes.  Then an engine serves requests with adapters.
 """
 
 from __future__ import annotations
@@ -37,30 +37,39 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class AdapterConformance(Lasting, SpecConformance):
-    """The suite of adapter methods.  It writes folders of the built-in values of ``peft_type``.
+    """The conformance suite of adapter methods.
 
-    For other folders a test class overrides ``write``, and ``output`` or ``value``."""
+    It writes adapter folders (adapter_config.json and weights) for the built-in values of ``peft_type``: LORA, IA3 and
+    STEERING.  For any other value a test class overrides ``write``, and ``output`` or ``value``.
+    """
 
     kind = "adapter"
 
     # ---- what a test class may override ------------------------------------------------------------------------------
 
     def write(self, folder: Path, number: int, layers: Shapes, points: dict[str, int]) -> None:
-        """Write adapter ``number``, 0 to 2, for a model with ``layers`` (name: outputs, inputs) and ``points`` (name:
-        width).  The adapters differ, and at least one of them changes a part of the layers or points only."""
+        """Write the folder of test adapter ``number``, 0 to 2.
+
+        ``layers`` has layer name -> (outputs, inputs) of the model, ``points`` tap point -> width.  The three adapters
+        must differ, and at least one of them must leave some layers or points unchanged.
+        """
         writer = adapter_folders.WRITERS.get(self.folders)
         if writer is None:
             pytest.skip(f"the kit has no folders of peft_type={self.folders!r}: override write, output and value")
         writer(folder, number, layers, points)
 
     def output(self, folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return the output [T, out] of a layer of the checkpoint with the adapter of a folder, in float64; ``weight``
-        [out, in] and ``bias`` [out] are those of the layer."""
+        """Return the expected output of a layer with the adapter of a folder, float64 [T, out].
+
+        ``name`` is the layer of the checkpoint, x [T, in] its input, ``weight`` [out, in] and ``bias`` [out] its
+        tensors without the adapter.
+        """
         compute = adapter_folders.OUTPUTS.get(self.folders)
         return x @ weight.T + bias if compute is None else compute(folder, name, x, weight, bias)
 
     def value(self, folder: Path, point: str, x: Tensor) -> Tensor:
-        """Return the value x [T, width] of a tap point with the adapter of a folder, in float64."""
+        """Return the expected value of a tap point with the adapter of a folder, float64 [T, width], for its value x
+        without the adapter."""
         compute = adapter_folders.VALUES.get(self.folders)
         return x if compute is None else compute(folder, point, x)
 
@@ -68,30 +77,33 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @property
     def folders(self) -> str:
-        """Return the ``peft_type`` of the folders that the method reads."""
+        """Return the ``peft_type`` of the adapter folders that the method reads, from its spec."""
         return str(self.spec.traits.get("peft_type"))
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (AdapterContext(PLACES, 8),)
 
     def made(self, rank: int = 0, size: int = 1, invariant: bool = False) -> ModelProcess:
-        """Return a process of the model with a memory of the method."""
+        """Create the test model of process ``rank`` of ``size``, with adapter memory of a new instance of the plug-in.
+
+        ``invariant`` is the engine's option ``batch_invariant``.
+        """
         return ModelProcess(self.build(*self.context()), self.place(), rank, size, invariant)
 
     def exercise(self, instance: AdapterMethod) -> Any:
-        """Return the outputs of a step without adapters."""
+        """Return the outputs of all layers in a step of three tokens without adapters, as lists by layer name."""
         process = ModelProcess(instance, self.place())
         outputs = process.outputs([NONE] * 3, inputs_of(3, self.place()))
         return {name: y.tolist() for name, y in outputs.items()}
 
     def once_more(self, instance: AdapterMethod, number: int) -> None:
-        """Run a step of another number of tokens."""
+        """Run a step without adapters, whose number of tokens, 1 to 7, depends on ``number``."""
         tokens = 1 + number % 7
         ModelProcess(instance, self.place()).outputs([NONE] * tokens, inputs_of(tokens, self.place(), number))
 
     def written(self, place: Path) -> list[Path]:
-        """Write the adapters of the model of the suite, and return their folders."""
+        """Write the three test adapters into subfolders of ``place``, and return the subfolders."""
         folders = [place / f"adapter{number}" for number in range(FOLDERS)]
         for number, folder in enumerate(folders):
             self.write(folder, number, LAYERS, POINTS)
@@ -102,7 +114,11 @@ class AdapterConformance(Lasting, SpecConformance):
     def compare(
         self, processes: list[ModelProcess], folders: list[Path | None], places: list[int], seed: int = 0
     ) -> None:
-        """Compare a step with float64.  ``folders`` has the adapter in each place."""
+        """Run a step of the test model, and fail unless its layer outputs are close to a float64 reference.
+
+        ``places`` has the slot of adapter memory of each token, or -1 for none.  ``folders`` has the folder of the
+        adapter in each slot. ``processes`` are the ranks that share the model.
+        """
         inputs = inputs_of(len(places), self.place(), seed)
         before = {name: x.clone() for name, x in inputs.items()}
         shares = [process.outputs(places, inputs) for process in processes]
@@ -119,7 +135,11 @@ class AdapterConformance(Lasting, SpecConformance):
         folders: list[Path | None],
         places: list[int],
     ) -> None:
-        """Compare the parts ``shares`` of a served layer's product, one of each process, with float64."""
+        """Fail unless the outputs of one served layer are close to a float64 reference.
+
+        ``shares`` has the product of each process, without the bias, and x [T, in] the input.  The other arguments are
+        those of ``compare``.
+        """
         if processes[0].infos[name].split == "row":
             whole = sum(shares[1:], shares[0]) + processes[0].biases[name]
             found = dict.fromkeys(sources_of(name), whole)
@@ -138,7 +158,10 @@ class AdapterConformance(Lasting, SpecConformance):
                 )
 
     def _joined(self, processes: list[ModelProcess], name: str, source: str, shares: list[Tensor]) -> Tensor:
-        """Return the outputs [T, out] of a layer of the checkpoint whose rows are split over processes."""
+        """Join the outputs of all processes for layer ``source`` of the checkpoint, [T, out], with the bias.
+
+        The served layer ``name`` contains it, perhaps merged with other layers.
+        """
         parts = []
         for part in sources_of(name)[source]:
             for process, share in zip(processes, shares, strict=True):
@@ -149,7 +172,11 @@ class AdapterConformance(Lasting, SpecConformance):
     def compare_points(
         self, process: ModelProcess, folders: list[Path | None], loaded: list[Any], places: list[int]
     ) -> None:
-        """Compare the values of tap points in a step with float64."""
+        """Fail unless the values of tap points in a step are close to a float64 reference.
+
+        ``places`` has the slot of adapter memory of each token, or -1.  ``folders`` and ``loaded`` have the folder and
+        the loaded adapter of each slot.
+        """
         x = torch.randn(len(places), next(iter(POINTS.values())), generator=torch.Generator().manual_seed(3))
         x = x.to(self.place())
         before = x.clone()
@@ -168,13 +195,15 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0, spec_only=True)
     def test_the_spec_names_the_folders_that_it_reads(self) -> None:
-        """Check that the spec has the trait ``peft_type``, by which the engine chooses the method of a folder."""
+        """Check that the spec has the trait ``peft_type``, by which the engine finds the method for an adapter
+        folder."""
         self._has_spec()
         assert self.spec.traits.get("peft_type"), "the spec has no trait peft_type"
 
     @since(1, 0)
     def test_each_token_has_the_adapter_of_its_row(self, tmp_path: Path) -> None:
-        """Check outputs of layers and values of points for mixtures of adapters, and for one adapter alone."""
+        """Check layer outputs and tap points of steps whose tokens use different adapters, and of steps with one
+        adapter."""
         process, folders = self.made(), self.written(tmp_path)
         at: list[Path | None] = [folders[2], None, folders[0], folders[1]]
         loaded = [None if folder is None else process.read(folder) for folder in at]
@@ -187,7 +216,7 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_token_without_an_adapter_keeps_its_bits(self, tmp_path: Path) -> None:
-        """Check that a token without an adapter has the bits of a step without adapters."""
+        """Check that a token without an adapter has the output bits of a plain product, beside tokens with adapters."""
         process, folders = self.made(), self.written(tmp_path)
         loaded = process.read(folders[0])
         process.memory.store(0, loaded)
@@ -201,8 +230,11 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_place_keeps_nothing_of_the_adapter_before(self, tmp_path: Path) -> None:
-        """Check that an adapter that is stored over a larger one has its own effect alone, also in steps that were
-        prepared before, and that other places keep theirs."""
+        """Check that an adapter stored in a used slot of adapter memory has only its own effect.
+
+        The adapter before it may have been larger, and a step may have used the slot before.  The adapters in other
+        slots keep their effect.
+        """
         process, folders = self.made(), self.written(tmp_path)
         loaded = [process.read(folder) for folder in folders]
         at: list[Path | None] = [None] * PLACES
@@ -216,7 +248,7 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_what_was_read_is_not_changed_by_later_reads_and_stores(self, tmp_path: Path) -> None:
-        """Check that an adapter in host memory can be stored again after others were read."""
+        """Check that a loaded adapter has its effect when it is stored after other adapters were read and stored."""
         process, folders = self.made(), self.written(tmp_path)
         first = process.read(folders[0])
         others = [process.read(folder) for folder in folders[1:]]
@@ -229,7 +261,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_processes_share_the_result_of_a_layer(self, tmp_path: Path) -> None:
-        """Check that two processes with shares of the layers have the outputs of one."""
+        """Check that two tensor-parallel processes, each with a shard of every layer, compute the outputs of the
+        whole layers."""
         processes, folders = [self.made(rank, 2) for rank in range(2)], self.written(tmp_path)
         for process in processes:
             for place, folder in enumerate(folders):
@@ -238,7 +271,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_batch_invariant_token_does_not_depend_on_others(self, tmp_path: Path) -> None:
-        """Check that with the option batch_invariant a token has the same bits alone and beside others."""
+        """Check that with the option ``batch_invariant`` a token has the same output bits alone and beside other
+        tokens."""
         process, folders = self.made(invariant=True), self.written(tmp_path)
         for place, folder in enumerate(folders):
             process.memory.store(place, process.read(folder))
@@ -258,7 +292,10 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_captured_steps_apply_adapters_that_are_stored_later(self, tmp_path: Path) -> None:
-        """Check on a GPU that a captured step can be replayed for other tokens and adapters."""
+        """Check on a GPU that a captured step gives right outputs when it is replayed with other adapters.
+
+        The adapters in the slots, and the slot of each token, change before a replay.
+        """
         if self.place() != "cuda":
             pytest.skip("steps are captured on a GPU")
         process, folders = self.made(), self.written(tmp_path)
@@ -293,7 +330,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_low_rank_products_are_those_of_the_changes(self, tmp_path: Path) -> None:
-        """Check that ``low_rank`` of a layer, which native steps of a CPU compute, describes its change."""
+        """Check that the matrices of ``low_rank``, which native CPU steps use, give the same layer outputs as the
+        layer's change."""
         process, folders = self.made(), self.written(tmp_path)
         found = {name: process.memory.low_rank(name) for name in process.changes}
         if not any(found.values()):
@@ -317,8 +355,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
-        """Check that unknown fields are refused before the weights are read, and then unknown names, other shapes and
-        numbers that are not finite."""
+        """Check that an adapter folder with an unknown config field, an unknown tensor name, a wrong shape, NaN or
+        no tensor is refused."""
         method, process, folder = self.build(*self.context()), self.made(), tmp_path / "adapter"
         self.write(folder, 0, LAYERS, POINTS)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -344,8 +382,10 @@ class AdapterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_engine_serves_it(self, tmp_path: Path) -> None:
-        """Check that requests have the same log-probabilities alone and beside requests with other adapters, with
-        prefixes in the cache, and with fewer places than adapters."""
+        """Check that a request with an adapter has the same log-probabilities alone and beside others in an engine.
+
+        The prefix cache is off and on, and the engine has as many slots for adapters as it needs, or only one.
+        """
         path, _, model = tiny_dir(tmp_path / "model")
         linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
         layers = {name: (m.out_features, m.in_features) for name, m in linear.items()}
@@ -366,7 +406,7 @@ class AdapterConformance(Lasting, SpecConformance):
                     self._compare_scores(alone, self._scores(llm, requested))
 
     def _engine(self, path: Path, **options: Any) -> LLM:
-        """Return an engine that serves the method."""
+        """Start an engine whose adapter method is the plug-in, for the model in ``path``."""
         choice = {"name": self.plugin, "options": dict(self.options)}
         if ":" in self.plugin:
             options["allow_targets"] = [self.plugin.partition(":")[0]]
@@ -374,7 +414,8 @@ class AdapterConformance(Lasting, SpecConformance):
         return LLM(str(path), adapters=[choice], device=self.place(), max_num_seqs=4, **plain, **options)
 
     def _scores(self, llm: LLM, requested: list[LoRARequest | None]) -> list[list[float]]:
-        """Return the log-probabilities of the generated tokens of a request for each adapter."""
+        """Generate greedy tokens for one request per adapter, and return the log-probabilities of the tokens of each
+        request."""
         params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
         outputs = llm.generate([PROMPT] * len(requested), params, use_tqdm=False, lora_request=requested)
         for output in outputs:
@@ -389,6 +430,6 @@ class AdapterConformance(Lasting, SpecConformance):
 
 
 def _low_rank_product(one: LowRank, place: int, x: Tensor, info: ModuleInfo) -> Tensor:
-    """Return the low-rank product [out] of the adapter in a place for x [in], with all rows of the memory."""
+    """Return the sum of low-rank products B A x [out] of one slot of adapter memory for an input x [in]."""
     parts = [one.b[place, info.rows[name]] @ (one.a[place, part] @ x) for part, (name, _) in enumerate(info.parts)]
     return torch.cat(parts)

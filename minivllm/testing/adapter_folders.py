@@ -1,7 +1,7 @@
-"""Folders of adapters for the kit, and their effect in float64, for the built-in values of ``peft_type``.
+"""Write the adapter folders of the kit, and compute their effect in float64, for the built-in values of ``peft_type``.
 
-A folder has the number 0, 1 or 2.  Folder 0 changes all layers and points, folder 1 the last of them, folder 2 all but
-the last.  Their ranks differ too.
+There are three test adapters.  Adapter 0 changes all layers and tap points, adapter 1 only the last one, and adapter 2
+all except the last one.  Their ranks differ too.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from torch import Tensor
 FOLDERS = 3
 RANKS = (6, 3, 1)
 PREFIX = "base_model.model."
-SCALED_INPUTS = ("o_proj", "down_proj")  # layers whose inputs IA3 scales, and which are not merged
+# names of layers whose inputs IA3 scales; IA3 scales the outputs of all other layers
+SCALED_INPUTS = ("o_proj", "down_proj")
 Shapes = Mapping[str, tuple[int, int]]  # layer of the checkpoint -> (outputs, inputs)
 
 
 def chosen(names: Mapping[str, Any], number: int) -> list[str]:
-    """Return the names that a folder changes."""
+    """Return the names of the layers or tap points that test adapter ``number`` changes."""
     ordered = list(names)
     return (ordered, ordered[-1:], ordered[:-1] or ordered)[number]
 
 
 def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write the two files of an adapter."""
+    """Write adapter_config.json and adapter_model.safetensors of an adapter into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(dict(tensors), folder / "adapter_model.safetensors")
 
 
 def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
-    """Write a LoRA whose scale is 3."""
+    """Write a LoRA folder: random matrices A and B of each changed layer, with lora_alpha / r = 3."""
     generator, rank = torch.Generator().manual_seed(number), RANKS[number]
     tensors = {}
     for name in chosen(layers, number):
@@ -48,7 +49,7 @@ def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, i
 
 
 def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
-    """Write factors of inputs and outputs."""
+    """Write an IA3 folder: random factors near 1 for the inputs or the outputs of each changed layer."""
     generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
     for name in chosen(layers, number):
         outputs, inputs = layers[name]
@@ -58,14 +59,14 @@ def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, in
 
 
 def write_steering(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
-    """Write vectors whose scale is 2."""
+    """Write a steering folder: a random vector to add at each changed tap point, with scale 2."""
     generator = torch.Generator().manual_seed(number)
     tensors = {point: torch.randn(points[point], generator=generator) for point in chosen(points, number)}
     save(folder, {"peft_type": "STEERING", "scale": 2.0}, tensors)
 
 
 def lora_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return x W^T + bias + scale * x A^T B^T."""
+    """Return the layer output with LoRA, x W^T + bias + scale * x A^T B^T, float64 [T, out]."""
     tensors, config = read(folder)
     y = x @ weight.T + bias
     if f"{PREFIX}{name}.lora_A.weight" not in tensors:
@@ -75,7 +76,7 @@ def lora_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the output whose inputs or outputs are scaled."""
+    """Return the layer output with IA3, float64 [T, out]: the inputs or the outputs of the layer are scaled."""
     factors = read(folder)[0].get(f"{PREFIX}{name}.ia3_l")
     if factors is None:
         return x @ weight.T + bias
@@ -85,13 +86,13 @@ def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor)
 
 
 def steering_value(folder: Path, point: str, x: Tensor) -> Tensor:
-    """Return x plus the vector of a point."""
+    """Return the value of a tap point with steering, float64 [T, width]: x plus the scaled vector of the point."""
     tensors, config = read(folder)
     return x + config["scale"] * tensors[point].double() if point in tensors else x
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the fields of a folder."""
+    """Read an adapter folder, and return its tensors and its config."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     return load_file(folder / "adapter_model.safetensors"), config
 

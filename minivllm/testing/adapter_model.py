@@ -27,7 +27,7 @@ from minivllm.errors import RequestError, shown
 HIDDEN, INNER = 16, 40
 POINTS = {"embedding": HIDDEN, "layers.0.residual": HIDDEN}
 _ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
-# layer of the checkpoint -> (outputs, inputs)
+# name of a layer in the checkpoint -> (number of outputs, number of inputs)
 LAYERS = {
     _ATTENTION + "q_proj": (24, HIDDEN),
     _ATTENTION + "k_proj": (8, HIDDEN),
@@ -35,7 +35,7 @@ LAYERS = {
     _MLP + "gate_up_proj": (2 * INNER, HIDDEN),
     _MLP + "down_proj": (HIDDEN, INNER),
 }
-# served layer -> (layer of the checkpoint -> its parts, split)
+# name of a served layer -> (layer of the checkpoint -> the parts that it fills, dimension that is split)
 _SERVED: dict[str, tuple[dict[str, tuple[str, ...]], str]] = {
     "layers.0.attn.qkv": ({f"{_ATTENTION}{part}_proj": (part,) for part in "qkv"}, "column"),
     "layers.0.mlp.gate_up": ({_MLP + "gate_up_proj": ("gate", "up")}, "column"),
@@ -45,14 +45,14 @@ _SERVED: dict[str, tuple[dict[str, tuple[str, ...]], str]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the checkpoint, float32: ``weight`` [outputs, inputs] and ``bias`` [outputs]."""
+    """A linear layer of the checkpoint, float32: ``weight`` [outputs, inputs] and ``bias`` [outputs]."""
 
     weight: Tensor
     bias: Tensor
 
 
 def layers_of(device: str) -> dict[str, Layer]:
-    """Return random layers of the checkpoint."""
+    """Return the random layers of the checkpoint by name; they are the same in each call."""
     generator = torch.Generator().manual_seed(5)
     found = {}
     for name, (outputs, inputs) in LAYERS.items():
@@ -62,7 +62,8 @@ def layers_of(device: str) -> dict[str, Layer]:
 
 
 class ModelProcess:
-    """One of ``size`` processes that share the model, and the memory of a method in it."""
+    """The share of tensor-parallel process ``rank`` of ``size`` in the test model, with the adapter memory of a
+    method."""
 
     def __init__(
         self, method: AdapterMethod, device: str, rank: int = 0, size: int = 1, invariant: bool = False
@@ -89,7 +90,7 @@ class ModelProcess:
         self.changes = {name: self.memory.layer(name) for name in _SERVED}
 
     def _info(self, name: str, device: str) -> ModuleInfo:
-        """Return the description of this process's share of a served layer."""
+        """Return the description of this process's shard of a served layer: its parts, sizes and split."""
         sources, split = _SERVED[name]
         size = self.shard.size
         parts = []
@@ -101,7 +102,7 @@ class ModelProcess:
         return ModuleInfo(name, "linear", share, tuple(parts), "float32", device, True, split, self.shard)
 
     def _cut(self, name: str, kind: str) -> Tensor:
-        """Return this process's share of the weight or the bias of a served layer."""
+        """Return this process's shard of the weight or the bias (``kind``) of a served layer."""
         found = []
         for source in _SERVED[name][0]:
             values = getattr(self.layers[source], kind)
@@ -111,20 +112,23 @@ class ModelProcess:
         return self.targets[source].columns(joined).contiguous() if kind == "weight" else joined
 
     def read(self, folder: Path) -> Any:
-        """Read a folder by the method."""
+        """Load an adapter folder into host memory with the method's ``read``."""
         with opened(folder / "adapter_model.safetensors") as file, torch.inference_mode():
             return self.memory.read(OpenFolder(str(folder), file, self.target))
 
     def target(self, name: str) -> TargetLayer:
-        """Return the place of a layer of the checkpoint.  RequestError for an unknown name."""
+        """Return the served layer and the rows that hold a layer of the checkpoint.  RequestError for an unknown
+        name."""
         if name not in self.targets:
             raise RequestError(f"its target {shown(name)} is no layer of this model", "lora_request")
         return self.targets[name]
 
     def outputs(self, places: Sequence[int], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's part of the product of each served layer in a step, without the bias.
+        """Return this process's product of each served layer in a step, without the bias, [T, out] by name.
 
-        ``places`` are those of the tokens, ``inputs`` [T, in] the inputs of each served layer over all processes."""
+        ``places`` has the slot of adapter memory of each token, or -1.  ``inputs`` has the whole input [T, in] of each
+        served layer.
+        """
         found = {}
         with self.step(places):
             for name, change in self.changes.items():
@@ -136,18 +140,22 @@ class ModelProcess:
         return found
 
     def step(self, places: Sequence[int]) -> Any:
-        """Return the context of a step of tokens with adapters in ``places``."""
+        """Return a context manager for a step whose tokens use the adapters in the slots ``places`` (-1 for none)."""
         return _AdaptedStep(self.memory, torch.tensor(places, dtype=torch.int32, device=self.model.device))
 
     def values(self, places: Sequence[int], loaded: Sequence[Any], x: Tensor) -> dict[str, Tensor]:
-        """Return x [T, width] as the method changes it at each point, in a step with adapters ``loaded``."""
+        """Return the value of each tap point in a step, [T, width] by point, for the value x without adapters.
+
+        ``places`` has the slot of adapter memory of each token, or -1, and ``loaded`` the adapters that were stored.
+        """
         changed = {point for one in loaded for point in self.memory.points(one)}
         with self.step(places):
             return {point: self.memory.at_point(point, x) if point in changed else x for point in POINTS}
 
 
 class _AdaptedStep:
-    """The context of a step: ``begin`` with its tokens, and ``end``."""
+    """A context manager that calls the adapter memory's ``begin`` with the slots of a step's tokens, and then its
+    ``end``."""
 
     def __init__(self, memory: AdapterMemory, tokens: Tensor) -> None:
         self.memory, self.tokens = memory, tokens
@@ -164,12 +172,12 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def inputs_of(tokens: int, device: str, seed: int = 0) -> dict[str, Tensor]:
-    """Return random inputs [tokens, in] of the served layers, over all processes."""
+    """Return random inputs of each served layer for a step of some tokens, [tokens, in] by name, not split."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {name: LAYERS[next(iter(sources))][1] for name, (sources, _) in _SERVED.items()}
     return {name: torch.randn(tokens, size, generator=generator).to(device) for name, size in sizes.items()}
 
 
 def sources_of(name: str) -> dict[str, tuple[str, ...]]:
-    """Return the layers of the checkpoint in a served layer, with their parts."""
+    """Return the checkpoint's layers that a served layer consists of, each with its parts."""
     return _SERVED[name][0]

@@ -37,8 +37,8 @@ from .base import Seen, find, since
 from .kept import Lasting
 from .spec import SpecConformance
 
-LONGEST = 4300  # keys of a row at most
-# (tokens in the cache, new tokens) of a prompt, a decode row, a chunk, and a prompt of one token
+LONGEST = 4300  # most keys of a row (a sequence in a step)
+# (cached tokens, new tokens) of each row of a step: a prompt, a decode row, a chunk of a prompt, a one-token prompt
 ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))
 NAN = float("nan")
 
@@ -53,10 +53,10 @@ class AttentionConformance(
     Lasting,
     SpecConformance,
 ):
-    """The suite of attention back ends.
+    """The conformance suite of attention back ends.
 
-    Override ``load`` if the layout of the back end differs from the layout of the KV format.  Override ``formats`` to
-    test with KV formats that are not installed as plug-ins.
+    Override ``load`` if the back end stores keys and values in another layout than the KV format.  Override
+    ``formats`` to test with KV formats that are not installed as plug-ins.
     """
 
     kind = "attention"
@@ -64,12 +64,13 @@ class AttentionConformance(
     # ---- what an author may override -----------------------------------------------------------------------------
 
     def formats(self) -> Sequence[str]:
-        """Return the KV formats to test with: the name of a built-in format, and ``dist/name`` of other formats."""
+        """Return the KV formats to test with: the plain name of a built-in format, and ``dist/name`` of any other
+        one."""
         entries = Catalog.discover()["kvformat"].entries
         return [entry.name if entry.builtin else entry.label for entry in entries]
 
     def load(self, backend: AttentionBackend, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the k and v that ``layer.cache`` stores in blocks (int64 [n]).
+        """Return the keys and values that a layer's cache holds in some blocks (int64 [n]).
 
         Both are float32 [n * block, kv_heads, dim].
         """
@@ -95,22 +96,25 @@ class AttentionConformance(
         return Space(self)
 
     def plain(self, **fixed: Any) -> Setting:
-        """Return the plainest claimed setting with the ``fixed`` facts, or skip the test if there is none."""
+        """Return the plainest setting (model, KV format and block size) that the plug-in claims to serve.
+
+        ``fixed`` has facts that the setting must have.  Skip the test if the plug-in claims no such setting.
+        """
         setting = self.space.plain(**fixed)
         if setting is None:
             pytest.skip(f"no setting with {fixed or 'anything known'} is claimed")
         return setting
 
     def attention_context(self, setting: Setting, rows: int, tokens: int, invariant: bool) -> AttentionContext:
-        """Return the context to build a back end for a setting.
+        """Return the arguments to build a back end for a setting.
 
-        ``rows`` and ``tokens`` are the greatest numbers of rows and of tokens of a row.
+        ``rows`` is the largest number of rows of a step, and ``tokens`` the largest number of tokens of a row.
         """
         fmt = self.format(setting.kv_format)
         return AttentionContext(self.place(), setting.dtype, fmt, setting.block, rows, tokens, prepare_qk, invariant)
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build a back end for ``exercise``."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (self.attention_context(self.plain(), len(ROWS) + 2, 24, False),)
 
     def exercise(self, instance: AttentionBackend) -> Any:
@@ -120,9 +124,10 @@ class AttentionConformance(
         return [result.out.tolist() for result in world.step(rows)]
 
     def run(self, setting: Setting, rows: Sequence[tuple[int, int]] = ROWS, **options: Any) -> list[LayerResult]:
-        """Check one step of rows (tokens in the cache, new tokens) in a new world.
+        """Run one step of a new back end and cache, and compare its results with exact attention.
 
-        ``options`` has keyword arguments of ``World`` and of ``World.check``.
+        ``rows`` has (cached tokens, new tokens) of each row.  ``options`` has keyword arguments of ``World`` and of
+        ``World.check``.
         """
         most = max(past + new for past, new in rows) + options.get("ahead", 0)
         names = ("seed", "poison", "q_size", "null_nan", "batch_invariant", "slope", "static")
@@ -131,17 +136,21 @@ class AttentionConformance(
         return world.check([(world.add(past), new) for past, new in rows], **options)
 
     def around(self, block: int) -> list[tuple[int, int]]:
-        """Return rows that end before, at and after block borders, with one, two and ``block`` new tokens."""
+        """Return rows (cached tokens, new tokens) that end before, at and after block borders.
+
+        They have one, two and ``block`` new tokens.
+        """
         borders = {n * block + shift for n in (1, 2) for shift in (-1, 0, 1)}
         ends = sorted(end for end in borders if end > 0)
         return [(end - new, new) for new in sorted({1, 2, block}) for end in ends if end >= new]
 
     def with_windows(self) -> tuple[dict[str, Any], ...]:
-        """Return the AttnSpec fields to test a feature with: none, and a window of 3 tokens if windows are claimed."""
+        """Return AttnSpec fields to test a feature with: no field, and a window of 3 tokens if windows are claimed."""
         return ({}, {"window": 3}) if self.claims("window") else ({},)
 
     def windowed_settings(self) -> list[tuple[int, Setting]]:
-        """Return (block size, setting with a window): the first three block sizes, or all in the long profile."""
+        """Return (block size, setting with a window) for the first three block sizes, or for all in the long
+        profile."""
         settings = list(self.space.each("block", window=2))
         return settings if self.long else settings[:3]
 
@@ -151,8 +160,8 @@ class AttentionConformance(
     def test_any_steps_give_the_answer_of_the_definition(self) -> None:
         """Check steps of prompts, chunks and decode rows in any mix, in all claimed settings.
 
-        The steps follow each other, and blocks are shuffled and shared.  Rows that have ended or pad a step, and slots
-        that a query may not see, do not change the results of other rows.
+        The steps follow each other, and blocks are shuffled and shared.  Rows that have ended, rows that pad a step,
+        and slots that a query may not see must not change the results of other rows.
         """
         seen = Seen()
         settings = self.space.settings()
@@ -183,7 +192,8 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_each_number_of_query_heads_for_a_kv_head(self) -> None:
-        """Check that query head h reads KV head h // (heads / kv_heads), for one and for several KV heads."""
+        """Check that query head h reads KV head h // (heads / kv_heads), for each claimed number of query heads per
+        KV head."""
         for ratio, setting in self.space.each("queries_per_kv"):
             self.run(setting)
             self.run(setting, seed=ratio, fused=False)
@@ -224,9 +234,10 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_each_dtype_with_each_kv_format(self) -> None:
-        """Check rows of one key and of many keys against twice the error of naive attention in the same dtype.
+        """Check each claimed dtype with each KV format, for rows of one key and of many keys.
 
-        Sums and probabilities must have at least the precision of the model's dtype.
+        The allowed error is twice that of naive attention in the same dtype, so sums and probabilities need its
+        precision.
         """
         for dtype, _ in self.space.each("dtype"):
             for kv_format, setting in self.space.each("kv_format", dtype=dtype):
@@ -390,7 +401,8 @@ class AttentionConformance(
 
     @since(1, 3)
     def test_where_the_rotary_tables_have_a_token_says_nothing_of_what_it_sees(self) -> None:
-        """Check that ``AttnMeta.position`` does not change the keys that a query sees: it is for ``QKPre`` only."""
+        """Check that ``AttnMeta.position`` does not change the keys that a query sees: it only selects rows of
+        rotary tables."""
         settings = [self.plain()]
         if self.claims("window"):
             settings.append(_windowed(self.plain(window=2), 6))
@@ -433,7 +445,8 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_values_in_the_keys_are_their_first_elements(self) -> None:
-        """Check that v is k[..., :dim_v], for which the cache has no tensor (``v_in_k``)."""
+        """Check that the values are the first dim_v elements of the keys where the cache stores no values
+        (``v_in_k``)."""
         self.need("v_in_k")
         tested = 0
         for dim_v in self.space.facts["dim_v"]:
@@ -447,7 +460,8 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_the_same_step_gives_the_same_bits(self) -> None:
-        """Check that a repeated step gives the same bits, whatever ran in between (``repeatable``)."""
+        """Check that a repeated step gives the same bits, whatever steps ran in between, if ``repeatable`` is
+        claimed."""
         self.need("repeatable")
         for _, setting in self.space.each("dtype"):
             world, rows = self._many_rows(setting, False)
@@ -460,7 +474,7 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(self) -> None:
-        """Check that the bits of a row do not depend on the other rows of its step (``batch_invariant``).
+        """Check that output bits of a row do not depend on the other rows of its step (``batch_invariant``).
 
         The row is alone, beside other rows, in another order, and in chunks of any size.
         """
@@ -481,7 +495,7 @@ class AttentionConformance(
                         _assert_same_bits(out, expected[i], i, f"it comes in chunks of {size}")
 
     def _in_chunks(self, world: World, seq: Any, sizes: Sequence[int]) -> Tensor:
-        """Return out [n, heads, dim_v] of consecutive steps with ``sizes`` tokens of a sequence.
+        """Return the outputs [n, heads, dim_v] of a sequence whose next tokens come in steps of ``sizes`` tokens.
 
         The length of the sequence is restored.
         """
@@ -491,13 +505,14 @@ class AttentionConformance(
         return out
 
     def _many_rows(self, setting: Setting, invariant: bool) -> tuple[World, list]:
-        """Return a world and the rows of a step: short and long rows, with one and with several new tokens."""
+        """Return a test cache and the rows of a step, (sequence, new tokens): short and long, with one and several
+        new tokens."""
         shapes = [(2, 1), (700, 1), (30, 1), (333, 1), (0, 5), (64, 17), (0, 130), (250, 40)]
         world = World(self, setting, len(shapes), 720, batch_invariant=invariant)
         return world, [(world.add(past), new) for past, new in shapes]
 
     def _outputs(self, world: World, rows: list, step: Any = None) -> dict[int, Tensor]:
-        """Run a step and return index in ``rows`` -> out [n, heads, dim_v] of the row.
+        """Run a step, and return its outputs [n, heads, dim_v] by index in ``rows``.
 
         The lengths of the sequences are restored.
         """
@@ -513,7 +528,8 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_the_layout_is_that_of_one_block(self) -> None:
-        """Check that the layout describes one block, of which the engine allocates [blocks, *shape] for each tensor."""
+        """Check that the cache layout describes a single block, for which the engine allocates [blocks, *shape] per
+        tensor."""
         for block, setting in self.space.each("block"):
             backend = self.build(self.attention_context(setting, 2, 2 * block, False))
             layout = backend.layout(setting.specs[0], backend.ctx.kv_format, block)
@@ -525,11 +541,11 @@ class AttentionConformance(
 
     @since(1, 0)
     def test_a_captured_step_replays_on_new_data(self) -> None:
-        """Check that a captured decode step (or mixed step) gives exact results for new data (the trait ``graph``).
+        """Check that a decode step or a mixed step that was captured in a CUDA graph gives exact results for new data.
 
-        The step is captured once with its ``GraphKey``.  New metadata is copied into the same tensors, and ``plan``
-        runs before each replay.  Captures of two sizes take turns.  On a CPU the step runs again, with the host arrays
-        of the capture.
+        This is the trait ``graph``.  The step is captured once with its ``GraphKey``.  New metadata is copied into the
+        same tensors, and ``plan`` runs before each replay.  Captures of two sizes take turns.  On a CPU the step runs
+        again, with the host arrays of the capture.
         """
         graph = self.spec.traits.get("graph", "none")
         assert graph in ("none", "decode", "mixed"), f"traits graph={graph!r}: expected none, decode or mixed"
@@ -542,17 +558,18 @@ class AttentionConformance(
 
 
 def _windowed(setting: Setting, window: int) -> Setting:
-    """Return a setting of one layer with another window."""
+    """Return a one-layer copy of a setting with another sliding window, in tokens."""
     return replace(setting, specs=(replace(setting.specs[0], window=window),))
 
 
 def _require_score(result: LayerResult, least: float) -> None:
-    """Fail unless the test is strong enough: a score of the step is greater than ``least``."""
+    """Fail if every score of a step is at most ``least``, because then the test would prove nothing."""
     largest = max(exact.largest for exact in result.exact)
     Seen(large=int(largest > least)).require(large=1)
 
 
 def _assert_same_bits(out: Tensor, expected: Tensor, row: int, how: str) -> None:
-    """Fail unless the outputs of a row are equal; ``how`` describes how the steps differ."""
+    """Fail unless two outputs of a row are bitwise equal; ``how`` describes the difference of their steps in the
+    message."""
     differ = int((out != expected).sum())
     assert not differ, f"row {row}: {differ} of {out.numel()} elements of out have other bits when {how}"

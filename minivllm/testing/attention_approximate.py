@@ -1,7 +1,7 @@
-"""Tests of a back end that attends to a selection of the keys (the trait ``approximate``).
+"""Tests of an attention back end that reads only selected keys (the trait ``approximate``).
 
-Every test of the suite compares the results of such a back end with exact attention over the keys that ``selected``
-returns.  So ``selected`` must return exactly the keys that ``forward`` reads.
+Each test of the attention suite compares such a back end with exact attention over the keys that its method
+``selected`` returns.  So ``selected`` must return exactly the keys that ``forward`` reads.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .attention_world import World
 from .base import since
 
 LENGTHS = (1, 2, 17, 64, 300, 1000, 5000, 40_000)  # numbers of keys that a query may attend to
-LONG = (700, 130, 300)  # tokens in the cache, for each row of a step
+LONG = (700, 130, 300)  # cached tokens of each row of a step
 
 
 class AttentionApproximate:
-    """The tests of the trait ``approximate`` in ``AttentionConformance``."""
+    """The tests of the trait ``approximate``, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         build: Any
@@ -38,7 +38,7 @@ class AttentionApproximate:
 
     @since(1, 5)
     def test_the_number_of_selected_keys_is_declared_and_smaller_than_all(self) -> None:
-        """Check the bound ``most_keys`` of a back end with the trait ``approximate``.
+        """Check ``most_keys``, the largest number of keys that a query selects among a number of visible keys.
 
         It is an integer from 1 to the number of visible keys, does not fall as this number grows, and is smaller than
         it for long contexts.
@@ -67,10 +67,7 @@ class AttentionApproximate:
 
     @since(1, 5)
     def test_a_selection_depends_on_its_own_row_alone(self) -> None:
-        """Check that other rows and blocks that no sequence owns do not change the selected keys of a row.
-
-        This holds for the trait ``approximate``.
-        """
+        """Check that the keys that a row selects do not depend on other rows or on the contents of free blocks."""
         self.need_approximate()
         expected = self._selected(1e4, 1)
         for poison, factor in ((3.0, 1), (1e4, 9)):
@@ -79,9 +76,9 @@ class AttentionApproximate:
             )
 
     def _selected(self, poison: float, factor: int) -> Tensor:
-        """Return the selection of the first row of a step.
+        """Return the keys that the first of two rows selects in a step, a bool mask.
 
-        ``poison`` is the size of the contents of unowned blocks.  The values of the second row are multiplied by
+        ``poison`` is the size of the numbers in free blocks.  The values of the second row are multiplied by
         ``factor``.
         """
         world = World(self, self.plain(), 2, LONG[0] + 9, poison=poison)  # type: ignore[arg-type]

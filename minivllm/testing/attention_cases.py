@@ -1,4 +1,4 @@
-"""Test cases for an attention back end: settings inside the limits of its spec, and steps of any mix of rows."""
+"""Draw test cases for an attention back end: settings within the limits of its spec, and steps of any mix of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm.registration.spec import ANY, PluginQuery, Spec
 from .attention_world import Rows, Setting, World, WorldSeq
 from .base import Subject
 
-CANDIDATES = {  # values of each fact, the plainest first
+CANDIDATES = {  # values to try for each fact of an engine's configuration, the plainest first
     "dtype": ("float32", "bfloat16", "float16"),
     "block": (4, 16, 8, 1, 32, 64, 128, 256),
     "queries_per_kv": (2, 1, 3, 4, 5, 6, 7, 8, 16),
@@ -28,7 +28,7 @@ CANDIDATES = {  # values of each fact, the plainest first
 
 
 class SpaceSuite(Protocol):
-    """The part of a suite that ``Space`` uses: the claims of the plug-in, and the KV formats."""
+    """The attributes of a conformance suite that ``Space`` uses: the claims of the plug-in, and the KV formats."""
 
     @property
     def spec(self) -> Spec: ...
@@ -46,16 +46,16 @@ class SpaceSuite(Protocol):
 
 
 def _device(suite: SpaceSuite) -> str:
-    """Return the claimed device, preferably the device of the test.
+    """Return a device that the plug-in claims, preferably the device of the test.
 
-    A back end that claims only a GPU can be tested on a CPU: there the interpreter runs its Triton kernels.
+    A back end that claims only a GPU can be tested on a CPU: there Triton's interpreter runs its kernels.
     """
     device = suite.place().partition(":")[0]
     return next(iter(suite.values("device", device, "cuda", "cpu")), device)
 
 
 def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
-    """Return the query with which the engine looks for a back end for a setting."""
+    """Return the engine's query for an attention back end that fits a setting."""
     specs = setting.specs
     facts: dict[str, Any] = {
         "device": _device(suite),
@@ -80,7 +80,7 @@ def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
 
 
 class Space:
-    """All settings that the plug-in of a suite claims to serve."""
+    """All settings (model, KV format and block size) that the plug-in of a suite claims to serve."""
 
     def __init__(self, suite: SpaceSuite) -> None:
         self.suite = suite
@@ -94,10 +94,11 @@ class Space:
         self.kind = suite.subject.kind
 
     def _values(self, fact: str, candidates: Sequence[Any]) -> list[Any]:
-        """Return the values of a fact to test: the claimed candidates, and the numbers that its limit names.
+        """Return the values of a fact to test: the claimed candidates, and the numbers at the limits of the spec.
 
-        These numbers are the edges of a range or the elements of a set.  On a GPU they are only the least and the
-        greatest, unless the profile is long, because a kernel is compiled for each size.
+        The limit is a range, of which the edges are tested, or a set, of which all elements are.  On a GPU only the
+        least and the greatest number are tested, unless the profile is long, because a kernel is compiled for each
+        size.
         """
         limit = ANY if self.suite.spec.limits == ANY else self.suite.spec.limits.get(fact, frozenset())
         named = limit if isinstance(limit, Set) else [getattr(limit, edge, None) for edge in ("least", "most", "step")]
@@ -136,7 +137,7 @@ class Space:
         return found
 
     def features(self) -> dict[str, Sequence[Any]]:
-        """Return values for the fields of AttnSpec that a test may vary: the scale and the claimed features."""
+        """Return values to draw for fields of AttnSpec: the scale, and the features that the plug-in claims."""
         values: dict[str, Sequence[Any]] = {"scale": (None, None, 0.05, 0.9)}
         if self.suite.claims("window"):
             values["window"] = (None, 1, 2, 3, 5, 17, 1000)
@@ -179,7 +180,7 @@ class Space:
         return any_setting().filter(self.serves)
 
     def each(self, fact: str, **fixed: Any) -> Iterator[tuple[Any, Setting]]:
-        """Yield the claimed values of a fact, each with the plainest setting that has it.
+        """Yield (value, setting) for each claimed value of a fact, with the plainest setting that has the value.
 
         ``fixed`` has other facts or AttnSpec fields that the settings must have.  Skip the test if no setting is
         claimed.
@@ -192,9 +193,9 @@ class Space:
 
 
 def room(setting: Setting) -> int:
-    """Return how many tokens a sequence may have in a test that runs often.
+    """Return the largest number of tokens of a sequence in tests that run often.
 
-    The number is enough for some blocks, unless attention over them is too much work.
+    It is enough for some blocks, unless attention over them is too much work.
     """
     work = max(spec.heads * (spec.dim_qk + spec.dim_v) for spec in setting.specs)
     return max(20, min(320, 400_000 // work, 5 * setting.block + 40))
@@ -202,7 +203,7 @@ def room(setting: Setting) -> int:
 
 @dataclass(frozen=True)
 class RowLife:
-    """The plan of one sequence through the steps of a test."""
+    """The plan of one sequence in a test: its cached tokens, and its new tokens in each step."""
 
     past: int  # tokens in the cache before the first step
     news: tuple[int, ...]  # new tokens in each step; 0 means that the sequence is not in the step
@@ -218,7 +219,8 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
     No step is empty.  A sequence has at most ``most`` tokens.  ``block`` is the number of tokens of a block.
     """
     steps = draw(st.integers(1, 3))
-    shareable = int(block + 40 < most)  # number of full blocks of a common prefix that leave room for other tokens
+    # number of full blocks that sequences may share at their start and still have room for tokens of their own
+    shareable = int(block + 40 < most)
     if 3 * block < most:
         shareable = 2
     common = draw(st.integers(0, shareable)) * block if shareable else 0
@@ -249,7 +251,7 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
 
 
 def settle(world: World, plan: Sequence[RowLife]) -> list[WorldSeq]:
-    """Add the sequences of a plan to a world and return them."""
+    """Create the sequences of a plan in a test cache, and return them."""
     seqs: list[WorldSeq] = []
     for life in plan:
         if life.null:
@@ -261,13 +263,13 @@ def settle(world: World, plan: Sequence[RowLife]) -> list[WorldSeq]:
 
 
 def rows_of(plan: Sequence[RowLife], seqs: Sequence[WorldSeq], step: int) -> Rows:
-    """Return the rows of a step, in reverse order for every other step."""
+    """Return (sequence, new tokens) of each row of step number ``step``, in reverse order if that is odd."""
     rows = [(seq, life.news[step]) for seq, life in zip(seqs, plan, strict=True) if life.news[step]]
     return rows[::-1] if step % 2 else rows
 
 
 def seen_in(rows: Rows, plan: Sequence[RowLife], block: int) -> Iterator[str]:
-    """Yield the names of the difficult cases that a step contains, for ``Seen``."""
+    """Yield the name of each difficult case that a step contains, such as "border", to be counted in ``Seen``."""
     live = [(seq, new) for seq, new in rows if seq.live]
     if any(new == 1 for _, new in live) and any(new > 1 for _, new in live):
         yield "mixed"

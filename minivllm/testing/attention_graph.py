@@ -23,7 +23,7 @@ from .attention_math import TokenPlace, compare
 from .attention_world import Rows, Setting, World, WorldSuite
 from .waiting import no_wait, waits
 
-TOKENS = 300  # tokens of a sequence at most
+TOKENS = 300  # most tokens of a sequence
 LONG = 360  # number of tokens of a sequence whose blocks other sequences share
 
 
@@ -45,7 +45,7 @@ def check_decode(suite: WorldSuite, setting: Setting) -> None:
 
 
 def check_mixed(suite: WorldSuite, setting: Setting) -> None:
-    """Check captured mixed steps: up to four rows with up to twenty tokens, divided differently in each replay.
+    """Check captured mixed steps of up to four rows with up to twenty tokens, divided differently in each replay.
 
     Rows of one token come first.  The rows and tokens that pad a step belong to no sequence.
     """
@@ -57,7 +57,7 @@ def check_mixed(suite: WorldSuite, setting: Setting) -> None:
 
 
 def check_shared(suite: WorldSuite, setting: Setting) -> None:
-    """Check captured decode steps with ``GraphKey.shared``: rows that share blocks come and leave, in any order."""
+    """Check captured decode steps whose rows share blocks (``GraphKey.shared``); rows come and leave in any order."""
     world = World(suite, setting, 8, LONG)
     head, other = world.add(LONG - 12), world.add(LONG - 40)
     seqs = [head, other, *(world.add(head.length, like=head) for _ in range(4)), world.add(7), world.add(5, like=head)]
@@ -68,7 +68,7 @@ def check_shared(suite: WorldSuite, setting: Setting) -> None:
 
 
 class _Step:
-    """A captured step of a world with one layer, and the tensors that it reads and writes."""
+    """A captured step of one attention layer, with the tensors that it reads and writes at each replay."""
 
     def __init__(self, world: World, key: GraphKey, rows: Rows) -> None:
         self.world = world
@@ -77,7 +77,7 @@ class _Step:
         self.spare = world.add_null().slot
         self.meta = _bounded(self._meta(rows), world.tokens)
         if key.kind == "mixed":
-            # only arrays on the device have the numbers of tokens of the rows
+            # the number of tokens of each row is only on the device, so a kernel must read it there
             self.meta.decode_rows = key.rows
             self.meta.host_q_len[:] = key.tokens
         self.on_device = world.suite.spec.traits.get("plan") == "device"
@@ -121,7 +121,7 @@ class _Step:
         return padded
 
     def _run(self) -> None:
-        """Run the operations that are captured."""
+        """Run ``plan`` if it is captured, ``write`` and ``forward`` on the step's tensors."""
         if self.on_device:
             self.world.backend.plan(self.meta, self.key)
         q = self.world.backend.write(self.layer, *self.static, self.meta, None)

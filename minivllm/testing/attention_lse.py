@@ -14,7 +14,7 @@ from .base import since
 
 
 class AttentionLse:
-    """The tests of ``lse`` in ``AttentionConformance``."""
+    """The tests of the output ``lse``, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         claims: Any
@@ -36,13 +36,13 @@ class AttentionLse:
 
     @since(1, 2)
     def test_answers_over_parts_of_a_context_merge_by_their_lse(self) -> None:
-        """Check that results over two parts of a context merge into the result over the whole context.
+        """Check that attention over two parts of a context merges into attention over the whole context by ``lse``.
 
-        Two rows with the query of a third row have the first and the last of its keys.  The sum of their results,
-        weighted by exp(lse), is the result of the third row (Ring Attention, arXiv:2310.01889; FlashDecoding).
+        Two rows have the query of a third row, and the first and the last part of its keys.  The sum of their outputs,
+        weighted by exp(lse), is the output of the third row (Ring Attention, arXiv:2310.01889; FlashDecoding).
         """
         self.need("lse")
-        total, first = 37, 13  # keys of the third row and of the first row
+        total, first = 37, 13  # numbers of keys: of the whole context, and of its first part
         world = World(self, self.plain(), 3, total + 1)
         start, end, whole = (world.add() for _ in range(3))
         for seq, keys in ((start, slice(0, first)), (end, slice(first, total))):
@@ -65,7 +65,7 @@ class AttentionLse:
 
     @since(1, 0)
     def test_an_output_that_is_not_claimed_is_refused(self) -> None:
-        """Check that a back end without lse raises an error, such as PluginError, and does not ignore the tensor."""
+        """Check that a back end that does not claim ``lse`` raises an error for the argument, such as PluginError."""
         if self.claims("lse"):
             pytest.skip("claimed: lse")
         world = World(self, self.plain(), 1, 4)

@@ -1,7 +1,7 @@
-"""Reference attention by its definition, and the comparison of a back end's results with it.
+"""Compute attention by its definition, and compare the results of a back end with it.
 
 The reference in float64 is the exact answer.  The same computation in the model's dtype has a naive error.  A back end
-may have twice this error, as in flash-attention's own tests.
+may have twice the naive error, as in flash-attention's own tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ExactAttention:
     """The results of attention for the last n queries of one sequence of L tokens."""
 
     out: Tensor  # [n, heads, dim_v]
-    lse: Tensor  # [n, heads] natural logarithm of the softmax's denominator, the sink included
+    lse: Tensor  # natural logarithm of the softmax denominator with the sink, [n, heads]
     largest: float  # largest absolute score of a query and a visible key
 
 
@@ -54,7 +54,7 @@ def attend(
 
 
 def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
-    """Return which keys each of the last ``queries`` of ``keys`` tokens may see, bool [queries, keys]."""
+    """Return a mask of the keys that the last ``queries`` of ``keys`` tokens may see, bool [queries, keys]."""
     key = torch.arange(keys)
     query = torch.arange(keys - queries, keys)[:, None]
     seen = key <= query
@@ -115,9 +115,10 @@ def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """The position of a row in a step, for comparison and messages.
+    """The place of a row in a step: its first token, its number of tokens, and the length of its sequence.
 
-    The row has the tokens [first, first + n) of the step, which are the last n of a sequence of ``length`` tokens.
+    The row has the tokens [first, first + n) of the step, which are the last n of the ``length`` tokens of its
+    sequence.
     """
 
     row: int

@@ -19,11 +19,12 @@ from .base import since
 if TYPE_CHECKING:
     from .attention_cases import Space
 
-HEAD, OTHER = (300, 329, 310, 40, 305), (350, 333, 322, 9, 340)  # tokens in the cache of two groups of rows
+# cached tokens of the rows in two groups; the rows of a group share blocks at their start
+HEAD, OTHER = (300, 329, 310, 40, 305), (350, 333, 322, 9, 340)
 
 
 class AttentionShared:
-    """The checks of shared blocks in ``AttentionConformance``."""
+    """The tests of shared blocks, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         space: Space
@@ -32,9 +33,11 @@ class AttentionShared:
         plain: Any
 
     def sharing(self, setting: Setting, **options: Any) -> tuple[World, list[WorldSeq]]:
-        """Return a world and the sequences of two groups that share blocks.
+        """Return a test cache and the sequences of two groups, each of which shares blocks at its start.
 
-        Skip the test if the back end reads no shared blocks once.  ``options`` has keyword arguments of ``World``."""
+        Skip the test if the back end has no special path for shared blocks.  ``options`` has keyword arguments of
+        ``World``.
+        """
         world = World(self, setting, 13, 360, **options)  # type: ignore[arg-type]
         if world.backend.shares_from is None:
             pytest.skip("not claimed: shares_from")
@@ -49,9 +52,10 @@ class AttentionShared:
 
     @since(1, 6)
     def test_rows_that_share_blocks_get_the_answer_of_rows_that_do_not(self) -> None:
-        """Check decode rows of two groups that share blocks, of several lengths, with garbage in all other blocks.
+        """Check that decode rows that share blocks get exact results, with garbage in all blocks that no row uses.
 
-        Rows that have ended, and rows without a block, are among them.  The rows change their order, and some leave.
+        The two groups have rows of several lengths, rows that have ended, and rows without a block.  The rows change
+        their order, and some leave.
         """
         for poison in (1e4, float("nan")):
             world, seqs = self.sharing(self.plain(), poison=poison)
@@ -62,7 +66,8 @@ class AttentionShared:
 
     @since(1, 6)
     def test_shared_blocks_with_each_feature(self) -> None:
-        """Check shared blocks with a window, sinks and a soft cap, and with the most heads of a KV head."""
+        """Check rows that share blocks with a window, sinks and a soft cap, and with the most query heads per KV
+        head."""
         ratio = self.space.facts["queries_per_kv"][-1]
         features: list[dict[str, Any]] = [{"window": 200}, {"sinks": True}, {"softcap": 1.5}]
         claimed = [more for more in features if self.claims(*more)]

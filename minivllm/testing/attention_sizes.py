@@ -8,14 +8,14 @@ import pytest
 
 from .base import since
 
-ROWS = 40  # rows of a step
+ROWS = 40  # number of rows of a step
 PROMPT = 1100  # tokens of a long prompt
 CONTEXT = 9000  # tokens of a long context
 WINDOWS = (33, 64, 100, 130)  # tokens
 
 
 class AttentionSizes:
-    """The tests of large sizes in ``AttentionConformance``."""
+    """The tests of large sizes, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         claims: Any
@@ -25,7 +25,7 @@ class AttentionSizes:
 
     @since(1, 0)
     def test_many_rows_of_a_step_get_their_own(self) -> None:
-        """Check a step of 32 decode rows and 8 chunks of different lengths."""
+        """Check a step of 32 decode rows and 8 chunks of different lengths: each row gets its own result."""
         decode = [(1 + 7 * i % 45, 1) for i in range(ROWS - 8)]
         chunks = [(5 * i % 23, 2 + i % 7) for i in range(8)]
         self.run(self.plain(), decode + chunks)

@@ -1,4 +1,4 @@
-"""Tests of ``spans``: tokens of an image that see the later tokens of the image."""
+"""Tests of the feature ``spans``: the tokens of an image, which see the later tokens of the same image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .attention_world import World
 from .base import since
 
-# (tokens in the cache, new tokens, spans as first position and end), rows of one token first
+# (cached tokens, new tokens, spans) of each row; a span is (position of its first token, position after its last)
 CASES: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = (
     (12, 1, ()),
     (0, 1, ()),
@@ -23,7 +23,7 @@ WINDOW = 9  # at least as long as each span
 
 
 class AttentionSpans:
-    """The tests of ``spans`` in ``AttentionConformance``."""
+    """The tests of spans, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         claims: Any
@@ -32,8 +32,10 @@ class AttentionSpans:
 
     @since(1, 7)
     def test_tokens_of_a_span_see_all_of_it(self) -> None:
-        """Check that ``AttnMeta.host_sees`` lets the tokens of a span see its later tokens, and no other ones, with a
-        window too, whose first position stays that of the token."""
+        """Check that the tokens of a span see its later tokens and no other later ones (``AttnMeta.host_sees``).
+
+        With a window too, the first visible position is that of the token's own window.
+        """
         self.need("spans")
         for more in ({}, {"window": WINDOW}, {"sinks": True}, {"softcap": 2.0}, {"lse": True}):
             if not all(self.claims(feature) for feature in more):
@@ -43,7 +45,7 @@ class AttentionSpans:
             if "window" in fields:
                 specs = tuple(replace(spec, window=fields["window"]) for spec in setting.specs)
                 setting = replace(setting, specs=specs)
-            # further features do not change the choice of rows, and the interpreter takes half a second for a row
+            # other features do not change the choice of rows, and Triton's interpreter takes half a second for a row
             orders = [CASES, CASES[2:3], CASES[4:5]] if not more else [CASES[3:5]]
             if "window" in more:
                 orders = [CASES[:1] + CASES[:2:-1]]

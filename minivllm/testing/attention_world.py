@@ -1,9 +1,9 @@
-"""A back end with a paged cache, sequences with known keys and values, and steps as the engine runs them.
+"""Run steps of an attention back end over a small paged cache, as the engine does.
 
-Such a *world* has a few layers.  The blocks of a sequence are in random order and may be shared.  The number of a row
-differs from its slot in the block table.  Everything that no query may see holds garbage: the null block, blocks that
-no sequence owns, the rest of a sequence's last block, table entries beyond its length, and the table rows of other
-slots.
+Such a *world* has a few layers, and sequences with known keys and values.  The blocks of a sequence are in random
+order and may be shared.  The index of a row in a step differs from the slot of its sequence in the block table.
+Everything that no query may see holds garbage: the null block, blocks that no sequence owns, the rest of a sequence's
+last block, table entries beyond its length, and the table rows of other slots.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from minivllm.registration.spec import Spec
 from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare, visible
 
 torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
-GUARD = 3  # guard rows before and after an output, which a back end must not change
+GUARD = 3  # guard rows before and after an output tensor, which a back end must not change
 MARK = 7.0  # the value of the elements of guard rows
-UNOWNED = 4  # blocks of each KV group that no sequence owns
+UNOWNED = 4  # number of blocks of each KV group that no sequence owns
 
 
 def make_meta(
@@ -46,10 +46,10 @@ def make_meta(
 ) -> AttnMeta:
     """Return the metadata of a step.
 
-    ``rows`` has (slot, q_len, kv_len) of each row, rows of one token first.  ``table`` is the block table, int32
-    [KV groups, slots, blocks], and ``block`` the tokens of a block.  The rows numbered in ``ended`` write to the null
-    block, like rows that ended on the device while the host did not know yet.  The lengths of decode rows on the host
-    are too large by ``ahead``.
+    ``rows`` has (slot, q_len, kv_len) of each row, rows of one token first.  ``table`` is the block table, int32 [KV
+    groups, slots, blocks], and ``block`` the tokens of a block.  The rows with the indices ``ended`` write to the null
+    block, like a row that ended on the device before the host received its result.  The lengths of decode rows on the
+    host are too large by ``ahead``.
     """
     slots, q_len, kv_len = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     decode_rows = int(np.argmax(np.append(q_len, 2) != 1))
@@ -84,7 +84,7 @@ def make_meta(
 
 
 def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> dict[str, Tensor]:
-    """Return the cache tensors of a layer with some blocks, all elements of which are ``value``."""
+    """Return the cache tensors of a layer for a number of blocks, with all elements equal to ``value``."""
     cache = {}
     for name, tensor in layout.tensors.items():
         shape = (blocks, *tensor.shape)
@@ -96,9 +96,9 @@ def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> 
 class Setting:
     """The configuration of a world: its layers, the dtype of the model, the KV format and the block size."""
 
-    specs: tuple[AttnSpec, ...]  # one spec per layer
+    specs: tuple[AttnSpec, ...]  # AttnSpec of each layer
     dtype: str
-    kv_format: str  # name of the format
+    kv_format: str  # name of the KV format
     block: int  # tokens per block
 
     def __str__(self) -> str:
@@ -108,8 +108,9 @@ class Setting:
 def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Collection[str] | None = None) -> None:
     """Replace the tensors of the metadata by the tensors of an earlier step, filled with the new values.
 
-    A back end that recognises a step by the id or address of a tensor then mistakes the new step for an old one.
-    ``kept`` has the tensors of earlier steps, by field and shape.  ``names`` are the fields to replace; None means all.
+    A back end that recognises a step by the id or address of a tensor then takes the new step for an old one.
+    ``kept`` has the tensors of earlier steps, by field and shape.  ``names`` are the fields to replace; None means
+    all.
     """
     for item in fields(meta):
         value = getattr(meta, item.name)
@@ -122,9 +123,9 @@ def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Col
 
 @dataclass
 class WorldSeq:
-    """A sequence: its slot in the block table, and q, k and v of all tokens that it will ever have.
+    """A sequence of a test: its slot in the block table, and q, k and v of all tokens that it will ever have.
 
-    Each list has a tensor [capacity, heads, dim] for each layer, on the CPU in the model's dtype.
+    Each of q, k and v is a list with a tensor [capacity, heads, dim] for each layer, on the CPU in the model's dtype.
     """
 
     slot: int
@@ -146,19 +147,19 @@ Rows = Sequence[tuple[WorldSeq, int]]  # a step as (sequence, number of its new 
 
 @dataclass
 class LayerResult:
-    """The results of a back end for one layer of a step, on the CPU, with the expected results."""
+    """The results of a back end for one layer of a step, on the CPU, and the expected results."""
 
     layer: AttnLayer
     out: Tensor  # [T, heads, dim_v]
     lse: Tensor | None
-    places: list[TokenPlace] = field(default_factory=list)  # the places of the live rows
+    places: list[TokenPlace] = field(default_factory=list)  # the place in the step of each row whose result counts
     exact: list[ExactAttention] = field(default_factory=list)  # the result of each live row, computed in float64
     # the result of each live row, computed in the model's dtype
     naive: list[ExactAttention] = field(default_factory=list)
 
 
 class WorldSuite(Protocol):
-    """The part of a suite that a world uses: the plug-in, the claims of its spec, and the reader of its cache."""
+    """The attributes of a conformance suite that ``World`` uses: the plug-in, its claims, and ``load``."""
 
     @property
     def spec(self) -> Spec: ...
@@ -209,16 +210,16 @@ class World:
         self.static = static
         self.added = 0  # sequences so far
         self.key = GraphKey()  # of the steps
-        # slot -> spans (first position, end) whose tokens attend to each other
+        # slot -> spans (first position, position after the last) of tokens that attend to each other
         self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.position_offset = 0  # added to AttnMeta.position, as for a second rotary table
+        self.position_offset = 0  # added to AttnMeta.position, as for a request with a second rotary table
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> tensor
         self.rng = np.random.default_rng(seed)
         self.random = torch.Generator().manual_seed(seed)
         self.device = suite.place()
         self.dtype = getattr(torch, setting.dtype)
         slots = rows + 2
-        self.per_row = -(-tokens // self.block)  # blocks of a sequence
+        self.per_row = -(-tokens // self.block)  # blocks that each sequence has
         ctx = suite.attention_context(setting, slots, tokens, batch_invariant)
         self.backend = suite.build(ctx) if backend is None else backend
         self.format = ctx.kv_format
@@ -244,7 +245,7 @@ class World:
         return layer
 
     def randn(self, *shape: int, size: float = 1.0) -> Tensor:
-        """Return normally distributed numbers in the model's dtype, on the CPU."""
+        """Return normally distributed numbers of a shape in the model's dtype, on the CPU, multiplied by ``size``."""
         return (torch.randn(*shape, generator=self.random) * size).to(self.dtype)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class World:
     def _poison(self, layer: AttnLayer) -> None:
         """Fill every slot of a layer's cache with garbage, through ``write``.
 
-        All values are large, and so is every key or every second key.  The null block gets finite garbage here.
+        All values are large, and so are all keys or every second key.  The null block gets finite garbage here.
         """
         spec = layer.spec
         is_nan = self.poison != self.poison
@@ -279,7 +280,7 @@ class World:
         self.backend.write(layer, q, k.to(self.device), v.to(self.device), meta, None)
 
     def _random_sequence(self, slot: int, ended: bool = False, null: bool = False) -> WorldSeq:
-        """Return a sequence of random q, k and v, without a token in the cache."""
+        """Return a sequence with random q, k and v, none of whose tokens is in the cache."""
         seq = WorldSeq(slot, [], [], [], ended=ended, null=null)
         sizes = torch.linspace(1.0, self.slope, self.tokens)[:, None, None]
         self.added += 1
@@ -294,9 +295,9 @@ class World:
         return seq
 
     def add(self, past: int = 0, like: WorldSeq | None = None, ended: bool = False) -> WorldSeq:
-        """Add a sequence with ``past`` tokens in the cache.
+        """Add a sequence with ``past`` tokens in the cache, and return it.
 
-        The sequence shares with ``like`` the full blocks of the start that both have.
+        It shares with the sequence ``like`` their common full blocks at the start.
         """
         seq = self._random_sequence(self.slots.pop(), ended=ended)
         shared = 0
@@ -322,7 +323,7 @@ class World:
         return blocks
 
     def add_null(self) -> WorldSeq:
-        """Add a row without any block, as the engine pads a step."""
+        """Add and return a row without any block, as the engine pads a step."""
         slot = self.slots.pop()
         self.table[:, slot] = NULL_BLOCK
         return self._random_sequence(slot, null=True)
@@ -355,8 +356,8 @@ class World:
     def meta(self, rows: Rows, ahead: int = 0) -> AttnMeta:
         """Return the metadata of a step whose rows of one token come first.
 
-        In the block table, blocks that have left a window are replaced by the null block.  The entries after the end
-        of each row name blocks that no sequence owns.  ``ahead`` is the excess of the host's lengths of decode rows.
+        In the block table, the null block replaces blocks that have left a window.  The entries after the end of each
+        row name blocks that no sequence owns.  The lengths of decode rows on the host are too large by ``ahead``.
         """
         table = self.table.copy()
         for seq, new in rows:
@@ -430,7 +431,7 @@ class World:
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
     def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> LayerResult:
-        """Run ``forward`` of one layer, and fail if it changes anything but its outputs."""
+        """Run ``forward`` of one layer, and fail if it changes any tensor except its outputs."""
         spec = layer.spec
         buffers = {"out": self._guarded((len(q), spec.heads, spec.dim_v), self.dtype)}
         if lse:
@@ -462,7 +463,8 @@ class World:
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows) -> Sequence[Tensor | None]:
         """Return the keys that an approximate back end selects for each row, bool [q_len, heads, kv_len].
 
-        None, for a row that is not live or a back end that is exact, means all visible keys.
+        None in place of a row's mask means all visible keys: the back end is exact, or the result of the row does not
+        count.
         """
         if self.spans and not self.suite.spec.approximate:
             return [self._spanned(layer, seq, new) for seq, new in rows]
@@ -501,7 +503,7 @@ class World:
             first += new
 
     def _guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of NaN with guard rows before and after it."""
+        """Return a tensor of NaN that lies between guard rows in memory, so that writes outside of it are noticed."""
         x = torch.full((shape[0] + 2 * GUARD, *shape[1:]), MARK, dtype=dtype, device=self.device)
         x[GUARD:-GUARD] = torch.nan
         return x
@@ -511,7 +513,7 @@ class World:
     ) -> tuple[ExactAttention, ExactAttention]:
         """Return the exact answer (float64) and the naive answer (dtype of ``q``) for the last tokens of a sequence.
 
-        q [n, heads, dim_qk] has their queries.  ``length`` is the number of keys.
+        q [n, heads, dim_qk] has the queries of these tokens.  ``length`` is the number of keys.
         """
         k, v = self.stored(layer, seq, length)
         sinks = None if layer.sinks is None else layer.sinks.cpu()

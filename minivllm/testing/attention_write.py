@@ -19,7 +19,7 @@ from .base import Seen, since
 
 
 class Writing:
-    """The tests of ``write`` in ``AttentionConformance``."""
+    """The tests of ``write``, a base class of ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         space: Space
@@ -55,7 +55,7 @@ class Writing:
         slots = meta.slot_map[layer.group].cpu()
         with torch.inference_mode(), _only(world, layer, slots):
             world.backend.write(layer, q, k, v, meta, None)
-        own = slots >= world.block  # all other tokens are written to the null block, some of them to the same slot
+        own = slots >= world.block  # all other tokens go to the null block, and several of them may have the same slot
         expected = round_trip(world, layer, *original)
         loaded = world.load(layer, torch.arange(world.blocks))
         for i, name in enumerate("kv"):

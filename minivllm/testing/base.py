@@ -35,24 +35,25 @@ from .claims import claimed
 
 PROFILE = "MINIVLLM_TEST_PROFILE"  # fast | long
 SEED = "MINIVLLM_TEST_SEED"  # when unset, every run draws the same examples
-SHRINK = "MINIVLLM_TEST_SHRINK"  # when "0", hypothesis does not simplify a failing example
-# tests that run, and fail, for a broken plug-in; all other tests are skipped
+SHRINK = "MINIVLLM_TEST_SHRINK"  # when "0", hypothesis does not simplify an example that fails
+# tests that also run, and fail, for a plug-in that cannot be used at all; all other tests are skipped for it
 REPORTING = ("test_the_spec_names_an_implementation_of_the_seam", "test_known_failures_name_tests_of_this_suite")
-# the test that fails where the constructor of the plug-in raises, and the test of the spec's ``check``, which may raise
-# before the constructor
+# BUILDING is the test that fails if the constructor of the plug-in raises.  CHECKING is the test of the function
+# ``check`` of the spec; it can run, and fail, although the constructor raises.
 BUILDING = "test_what_is_chosen_goes_through_json_and_is_built_from_it"
 CHECKING = "test_check_answers_whatever_facts_it_is_asked_about"
 NOT_RUN = "not run"
 UNMADE = "no instance can be made"
-_BROKEN: dict[tuple[str, ...], str] = {}  # plug-in -> the reason why most tests skip, or an empty string
-LONG = 12  # the long profile draws this multiple of the examples of the fast profile
+# plug-in, options and device -> the reason why most tests are skipped, or an empty string
+_BROKEN: dict[tuple[str, ...], str] = {}
+LONG = 12  # factor on the number of drawn examples in the long profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def since(major: int, minor: int, spec_only: bool = False) -> Callable[[Test], Test]:
     """Mark a test with the first version of the plug-in contract that requires it.
 
-    The test skips for a plug-in whose spec names an older version.  A test marked ``spec_only`` also runs when a
+    The test is skipped for a plug-in whose spec names an older version.  A test marked ``spec_only`` also runs if a
     package that the implementation needs is not installed.
     """
 
@@ -65,7 +66,7 @@ def since(major: int, minor: int, spec_only: bool = False) -> Callable[[Test], T
 
 @dataclass(frozen=True)
 class Subject:
-    """The plug-in under test."""
+    """The plug-in under test: its seam (kind of plug-in), its registry entry and its spec."""
 
     kind: Kind
     entry: Entry
@@ -77,7 +78,7 @@ class Subject:
         return Candidate(self.entry, self.spec)
 
     def part(self, values: Mapping[str, Any]) -> Part:
-        """Return the plug-in with the option ``values`` as the plain data that is sent to a worker process."""
+        """Return the plug-in and its option ``values`` as plain data, in the form that is sent to a worker process."""
         options = self.registry.options(self.candidate, values)
         plain = {} if options is None else options.model_dump(mode="json")
         features = tuple(sorted(self.spec.features))
@@ -86,7 +87,7 @@ class Subject:
 
 @lru_cache(maxsize=64)
 def find(kind: str, plugin: str) -> Subject:
-    """Return the plug-in of a seam by its name, ``dist/name`` or ``module:Class``.
+    """Find the plug-in of a seam (kind of plug-in) by its name, ``dist/name`` or ``module:Class``.
 
     Raise PluginError if no such plug-in exists or its spec cannot be imported.
     """
@@ -113,7 +114,7 @@ def same_figures(read: Callable[[], Any]) -> None:
 
 
 class Seen(Counter):
-    """Counts of the difficult cases that the examples of a property test contained.
+    """Counts, by name, of the difficult cases that the drawn examples of a test contained.
 
     A test whose examples never contain a case proves nothing about that case.
     """
@@ -132,11 +133,11 @@ def _seeded(test: Any) -> Any:
 
 
 class Conformance:
-    """The base class of all suites.  The docstring of the module lists the attributes that an author sets."""
+    """The base class of all suites.  The module's docstring lists the attributes that an author sets."""
 
     kind: str = ""
     plugin: str = ""
-    options: Mapping[str, Any] = {}  # options of the plug-in
+    options: Mapping[str, Any] = {}  # options of the plug-in, by name
     device: str = ""  # cpu or cuda; empty means the first claimed device of this machine
     profile: str = ""  # fast or long; empty means the value of MINIVLLM_TEST_PROFILE, else fast
     known_failures: Mapping[str, str] = {}  # test -> reason of its failure; a listed test that passes is an error
@@ -158,7 +159,7 @@ class Conformance:
         """Create an instance of the plug-in from JSON data, as a worker process does.
 
         ``context`` has the arguments of the constructor after the options.  ``options`` replaces the options of the
-        suite; None means these.
+        suite; None keeps them.
         """
         part = self.subject.part(self.options if options is None else options)
         received = json.loads(json.dumps(vars(part)))
@@ -167,14 +168,14 @@ class Conformance:
     def claims(self, feature: str) -> bool:
         """Return whether the plug-in claims a feature on the device of the test.
 
-        The ``check`` function of a spec can refuse, on some devices, a feature that the spec lists.
+        The ``check`` function of a spec may refuse a listed feature on some devices.
         """
         if feature not in self.spec.features:
             return False
         return self.spec.check is None or self._refusals(feature) <= self._refusals()
 
     def _refusals(self, *features: str) -> int:
-        """Return how many reasons the ``check`` function of the spec has against features on the device of the test."""
+        """Return how many reasons the spec's ``check`` function gives to refuse features on the test's device."""
         assert self.spec.check is not None
         query = PluginQuery(facts={"device": self.place()}, features=frozenset(features))
         return len(list(self.spec.check(query) or ()))
@@ -185,7 +186,7 @@ class Conformance:
             pytest.skip(f"not claimed: {feature}")
 
     def values(self, fact: str, *candidates: Any) -> list[Any]:
-        """Return the candidates that the plug-in claims for a fact."""
+        """Return the candidates for a fact (such as "dtype") that lie within the limits of the plug-in's spec."""
         return claimed(self.spec, fact, candidates)
 
     def place(self) -> str:
@@ -270,11 +271,11 @@ class Conformance:
             pytest.skip(f"the contract demands this since {version(needed)}, the spec is for {version(self.spec.api)}")
 
     def _broken(self) -> str:
-        """Return the reason why the plug-in cannot be tested, or an empty string if it can.
+        """Return the reason why the plug-in cannot be used at all, or an empty string.
 
-        The reason is an unsupported version of the contract, an implementation that cannot be imported or has another
-        base class, or a constructor that raises.  A test of ``REPORTING``, or the test ``BUILDING``, fails for it, so
-        that the other tests can skip.
+        Its spec may be for another version of the contract, its implementation may not be importable or have another
+        base class, or its constructor may raise.  A test of ``REPORTING``, or the test ``BUILDING``, fails for this
+        reason, so that the other tests can be skipped.
         """
         kind = self.subject.kind
         spec = self.spec
@@ -291,7 +292,7 @@ class Conformance:
     def _unusable(self, kind: Kind, entry: Entry) -> str:
         """Return why the implementation cannot be imported or instantiated, or an empty string.
 
-        A suite that cannot provide the arguments of the constructor on this machine is no reason.
+        The result is empty too if the suite cannot provide the constructor's arguments on this machine.
         """
         try:
             check_base(kind, entry, import_target(self.spec.impl))

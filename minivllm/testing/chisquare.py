@@ -12,7 +12,7 @@ from torch import Tensor
 
 ALPHA = 1e-6  # probability that a correct sampler fails, over all random seeds
 POWER = 0.999  # probability that a test finds a difference of the size that ``detectable`` returns
-MUST_COME = 40  # an event with so many expected draws is missing with probability exp(-40)
+MUST_COME = 40  # an event with this expected number of draws is missing by chance with probability exp(-40)
 
 
 def survival(x: float, df: float) -> float:
@@ -33,7 +33,7 @@ def bisect(above: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def power(shift: float, df: int, alpha: float = ALPHA) -> float:
-    """Return the probability that a test of level ``alpha`` detects the noncentrality ``shift``.
+    """Return the probability that a chi-square test of level ``alpha`` detects the noncentrality ``shift``.
 
     The noncentral chi-square distribution is a Poisson mixture of central distributions.
     """
@@ -64,9 +64,9 @@ def detectable(n: int, df: int, alpha: float = ALPHA) -> float:
 
 
 def pooled(probs: Tensor, n: int) -> tuple[Tensor, int]:
-    """Merge cells into bins in which ``n`` draws are expected to fall at least 5 times.
+    """Merge cells into bins in which at least 5 of ``n`` draws are expected.
 
-    Return the bin of each cell (int64 [cells]) and the number of bins.
+    ``probs`` has the probability of each cell.  Return the bin of each cell (int64 [cells]) and the number of bins.
     """
     expected = (probs * n).tolist()
     bins = [0] * len(expected)

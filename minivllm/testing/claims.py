@@ -1,7 +1,7 @@
-"""Values inside and just outside the limits that a spec claims, and engine queries made of them.
+"""Values inside and just outside of the limits that a spec claims, and engine queries that contain them.
 
-A fact is a property of an engine's configuration, such as its dtype.  A limit is the set of its values that a plug-in
-serves.
+A fact is a property of an engine's configuration, such as its dtype.  The limit of a fact is the set of values that
+the plug-in serves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ USUAL = {  # fact -> value that is used if the limits allow it
     "tensor_parallel_size": 1, "format": "folder", "tokenizer_class": "LlamaTokenizer",
 }  # fmt: skip
 
-OPTIONAL = ("sm", "block", "holds")  # facts that some queries of the engine do not contain
-SIZES = ("dim_qk", "dim_v", "queries_per_kv")  # facts that are sets of sizes if the layers of a model differ
+OPTIONAL = ("sm", "block", "holds")  # facts that are missing in some queries of the engine
+# facts whose value in a query is a set of sizes if the layers of a model differ
+SIZES = ("dim_qk", "dim_v", "queries_per_kv")
 
 
 def inside(limit: Any, usual: Any) -> Any:
@@ -76,7 +77,7 @@ def claimed(spec: Spec, fact: str, candidates: Iterable[Any]) -> list[Any]:
 
 
 def partly(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the forms in which a query of the engine may contain the facts.
+    """Yield the facts in all forms in which a query of the engine may contain them.
 
     The facts of ``OPTIONAL`` may be absent, alone or together.  A fact of ``SIZES`` may be a set of one or two sizes.
     """

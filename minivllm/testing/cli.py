@@ -1,7 +1,7 @@
 """The command line of the conformance kit: it tests plug-ins, prints the result of each test and writes a JSON report.
 
-The exit status is 0 if every plug-in conforms, 1 if a test failed, 2 if the command cannot be carried out, and 3 if no
-test failed but too little could be tested for a verdict.
+The exit status is 0 if every plug-in conforms, 1 if a test failed, and 2 if the command cannot be carried out.  It is
+3 if no test failed, but too few tests could run for a verdict.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _known(path: str | None) -> dict[str, str]:
-    """Return test -> reason from a known-failures file, or {} without a file.
+    """Read a known-failures file into test -> reason; without a file return {}.
 
     Raise ConfigError for a test without a reason.
     """
@@ -196,8 +196,8 @@ def _headline(seam: str, plugin: str, args: argparse.Namespace) -> str:
 def _print_outcome(outcome: Outcome, verbose: bool) -> None:
     """Print the outcome of a test.
 
-    A failed test is shown with its rule, the values and the place of the failure.  Other tests are shown only if
-    ``verbose``.
+    A failed test is printed with its rule, the failing values and the place of the failure.  Other outcomes are
+    printed only if ``verbose``.
     """
     heading = f"{outcome.test}  ({outcome.seconds:.1f} s)"
     if outcome.status == "failed":

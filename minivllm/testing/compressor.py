@@ -1,6 +1,7 @@
-"""The conformance suite of compressors, which score the tokens of the KV cache.
+"""The conformance suite of compressors, which score the tokens in the KV cache so that the lowest can be dropped.
 
-Scores are checked for random keys, values and queries of many sizes, and the compressor serves an engine.
+Scores are checked for random keys, values and queries of many sizes.  Then an engine serves requests with the
+compressor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .kept import Lasting
 from .spec import SpecConformance
 from .tiny import tiny_dir
 
-HEADS = ((4, 4), (4, 2), (8, 1))  # query heads, KV heads
+HEADS = ((4, 4), (4, 2), (8, 1))  # (query heads, KV heads)
 SIZES = (1, 2, 5, 17, 64, 200)  # stored tokens
 DIM = 16
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8, 11, 22, 34, 45, 31, 10, 4, 18, 15]
@@ -32,8 +33,11 @@ OUTPUT = 12  # tokens
 def stored_tokens(
     n: int, heads: int, kv_heads: int, window: int, seed: int = 0, sums: bool = False, **changes: Any
 ) -> StoredTokens:
-    """Return ``n`` random stored tokens.  ``window`` 0 means no queries, and ``sums`` adds sums of attention, of which
-    those of generated tokens are 0.  ``changes`` replace other fields."""
+    """Return random keys, values and queries of ``n`` cached tokens, in the form that a compressor scores.
+
+    ``window`` is the number of last queries, 0 for none.  ``sums`` adds sums of attention, which are 0 for generated
+    tokens.  ``changes`` replace other fields.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -58,7 +62,7 @@ def stored_tokens(
 
 
 def joined(layers: list[StoredTokens]) -> StoredTokens:
-    """Return the stored tokens of several layers as those of one call of a compressor that joins layers."""
+    """Join the stored tokens of several layers, for a compressor that scores all layers in one call."""
     first = layers[0]
 
     def together(name: str, dim: int) -> Tensor | None:
@@ -71,16 +75,16 @@ def joined(layers: list[StoredTokens]) -> StoredTokens:
 
 
 class CompressorConformance(Lasting, SpecConformance):
-    """The suite of compressors.  The test of the engine uses a small Llama with random weights."""
+    """The conformance suite of compressors.  Its test with an engine uses a small Llama with random weights."""
 
     kind = "compressor"
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (CompressorContext("cpu", "float32", 256),)
 
     def exercise(self, instance: Compressor) -> Any:
-        """Score some tokens, and return the scores."""
+        """Return the scores of 40 random tokens, as lists."""
         return instance.score(stored_tokens(40, 4, 2, instance.window, sums=instance.attention_sums)).tolist()
 
     def once_more(self, instance: Compressor, number: int) -> None:
@@ -89,13 +93,13 @@ class CompressorConformance(Lasting, SpecConformance):
         instance.score(stored)
 
     def cases(self, instance: Compressor) -> list[StoredTokens]:
-        """Return stored tokens of all sizes, with the inputs that the compressor declares."""
+        """Return random stored tokens of many sizes, with the inputs that the compressor declares."""
         sizes, window, sums = itertools.product(SIZES, HEADS), instance.window, instance.attention_sums
         return [stored_tokens(n, heads, kv_heads, window, sums=sums) for n, (heads, kv_heads) in sizes]
 
     @since(1, 0)
     def test_each_stored_token_gets_a_score(self) -> None:
-        """Check that scores are numbers of shape [kv_heads, n] or [n], for any number of tokens, heads and queries."""
+        """Check the scores of any number of tokens, heads and queries: no NaN, and shape [kv_heads, n] or [n]."""
         made = self.build(*self.context())
         for stored in self.cases(made):
             n, kv_heads = stored.keys.shape[:2]
@@ -107,8 +111,10 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 1)
     def test_declared_inputs_are_fixed(self) -> None:
-        """Check that `window`, `loads`, `attention_sums`, `joins_layers` and `rerotates` depend on the options alone,
-        before and after calls."""
+        """Check that `window`, `loads`, `attention_sums`, `joins_layers` and `rerotates` depend on the options alone.
+
+        Another instance has the same values, and calls of ``score`` do not change them.
+        """
 
         def declared(instance: Compressor) -> tuple[Any, ...]:
             flags = instance.attention_sums, instance.joins_layers, instance.rerotates
@@ -127,7 +133,7 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_one_query_is_enough(self) -> None:
-        """Check that a compressor that reads queries scores with one query too, as after the prompt."""
+        """Check that a compressor that reads queries also scores tokens with a single query, as after a prompt."""
         made = self.build(*self.context())
         if not made.window:
             pytest.skip("the compressor reads no queries")
@@ -136,7 +142,7 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 2)
     def test_inputs_that_are_not_declared_are_not_read(self) -> None:
-        """Check that scores are the same if the keys or values that are not in `loads` are zeros, as in the engine."""
+        """Check that scores do not depend on keys or values that `loads` omits, which the engine sets to 0."""
         made = self.build(*self.context())
         for stored in self.cases(made):
             unread = {name for name in ("keys", "values") if name not in made.loads}
@@ -146,7 +152,7 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 2)
     def test_joined_layers_have_the_scores_of_each_layer(self) -> None:
-        """Check that a compressor that joins layers keeps the tokens of each layer that it keeps without the others."""
+        """Check that a compressor that joins layers keeps the same tokens of a layer with and without others."""
         made = self.build(*self.context())
         if not made.joins_layers:
             pytest.skip("the compressor scores one layer at a time")
@@ -193,8 +199,11 @@ class CompressorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_engine_serves_it(self, tmp_path: Path) -> None:
-        """Check that compressed requests have the same tokens alone, together and behind prefix hits, and that
-        requests whose budget holds all tokens have those without compression."""
+        """Check an engine with the compressor.
+
+        A request has the same tokens alone, beside others and with a cached prefix.  With a budget that holds all of
+        its tokens, it has the tokens of an engine without the compressor.
+        """
         path, *_ = tiny_dir(tmp_path)
         options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
         if self.subject.entry.label == "minivllm/none":

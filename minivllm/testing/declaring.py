@@ -1,4 +1,4 @@
-"""Tests of a plug-in's own request parameters: the spec declares each parameter that the class reads."""
+"""Tests of declared request parameters: the spec of a plug-in declares each own parameter that its class reads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 else:
     SpecConformance = object
 
-LONGEST_SUMMARY = 100  # characters, as for the summary of a spec
+LONGEST_SUMMARY = 100  # longest summary of a parameter, in characters, as for the summary of a spec
 
 
 class Declaring(SpecConformance):
-    """The checks of declared parameters in the suites of processors, samplers and strategies."""
+    """Checks of declared parameters, for the suites of processors, samplers and strategies."""
 
     def check_declarations(self, reads: Collection[str]) -> None:
         """Fail unless the spec declares exactly the names in ``reads`` that are not fields of SamplingParams.
@@ -59,8 +59,8 @@ class Declaring(SpecConformance):
     def check_looked_for(self, requests: Collection[SamplingParams], look: Callable[[SamplingParams], Any]) -> None:
         """Fail unless the plug-in reads every parameter that its spec declares.
 
-        ``look`` lets the plug-in decide on the parameters of a request.  It is called for each of ``requests`` and for
-        requests with values that the declarations allow.
+        ``look`` calls the method of the plug-in that reads the parameters of a request.  It is called for each of
+        ``requests`` and for requests with values that the declarations allow.
         """
         if not self.spec.params:
             pytest.skip("it declares no parameters of its own")
@@ -76,7 +76,7 @@ class Declaring(SpecConformance):
 
 
 class DeclaringOnRows(Declaring):
-    """The tests of declared parameters in ``SamplingConformance``."""
+    """The tests of declared parameters, a base class of ``SamplingConformance``."""
 
     if TYPE_CHECKING:
         reads: frozenset[str]
@@ -92,7 +92,7 @@ class DeclaringOnRows(Declaring):
     def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
         """Check that the spec declares exactly the names in ``reads`` that are not fields of SamplingParams.
 
-        A declaration has a kind, a range and a meaning.
+        A declaration has a type, a range and a summary.
         """
         self.check_declarations(self.reads)
 
@@ -105,7 +105,7 @@ class DeclaringOnRows(Declaring):
 
 
 def values_of_own(param: Param) -> Iterator[Any]:
-    """Yield some values that the declaration of a parameter allows, without the default."""
+    """Yield some values that the declaration of a parameter allows, except its default."""
     low = param.gt if param.ge is None else param.ge
     high = param.lt if param.le is None else param.le
     numbers = [x for x in (low, high) if x is not None]

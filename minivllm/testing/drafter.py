@@ -27,11 +27,11 @@ from .spec import SpecConformance
 from .waiting import no_wait, waits
 
 VOCAB = 61
-MAX_LEN = 96  # tokens of a sequence at most
+MAX_LEN = 96  # most tokens of a sequence
 SLOTS = 9
-MANY = 40  # rows of a large step
-STALE = 53  # the token at all positions after the known tokens of a slot
-REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # prompts with repeated tokens
+MANY = 40  # number of rows of a large step
+STALE = 53  # token at all positions after the known tokens of a row
+REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # prompts that repeat tokens
 
 
 class FakeModel(DraftModel):
@@ -69,22 +69,21 @@ def histories(draw: Any) -> list[list[int]]:
 
 
 class DrafterConformance(Lasting, SpecConformance):
-    """The suite of drafters.
+    """The conformance suite of drafters.
 
-    A drafter that claims ``draft_model`` gets a fake draft model, and a small real one in the test of the engine.  One
-    that claims ``target_head`` gets the fake model too, and a small Llama in the test of the engine, whose weights and
-    whose head's weights are random.
+    A drafter that claims ``draft_model`` or ``target_head`` gets a fake draft model.  In the test of the engine the
+    first gets a small draft model with random weights, and the second a small Llama with a random head.
     """
 
     kind = "drafter"
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build a drafter."""
+        """Return the arguments of the plug-in's constructor after its options."""
         model = FakeModel() if self.has_model() else None
         return (DrafterContext(VOCAB, MAX_LEN, self.place(), model),)
 
     def has_model(self) -> bool:
-        """Return whether the drafter receives a model: a draft model, or its own head."""
+        """Return whether the drafter's constructor receives a model: a draft model, or a head."""
         return self.claims("draft_model") or self.claims("target_head")
 
     def exercise(self, instance: Drafter) -> Any:
@@ -135,7 +134,7 @@ class DrafterConformance(Lasting, SpecConformance):
         return Ask(on_device, k, numbers, known, history, np.full(len(rows), owner))
 
     def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **options: Any) -> list[list[int]]:
-        """Return the drafts for each row of known tokens, after a check of their form.
+        """Return the drafts that a drafter proposes for each row of known tokens, after a check of their form.
 
         ``options`` has keyword arguments of ``ask``.
         """
@@ -155,10 +154,9 @@ class DrafterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_drafts_are_tokens_at_most_k_for_each_row(self) -> None:
-        """Check the form of the drafts for rows of many lengths.
+        """Check that a drafter proposes at most k valid tokens for each row, for rows of many lengths.
 
-        There are at most k valid tokens for each row.  A drafter proposes some drafts unless its spec has the trait
-        ``drafts: 0``.
+        It proposes some drafts, unless its spec has the trait ``drafts: 0``.
         """
         seen = Seen()
 
@@ -190,7 +188,7 @@ class DrafterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_large_steps_and_long_rows_are_as_small_ones(self) -> None:
-        """Check 40 rows, some of them one token shorter than the model allows, with 1 to 24 drafts.
+        """Check 40 rows, some of them one token shorter than the model's limit, with 1 to 24 drafts for each row.
 
         The drafts of a row are the same as without other rows, and depend on its tokens only.
         """
@@ -213,7 +211,7 @@ class DrafterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_what_stands_behind_the_known_tokens_is_not_read(self) -> None:
-        """Check that tokens after the known tokens of a slot do not change the drafts.
+        """Check that the contents of the token table after the known tokens of a row do not change its drafts.
 
         Rejected drafts and tokens of an earlier sequence stay there.
         """
@@ -253,7 +251,7 @@ class DrafterConformance(Lasting, SpecConformance):
         """Check that ``propose`` does not wait for the device.
 
         It reads no value of a tensor on the host (``int``, ``bool``, ``tolist``, ``cpu``) and creates no tensor whose
-        shape depends on values.  ``ask.known`` and ``ask.slots`` have the values that the host has.
+        shape depends on values.  The host's own values are in ``ask.known`` and ``ask.slots``.
         """
         if "cuda" not in self.values("device", "cpu", "cuda"):
             pytest.skip("it claims only the CPU, for which nothing waits")
@@ -266,7 +264,7 @@ class DrafterConformance(Lasting, SpecConformance):
 
     @since(1, 1)
     def test_learned_tokens_belong_to_their_owner(self) -> None:
-        """Check that tokens that ``learn`` receives for one owner do not change the drafts for another owner."""
+        """Check that tokens that ``learn`` stores for one owner do not change the drafts for another owner."""
         self.need("host_tokens")
 
         @self.for_all(30, histories(), histories())
@@ -332,7 +330,7 @@ class DrafterConformance(Lasting, SpecConformance):
                 max_num_batched_tokens=48,
                 drafter=drafter,
                 speculate="always",
-                # random weights of the head, too; the files have none
+                # the checkpoint has no weights of the head, so these are random too
                 load_format="dummy" if self.claims("target_head") else "auto",
                 allow_targets=[self.plugin.partition(":")[0]] if ":" in self.plugin else [],
             )

@@ -1,4 +1,6 @@
-"""Tools for the suite of executors: hand-made steps, the tokens of transformers, and the resources of a process."""
+"""Tools for the suite of executors: hand-made step plans, expected tokens from transformers, and resources of a
+process.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from .tiny import tiny_dir
 
 torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
 SLOTS = 8
-BLOCK = 4  # tokens of a block
-MAX_LEN = 96  # tokens of a sequence at most
+BLOCK = 4  # number of tokens of a block
+MAX_LEN = 96  # most tokens of a sequence
 NOTHING: Mapping[str, Sequence[float]] = {}
 NEAR = 1e-3  # allowed difference of log-probabilities, for sums in another order
 LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
@@ -35,7 +37,7 @@ LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, m
 
 @dataclass(frozen=True)
 class Tiny:
-    """A small model on disk, and a transformers model with the same weights."""
+    """A small model on disk, and the transformers model with the same weights."""
 
     keep: tempfile.TemporaryDirectory
     path: Path
@@ -52,13 +54,16 @@ def tiny(seed: int = 0) -> Tiny:
 
 @lru_cache(maxsize=4096)
 def logits_after(tokens: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Return the logits of the next token that transformers computes, float32 [V]."""
+    """Return the logits of the next token by transformers, float32 [V].
+
+    ``tokens`` are all tokens before it, and ``seed`` chooses the weights of the small model.
+    """
     with torch.inference_mode():
         return tiny(seed).model(torch.tensor([tokens])).logits[0, -1]
 
 
 def greedy(prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
-    """Return the n most likely tokens after a prompt, computed by transformers."""
+    """Return the n most likely tokens after a prompt, one after another, computed by transformers."""
     tokens = list(prompt)
     for _ in range(n):
         tokens.append(int(logits_after(tuple(tokens), seed).argmax()))
@@ -71,22 +76,22 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def int32(values: Iterable[Any], *shape: int) -> np.ndarray:
-    """Return values as an int32 array, of one dimension without a shape."""
+    """Return values as an int32 array of a shape, which is one-dimensional if none is given."""
     return np.array(list(values), np.int32).reshape(*shape or (-1,))
 
 
 @dataclass(frozen=True)
 class Joining:
-    """A sequence that enters a slot with the next plan."""
+    """A sequence that enters a slot of the executor with the next step plan."""
 
     slot: int
     prompt: list[int]
-    out: int  # tokens to generate at most
+    out: int  # largest number of tokens to generate
     stop: tuple[int, ...]
     params: SamplingParams
-    drawn: list[int]  # tokens that the sequence had generated before it was preempted
-    saved: int  # number of the sequence whose saved columns are restored, or -1
-    add: Mapping[str, Sequence[float]]  # point of the model -> vector that is added there
+    drawn: list[int]  # tokens that were generated before the sequence was preempted
+    saved: int  # id of the sequence whose saved processor columns are restored, or -1
+    add: Mapping[str, Sequence[float]]  # tap point of the model -> vector that is added there
 
     @property
     def tokens(self) -> list[int]:
@@ -95,10 +100,10 @@ class Joining:
 
 
 class Driver:
-    """Builds step plans for an executor as the engine does, and keeps the state of the sequences in the slots.
+    """Build the step plans for an executor, as the engine does, and keep the state of the sequence in each slot.
 
     The blocks of the cache are divided into *piles*, from the last block downwards.  A pile has room for a sequence of
-    ``MAX_LEN`` tokens.  A slot uses the pile of its number, unless another one is named.  Pile ``SLOTS`` is smaller.
+    ``MAX_LEN`` tokens.  Slot i uses pile i, unless another pile is given.  Pile ``SLOTS`` is smaller.
     """
 
     def __init__(self, executor: Executor, capacity: Capacity, wiring: Wiring) -> None:
@@ -106,15 +111,15 @@ class Driver:
         self.capacity = capacity
         self.wiring = wiring
         self.processors = [processor for _, processor in make_processors(wiring, capacity.vocab_size)]
-        self.known = np.zeros(SLOTS, np.int32)  # tokens of the sequence in each slot
-        self.computed = np.zeros(SLOTS, np.int32)  # tokens whose keys are in the cache
-        self.end = np.zeros(SLOTS, np.int32)  # tokens at the end of the sequence
+        self.known = np.zeros(SLOTS, np.int32)  # number of known tokens in each slot
+        self.computed = np.zeros(SLOTS, np.int32)  # number of tokens in each slot whose keys are in the cache
+        self.end = np.zeros(SLOTS, np.int32)  # largest length of the sequence in each slot
         self.steps = 0
-        self.steered: dict[int, list[int]] = {}  # slot -> numbers of the points at which a vector is added
+        self.steered: dict[int, list[int]] = {}  # slot -> indices of the tap points at which a vector is added
         self._start_delta()
 
     def _start_delta(self) -> None:
-        """Forget the changes that the last plan contained."""
+        """Clear the list of changes for the next plan, after a plan has included them."""
         self._joins: list[Joining] = []
         self._leave: list[int] = []
         self._forks: list[tuple[int, int, int]] = []
@@ -140,8 +145,10 @@ class Driver:
     ) -> None:
         """Put a new sequence into a slot with the next plan.
 
-        ``fault`` makes the processor ``faulty.Faulty`` raise.  With ``tally``, the tokens of the sequence count its
-        earlier tokens (``faulty.CountingProcessor``).  ``blocks`` is the number of blocks that the sequence gets with
+        ``out`` is the number of tokens to generate, ``stop`` the stop ids.  ``fault`` makes the processor
+        ``faulty.Faulty`` raise. ``tally`` makes the sequence draw the count of its earlier tokens
+        (``faulty.CountingProcessor``).  ``drawn`` and ``saved`` are for a preempted sequence: its generated tokens,
+        and the id under which its columns were saved.  ``blocks`` is the number of blocks that the sequence gets with
         this plan; None means all that it will need.
         """
         extra: dict[str, Any] = {}
@@ -159,29 +166,33 @@ class Driver:
         self.give(slot, range(needed if blocks is None else blocks), pile)
 
     def point(self, name: str) -> int:
-        """Return the number of a point of the model in ``Capacity.taps``."""
+        """Return the index of a tap point of the model in ``Capacity.taps``."""
         return list(self.capacity.taps or ()).index(name)
 
     def block(self, group: int, pile: int, i: int) -> int:
-        """Return the i-th block of a pile in a KV group."""
+        """Return the number of the i-th block of a pile in a KV group."""
         return self.capacity.blocks[group] - 1 - pile * -(-MAX_LEN // BLOCK) - i
 
     def give(self, slot: int, indices: Sequence[int], pile: int | None = None) -> None:
-        """Set entries of a slot's block table to the blocks of a pile, in all KV groups.
+        """Set entries of a slot's block table to blocks of a pile, in all KV groups.
 
-        ``indices`` are the positions in the table and in the pile.  None means the pile of the slot's number.
+        ``indices`` are the positions in the table and in the pile.  ``pile`` None means the pile with the slot's
+        number.
         """
         source = slot if pile is None else pile
         for group in range(len(self.capacity.blocks)):
             self._table += [(group, slot, i, self.block(group, source, i)) for i in indices]
 
     def copy(self, source: int, to: int, blocks: int) -> None:
-        """Copy the first blocks of pile ``source`` into pile ``to``."""
+        """Make the next plan copy the first ``blocks`` blocks of pile ``source`` to pile ``to``."""
         for group in range(len(self.capacity.blocks)):
             self._copy += [(group, self.block(group, source, i), self.block(group, to, i)) for i in range(blocks)]
 
     def fork(self, source: int, slot: int, sample: int) -> None:
-        """Put a branch of the sequence in slot ``source`` into another slot, with copies of its blocks."""
+        """Make the next plan start a branch of the sequence in slot ``source`` in another slot, with copied blocks.
+
+        ``sample`` is the branch's sample number.
+        """
         self._forks.append((source, slot, sample))
         for column in (self.known, self.computed, self.end):
             column[slot] = column[source]
@@ -190,7 +201,7 @@ class Driver:
         self.copy(source, slot, -(-int(self.computed[source]) // BLOCK))
 
     def keep(self, slot: int, seq: int) -> None:
-        """Save the kept columns of a row, for a later join with ``saved=seq``."""
+        """Make the next plan save the kept processor columns of a slot, for a later join with ``saved=seq``."""
         self._keep.append((slot, seq))
 
     def leave(self, *slots: int) -> None:
@@ -198,7 +209,7 @@ class Driver:
         self._leave += slots
 
     def token(self, slot: int, token: int) -> None:
-        """Append a token that the host has chosen."""
+        """Append a token that the host has chosen to the sequence in a slot."""
         self._tokens.append((slot, token))
         self.known[slot] += 1
 
@@ -219,10 +230,10 @@ class Driver:
         """Return the plan of the next step.
 
         ``rows`` has slot -> number of tokens.  A row that reaches the end of its known tokens draws the next one.
-        ``late``, ``host`` and ``held`` are slots.  ``prompt`` has slot -> number of prompt tokens to score.  ``drafts``
-        has slot -> number of drafts after the newest token.  ``guided`` has (slot, slot of the guide, scale).  ``taps``
-        has (point, slot, first token to read).  ``pooled`` has (slot, first token, number of tokens) of rows that draw
-        nothing.
+        ``late``, ``host`` and ``held`` are slots: of rows whose masks come later, whose token the host chooses, and
+        that draw nothing.  ``prompt`` has slot -> number of prompt tokens to score.  ``drafts`` has slot -> number of
+        drafts after the newest token.  ``guided`` has (slot, slot of the guide, scale).  ``taps`` has (tap point,
+        slot, first token to read).  ``pooled`` has (slot, first token, number of tokens) of rows that draw nothing.
         """
         drafts = drafts or {}
         slots = int32(sorted(rows, key=lambda slot: 2 * (rows[slot] != 1) + (slot in drafts)))
@@ -264,14 +275,17 @@ class Driver:
         )
 
     def _reads(self, in_step: list[int], taps: Sequence[Any], pooled: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return the columns ``taps``, ``steered`` and ``pooled`` of a plan; ``in_step`` has the slots of its rows."""
+        """Return the fields ``taps``, ``steered`` and ``pooled`` of a plan.
+
+        ``in_step`` has the slots of the step's rows.  The other arguments are those of ``plan``.
+        """
         read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
         steered = {point for slot in in_step for point in self.steered.get(slot, ())}
         sums = [(in_step.index(slot), first, count) for slot, first, count in pooled]
         return {"taps": int32(read, -1, 3), "steered": int32(sorted(steered)), "pooled": int32(sums, -1, 3)}
 
     def drafted(self, slot: int, result: StepResult) -> int:
-        """Add the accepted tokens of a row with drafts to its known tokens, and return their number."""
+        """Append the accepted tokens of a row with drafts to its known tokens, and return their number."""
         n = int(result.count[result.slots == slot].sum())
         self.known[slot] += n - 1
         self.computed[slot] += n - 1
@@ -284,7 +298,7 @@ class Driver:
         return plan
 
     def _delta(self) -> Delta:
-        """Return the changes since the last plan."""
+        """Return the changes since the last plan, and start a new list of changes."""
         delta = Delta(
             join=self._join() if self._joins else None,
             leave=int32(self._leave),
@@ -298,7 +312,7 @@ class Driver:
         return delta
 
     def _join(self) -> Join:
-        """Return the sequences that enter slots with the next plan."""
+        """Return the new sequences of the next plan in the form of the executor's contract."""
         joins = self._joins
         n = len(joins)
         prompt = int32(len(j.prompt) for j in joins)
@@ -330,7 +344,7 @@ class Driver:
         )
 
     def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:
-        """Return n greedy tokens after each prompt, which are in slots 0, 1 ...
+        """Return n greedy tokens after each prompt; prompt i is in slot i.
 
         ``ahead`` steps are in flight besides the newest one.  A step computes at most ``chunk`` tokens of a prompt.
         """
@@ -349,7 +363,7 @@ class Driver:
         return tokens
 
     def _add_tokens(self, results: Sequence[StepResult], tokens: list[list[int]]) -> None:
-        """Append the tokens of some steps, which must not have failed, to the lists of their slots."""
+        """Append the tokens of some step results, none of which may have failed, to the token list of each slot."""
         for result in results:
             assert not result.errors, f"step {result.id} failed: {result.errors}"
             for slot, token, count in zip(result.slots, result.tokens, result.count, strict=True):
@@ -357,7 +371,7 @@ class Driver:
 
 
 def check_result(plan: StepPlan, result: StepResult, vocab: int) -> None:
-    """Fail unless a result has the shapes and ranges that hold for every result."""
+    """Fail unless the result of a step has the shapes and value ranges that the contract demands for its plan."""
     n = len(plan.samples)
     step = f"step {plan.id}"
     assert result.id == plan.id, f"the result of step {result.id} came, expected step {plan.id}"
@@ -383,7 +397,7 @@ def check_logprobs(
     vocab: int,
     after: Callable[[Sequence[int]], torch.Tensor],
 ) -> None:
-    """Fail unless the log-probabilities of greedy rows equal the log-probabilities that the model computes.
+    """Fail unless the log-probabilities of greedy rows are those that the model computes.
 
     ``known`` has the tokens of each slot before the steps.  ``after`` returns the logits after some tokens.
     """
@@ -400,9 +414,9 @@ def check_logprobs(
 
 
 def check_scores(scores: Any, row: int, expected: torch.Tensor, token: int, k: int, place: str) -> None:
-    """Fail unless one row of ``scores`` has the log-probability of a token, and of the k best tokens.
+    """Fail unless a row of ``scores`` has the log-probabilities of one token and of the k best tokens.
 
-    ``expected`` has the log-probabilities of all tokens, float32 [V].
+    ``expected`` has the log-probabilities of all tokens, float32 [V].  ``place`` names the row in messages.
     """
     best = expected.topk(k)
     chosen = expected[token]
@@ -414,7 +428,10 @@ def check_scores(scores: Any, row: int, expected: torch.Tensor, token: int, k: i
 
 
 def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None:
-    """Fail unless a result has one error, with this scope, the name of the plug-in and the words of its exception."""
+    """Fail unless a step result has exactly one error, with the given scope and plug-in name.
+
+    Its message must contain ``words``, the text of the plug-in's exception.
+    """
     assert len(result.errors) == 1, f"step {result.id} has the errors {result.errors}: expected one"
     error = result.errors[0]
     assert error.scope == scope, f"scope {error.scope!r}: expected {scope!r}"
@@ -423,12 +440,12 @@ def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None
 
 
 def by_slot(result: StepResult, field: str = "tokens") -> dict[int, int]:
-    """Return slot -> value of a field of a result."""
+    """Return slot -> value of a field, for the rows of a step result."""
     return dict(zip(result.slots.tolist(), getattr(result, field).tolist(), strict=True))
 
 
 def belongings() -> dict[str, Counter]:
-    """Return the resources of this process: threads, child processes, open files, shared memory and GPU memory."""
+    """Count the resources of this process: threads, child processes, open files, shared memory and GPU memory."""
     found = {"threads": Counter(thread.name for thread in threading.enumerate())}
     found["files"] = Counter()
     fds = Path("/proc/self/fd")
@@ -446,7 +463,7 @@ def belongings() -> dict[str, Counter]:
 
 
 def _processes() -> dict[int, tuple[str, int]]:
-    """Return process -> (name, parent process) for all processes of this machine."""
+    """Return process id -> (name, id of the parent process) for all processes of this machine."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
@@ -481,10 +498,10 @@ def left_behind(before: dict[str, Counter], patience: float = 3.0) -> dict[str, 
 
 
 def of_others(names: Iterable[str], process: int) -> set[str]:
-    """Return the files of /dev/shm that an unrelated process has mapped, such as another test.
+    """Return the files of /dev/shm among ``names`` that an unrelated process has mapped, such as another test.
 
-    ``names`` are the names of the files.  A process is related if it is ``process``, was started by it, or has lost its
-    parent, because ``process`` may have started it.
+    A process is related if it is ``process``, was started by it, or has lost its parent, because ``process`` may have
+    started it.
     """
     parents = {pid: parent for pid, (_, parent) in _processes().items()}
     found: set[str] = set()

@@ -1,7 +1,7 @@
 """The conformance suite of image encoders.
 
-Pictures of several sizes go through ``prepare`` and ``encode``, and the encoder serves an engine.  The process that
-prepares an image is another one than the process that encodes it, so the suite uses an instance for each.
+The suite prepares and encodes images of several sizes, and an engine serves requests with images.  In an engine,
+different processes prepare and encode an image, so the suite uses an instance for each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN = 60  # image_token_id in the configuration of the text model
 
 @cache
 def temporary() -> tempfile.TemporaryDirectory[str]:
-    """Return the directory of all checkpoints, which is removed when the process ends."""
+    """Return the temporary directory of all test checkpoints, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="minivllm-encoders-")
 
 
@@ -63,11 +63,13 @@ def image_checkpoint(family: str) -> Path:
 
 
 class EncoderConformance(Lasting, SpecConformance):
-    """The suite of image encoders.
+    """The conformance suite of image encoders.
 
-    ``checkpoint`` is the directory of a checkpoint that the encoder serves.  By default it is a small one of the first
-    model type in the spec's limits, or a small Llama with ``image_token_id`` in its config.json.  Features must
-    be equal when an image is encoded again, which ``repeatable`` False limits to a relative difference of 1e-5."""
+    ``checkpoint`` is the directory of a checkpoint that the encoder serves.  By default it is a small random
+    checkpoint of the first model type in the spec's limits, or a small Llama with ``image_token_id`` in its
+    config.json.  An image that is encoded again must have the same features bit for bit, or with ``repeatable`` False
+    up to a relative difference of 1e-5.
+    """
 
     kind = "encoder"
     checkpoint: str | Path = ""
@@ -83,21 +85,21 @@ class EncoderConformance(Lasting, SpecConformance):
         return image_checkpoint(known[0]) if known else text_checkpoint()
 
     def files(self) -> Checkpoint:
-        """Return the checkpoint as the engine reads it."""
+        """Open the checkpoint as the engine does."""
         return open_checkpoint(str(self.folder()))
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         found = self.files()
         return (EncoderContext(str(found.folder), found.raw),)
 
     def made(self) -> ImageEncoder:
-        """Create an instance for ``prepare``."""
+        """Create an instance without weights, which can only prepare images."""
         made: ImageEncoder = self.build(*self.context())
         return made
 
     def loaded(self, dtype: str = "float32") -> ImageEncoder:
-        """Create an instance with weights."""
+        """Create an instance that has loaded its weights in a dtype, and can encode images."""
         made = self.made()
         with torch.inference_mode():
             size = made.load(self.place(), dtype)
@@ -105,7 +107,7 @@ class EncoderConformance(Lasting, SpecConformance):
         return made
 
     def pictures(self) -> list[Any]:
-        """Return upright PIL images in RGB: random pixels of several sizes, a black and a white one."""
+        """Return PIL images in RGB: random pixels of several sizes, a black image and a white one."""
         from PIL import Image
 
         draw = np.random.default_rng(0)
@@ -113,31 +115,31 @@ class EncoderConformance(Lasting, SpecConformance):
         return [*found, Image.new("RGB", (50, 50)), Image.new("RGB", (50, 50), "white")]
 
     def encoded(self, encoder: ImageEncoder, found: ImageValues) -> Tensor:
-        """Return the features of prepared values that are passed in the form of the engine."""
+        """Encode the prepared values of an image, passed as a flat tensor on the device, and return the features."""
         values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
         with torch.inference_mode():
             return encoder.encode(values, tuple(found.shape))
 
     def exercise(self, instance: ImageEncoder) -> Any:
-        """Prepare a few pictures, and return the values."""
+        """Return the prepared values of two images, as lists."""
         return [np.asarray(instance.prepare(picture).values).tolist() for picture in self.pictures()[:2]]
 
     def lasting(self) -> ImageEncoder:
-        """Create an instance that prepares many pictures."""
+        """Create an instance for the leak test, which prepares many images."""
         return self.made()
 
     def once_more(self, instance: ImageEncoder, number: int) -> None:
-        """Prepare a new picture."""
+        """Prepare a random image that differs for each ``number``."""
         from PIL import Image
 
         pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), np.uint8)
         instance.prepare(Image.fromarray(pixels))
 
     def let_go(self, instance: ImageEncoder) -> None:
-        """Release an instance, which holds nothing."""
+        """Release an instance of the leak test; there is nothing to stop."""
 
     def same(self, a: Tensor, b: Tensor) -> bool:
-        """Return whether features of equal values are equal."""
+        """Return whether two encodings of the same image are equal, or close if ``repeatable`` is False."""
         if self.repeatable:
             return torch.equal(a, b)
         return a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -146,8 +148,10 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_facts_are_plain_data_of_the_checkpoint(self) -> None:
-        """Check that each instance returns the same ``ImageFacts``, which go through JSON, with ids of the
-        vocabulary."""
+        """Check that each instance returns the same ``ImageFacts``, whose token ids are in the vocabulary.
+
+        The facts must survive a round trip through JSON.
+        """
         facts = self.made().facts()
         assert isinstance(facts, ImageFacts), f"facts() returned a {type(facts).__name__}: expected ImageFacts"
         assert self.made().facts() == facts, "another instance returns other facts"
@@ -162,8 +166,10 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_values_are_numbers_and_tokens_are_those_of_the_shape(self) -> None:
-        """Check that values are finite, that the shape has three numbers, and that the number of tokens is that of the
-        grid if tokens have a position for each axis."""
+        """Check the result of ``prepare``: finite values, a shape of three numbers, and the number of image tokens.
+
+        If tokens have a position for each axis, their number must be that of the grid.
+        """
         made = self.made()
         facts = made.facts()
         for picture in self.pictures():
@@ -182,8 +188,10 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_pixels_alone_decide_the_values(self) -> None:
-        """Check that equal pixels have equal values, whatever the object, its file name and the images before, and that
-        other pixels have other values.  The engine finds features again by a hash of the pixels."""
+        """Check that ``prepare`` depends on the pixels alone, not on the object, the file name or earlier images.
+
+        Other pixels must give other values.  The engine finds features of an earlier image by a hash of the pixels.
+        """
         made = self.made()
 
         def digest(picture: Any) -> bytes:
@@ -202,7 +210,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 2)
     def test_pixels_have_the_values_of_their_picture(self) -> None:
-        """Check that ``prepare_pixels`` returns None or the result of ``prepare``, and does not change the pixels."""
+        """Check that ``prepare_pixels`` returns None or the same as ``prepare``, and does not change the pixels."""
         made = self.made()
         for picture in self.pictures():
             pixels = np.array(picture)
@@ -216,7 +224,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_pictures_do_not_change(self) -> None:
-        """Check that ``prepare`` leaves the picture as it was, because the caller may use it again."""
+        """Check that ``prepare`` does not change the image object, because the caller may use it again."""
         made = self.made()
         for picture in self.pictures():
             before = picture.tobytes()
@@ -225,8 +233,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_threads_prepare_what_one_thread_prepares(self) -> None:
-        """Check that threads that prepare different pictures at the same time do not disturb each other, and that no
-        call changes the values of another one."""
+        """Check that threads may prepare images at the same time, and that no call changes another's result."""
         made, pictures = self.made(), self.pictures() * 4
         alone = [_digest(made.prepare(picture)) for picture in pictures]
         with ThreadPoolExecutor(THREADS) as pool:
@@ -237,7 +244,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_features_have_the_form_that_facts_and_prepare_promise(self) -> None:
-        """Check that features are [levels, tokens, hidden] in each claimed dtype, on the device, and finite."""
+        """Check that features are finite, [levels, tokens, hidden], in each claimed dtype and on the device."""
         made, hidden = self.made(), self.files().hf_config().hidden_size
         for dtype in self.values("dtype", "float32", "bfloat16"):
             encoder = self.loaded(dtype)
@@ -253,8 +260,11 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_features_are_those_of_the_image_and_stay_so(self) -> None:
-        """Check that features depend on the arguments of ``encode`` alone: they are the same after other images, in
-        reverse order and from another instance, differ between images, and are not changed by later calls."""
+        """Check that the features of an image depend on the arguments of ``encode`` alone.
+
+        They are the same after other images, in reverse order and from another instance.  They differ between images,
+        and later calls do not change them.
+        """
         made, encoder = self.made(), self.loaded()
         prepared = [made.prepare(picture) for picture in self.pictures()]
         first = [self.encoded(encoder, found) for found in prepared]
@@ -272,7 +282,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_arguments_and_the_random_state_do_not_change(self) -> None:
-        """Check that ``encode`` changes no values, and draws nothing from torch's generator."""
+        """Check that ``encode`` does not change its argument and draws nothing from torch's global random generator."""
         made, encoder = self.made(), self.loaded()
         state = torch.get_rng_state()
         for picture in self.pictures():
@@ -286,8 +296,7 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 1)
     def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
-        """Check that features with the weights of ``load_dummy`` are finite, equal for equal seeds, and differ for
-        others."""
+        """Check features with random weights (``load_dummy``): finite, and a function of the seed."""
         if type(self.made()).load_dummy is ImageEncoder.load_dummy:
             pytest.skip("this encoder has no dummy weights")
         found = self.made().prepare(self.pictures()[0])
@@ -306,17 +315,19 @@ class EncoderConformance(Lasting, SpecConformance):
     # ---- the engine ----------------------------------------------------------------------------------------------
 
     def prompt(self, facts: ImageFacts, pictures: list[Any]) -> dict[str, Any]:
-        """Return a prompt with some pictures, and text before, between and behind them."""
+        """Return a prompt with some images, and text before, between and after them."""
         ids = [5, 17, 3]
         for i in range(len(pictures)):
             ids += [facts.prompt_token, 7 + i, 11, 4]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
 
     def reference(self, ids: list[int], prepared: list[ImageValues]) -> Tensor | None:
-        """Return log-probabilities [tokens, vocabulary] of an independent model, or None if there is none.
+        """Return log-probabilities [tokens, vocabulary] of an independent model for a prompt, or None.
 
-        ``ids`` have the tokens of the images.  By default the features stand for the embeddings of a text model of
-        transformers, if each token has one position and one level of features."""
+        ``ids`` has the prompt's tokens, those of the images included, and ``prepared`` the values of the images.  By
+        default the features replace the embeddings of the image's tokens in a text model of transformers.  This needs
+        one position per token and one level of features.
+        """
         facts = self.made().facts()
         if self.files().raw.get("model_type") != "llama" or facts.sections or facts.levels > 1 or facts.span:
             return None
@@ -333,8 +344,10 @@ class EncoderConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
-        """Check the answers of an engine: prompts alone, together, in chunks and behind prefix hits have the same
-        tokens, the order of images matters, and ``reference`` has the same log-probabilities.
+        """Check the answers of an engine with images in its prompts.
+
+        A prompt has the same tokens alone, together with others, in chunks and with a cached prefix.  The order of
+        images matters.  The log-probabilities are those of ``reference``.
         """
         made, pictures = self.made(), self.pictures()[:3]
         facts = made.facts()
@@ -381,11 +394,11 @@ class EncoderConformance(Lasting, SpecConformance):
 
 
 def _digest(found: ImageValues) -> bytes:
-    """Return a hash of values."""
+    """Return a hash of the prepared values of an image."""
     return digest_of(np.ascontiguousarray(found.values, np.float32).reshape(-1), found.shape)
 
 
 def _scores(output: Any) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of an answer and their log-probabilities."""
+    """Return the generated tokens of an output and their log-probabilities."""
     (out,) = output.outputs
     return list(out.token_ids), np.array([next(iter(one.values())).logprob for one in out.logprobs])

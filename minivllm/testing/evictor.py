@@ -29,15 +29,15 @@ from .sim import VOCAB, answer, at_rest, outputs, request, run, sim_engine
 from .spec import SpecConformance
 
 CAPACITY = 8192
-BRANCHES = 3  # children of a block; a small number, so that evicted paths are soon computed again
+BRANCHES = 3  # children of a block; a small number, so that evicted sequences are soon computed again
 DEEPEST = 5  # largest depth of a block without a parent
 FEW = 512  # number of keys of the small pool in the timed calls
 MANY = 1 << 18  # number of keys of the large pool in the timed calls
 AT_ONCE = 5000  # number of keys that one call evicts
-# largest time of a call with many keys: a multiple of the time with few keys, plus some seconds
+# allowed time of a call with many keys: this multiple of its time with few keys, plus some seconds
 SLOWER = 3
 NOISE = 3e-5
-TRIES = 3  # number of attempts, one of which must succeed, because another process may slow down the others
+TRIES = 3  # number of attempts, one of which must be fast enough, because another process may slow down the others
 BRANCH = st.integers(0, BRANCHES - 1)
 # requests of a few sessions, and None for a request without a session
 TURNS = st.none() | st.builds(
@@ -62,13 +62,13 @@ class _EvictorMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = Tree()
         self.evictor = self.suite.build(self.suite.context()[0])
-        self.running: list[list[int]] = []  # paths of running sequences
-        self.orphans: list[list[int]] = []  # paths of running sequences whose keys have no parents
+        self.running: list[list[int]] = []  # keys of the blocks of each running sequence
+        self.orphans: list[list[int]] = []  # keys of the blocks of each running sequence whose blocks have no parents
 
     def _publish(self, path: list[int], key: int, parent: int, depth: int = 0) -> None:
-        """Cache a full block of a sequence and append its key to the path.
+        """Cache a full block of a sequence, and append its key to the keys ``path`` of the sequence.
 
-        If another sequence has cached a block with the same content, this block is shared, without a lookup.
+        If another sequence has cached a block with the same content, that block is shared, without a lookup.
         """
         if key not in self.tree.refs:
             back = key in self.tree.gone
@@ -81,14 +81,14 @@ class _EvictorMachine(RuleBasedStateMachine):
         path.append(key)
 
     def _extend(self, path: list[int], branches: Sequence[int]) -> None:
-        """Append a block to a path for each branch."""
+        """Append a block to a sequence for each number in ``branches``, which chooses the content of the block."""
         for branch in branches:
             parent = path[-1] if path else 0
             self._publish(path, key_of(parent, branch), parent)
 
     @rule(branches=st.lists(BRANCH, min_size=1, max_size=5))
     def start(self, branches: list[int]) -> None:
-        """Start a sequence without a lookup."""
+        """Start a sequence that looks up no cached prefix."""
         path: list[int] = []
         self._extend(path, branches)
         self.running.append(path)
@@ -97,7 +97,8 @@ class _EvictorMachine(RuleBasedStateMachine):
     def start_without_parents(self, depths: list[int], branch: int) -> None:
         """Start a sequence whose blocks have no parents, at any depth.
 
-        The parents of blocks in a sliding window's group belong to another group, which has another evictor.
+        This happens in the KV group of a sliding window: the parents of its blocks belong to another group with
+        another evictor.
         """
         path: list[int] = []
         for depth in sorted(depths):
@@ -148,7 +149,7 @@ class _EvictorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tree.refs)
     @rule(data=st.data())
     def end_in_a_tier(self, data: Any) -> None:
-        """End a turn whose blocks are free, as in a tier below the device, or whose request waits without blocks."""
+        """End a session's turn whose blocks are free: on a lower tier, or of a request that waits."""
         turn = data.draw(TURNS)
         path = self.tree.path(data.draw(st.sampled_from(sorted(self.tree.refs))))
         free = [key for key in path if not self.tree.refs[key]]
@@ -157,13 +158,13 @@ class _EvictorMachine(RuleBasedStateMachine):
             self.evictor.ended(keys(data.draw(st.sampled_from([free, []]))), turn)
 
     def _free(self, path: list[int]) -> None:
-        """Remove a user from the keys of a path, and free the keys that are no longer held."""
+        """Remove a sequence from the users of some keys, and free the keys that no other running sequence uses."""
         if freed := self.tree.give(path):
             self.evictor.free(keys(freed))
 
     @rule(data=st.data())
     def evict(self, data: Any) -> None:
-        """Evict some keys, sometimes more than are free, and check the victims."""
+        """Evict some keys, sometimes more than are free, and check which keys the evictor chose."""
         free = self.tree.free
         order = self.suite.order
         n = data.draw(st.integers(0, len(free) + 2))
@@ -181,7 +182,7 @@ class _EvictorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tree.free)
     @rule(data=st.data())
     def drop(self, data: Any) -> None:
-        """Drop all free keys, or one key without cached children that another block replaces, as the engine does."""
+        """Drop all free keys, or one free key without cached children whose block is replaced, as the engine does."""
         dropped = self.tree.free
         if not data.draw(st.booleans()):
             dropped = [key for key in dropped if not self.tree.children[key]][:1]
@@ -191,7 +192,7 @@ class _EvictorMachine(RuleBasedStateMachine):
             self.tree.remove(key)
 
     def teardown(self) -> None:
-        """End all sequences, evict all keys and check the victims."""
+        """End all sequences, evict all keys and check the order of the evicted keys."""
         for path in self.running + self.orphans:
             self._free(path)
         n = len(self.tree.free)
@@ -201,9 +202,10 @@ class _EvictorMachine(RuleBasedStateMachine):
 
 
 def _evicted_keys(evictor: Evictor, between: Callable[[], None] = lambda: None) -> list[int]:
-    """Return the victims of a fixed run: keys are added, hit, held again, freed, evicted and sometimes added again.
+    """Return the keys that an evictor evicts in a fixed series of calls.
 
-    ``between`` is called between the calls of the evictor.
+    Keys are added, hit, held again, freed, evicted and sometimes added again.  ``between`` is called between the calls
+    of the evictor.
     """
     rng = random.Random(5)
     evicted: list[int] = []
@@ -232,10 +234,10 @@ def _evicted_keys(evictor: Evictor, between: Callable[[], None] = lambda: None) 
 
 
 class EvictorConformance(Lasting, SpecConformance):
-    """The suite of evictors.
+    """The conformance suite of evictors.
 
-    ``order`` is the trait of this name in the spec.  It names the reference order that the victims must have; an empty
-    text means any order.
+    ``order`` is the trait of this name in the spec.  It names the reference order (such as lru) in which keys must be
+    evicted; an empty text means any order.
     """
 
     kind = "evictor"
@@ -245,11 +247,11 @@ class EvictorConformance(Lasting, SpecConformance):
         return self.spec.traits.get("order", "")
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build an evictor."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (EvictorContext(CAPACITY, 16, "device"),)
 
     def exercise(self, instance: Evictor) -> Any:
-        """Cache and free a sequence, and return the victims of a call."""
+        """Cache and free a sequence, and return the keys that the evictor chooses first."""
         tree = Tree()
         path = self.chain(6)
         self._cache_and_free(instance, tree, path)
@@ -269,13 +271,14 @@ class EvictorConformance(Lasting, SpecConformance):
         return path
 
     def make(self, options: Any, ctx: EvictorContext) -> Evictor:
-        """Create the evictor under test, with the signature that ``sim_engine`` calls."""
+        """Create the evictor under test; ``sim_engine`` calls this with its own options and context."""
         return self.build(ctx)
 
     def check_victims(self, tree: Tree, victims: list[int], n: int) -> None:
-        """Fail unless a call of ``victims(n)`` returned valid keys, before the tree removes them.
+        """Fail unless ``victims``, the result of ``victims(n)``, are keys that may be evicted.
 
-        There are exactly min(n, free) different keys.  All are cached, none is held, and children precede parents.
+        ``tree`` still has these keys.  There must be exactly min(n, free) different keys, all cached, none held, and
+        children before their parents.
         """
         free = tree.free
         assert len(set(victims)) == len(victims), f"a key is twice among the victims {victims}"
@@ -293,9 +296,9 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
-        """Check the figures of an evictor before, between and after its calls.
+        """Check the metrics (``figures``) of an evictor before, between and after its calls.
 
-        Two reads in a row return the same figures, and reading them does not change the victims.
+        Two reads in a row return the same metrics, and reading them does not change which keys are evicted.
         """
         evictor = self.build(*self.context())
         same_figures(evictor.figures)
@@ -304,7 +307,7 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_victims_are_free_keys_in_order_whatever_happened_before(self) -> None:
-        """Check the victims after random calls.
+        """Check the keys that an evictor evicts after random calls.
 
         ``victims(n)`` returns exactly min(n, free) different keys, never a held or unknown key, children before
         parents, in the order that the spec declares.  A dropped key is never returned.  An evicted or dropped key may
@@ -384,8 +387,8 @@ class EvictorConformance(Lasting, SpecConformance):
         """Check that no key is lost after 1 to 5,000 rounds of the same calls.
 
         The rounds repeat prompts, drop sequences, or evict keys for new sequences.  Then all free keys are evicted, in
-        the order that the spec declares.  An evictor that cleans up its data from time to time must not lose keys by
-        it.
+        the order that the spec declares.  An evictor that cleans up its data from time to time must not lose a key in
+        doing so.
         """
         for name, run_round, n in lives():
             life = self._life()
@@ -402,7 +405,7 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_lookups_are_counted_beyond_16_bits(self) -> None:
-        """Check that a key with very many lookups is not lost, such as the common start of all prompts of a server.
+        """Check that a key that is looked up very often is not lost, such as a common start of all prompts.
 
         With ``order: lfu``, it is evicted after a key with half as many lookups.
         """
@@ -414,7 +417,7 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_key_that_is_held_again_is_not_given_up(self) -> None:
-        """Check that the prefix that a new request hit is not evicted until the request frees it."""
+        """Check that the keys of a prefix that a new request uses are not evicted before the request frees them."""
         evictor = self.build(*self.context())
         tree = Tree()
         path = self.chain(8)
@@ -430,7 +433,7 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_order_is_the_declared_one(self) -> None:
-        """Check that the trait ``order`` names a reference order of the kit."""
+        """Check that the trait ``order`` names a reference order that the kit can compute."""
         if not self.order:
             pytest.skip("not claimed: order")
         orders = ", ".join(Tree.ORDERS)
@@ -438,7 +441,7 @@ class EvictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_call_costs_log_n_at_most(self) -> None:
-        """Check that a call executes at most 4 times as many lines and calls with 16 times as many keys."""
+        """Check that a call executes at most 4 times as many lines and function calls with 16 times as many keys."""
         few = self._steps(256)
         many = self._steps(4096)
         for call, n in few.items():
@@ -491,7 +494,7 @@ class EvictorConformance(Lasting, SpecConformance):
         return seconds
 
     def lasting(self) -> Evictor:
-        """Create the small evictor of the leak test."""
+        """Create the evictor of the leak test."""
         return self.build(EvictorContext(64, 16, "device"))
 
     def once_more(self, instance: Evictor, number: int) -> None:

@@ -1,9 +1,9 @@
-"""Long runs of an evictor: many rounds of calls that leave the cached keys unchanged, after which no key may be lost.
+"""Long runs of an evictor: many rounds of calls that leave the same keys cached, after which no key may be lost.
 
 An evictor cleans up some of its data only from time to time, such as stale heap entries, tombstones and counters of a
-few bits.  A fault there shows after a certain number of rounds, so the runs have many lengths: every length up to 30,
-then longer and longer ones.  Some keys are *cold*: they are freed once and never used again, so that an entry that the
-evictor loses is not replaced by a later call.
+few bits.  A fault in that shows only after a certain number of rounds, so the runs have many lengths: every length up
+to 30, then longer and longer ones.  Some keys are *cold*: they are freed once and never used again, so that no later
+call replaces an entry that the evictor has lost.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from minivllm.core.interfaces.evictor import Evictor
 
 from .evictor_tree import Tree, key_of, keys
 
-COLD = 5  # sequences that are never used again
-HOT = 6  # sequences that are used again
+COLD = 5  # number of sequences that are never used again
+HOT = 6  # number of sequences that are used again
 LENGTH = 4  # blocks of a sequence
-LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # rounds of the runs
+LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # numbers of rounds of the runs
 LONGEST = 1000  # rounds of the longest run
 HITS = 40_000  # number of lookups of one key; another key has twice as many, which exceeds a 16-bit counter
 
 
 class EvictorLife:
-    """An evictor that runs together with its reference model, the tree.
+    """An evictor that runs together with its reference model, the tree of cached keys.
 
-    ``check`` checks the victims of a call.  They must also equal the victims of the reference ``order``, if it is not
-    empty.
+    ``check`` checks the keys that a call of ``victims`` returned.  They must also equal the keys in the reference
+    ``order``, if it is not empty.
     """
 
     def __init__(self, tree: Tree, evictor: Evictor, order: str, check: Callable[[Tree, list[int], int], None]) -> None:
@@ -36,7 +36,7 @@ class EvictorLife:
         self.order = order
         self.check = check
         self.random = random.Random(5)
-        self.fresh = 1000  # number of the next new sequence
+        self.fresh = 1000  # number of the next new sequence, from which its first key is computed
         for i in range(COLD):
             self.free(self.cached(i))
         self.hot = [self.cached(COLD + i) for i in range(HOT)]
@@ -44,7 +44,7 @@ class EvictorLife:
             self.free(path)
 
     def cached(self, number: int, n: int = LENGTH) -> list[int]:
-        """Cache n blocks of a new sequence, which are held, and return their keys."""
+        """Cache n blocks of a new sequence, which then runs, and return their keys."""
         path: list[int] = []
         for i in range(n):
             parent = path[-1] if path else 0
@@ -54,7 +54,7 @@ class EvictorLife:
         return path
 
     def free(self, path: list[int]) -> None:
-        """End a sequence that uses the keys of a path."""
+        """End a sequence, and free those of its keys that no other running sequence uses."""
         if freed := self.tree.give(path):
             self.evictor.free(keys(freed))
 
@@ -73,7 +73,7 @@ class EvictorLife:
             self.tree.remove(key)
 
     def give_up(self, n: int) -> None:
-        """Evict n keys and check the victims."""
+        """Evict n keys, and check that the evictor chose the right ones."""
         expected = self.tree.expected(self.order, n) if self.order else None
         victims = [int(key) for key in self.evictor.victims(n)]
         self.check(self.tree, victims, n)

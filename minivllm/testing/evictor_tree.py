@@ -1,9 +1,8 @@
 """A reference model for evictors: the tree of cached blocks that the engine's pools keep.
 
-A sequence is a path from a root of the tree.  Sequences with a common prefix share its blocks.  A key is *held* while
-a sequence that uses it runs.  Among the keys that are not held, those without a cached child are *ripe*: an evictor
-may evict only ripe keys.  A key is a hash of the block's content, so an evicted block has the same key when the engine
-computes it again.
+A sequence is a path from a root of the tree.  Sequences with a common prefix share its blocks.  A key, a hash of a
+block's content, is *held* while a sequence that uses it runs.  A key is *ripe* if it is not held and has no cached
+child: an evictor may evict only ripe keys.  An evicted block has the same key when the engine computes it again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from minivllm.core.interfaces.evictor import BlockInfo
 
 
 def keys(values: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return keys as the array that an evictor receives, uint64."""
+    """Return keys as a uint64 array, the form in which an evictor receives them."""
     return np.array(values, np.uint64)
 
 
@@ -49,18 +48,18 @@ class Tree:
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}  # key -> its parent, 0 for none
         self.depth: dict[int, int] = {}
-        self.refs: dict[int, int] = {}  # running sequences that use the key
-        self.children: dict[int, int] = {}  # number of cached children
+        self.refs: dict[int, int] = {}  # key -> number of running sequences that use it
+        self.children: dict[int, int] = {}  # key -> number of its cached children
         self.added: dict[int, int] = {}  # time
-        # key -> (time, order within the call); keys of greater depth come first
+        # key -> (time at which it was freed, order within the call); keys of greater depth come first
         self.freed: dict[int, tuple[int, int]] = {}
         self.hits: dict[int, int] = {}
         self.clock = 0
-        self.gone: set[int] = set()  # keys that were cached once
+        self.gone: set[int] = set()  # keys that were cached at some time and are not any more
 
     @property
     def free(self) -> list[int]:
-        """Return the keys that are not held."""
+        """Return the keys that no running sequence uses."""
         return [key for key, refs in self.refs.items() if not refs]
 
     def path(self, key: int) -> list[int]:
@@ -88,14 +87,14 @@ class Tree:
         return block_info([parent], [depth], [depth % 3])
 
     def take(self, path: Sequence[int]) -> list[int]:
-        """Add a user to each key, and return the keys that were not held before."""
+        """Add a running sequence to the users of each key, and return the keys that had no user before."""
         woken = [key for key in path if not self.refs[key]]
         for key in path:
             self.refs[key] += 1
         return woken
 
     def give(self, path: Sequence[int]) -> list[int]:
-        """Remove a user from each key, and return the keys that are no longer held."""
+        """Remove a running sequence from the users of each key, and return the keys that have no user left."""
         self.clock += 1
         for key in path:
             self.refs[key] -= 1
@@ -119,7 +118,7 @@ class Tree:
     }
 
     def expected(self, order: str, n: int) -> list[int]:
-        """Return the n victims of a reference order, each of which is the first ripe key of that order."""
+        """Return the n keys that the reference ``order`` evicts: each is the first ripe key of that order."""
         rank = self.ORDERS[order]
         victims: list[int] = []
         children = dict(self.children)

@@ -50,12 +50,12 @@ from .executor_pooling import ExecutorPooling
 from .executor_taps import ExecutorTaps
 from .faulty import FATAL_CHUNK, TARGETS
 
-BUDGET = 64  # tokens of a step
+BUDGET = 64  # most tokens of a step
 BLOCKS = 200  # blocks of the cache
 
 
 class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
-    """The suite of executors.
+    """The conformance suite of executors.
 
     Override ``sizes`` if this machine cannot run a claimed ``tensor_parallel_size``.
     """
@@ -73,7 +73,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         return sizes
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build an executor, which has none besides its options."""
+        """Return the arguments of the plug-in's constructor after its options: none."""
         return ()
 
     def engine_options(self, seed: int = 0, **values: Any) -> dict[str, Any]:
@@ -98,12 +98,12 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         return options | values
 
     def resolve(self, **values: Any) -> Resolved:
-        """Resolve the options of an engine, with two steps ahead unless ``values`` has another number."""
+        """Resolve the options of an engine; ``run_ahead`` is 2 unless ``values`` has another number."""
         options = self.engine_options(**{"run_ahead": 2, **values})
         return resolve(EngineConfig(**options), Catalog.discover())
 
     def wiring(self, **values: Any) -> Wiring:
-        """Return the wiring of an engine after it was sent as JSON."""
+        """Return the resolved parts of an engine (its wiring) after a round trip through JSON."""
         return wiring_from_json(wiring_to_json(self.resolve(**values).wiring))
 
     @contextmanager
@@ -120,12 +120,12 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             executor.stop()
 
     def exercise(self, instance: Executor) -> Any:
-        """Return tokens that an executor generates, and its capacity."""
+        """Return the tokens that an executor generates for two prompts, and its capacity."""
         with self.started(instance) as driver:
             return driver.generate(prompts(5, 9), 4), driver.capacity
 
     def check_tokens(self, driver: Driver, ahead: int, seed: int = 0, lengths: Sequence[int] = (1, 12, 31)) -> None:
-        """Fail unless an executor generates the right tokens for prompts of some lengths, ``ahead`` steps ahead."""
+        """Fail unless an executor generates the expected tokens for some prompts, ``ahead`` steps ahead."""
         items = prompts(*lengths)
         for prompt, tokens in zip(items, driver.generate(items, 8, ahead), strict=True):
             expected = self.greedy(prompt, 8, seed)
@@ -187,7 +187,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
     def test_a_start_that_fails_says_why_and_takes_nothing(self) -> None:
         """Check that ``start`` raises ModelError for a missing model, and ResourceError for a cache that is too large.
 
-        Then the executor is not alive, can be stopped, and keeps no resources.
+        Then the executor is not alive, can be stopped, and keeps no threads, files or memory.
         """
         wiring = self.wiring()
         cases = [
@@ -209,7 +209,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     @since(1, 0)
     def test_a_verb_that_it_does_not_know_is_named(self) -> None:
-        """Check that ``call`` raises NotImplementedError with the name of an unknown verb, and that steps still run."""
+        """Check that ``call`` of an unknown verb raises NotImplementedError with its name, and steps still run."""
         with self.started() as driver:
             with pytest.raises(NotImplementedError, match="surely_no_verb"):
                 pytest.fail(f"returned {driver.executor.call('surely_no_verb')!r}: expected NotImplementedError")
@@ -221,7 +221,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
     def test_tokens_are_those_of_transformers(self) -> None:
         """Check greedy tokens, for each claimed tensor_parallel_size that this machine can run.
 
-        Prompts come in chunks, several rows share a step, and one of two KV groups has a window.
+        Prompts come in chunks, several rows share a step, and one of two KV groups has a sliding window.
         """
         for size in self.sizes():
             with self.started(tensor_parallel_size=size) as driver:
@@ -235,8 +235,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
         The cache is so small that rows are preempted.  There are prefix hits, branches, rows whose token the host
         chooses, and rows whose mask comes late.  A row that fails ends alone, and a step that fails ends only its own
-        requests.  Random tokens, their ends and their log-probabilities equal those of the executor "local".  Made-up
-        tokens do not depend on the number of steps ahead.
+        requests.  Random tokens, their ends and their log-probabilities equal those of the executor "local".  The
+        tokens of an executor without a model do not depend on the number of steps ahead.
         """
         expected = [] if self.made_up else reference(self.engine_options())
         for ahead, blocks in ((None, BLOCKS), (0, 36), (2, 36)):
@@ -254,7 +254,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     @since(1, 0)
     def test_logprobs_come_if_they_are_asked_for(self) -> None:
-        """Check log-probabilities of the raw logits, in the order of the rows that draw; None with ``topk=-1``."""
+        """Check log-probabilities of the raw logits, row after row that draws; with ``topk=-1`` there are none."""
         items = prompts(5, 9, 12)
         with self.started() as driver:
             for slot, prompt in enumerate(items):
@@ -394,7 +394,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         """Check that a processor that raises gives an error of scope "rows" and changes only its own rows.
 
         Their flags have FAILED, and their count is 0 if ``apply`` raises.  The error has the name of the plug-in and
-        the message of the exception.  Other rows and later steps are right.
+        the message of the exception.  Other rows and later steps have the right tokens.
         """
         self.need_model()
         a, b = prompts(5, 9)

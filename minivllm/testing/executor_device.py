@@ -21,16 +21,19 @@ from .driver import BLOCK, SLOTS, Driver, by_slot, check_logprobs, check_result,
 from .executor_reference import ExecutorReference
 from .faulty import FIRST_TALLY
 
-VOCAB = 64  # bits of a mask, which are more than the tokens of the tiny model
+VOCAB = 64  # number of bits of a mask, which is more than the tokens of the tiny model
 
 
 def tally(n: int, first: int = 0) -> list[int]:
-    """Return n tokens of a row that counts its tokens (``faulty.CountingProcessor``), after ``first`` tokens."""
+    """Return the next n tokens of a row that draws the count of its earlier tokens (``faulty.CountingProcessor``).
+
+    The row has already drawn ``first`` tokens.
+    """
     return [FIRST_TALLY + i for i in range(first, first + n)]
 
 
 def masks(*allowed: Sequence[int]) -> np.ndarray:
-    """Return masks, int32 [n, 2], of which row j allows the tokens ``allowed[j]``."""
+    """Return token masks, int32 [n, 2]; mask j allows exactly the tokens ``allowed[j]``."""
     bits = np.zeros((len(allowed), VOCAB), bool)
     for row, tokens in zip(bits, allowed, strict=True):
         row[list(tokens)] = True
@@ -38,7 +41,7 @@ def masks(*allowed: Sequence[int]) -> np.ndarray:
 
 
 def drawn(results: Sequence[StepResult]) -> dict[int, list[int]]:
-    """Return slot -> tokens with count 1, over steps that must not have failed."""
+    """Return slot -> drawn tokens of some steps in order; only rows with count 1 draw.  No step may have failed."""
     found: dict[int, list[int]] = {}
     for result in results:
         assert not result.errors, f"step {result.id} failed: {result.errors}"
@@ -55,10 +58,7 @@ class ExecutorDevice(ExecutorReference):
     started: Callable[..., AbstractContextManager[Driver]]
 
     def drivers(self) -> Iterator[Driver]:
-        """Yield a started executor for each way to run steps.
-
-        On a GPU, there is also an executor with an attention back end whose steps are captured.
-        """
+        """Yield a started executor for each way to run steps: eager, and on a GPU also captured in CUDA graphs."""
         with self.started() as driver:
             yield driver
         if self.place().startswith("cuda") and find_spec("triton") is not None:
@@ -106,7 +106,7 @@ class ExecutorDevice(ExecutorReference):
     def _check_masked(self, result: StepResult, allowed: dict[int, list[int]], known: list[list[int]]) -> None:
         """Fail unless each row drew its most likely token, among the allowed tokens of its slot if there are any.
 
-        The tokens are appended to ``known``, the tokens of each slot.
+        The drawn tokens are appended to ``known``, the tokens of each slot.
         """
         assert not result.errors, f"step {result.id} failed: {result.errors}"
         for slot, token in by_slot(result).items():
@@ -123,7 +123,10 @@ class ExecutorDevice(ExecutorReference):
 
     @since(1, 0)
     def test_the_mask_memory_of_one_is_not_anothers(self) -> None:
-        """Check that two executors have different mask memory: both masks are written before one executor draws."""
+        """Check that two executors have different mask memory.
+
+        The masks of both are written before either of them draws.
+        """
         a, b = prompts(6, 9)
         tokens = []
         with self.started() as first, self.started() as second:
@@ -147,8 +150,8 @@ class ExecutorDevice(ExecutorReference):
     def test_rows_that_are_not_in_a_step_are_left_alone(self) -> None:
         """Check steps of every number of rows while all slots have a sequence.
 
-        An executor may pad a step to a captured size.  It must not draw, store or count for a row that is not in the
-        step, nor twice for a row of the step.
+        An executor may pad a step to a captured size.  It must not draw, store or count anything for a row that is not
+        in the step, nor twice for a row of the step.
         """
         items = prompts(*range(3, 3 + SLOTS))
         counting = () if self.made_up else (0, 4, SLOTS - 1)
@@ -174,7 +177,8 @@ class ExecutorDevice(ExecutorReference):
         """
         old, a, b = prompts(30, 6, 14)
         for driver in self.drivers():
-            driver.join(0, old, 2, pile=1)  # the old entries in the table of slot 0 are blocks of the row in slot 1
+            # the table of slot 0 still names the old blocks, which now belong to the row in slot 1
+            driver.join(0, old, 2, pile=1)
             driver.submit({0: 30})
             driver.leave(0)
             driver.join(0, a, 26, blocks=2)
@@ -230,7 +234,7 @@ class ExecutorDevice(ExecutorReference):
             driver.join(1, b, 20)
             driver.submit({0: 6, 1: 9})
             driver.submit({0: 1, 1: 1})
-            driver.fork(0, 4, int(columns))  # generated tokens depend on the number of the sample
+            driver.fork(0, 4, int(columns))  # generated tokens depend on the sample number of the branch
             driver.fork(1, 5, int(columns))
             driver.leave(0)
             driver.submit({1: 1})
@@ -279,7 +283,7 @@ class ExecutorDevice(ExecutorReference):
 
     @since(1, 0)
     def test_logprobs_are_those_of_the_rows_that_draw(self) -> None:
-        """Check log-probabilities in steps with changing ``topk`` in which some rows, also the first, do not draw."""
+        """Check log-probabilities in steps with changing ``topk`` in which some rows do not draw."""
         items = prompts(30, 9, 12, 5)
         for driver in self.drivers():
             for slot, prompt in enumerate(items):

@@ -1,4 +1,4 @@
-"""Checks of an executor in an engine: requests, and the tokens, ends and errors that they must get."""
+"""Checks of an executor in an engine: the tokens, finish reasons and errors of requests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from .driver import NEAR, greedy, prompts
 from .faulty import FATAL_CHUNK
 
 ITEMS = prompts(1, 4, 17, 23, 30, 41)
-SEED = 1 << 40  # larger than 32 bits
+SEED = 1 << 40  # a seed that needs more than 32 bits
 EOS = 2  # end-of-sequence token of the tiny model
-LATE = {"allowed_tokens_fn": lambda ids: range(61)}  # a row whose mask is supplied after its step was submitted
-HOST = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}  # a row whose token the host chooses
+# parameters of a row whose token mask is supplied after its step was submitted
+LATE = {"allowed_tokens_fn": lambda ids: range(61)}
+HOST = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}  # parameters of a row whose token the host chooses
 
 
 def check_greedy(llm: LLM, case: str) -> None:
     """Fail unless an engine gives the greedy tokens of transformers.
 
     The requests have branches, tokens that the host chooses, masks that come late, and rows and steps that fail.
-    ``case`` names the engine in messages.
+    ``case`` describes the engine in messages.
     """
     expected = [greedy(prompt, 20) for prompt in ITEMS]
 
@@ -45,10 +46,10 @@ def check_greedy(llm: LLM, case: str) -> None:
 
 
 def check_made_up(llm: LLM, case: str, greedy: Callable[[list[int], int], list[int]]) -> None:
-    """Fail unless an engine without a model gives the tokens of the function ``greedy``.
+    """Fail unless an engine whose executor has no model gives the tokens of the function ``greedy``.
 
-    The host chooses some tokens, and some masks come late.  A row with a processor ends with an error that names the
-    processor.
+    The host chooses some tokens, and some masks come late.  A row whose processor raises ends with an error that names
+    the processor.
     """
     expected = [greedy(prompt, 20) for prompt in ITEMS]
 
@@ -65,16 +66,19 @@ def check_made_up(llm: LLM, case: str, greedy: Callable[[list[int], int], list[i
 
 
 def _check_failed_row(results: Sequence[Any], words: str, expected: Sequence[list[int]]) -> None:
-    """Fail unless the first of three requests ended with an error, and the others have the expected tokens."""
+    """Fail unless the first of three requests ended with an error that contains ``words``.
+
+    The other two must have the ``expected`` tokens.
+    """
     failed = results[0]
     assert failed.finish_reason == "error" and words in failed.error, failed
     assert [result.tokens for result in results[1:]] == expected[1:3], "tokens of the rows next to a failed row"
 
 
 def random_requests() -> list[SamplingParams]:
-    """Return requests whose tokens depend on the seed and the branch.
+    """Return requests that sample with fixed seeds.
 
-    Some have stop tokens that may be drawn before ``min_tokens``, and one has log-probabilities.
+    Some have stop tokens that may be drawn before ``min_tokens``, some have branches, and one has log-probabilities.
     """
     some = dict(temperature=2.0, max_tokens=24)
 
@@ -92,12 +96,12 @@ def random_requests() -> list[SamplingParams]:
 
 
 def random_outputs(llm: LLM) -> list[list[Any]]:
-    """Return the branches of each random request."""
+    """Serve the requests of ``random_requests``, and return the outputs of each request."""
     return [list(result.outputs) for result in llm.generate(ITEMS, random_requests(), False)]
 
 
 def reference(options: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the branches of the random requests with the executor "local", which runs in the engine's process."""
+    """Return the outputs of ``random_requests`` with the executor "local", which runs in the engine's process."""
     with LLM(**{**options, "executor": "minivllm/local", "tensor_parallel_size": 1}) as llm:
         requests = random_outputs(llm)
     seen = Seen()
@@ -115,7 +119,7 @@ def reference(options: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def check_random(llm: LLM, expected: Sequence[Sequence[Any]], case: str) -> None:
-    """Fail unless the random requests have the tokens, ends and log-probabilities of ``expected``."""
+    """Fail unless ``random_requests`` have the tokens, finish reasons and log-probabilities of ``expected``."""
     requests = zip(random_requests(), random_outputs(llm), expected, strict=True)
     for i, (params, branches, expected_branches) in enumerate(requests):
         for j, (branch, other) in enumerate(zip(branches, expected_branches, strict=True)):
@@ -130,7 +134,7 @@ def check_random(llm: LLM, expected: Sequence[Sequence[Any]], case: str) -> None
 
 
 def _check_logprobs(logprobs: Any, expected: Any, place: str) -> None:
-    """Fail unless the log-probabilities of a branch have the ranks and almost the values of ``expected``."""
+    """Fail unless the log-probabilities of an output have the ranks of ``expected``, and almost its values."""
     assert (logprobs is None) == (expected is None), f"{place}: logprobs {logprobs}; expected {expected}"
     for i, (found, wanted) in enumerate(zip(logprobs or (), expected or (), strict=True)):
         message = f"{place}, token {i}: log-probabilities {found}; expected {wanted}"
@@ -139,5 +143,5 @@ def _check_logprobs(logprobs: Any, expected: Any, place: str) -> None:
 
 
 def _ranks(logprobs: Mapping[int, Any]) -> dict[int, int]:
-    """Return token -> rank."""
+    """Return token id -> rank of each log-probability."""
     return {token: logprob.rank for token, logprob in logprobs.items()}

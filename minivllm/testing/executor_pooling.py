@@ -1,4 +1,4 @@
-"""Tests of executors: sums of hidden states, for embeddings."""
+"""Tests of executors that return sums of hidden states (pooled rows), from which embeddings are made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .executor_rows import ExecutorRows
 
 
 class ExecutorPooling(ExecutorRows):
-    """The tests of pooled rows."""
+    """The tests of pooled rows, a base class of ``ExecutorConformance``."""
 
     @since(2, 5)
     def test_rows_return_the_sums_of_their_hidden_states(self) -> None:
-        """Check that ``StepPlan.pooled`` returns sums of transformers' last hidden state, float64, line after line.
+        """Check that ``StepPlan.pooled`` returns sums of transformers' last hidden states over tokens.
 
-        Steps have chunks and single tokens, rows that read all tokens, some or none, and a row that draws.
+        Sums are float64.  Steps have chunks and single tokens, rows that read all tokens, some or none, and a row that
+        draws.
         """
         a, b, c = prompts(9, 6, 1)
         with self.started() as driver:
@@ -54,7 +55,7 @@ class ExecutorPooling(ExecutorRows):
         assert tokens == drawn, f"a row that reads nothing draws {tokens}: expected {drawn}"
 
     def check_sums(self, driver: Driver, found: np.ndarray, sums: Sequence[np.ndarray], step: int) -> None:
-        """Fail unless the sums of a step have the width of the capacity and are close to ``sums``."""
+        """Fail unless the sums of a step have the width that the capacity declares and are close to ``sums``."""
         shape = (len(sums), driver.capacity.hidden)
         assert found.dtype == np.float64 and found.shape == shape, (
             f"step {step}: pooled are {found.dtype} {list(found.shape)}: expected float64 {list(shape)}"
@@ -64,7 +65,7 @@ class ExecutorPooling(ExecutorRows):
 
 
 def hidden(tokens: Sequence[int]) -> np.ndarray:
-    """Return the last hidden state of transformers, float64 [tokens, hidden]."""
+    """Return the last hidden states of some tokens by transformers, float64 [tokens, hidden]."""
     with torch.inference_mode():
         output = tiny().model(torch.tensor([list(tokens)]), output_hidden_states=True)
     return output.hidden_states[-1][0].double().numpy()

@@ -17,20 +17,21 @@ from .spec import SpecConformance
 
 
 class ExecutorReference(SpecConformance):
-    """The part of the suite of executors that computes expected tokens.
+    """Compute the expected tokens of the suite of executors.
 
-    ``seed`` chooses the tiny model.  Made-up tokens are the same for all models.
+    ``seed`` chooses the weights of the tiny model.  An executor without a model computes its tokens with a function,
+    which is the same for all seeds.
     """
 
     @property
     def made_up(self) -> Any:
-        """Return the function (token ids, vocabulary size) -> logits of an executor without a model, else None."""
+        """Return the function (token ids, vocabulary size) -> logits of an executor without a model, or None."""
         target = self.spec.traits.get("made_up")
         return None if target is None else import_target(target)
 
     @property
     def attention(self) -> str:
-        """Return the attention back end to use: one that can fail on purpose, or "auto" if the executor runs none."""
+        """Return the attention back end to use: one that can raise on purpose, or "auto" if the executor runs none."""
         unused = str(self.spec.traits.get("unused", "")).split()
         return "auto" if "attention" in unused else f"{TARGETS}:FaultyAttention"
 
@@ -40,7 +41,7 @@ class ExecutorReference(SpecConformance):
             pytest.skip("excused: its tokens are made up, so no part of a model runs")
 
     def logits_after(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """Return the expected logits of the next token, float32 [V]."""
+        """Return the expected logits of the next token after some tokens, float32 [V]."""
         if self.made_up is None:
             return logits_after(tuple(tokens), seed)
         logits = self.made_up(np.array(tokens), tiny().model.config.vocab_size)

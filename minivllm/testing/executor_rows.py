@@ -1,4 +1,4 @@
-"""Tests of executors: rows that draw nothing, rows with a guide, rows whose prompt is scored, and rows with drafts."""
+"""Tests of executors: rows that draw no token, rows with a guide, rows whose prompt is scored, and rows with drafts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .base import Seen, since
 from .driver import NEAR, Driver, by_slot, check_result, check_scores, prompts
 from .executor_reference import ExecutorReference
 
-DRAFTS = 3  # drafts of a row in a step, at most
+DRAFTS = 3  # most drafts of a row in a step
 
 
 class ExecutorRows(ExecutorReference):
-    """The tests of rows that do not simply draw a token."""
+    """The tests of rows that do more, or less, than draw one token; a base class of the suite of executors."""
 
     started: Callable[..., AbstractContextManager[Driver]]
 
@@ -52,7 +52,7 @@ class ExecutorRows(ExecutorReference):
             self._check_continues(driver, 0, a, ids[1])
 
     def _check_continues(self, driver: Driver, slot: int, prompt: list[int], token: int) -> None:
-        """Send a token that the host chose for a slot, and fail unless the next step continues from it."""
+        """Send a token that the host chose for a slot, and fail unless the next step continues after it."""
         driver.token(slot, token)
         driver.submit({0: 1, 1: 1})
         drawn = by_slot(driver.executor.collect(0)[0])[slot]
@@ -63,7 +63,7 @@ class ExecutorRows(ExecutorReference):
     def test_a_host_row_gives_its_logits_and_takes_its_token_later(self) -> None:
         """Check a row in ``StepPlan.host``, for which the host chooses a token from the logits.
 
-        The result has logits (float32 [len(host), V]) and count 0.  The token comes with a later delta.
+        The result has logits (float32 [len(host), V]) and count 0.  The host sends the token with a later plan.
         """
         a, b = prompts(6, 11)
         with self.started() as driver:
@@ -169,8 +169,8 @@ class ExecutorRows(ExecutorReference):
     def test_steps_with_drafts_give_the_tokens_of_steps_without(self) -> None:
         """Check that steps with drafts (``StepPlan.draft``) give the tokens of steps without drafts.
 
-        The tokens of a row end before the first rejected draft; the counts after it are 0.  ``drafted`` has the number
-        of drafts of each row.  A row whose end is among its drafts ends there.
+        The tokens of a row end before its first rejected draft, and the counts of later positions are 0.  ``drafted``
+        has the number of drafts of each row.  A row whose end is among its drafts ends there.
         """
         seen = Seen()
         loop = [5, 9, 12, 40] * 4
@@ -183,7 +183,7 @@ class ExecutorRows(ExecutorReference):
             tokens = {slot: [token] for slot, token in by_slot(driver.executor.collect(0)[0]).items()}
             expected = {0: self.greedy(loop, 30), 1: self.greedy(other, 40)}
             while len(tokens[0]) < 29:
-                k = min(DRAFTS, 29 - len(tokens[0]))  # the last draft may be the end of the row
+                k = min(DRAFTS, 29 - len(tokens[0]))  # the last draft may be the last token of the row
                 plan = driver.submit({0: 1, 1: 1}, drafts={0: k})
                 (result,) = driver.executor.collect(0)
                 check_result(plan, result, driver.capacity.vocab_size)
@@ -211,7 +211,7 @@ class ExecutorRows(ExecutorReference):
 
 
 def _check_nothing_drawn(result: StepResult, slot: int) -> None:
-    """Fail unless the row of a slot has count 0 and flags 0."""
+    """Fail unless the row of a slot drew no token: its count and flags are 0."""
     count = by_slot(result, "count")[slot]
     flags = by_slot(result, "flags")[slot]
     assert (count, flags) == (0, 0), f"the row must not draw: count {count}, flags {flags}, expected 0 and 0"

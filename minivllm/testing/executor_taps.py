@@ -1,4 +1,4 @@
-"""Tests of executors: reading activations at points of the model (taps), and adding vectors to them (steering)."""
+"""Tests of executors: reading activations at tap points of the model, and adding vectors to them (steering)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .base import since
 from .driver import NEAR, Driver, by_slot, check_result, prompts, tiny
 from .executor_rows import ExecutorRows
 
-READ = ("layers.0.input", "layers.2.input", "layers.3.input")  # points that transformers calls hidden states
+# tap points whose values transformers returns as hidden states
+READ = ("layers.0.input", "layers.2.input", "layers.3.input")
 
 
 class ExecutorTaps(ExecutorRows):
     """The tests of taps and steering."""
 
     def need_points(self, driver: Driver) -> None:
-        """Skip the test if the executor does not support taps."""
+        """Skip the test if the executor's capacity has no tap points."""
         if driver.capacity.taps is None:
             pytest.skip("excused: its capacity has taps=None, so the engine gives it none")
 
     @since(2, 3)
     def test_rows_read_what_transformers_has_at_points_of_the_model(self) -> None:
-        """Check that ``StepPlan.taps`` reads the activations that transformers has at points of the model.
+        """Check that ``StepPlan.taps`` reads the activations that transformers computes at tap points of the model.
 
         They are float32, point after point, from the row's token ``first`` on.  Steps have chunks and single tokens,
         and rows that read nothing.  The point ``logits`` has the logits from which the row draws.
@@ -64,7 +65,7 @@ class ExecutorTaps(ExecutorRows):
         taps: Sequence[tuple[str, int, int]],
         known: Mapping[int, list[int]],
     ) -> None:
-        """Fail unless a result has the activations that ``taps`` names: (point, slot, first token) of each.
+        """Fail unless a step result has the activations that ``taps`` names, each a (tap point, slot, first token).
 
         ``known`` has the tokens of each slot before the step draws.
         """
@@ -87,8 +88,8 @@ class ExecutorTaps(ExecutorRows):
     def test_what_is_added_to_a_row_changes_it_alone_and_goes_on_with_its_forks(self) -> None:
         """Check that the vectors of ``Join.steer`` change only their own row and its forks.
 
-        Vectors are added at one or several points of the model, from the first token on.  Another row of the step, and
-        the next sequence in the slot, are not changed.
+        Vectors are added at one or several tap points of the model, from the first token on.  Another row of the step,
+        and the next sequence in the slot, are not changed.
         """
         a, b, c = prompts(9, 11, 5)
         vector = np.linspace(-4, 4, tiny().model.config.hidden_size).astype(np.float32)
@@ -118,7 +119,7 @@ class ExecutorTaps(ExecutorRows):
 
 
 def hidden(tokens: Sequence[int], point: str) -> np.ndarray:
-    """Return the activations of transformers at a point of ``READ``, or the logits, float32 [tokens, width]."""
+    """Return the activations of transformers at a tap point of ``READ``, or the logits, float32 [tokens, width]."""
     with torch.inference_mode():
         output = tiny().model(torch.tensor([list(tokens)]), output_hidden_states=True)
     if point == "logits":
@@ -132,7 +133,10 @@ def _layer(point: str) -> int:
 
 
 def steered(prompt: Sequence[int], add: Mapping[str, np.ndarray], n: int) -> list[int]:
-    """Return n greedy tokens of transformers with vectors added to the outputs of layers; ``add`` is by point."""
+    """Return n greedy tokens of transformers after a prompt, with vectors added to the outputs of layers.
+
+    ``add`` has tap point -> vector.
+    """
     model = tiny().model
     handles = []
     for point, vector in add.items():

@@ -1,6 +1,6 @@
-"""Plug-ins that fail on purpose, for tests of the effects of such a failure, and a processor that counts tokens.
+"""Plug-ins that raise on purpose, for tests of the effects of a failure, and a processor that counts tokens.
 
-A worker process builds them by their target names, such as ``minivllm.testing.faulty:Faulty``.
+A worker process imports them by names such as ``minivllm.testing.faulty:Faulty``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.sampler.default import DefaultSampler
 
 TARGETS = __name__
-FATAL_CHUNK = 63  # tokens of a prompt; more than a preempted sequence of the tests computes again
+FATAL_CHUNK = 63  # number of tokens of a prompt, more than a preempted sequence of the tests computes again
 
 
 class Faulty(Processor):
@@ -39,7 +39,7 @@ class Faulty(Processor):
             raise RuntimeError("boom in commit")
 
 
-FIRST_TALLY = 3  # the first generated token of a row that counts its tokens
+FIRST_TALLY = 3  # first generated token of a row that counts its tokens
 
 
 class CountingProcessor(Processor):
@@ -61,11 +61,11 @@ class CountingProcessor(Processor):
         logits.scatter_(1, FIRST_TALLY + state["count"][rows.slots][:, None], 1e4)
 
     def commit(self, tokens, count, rows, state):
-        state["count"].index_add_(0, rows.slots, count.long())  # a row that is in the step twice counts twice
+        state["count"].index_add_(0, rows.slots, count.long())  # a row that is in the step twice adds 2
 
 
 class Unbound(Processor):
-    """A processor that binds no row, so that ``apply`` must not be called."""
+    """A processor whose ``bind`` returns no row for any request, so that ``apply`` must not be called."""
 
     def bind(self, params, prompt_len):
         return None

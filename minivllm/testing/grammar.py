@@ -24,19 +24,19 @@ from .kept import Lasting
 from .spec import SpecConformance
 
 EOS = (3, 270)  # end-of-sequence tokens
-WIDTH = 300  # bits of a mask; logits are wider than the vocabulary
+WIDTH = 300  # bits of a mask, one per token id; logits are wider than the vocabulary
 WORDS_OF_MASK = -(-WIDTH // 32)
-FIRST_BYTE = 4  # token of the byte 0
+FIRST_BYTE = 4  # id of the token with the byte 0
 WORDS = (b"ab", b"abc", b"bc", b"true", b'"a', b'":', b'{"', b"12", b"\xc3\xa9", b"\xa9x", b" b", b"no", b"cab",
          b"a", b"ab")  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[bytes, ...]:
-    """Return the bytes of each token.
+    """Return the bytes of each token of the test vocabulary.
 
-    Special tokens, and the end-of-sequence tokens among them, have no bytes.  Then follow a token for every byte and
-    some words.  One byte and one word have two tokens each, as in vocabularies with byte tokens.
+    Special tokens, among them the end-of-sequence tokens, have no bytes.  Then follow a token for every byte and some
+    words.  One byte and one word have two tokens each, as in vocabularies with byte tokens.
     """
     tokens = [b""] * FIRST_BYTE + [bytes([i]) for i in range(256)] + list(WORDS)
     tokens[EOS[1]] = b""
@@ -45,11 +45,11 @@ def vocabulary() -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A grammar and all texts of its language."""
+    """A grammar of a kind (such as regex), and all texts of its language."""
 
     kind: str
     text: str
-    fits: tuple[str, ...]  # the texts of the language
+    fits: tuple[str, ...]  # all texts of the language
     any_whitespace: bool = True
 
     @property
@@ -113,7 +113,7 @@ ENDLESS = {
 
 
 class GrammarConformance(Lasting, SpecConformance):
-    """The suite of grammars.
+    """The conformance suite of grammars.
 
     It tests the kinds of grammars that the spec names in ``features``: json, regex, choice, grammar.
     """
@@ -122,7 +122,7 @@ class GrammarConformance(Lasting, SpecConformance):
     threads = 2
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (GrammarContext(vocabulary(), WIDTH, EOS, self.threads),)
 
     def made(self) -> Grammar:
@@ -130,13 +130,13 @@ class GrammarConformance(Lasting, SpecConformance):
         return self.build(*self.context())
 
     def cases(self) -> list[GrammarCase]:
-        """Return the grammars of the kinds that the plug-in claims."""
+        """Return the test grammars of the kinds that the plug-in claims."""
         found = [case for case in CASES if self.claims(case.kind)]
         assert found, "features names none of json, regex, choice and grammar, so no request can use the plug-in"
         return found
 
     def exercise(self, instance: Grammar) -> Any:
-        """Return the masks of a sequence that follows the first grammar."""
+        """Return the allowed tokens before each token of a text of the first test grammar."""
         case = self.cases()[0]
         matcher = instance.start(instance.compile(case.source))
         masks = [allowed(instance, matcher)]
@@ -159,14 +159,14 @@ class GrammarConformance(Lasting, SpecConformance):
         instance.accept([matcher], [[next(iter(allowed(instance, matcher)))]])
 
     def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[GrammarCase, list[int]]]:
-        """Yield each grammar ``n`` times with random tokens of one of its texts."""
+        """Yield each test grammar ``n`` times, with one of its texts cut into random tokens."""
         rng = random.Random(seed)
         for case in self.cases():
             for _ in range(n):
                 yield case, spelled(rng, rng.choice(case.fits))
 
     def walk(self, plugin: Grammar, case: GrammarCase, tokens: Sequence[int], every: int = 1) -> None:
-        """Match the tokens of a text, and fail unless each ``every``-th mask and the last two masks are right."""
+        """Match the tokens of a text, and fail unless every ``every``-th mask and the last two masks are right."""
         matcher = plugin.start(plugin.compile(case.source))
         text = b""
         for i, token in enumerate(tokens):
@@ -191,7 +191,7 @@ class GrammarConformance(Lasting, SpecConformance):
     def test_the_end_is_allowed_exactly_where_the_text_fits(self) -> None:
         """Check that all end-of-sequence tokens are allowed and accepted exactly after a complete text.
 
-        No token is accepted after the end.
+        No token is accepted after one of them.
         """
         plugin = self.made()
         for case, tokens in self.walks(3, seed=1):
@@ -260,7 +260,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_long_texts_and_long_lists_are_held_whole(self) -> None:
-        """Check a text of 165 bytes and a language of 300 texts: some masks on the way, and the last ones."""
+        """Check a text of 165 bytes and a language of 300 texts: some masks along a text, and the last ones."""
         plugin = self.made()
         rng = random.Random(9)
         for case in LARGE:
@@ -270,7 +270,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_matchers_of_one_grammar_share_no_state(self) -> None:
-        """Check that a matcher of a grammar is not changed by another matcher of the same compiled grammar."""
+        """Check that two matchers of the same compiled grammar do not change each other."""
         plugin = self.made()
         for case, tokens in self.walks(1, seed=6):
             compiled = plugin.compile(case.source)
@@ -295,7 +295,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_text_without_end_can_go_on_and_end(self) -> None:
-        """Check random tokens of infinite languages: no mask is empty, and complete texts are in the language."""
+        """Check random tokens of infinite languages: no mask is empty, and each text that ends is in the language."""
         plugin = self.made()
         rng = np.random.default_rng(7)
         for kind, text in ENDLESS.items():
@@ -305,7 +305,7 @@ class GrammarConformance(Lasting, SpecConformance):
                 assert ended >= 3, f"the test itself is too weak: {ended} of 12 texts of {kind} ended"
 
     def _ends_a_text(self, plugin: Grammar, compiled: Any, kind: str, rng: np.random.Generator) -> bool:
-        """Match up to 60 random tokens of a language of ENDLESS, and return whether the text came to its end."""
+        """Match up to 60 random allowed tokens of the grammar ENDLESS[kind], and return whether the text ended."""
         matcher = plugin.start(compiled)
         text = b""
         for _ in range(60):
@@ -322,7 +322,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_whitespace_in_json_is_as_asked(self) -> None:
-        """Check that a JSON grammar accepts free whitespace exactly if ``any_whitespace`` is True."""
+        """Check that a JSON grammar accepts any whitespace between values exactly if ``any_whitespace`` is True."""
         self.need("json")
         plugin = self.made()
         schema = json.dumps(_object(a={"type": "boolean"}))
@@ -336,7 +336,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_any_character_is_one_that_unicode_and_json_have(self) -> None:
-        """Check that texts have no half of a surrogate pair, and JSON strings no control character."""
+        """Check that a text never has half of a surrogate pair, and a JSON string never a control character."""
         plugin = self.made()
         rng = np.random.default_rng(8)
         schema = {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 6}, "maxItems": 4}
@@ -347,7 +347,10 @@ class GrammarConformance(Lasting, SpecConformance):
                 assert ended >= 5, f"the test itself is too weak: {ended} of 60 texts of {kind} ended"
 
     def _ends_in_unicode(self, plugin: Grammar, compiled: Any, kind: str, rng: np.random.Generator) -> bool:
-        """Match random tokens, often difficult bytes; return whether a text ended, and fail if it cannot be decoded."""
+        """Match random tokens, often difficult bytes, and return whether the text ended.
+
+        Fail if its bytes are no UTF-8.
+        """
         matcher = plugin.start(compiled)
         text = b""
         for _ in range(80):
@@ -355,7 +358,7 @@ class GrammarConformance(Lasting, SpecConformance):
             difficult = [token for token in choices if token - FIRST_BYTE in (0xED, 0xA0, 0xBF, 9, 1)] or choices
             token = int(rng.choice(difficult if rng.random() < 0.5 else choices))
             if EOS[0] in choices and rng.random() < 0.5:
-                decoded = text.decode()  # raises unless the text is UTF-8
+                decoded = text.decode()  # raises an error unless the bytes are UTF-8
                 assert kind != "json" or isinstance(json.loads(decoded), list)
                 return True
             plugin.accept([matcher], [[token]])
@@ -366,7 +369,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_several_threads_may_compile_at_once(self) -> None:
-        """Check that threads can compile grammars while the event loop fills masks."""
+        """Check that threads can compile grammars while another thread fills masks."""
         plugin = self.made()
         cases = self.cases() * 4
         matcher = plugin.start(plugin.compile(cases[0].source))
@@ -382,7 +385,7 @@ class GrammarConformance(Lasting, SpecConformance):
 
 
 def viable(case: GrammarCase, text: bytes) -> list[int]:
-    """Return the tokens that may follow a text, in ascending order."""
+    """Return the token ids that may follow a text in the language of a test grammar, in ascending order."""
     texts = [whole.encode() for whole in case.fits]
     rests = [whole[len(text) :] for whole in texts if whole.startswith(text)]
     found = [i for i, token in enumerate(vocabulary()) if token and any(rest.startswith(token) for rest in rests)]
@@ -392,7 +395,7 @@ def viable(case: GrammarCase, text: bytes) -> list[int]:
 
 
 def spelled(rng: random.Random, text: str) -> list[int]:
-    """Cut a text into random tokens."""
+    """Cut a text into random tokens, and return their ids."""
     rest = text.encode()
     tokens = []
     while rest:
@@ -403,17 +406,17 @@ def spelled(rng: random.Random, text: str) -> list[int]:
 
 
 def joined(tokens: Sequence[int]) -> bytes:
-    """Return the bytes of some tokens."""
+    """Return the bytes of some token ids."""
     return b"".join(vocabulary()[token] for token in tokens)
 
 
 def bits(row: np.ndarray) -> list[int]:
-    """Return the tokens below ``WIDTH`` whose bit is set in a row of a mask, int32 [words]."""
+    """Return the token ids below ``WIDTH`` whose bit is set in one row of a mask, int32 [words]."""
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:WIDTH]).tolist()
 
 
 def allowed(plugin: Grammar, matcher: Any) -> list[int]:
-    """Return the tokens that the mask of a matcher allows."""
+    """Return the token ids that the mask of a matcher allows."""
     mask = np.zeros((1, WORDS_OF_MASK), np.int32)
     failed: Mapping[int, str] = plugin.fill([matcher], mask, [0])
     assert not failed, f"the matcher cannot continue: {failed[0]}"
@@ -421,9 +424,9 @@ def allowed(plugin: Grammar, matcher: Any) -> list[int]:
 
 
 def check_mask(found: list[int], case: GrammarCase, text: bytes, situation: str = "") -> None:
-    """Fail unless a mask allows exactly the tokens that may follow a text.
+    """Fail unless the allowed tokens ``found`` are exactly those that may follow a text.
 
-    ``found`` has the allowed tokens.  ``situation`` begins the message.
+    ``situation`` is the start of the message.
     """
     expected = viable(case, text)
     assert found == expected, (
@@ -433,14 +436,14 @@ def check_mask(found: list[int], case: GrammarCase, text: bytes, situation: str 
 
 
 def _names(tokens: Collection[int]) -> str:
-    """Return up to eight tokens as text, with the bytes of each."""
+    """Describe up to eight token ids for a message, with the bytes of each."""
     data = dict(enumerate(vocabulary()))
     names = sorted(repr(data[token]) if data.get(token) else f"<{token}>" for token in tokens)
     return ", ".join(names[:8]) or "nothing"
 
 
 def fits(kind: str, text: str) -> bool:
-    """Return whether a text is in the language of ENDLESS of a kind."""
+    """Return whether a text is in the language of ENDLESS[kind]."""
     if kind == "regex":
         return re.fullmatch("a+b?", text) is not None
     if kind == "choice":

@@ -1,4 +1,4 @@
-"""Tools that run a model without an engine: ``Harness`` in one process, ``Seat`` in a tensor-parallel group of threads.
+"""Run a model without an engine: ``Harness`` in one process, ``Seat`` in a tensor-parallel group of threads.
 
 The steps have hand-made attention metadata over a cache whose blocks are in random order.
 """
@@ -33,7 +33,7 @@ FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 
 class Harness:
-    """A model with a cache for the sequences in some slots.
+    """A model with a KV cache for one sequence in each of some slots.
 
     ``step`` appends tokens to some slots and returns their logits.  Without a path no weights are loaded, which is
     enough to inspect the layers of the model.
@@ -71,7 +71,8 @@ class Harness:
         if path is not None:
             self.parts.found = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
         self.model = build_model(arch, cfg, self.parts, path or "")
-        for module in self.parts.modules.values():  # a weight that is not loaded becomes visible
+        # a weight that the checkpoint does not fill stays NaN, so that it is noticed
+        for module in self.parts.modules.values():
             for tensor in module.tensors.values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
         if path is not None:
@@ -84,21 +85,23 @@ class Harness:
         self.table = order.reshape(groups, slots, per_slot).astype(np.int32)
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
-            layer.cache = allocate(layout, blocks, device, torch.nan)  # a read of an unwritten slot becomes visible
+            # a read of an unwritten slot gives NaN, so that it is noticed
+            layer.cache = allocate(layout, blocks, device, torch.nan)
         self.states = self._make_states(slots, checkpoints, drafts)
         self.stopped: set[int] = set()  # slots whose sequence has ended
         self.drafted: set[int] = set()  # slots whose next step has drafts at all tokens except the first one
-        self.known = [0] * slots  # tokens in each slot
+        self.known = [0] * slots  # number of known tokens in each slot
         # a sequence longer than ``switch`` uses another rotary embedding for all of its tokens, so ``ends`` has the
         # final length of each sequence
         self.switch = arch.switch(cfg)
         self.ends = [0] * slots
         self.rope_rows = max_len + 1
-        self.taps: Any = None  # ``model.StepTaps`` for all steps
-        self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # the block table, the same tensor in all steps
+        self.taps: Any = None  # taps (``model.StepTaps``) for all steps, or None
+        # keeps the block table, so that it is the same tensor in all steps
+        self.kept: dict[tuple[str, Any], torch.Tensor] = {}
 
     def _make_states(self, slots: int, checkpoints: int, drafts: int) -> StateMemory | None:
-        """Return the memory of recurrent states, filled with NaN; None for a model without any."""
+        """Return the memory of recurrent states, filled with NaN; None for a model without recurrent states."""
         if not self.parts.states:
             return None
         place = torch.device(self.device)
@@ -109,16 +112,17 @@ class Harness:
         return states
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run a step with slot -> new tokens, and return slot -> logits [tokens, V]."""
+        """Run a step that appends tokens, ``feed[slot]``, to some slots, and return slot -> logits [tokens, V]."""
         logits, order = self.logits(feed)
         return dict(zip(order, logits.split([len(feed[slot]) for slot in order]), strict=True))
 
     def logits(
         self, feed: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Run a step with slot -> new tokens, and return the logits [T, V] and the slots in order of their rows.
+        """Run a step that appends tokens to some slots; return its logits [T, V] and the order of its slots.
 
-        ``wanted`` has indices of the tokens whose logits are computed, for a model that accepts them.  None means all.
+        ``feed`` has slot -> tokens. ``wanted`` has indices of the tokens whose logits are computed, for a model that
+        accepts them.  None means all.
         """
         order = sorted(feed, key=lambda slot: len(feed[slot]) != 1)
         for slot in order:
@@ -141,7 +145,7 @@ class Harness:
             return self.model.logits(hidden).float(), order
 
     def _states(self, meta: AttnMeta) -> StepStates | None:
-        """Return the recurrent states of a step, None for a model without any."""
+        """Return the recurrent states of a step; None for a model without recurrent states."""
         if self.states is None:
             return None
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
@@ -152,24 +156,24 @@ class Harness:
     # ---- recurrent states, as the engine moves them --------------------------------------------------------------
 
     def clear(self, slot: int) -> None:
-        """Prepare a slot for another sequence."""
+        """Empty a slot, so that another sequence can start there."""
         self._begin(slot, empty=True)
         self.known[slot] = 0
 
     def copy(self, source: int, to: int) -> None:
-        """Fork the sequence of a slot."""
+        """Fork the sequence of slot ``source`` into slot ``to``: copy its keys, values and recurrent state."""
         self._copy_keys(source, to)
         self._move(source, to)
         self._begin(to, empty=False)
         self.known[to] = self.known[source]
 
     def checkpoint(self, which: int) -> int:
-        """Return the index of a checkpoint among all states."""
+        """Return the index of checkpoint ``which`` in the memory of recurrent states, after the states of the slots."""
         assert self.states is not None
         return self.states.slots + which
 
     def save(self, slot: int, positions: Sequence[int]) -> None:
-        """Copy the state of a slot to checkpoint ``i`` once it covers ``positions[i]`` tokens."""
+        """Make steps copy a slot's recurrent state to checkpoint ``i`` once it covers ``positions[i]`` tokens."""
         assert self.states is not None
         for which, position in enumerate(positions):
             numbers = (slot, which, position, self.checkpoint(which))
@@ -177,14 +181,14 @@ class Harness:
             self.states.save(*(torch.tensor([number], device=self.device) for number in numbers))
 
     def restore(self, slot: int, which: int, position: int, of: int) -> None:
-        """Start a sequence from a checkpoint at ``position``, and the keys and values of slot ``of``."""
+        """Start a sequence from a checkpoint of ``position`` tokens, with the keys and values of slot ``of``."""
         self._copy_keys(of, slot)
         self._move(self.checkpoint(which), slot)
         self._begin(slot, empty=False)
         self.known[slot] = position
 
     def draft(self, slot: int, tokens: Sequence[int], accepted: int) -> torch.Tensor:
-        """Return the logits of a token and the drafts after it, of which ``accepted`` tokens in total stay."""
+        """Return the logits of a step with a token and its drafts; only ``accepted`` of these tokens stay."""
         self.drafted = {slot}
         found = self.step({slot: tokens})[slot]
         self.drafted = set()
@@ -201,14 +205,14 @@ class Harness:
         self.states.copy(*(torch.tensor([index], device=self.device) for index in (source, to)))
 
     def _copy_keys(self, source: int, to: int) -> None:
-        """Copy the KV blocks of a slot to those of another slot."""
+        """Copy the keys and values of the blocks of slot ``source`` to the blocks of slot ``to``."""
         for layer in self.parts.layers:
             old, new = (torch.from_numpy(self.table[layer.group, slot]).long() for slot in (source, to))
             for tensor in layer.cache.values():
                 tensor[new.to(self.device)] = tensor[old.to(self.device)]
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
-        """Return the logits [tokens, V] of a sequence that comes in several steps.
+        """Return the logits [tokens, V] of a sequence whose tokens are computed in several steps.
 
         ``cuts`` has the index of the first token of each step after the first one.
         """
@@ -229,7 +233,7 @@ class Harness:
 class Seat:
     """A rank of a tensor-parallel group whose ranks are threads (a ``device.layers.communicator.Communicator``).
 
-    All ranks get the results that in a real group only rank 0 gets.
+    ``gather`` gives all ranks the result that in a real group only rank 0 gets.
     """
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
@@ -248,11 +252,11 @@ class Seat:
         return torch.cat(self.all_of(x), dim=1)[:, :width]
 
     def all_of(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks."""
+        """Return the tensors that all ranks pass to this call, in the order of the ranks."""
         self.sent[self.rank] = x.clone()
         self.barrier.wait()
         tensors = list(self.sent)
-        self.barrier.wait()  # no rank may overwrite its tensor before all ranks have read it
+        self.barrier.wait()  # no rank may replace its tensor before all ranks have read it
         return tensors
 
 
@@ -264,7 +268,7 @@ def seats(n: int) -> list[Seat]:
 
 
 def play(seats: Sequence[Seat], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run a call for each rank in a thread, and return the results; raise the error that occurred first."""
+    """Call ``calls[i]`` in a thread for rank i, and return the results; raise the error that occurred first."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
-"""The conformance suite of hooks: plug-ins that an engine calls at events such as the end of a step.
+"""The conformance suite of hooks plug-ins, which an engine calls at events such as the end of a step.
 
-The hooks run in an engine that preempts, evicts, aborts and has a failing step.  They must accept every call, change no
-token and release their threads.
+The hooks run in an engine that preempts, evicts, aborts and has a failing step.  They must accept every call, change
+no token and release their threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .kept import Lasting
 from .sim import VOCAB, outputs, request, run, sim_engine
 from .spec import SpecConformance
 
-STEP_MS = 1.0  # median time of a step, in milliseconds, that a plug-in may use
+STEP_MS = 1.0  # allowed time of a plug-in per step, as a median, in milliseconds
 
 
 class HooksConformance(Lasting, SpecConformance):
-    """The suite of hooks.
+    """The conformance suite of hooks plug-ins.
 
     Each test runs in an empty folder.  Set ``options`` if the plug-in has options without a default.
     """
@@ -42,7 +42,7 @@ class HooksConformance(Lasting, SpecConformance):
         monkeypatch.chdir(tmp_path)
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in, which has none besides its options."""
+        """Return the arguments of the plug-in's constructor after its options: none."""
         return ()
 
     def exercise(self, instance: Hooks) -> Any:
@@ -53,7 +53,7 @@ class HooksConformance(Lasting, SpecConformance):
         return [outputs(r) for r in requests]
 
     def lasting(self) -> Hooks:
-        """Create an instance that one engine uses until ``let_go``."""
+        """Create the instance of the leak test, which one engine uses until ``let_go``."""
         instance = self.build()
         self._engine = self.engine(instance)
         return instance
@@ -73,7 +73,7 @@ class HooksConformance(Lasting, SpecConformance):
         self._engine.stop()
 
     def manager(self, instance: Hooks | None = None) -> HookManager:
-        """Return a hook manager with the plug-in, which is created unless ``instance`` has it."""
+        """Return a hook manager with ``instance``, or with a new instance of the plug-in."""
         return HookManager([(self.subject.entry.label, instance or self.build())])
 
     def engine(self, instance: Hooks | None = None, **options: Any) -> Engine:
@@ -84,7 +84,7 @@ class HooksConformance(Lasting, SpecConformance):
         return engine
 
     def busy(self, engine: Engine) -> list[Any]:
-        """Serve and return requests that share prefixes and need more memory than the engine has.
+        """Serve requests that share prefixes and need more memory than the engine has, and return them.
 
         One request is aborted, and one step fails.
         """
@@ -139,7 +139,7 @@ class HooksConformance(Lasting, SpecConformance):
     def test_making_it_takes_nothing(self) -> None:
         """Check that the constructor starts no thread and writes no file.
 
-        Code that calls first-result hooks creates another instance.  Files, threads and terminals are opened in
+        The engine also creates instances that it only reads, so files, threads and terminals are opened in
         ``engine_started``.
         """
         threads = set(threading.enumerate())
@@ -171,7 +171,7 @@ class HooksConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_step_waits_less_than_a_millisecond_for_it(self) -> None:
-        """Check that the hooks take less than a millisecond of a step, because every request waits for them."""
+        """Check that the hooks take less than a millisecond per step, because every request waits for them."""
         engine = self.engine()
         self.busy(engine)
         engine.stop()

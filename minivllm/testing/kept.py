@@ -1,4 +1,4 @@
-"""The leak test of all suites: memory, threads and open files of an instance that is used many times."""
+"""The leak test of all suites: it uses an instance many times, and counts its memory, threads and open files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from .base import since
 
-FIRST = 6  # rounds before the first count
-ROUNDS = 24  # rounds between two counts
-WINDOWS = 3  # pairs of counts; a leak increases each of them
-FILLING = 1000  # rounds, at most, that fill a cache of bounded size
-SECONDS = 8.0  # time limit of these rounds
-SLACK = 16  # allowed growth in bytes per round, which is less than one number in a list
+FIRST = 6  # uses of the instance before the first count
+ROUNDS = 24  # uses of the instance between two counts
+WINDOWS = 3  # pairs of counts; a leak increases the numbers within each pair
+FILLING = 1000  # most uses of the instance that are made to fill a cache of bounded size
+SECONDS = 8.0  # time limit in seconds for filling such a cache
+SLACK = 16  # allowed growth in bytes per use, which is less than one number in a list
 NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)  # objects that belong to no instance
 CONTAINERS = (dict, list, set, bytearray)
 
 
 def held(*roots: Any) -> int:
-    """Return the bytes of all objects that some objects refer to, directly or not, without modules and types."""
+    """Return the total bytes of all objects that ``roots`` refer to, directly or not, without modules and types."""
     seen = set()
     todo = list(roots)
     total = 0
@@ -39,7 +39,7 @@ def held(*roots: Any) -> int:
 
 
 def size(item: Any) -> int:
-    """Return the bytes of an object without the objects that it refers to; for a tensor, with its storage."""
+    """Return the bytes of an object without the objects that it refers to; a tensor counts with its storage."""
     own = sys.getsizeof(item, 0)
     if hasattr(item, "untyped_storage") and item.device.type != "meta":
         return own + item.untyped_storage().nbytes()
@@ -47,7 +47,10 @@ def size(item: Any) -> int:
 
 
 def parts(item: Any) -> Iterable[Any]:
-    """Return the objects that an object refers to directly; for a function, without the globals of its module."""
+    """Return the objects that an object refers to directly.
+
+    For a function these are its closure and defaults, without the globals of its module.
+    """
     if isinstance(item, FunctionType):
         return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
     if isinstance(item, dict):  # get_referents omits the keys of a dict if all keys are strings
@@ -57,12 +60,12 @@ def parts(item: Any) -> Iterable[Any]:
     return gc.get_referents(item)
 
 
-# modules whose classes belong to the contract or to Python; their attributes are not counted
+# modules of the contract and of Python; attributes of their classes are not counted
 FOREIGN = ("minivllm.core.", "minivllm.device.worker.", "builtins", "abc")
 
 
 def roots_of(instance: Any) -> list[Any]:
-    """Return an instance and the containers of its classes and of their modules.
+    """Return an instance, and the containers that are attributes of its classes and of their modules.
 
     Classes of minivllm's contract and of Python are left out.
     """
@@ -82,11 +85,11 @@ def files() -> int:
 
 
 class Lasting:
-    """The leak test of a suite.
+    """The leak test of a suite, a base class of all suites with instances that serve for long.
 
     The suite defines ``lasting``, which creates an instance, and ``once_more``, which uses the instance once.  After a
-    use, every request or sequence of it has ended.  Each use has new names, tenants, tokens, seeds and lengths, so that
-    a table keyed by any of them would grow.
+    use, every request or sequence of it has ended.  Each use has new names, tenants, tokens, seeds and lengths, so
+    that a table keyed by any of them would grow.
     """
 
     if TYPE_CHECKING:
@@ -119,7 +122,7 @@ class Lasting:
             self.let_go(instance)
 
     def _check_growth(self, instance: Any) -> None:
-        """Fail if the memory, threads or files of an instance grow with its use, also after all caches are full."""
+        """Fail if the memory, threads or files of an instance grow with its use after bounded caches are full."""
         done = 0
 
         def use(n: int, seconds: float = 1e9) -> None:
@@ -136,13 +139,14 @@ class Lasting:
             use(FILLING, SECONDS)
             gc.collect()  # ends threads and closes files of dead objects
             windows = [self._growth(instance, lambda: use(ROUNDS)) for _ in range(WINDOWS)]
-            growth = min(windows, key=len)  # a hash table is sometimes resized, but not in each window
+            # a hash table is resized from time to time, but not within every pair of counts
+            growth = min(windows, key=len)
         assert not growth, (
             f"used {ROUNDS} times more, after {done - ROUNDS} times, it holds {' and '.join(growth)} more"
         )
 
     def _growth(self, instance: Any, use: Callable[[], None]) -> list[str]:
-        """Return which counts of an instance a call of ``use`` increases by more than the tolerance, as text."""
+        """Return, as texts, which counts of an instance grow by more than the tolerance in a call of ``use``."""
         before = self._counts(instance)
         use()
         after = self._counts(instance)

@@ -1,4 +1,4 @@
-"""The conformance suite of KV formats, which store keys and values in the blocks of the cache.
+"""The conformance suite of KV formats, which store keys and values in the blocks of the KV cache.
 
 A format must return stored values as exactly as it promises, and write to the named slots only.
 """
@@ -29,7 +29,7 @@ from .spec import SpecConformance
 from .waiting import no_wait, waits
 
 DTYPES = ("float32", "bfloat16", "float16")
-KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # kinds of stored numbers
+KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # kinds of random numbers to store
 FLOOR = 1e-5  # absolute error that is allowed for tiny numbers, for which the scales of a format may be too coarse
 Cache = dict[str, Tensor]
 ENDLESS = (
@@ -42,14 +42,12 @@ LOSSY = (
 
 
 class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
-    """The suite of KV formats.
+    """The conformance suite of KV formats.
 
-    Override ``allowed`` if the format has other errors than the default allows.  Override ``kv_heads``, ``dims`` and
-    ``blocks`` if the format serves only some sizes.  Sizes that its layout refuses with an error of minivllm's are left
-    out.
-
-    ``largest`` is the greatest magnitude of a stored key or value, if the dtype of the activations can hold it.  A
-    format whose scales have a smaller range sets it in a test class, and documents this limit for its users.
+    Override ``allowed`` if the format has larger errors than the default allows.  Override ``kv_heads``, ``dims`` and
+    ``blocks`` if the format serves only some sizes.  Sizes that its layout refuses with an error of minivllm's are
+    left out. ``largest`` is the greatest magnitude of a stored key or value, if the dtype of the activations can hold
+    it.  A format whose scales have a smaller range sets it in a test class, and documents this limit for its users.
     """
 
     kind = "kvformat"
@@ -59,10 +57,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     blocks: Sequence[int] = (1, 2, 3, 4, 16, 32)
 
     def allowed(self, fmt: KVFormat, x: Tensor) -> Tensor:
-        """Return the allowed error of each element of x [T, kv_heads, dim] (k or v of one ``store``), float64.
+        """Return the allowed error of each element of x [T, kv_heads, dim], float64; x is k or v of one ``store``.
 
-        By default, a format without scales rounds to the nearest value of its dtype.  A format with scales has an error
-        of eight bits of the greatest element of a head, or the error of float8 for each element.
+        By default, a format without scales rounds to the nearest value of its dtype.  A format with scales has an
+        error of eight bits of the greatest element of a head, or the error of float8 for each element.
         """
         dtype = getattr(torch, fmt.dtype)
         exact = x.double()
@@ -74,7 +72,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return exact.abs() * torch.finfo(dtype).eps * 0.52 + greatest * torch.finfo(dtype).tiny
 
     def layout(self, fmt: KVFormat, spec: AttnSpec, block: int) -> KVLayout | None:
-        """Return the layout of a block; None if the format refuses the sizes with an error that has a message."""
+        """Return the cache layout of a block; None if the format refuses the sizes with an error that has a message."""
         try:
             return fmt.layout(spec, block)
         except MinivllmError as exc:
@@ -107,9 +105,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return {"kv_heads": kv_heads, "dims": dims, "blocks": blocks}
 
     def spec_of(self, heads: int = 2, small: bool = False, in_k: bool = False) -> AttnSpec:
-        """Return a layer that the format serves, with ``heads`` KV heads if possible and the largest keys.
+        """Return the AttnSpec of a layer that the format serves: ``heads`` KV heads if possible, the largest keys.
 
-        Values are as large as keys, or smaller (``small``), or the first elements of the keys (``in_k``).
+        Values are as large as keys, smaller (``small``), or the first elements of the keys (``in_k``).
         """
         dims = self.sizes["dims"]
         if heads not in self.sizes["kv_heads"]:
@@ -129,7 +127,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return preferred if preferred in self.sizes["blocks"] else self.sizes["blocks"][0]
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: str, fmt: KVFormat) -> Tensor:
-        """Return random values of one of ``KINDS`` that the dtype of the format can hold."""
+        """Return random numbers of a kind of ``KINDS`` that the dtype of the format can hold."""
         target = getattr(torch, dtype)
         scaled = self._scaled(fmt)
         x = torch.randn(shape)
@@ -137,7 +135,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             x = x * 10.0 ** torch.randint(-4, 4, (*shape[:-1], 1))
         elif kind == "zeros":
             x = x * (torch.rand(shape) < 0.3)
-        elif kind in ("large", "tiny"):  # the same factor for all, because the allowed error depends on the greatest
+        # one factor for all numbers, because the allowed error depends on the greatest of them
+        elif kind in ("large", "tiny"):
             most = math.log10(min(self.largest, torch.finfo(target).max / 8))
             exponent = random.uniform(min(3.0, most), most) if kind == "large" else random.uniform(-44.0, -6.0)
             x = (x.double() * 10**exponent).clamp(-(10**most), 10**most)
@@ -150,11 +149,11 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     # ---- making caches -------------------------------------------------------------------------------------------
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build a format, which has none besides its options."""
+        """Return the arguments of the plug-in's constructor after its options: none."""
         return ()
 
     def exercise(self, instance: KVFormat) -> Any:
-        """Store some tokens and return the loaded blocks."""
+        """Store some tokens, and return the keys and values of all blocks."""
         torch.manual_seed(0)
         spec = self.spec_of()
         block = self.block()
@@ -165,7 +164,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return [x.tolist() for x in loaded]
 
     def cache(self, layout: KVLayout, blocks: int, fill: bool = False) -> Cache:
-        """Return the tensors that the engine allocates for some blocks.
+        """Return the cache tensors that the engine allocates for some blocks.
 
         With ``fill``, they hold arbitrary finite numbers, like blocks that other sequences used before.
         """
@@ -178,7 +177,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return cache
 
     def _scaled(self, fmt: KVFormat) -> bool:
-        """Return whether the format stores other data besides the elements, such as scales."""
+        """Return whether the format stores scales, or other data besides the elements themselves."""
         if fmt.dtype not in (*DTYPES, "float8_e4m3fn"):
             return True
         return not set(fmt.layout(self.spec_of(1), self.block(1)).tensors) <= {"k", "v"}
@@ -189,7 +188,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return found or pytest.skip("claims no dtype that is known here")
 
     def specs(self) -> st.SearchStrategy[AttnSpec]:
-        """Return a hypothesis strategy for layers; a third of them has its values in the keys."""
+        """Return a hypothesis strategy for AttnSpecs; in a third of them the values are a part of the keys."""
         heads = st.sampled_from(self.sizes["kv_heads"])
         dims = st.sampled_from(self.sizes["dims"])
         plain = st.builds(lambda h, a, b: AttnSpec(h, h, a, b), heads, dims, dims)
@@ -197,7 +196,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         return st.one_of(plain, plain, in_k)
 
     def _values(self, fmt: KVFormat, spec: AttnSpec, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
-        """Return k and v of n tokens, as slices of one tensor, which a merged projection returns."""
+        """Return random k and v of n tokens, as slices of one tensor like the output of a merged projection."""
         k = self.numbers(kind, (n, spec.kv_heads, spec.dim_qk), dtype, fmt)
         v = k[..., : spec.dim_v]
         if not spec.v_in_k:
@@ -218,8 +217,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     def test_what_is_stored_comes_back_and_nothing_else_changes(self) -> None:
         """Check that ``store`` and ``load`` return k and v within the allowed error.
 
-        The sizes go from the least subnormal number to ``largest``, in any shape.  Slots come in any order, and hold
-        other numbers before.  Other slots keep their values, and blocks without a named slot keep every bit.
+        The numbers go from the least subnormal number to ``largest``, in tensors of any shape.  Slots come in any
+        order, and hold other numbers before.  Other slots keep their values, and blocks without a named slot keep
+        every bit.
         """
         seen = Seen()
         dtypes = self.dtypes()
@@ -290,7 +290,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             assert same, f"store changed tensor {name!r} of blocks that have no named slot: {case}"
 
     def _limits(self, fmt: KVFormat, spec: AttnSpec, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the allowed errors of k and v.  Values in the keys have the allowed errors of the keys."""
+        """Return the allowed errors of k and v.
+
+        If the values are a part of the keys, they have the keys' allowed errors.
+        """
         of_k = self.allowed(fmt, values[0].cpu())
         of_v = of_k[..., : spec.dim_v] if spec.v_in_k else self.allowed(fmt, values[1].cpu())
         return [of_k, of_v]
@@ -300,13 +303,13 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     ) -> None:
         """Fail unless loaded values differ from stored ones by at most ``limit``; all are [T, kv_heads, dim].
 
-        ``slots`` (int64 [T]), ``block`` and ``case`` are for messages.
+        ``slots`` (int64 [T]), ``block`` and ``case`` are only for messages.
         """
         assert loaded.shape == stored.shape, (
             f"load returned {name} of {tuple(loaded.shape[1:])} for a token: expected {tuple(stored.shape[1:])}"
         )
         error = (loaded.double() - stored.double()).abs()
-        right = (error <= limit) | (loaded.double() == stored.double())  # the error of equal infinities is NaN
+        right = (error <= limit) | (loaded.double() == stored.double())  # equal infinities have a difference of NaN
         if right.all():
             return
         index = tuple((~right).nonzero()[0].tolist())
@@ -320,10 +323,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_what_it_holds_it_holds_without_loss(self) -> None:
-        """Check that each finite value of the dtypes in ``holds`` keeps all its bits.
+        """Check that each finite value of the dtypes in the spec's ``holds`` comes back with all its bits.
 
-        The values include the greatest, the least, subnormal numbers and both zeros.  Infinities stay infinite, and NaN
-        stays NaN.
+        The values include the greatest, the least, subnormal numbers and both zeros.  Infinities stay infinite, and
+        NaN stays NaN.
         """
         self._has_spec()
         held = self.values("holds", *DTYPES)
@@ -406,7 +409,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             torch.manual_seed(2)
             fmt = self.build()
             layout = fmt.layout(spec, block)
-            few = min(block, 4)  # slots of a block
+            few = min(block, 4)  # number of slots of a block to fill
             chosen = [*range(block, block + few), *range(3 * block, 3 * block + few), 2 * block]
             slots = torch.tensor(chosen, device=place)
             together = self.cache(layout, 4, fill=True)
@@ -427,9 +430,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_several_tokens_may_go_to_the_null_block(self) -> None:
-        """Check that several tokens can be stored to slot 0, to which all rows write that have ended.
+        """Check that several tokens of a step can be stored to slot 0, as rows that have ended do.
 
-        Slot 0 may hold any of them.  No other slot may change.
+        Slot 0 may then hold any of them.  No other slot may change.
         """
         spec = self.spec_of(small=True)
         block = self.block()
@@ -477,7 +480,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_values_that_lie_in_the_keys_are_not_kept_twice(self) -> None:
-        """Check that values in the keys (``v_in_k``) need no bytes: a block has the same size for each dim_v."""
+        """Check that the bytes of a block do not depend on dim_v if values are a part of the keys (``v_in_k``)."""
         spec = self.spec_of(in_k=True)
         block = self.block()
         sizes = {}
@@ -513,7 +516,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_format_has_no_state(self) -> None:
-        """Check that one instance serves layers of different sizes like one instance for each layer."""
+        """Check that one instance that serves layers of different sizes stores the same as an instance per layer."""
         specs = (self.spec_of(4), self.spec_of(1, small=True))
         shared = self.build()
         expected = self._of_layers((self.build(), self.build()), specs)
@@ -523,7 +526,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 assert torch.equal(x, y), f"{name} of layer {i} of 2 differs if one instance serves both"
 
     def _of_layers(self, formats: Sequence[KVFormat], specs: Sequence[AttnSpec]) -> list[list[Tensor]]:
-        """Store the same tokens in each layer, with its format, and return k and v of each layer."""
+        """Store the same tokens in the cache of each layer with its own format, and return k and v of each cache."""
         torch.manual_seed(3)
         layers = list(zip(formats, specs, strict=True))
         caches = [self.cache(fmt.layout(spec, self.block()), 6) for fmt, spec in layers]
@@ -543,7 +546,7 @@ def _all_values(dtype: torch.dtype) -> Tensor:
 
 
 def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
-    """Return sixteen numbers of a dtype at the limits of the dtype ``stored``, float32."""
+    """Return sixteen numbers of a dtype at the limits of the dtype ``stored``, as float32."""
     infos = (torch.finfo(stored), torch.finfo(dtype))
     most = min(info.max for info in infos)
     least = max(info.smallest_normal for info in infos)
@@ -555,7 +558,7 @@ def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
 
 
 def _cast_within(x: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Cast values to a dtype without exceeding the magnitude ``most``: the cast of 65504 to bfloat16 is 65536."""
+    """Cast numbers to a dtype, but not above ``most``: the cast of 65504 to bfloat16 is 65536."""
     x = x.clamp(-most, most).to(dtype)
     rounded_up = x.float().abs() > most
     return torch.where(rounded_up, x * (1 - torch.finfo(dtype).eps), x)

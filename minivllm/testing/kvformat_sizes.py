@@ -1,4 +1,6 @@
-"""Tests of KV formats with large sizes, which may exceed a grid or a packed index, and of the results of ``load``."""
+"""Tests of KV formats: large sizes, which may exceed a grid or a packed index, and results of ``load`` that must not
+change.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from minivllm.core.interfaces.attention import AttnSpec
 
 from .base import since
 
-HEADS = 40  # KV heads of a layer
-DIMS = (192, 256, 576)  # elements of a head
-TOKENS = 700  # tokens of a step
-SLOTS = 70_000  # slots of a cache
-MOST = 1 << 26  # elements of a cache at most
+HEADS = 40  # number of KV heads of a layer
+DIMS = (192, 256, 576)  # numbers of elements of a head
+TOKENS = 700  # number of tokens of a step
+SLOTS = 70_000  # number of slots of a cache
+MOST = 1 << 26  # most elements of a cache
 
 
 class KVFormatSizes:
-    """The tests of large sizes in ``KVFormatConformance``."""
+    """The tests of large sizes, a base class of ``KVFormatConformance``."""
 
     if TYPE_CHECKING:
         blocks: Any
@@ -55,7 +57,7 @@ class KVFormatSizes:
         yield AttnSpec(heads, heads, least, least), 9, min(SLOTS, MOST // (heads * least))
 
     def usual(self) -> set[str]:
-        """Return which of ``kv_heads`` and ``dims`` still have the value of the suite."""
+        """Return which of ``kv_heads`` and ``dims`` a test class has not overridden."""
 
         def default(name: str) -> Any:
             return next(vars(cls)[name] for cls in reversed(type(self).__mro__) if name in vars(cls))
@@ -86,7 +88,7 @@ class KVFormatSizes:
 
     @since(1, 0)
     def test_what_load_gave_stays_as_it_is(self) -> None:
-        """Check that a second ``load`` does not change the result of the first one, which a back end may still use."""
+        """Check that a later ``load`` does not change the result of an earlier one, which a back end may still use."""
         spec = self.spec_of(small=True)
         fmt = self.build()
         cache = self.cache(fmt.layout(spec, self.block()), 6, fill=True)

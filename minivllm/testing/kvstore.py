@@ -1,4 +1,4 @@
-"""The conformance suite of stores, which keep pages of the KV cache behind the device.
+"""The conformance suite of KV stores, which keep pages (blocks of keys and values) outside of the device, as on a disk.
 
 A store is compared with a dict in random runs.  A durable store is also closed and opened again.
 """
@@ -23,16 +23,16 @@ from .spec import SpecConformance
 SIZES = (1, 7, 64, 4096, 5000)  # bytes of pages
 MODEL = hashlib.sha256(b"the model of the kit").hexdigest()
 OTHER = hashlib.sha256(b"another model").hexdigest()
-LARGEST = 64 << 20  # bytes that the test of the limit stores at most
+LARGEST = 64 << 20  # most bytes that the test of the limit stores
 
 
 def key_of(number: int) -> bytes:
-    """Return the key with this number."""
+    """Return the key of test page ``number``."""
     return hashlib.sha256(f"page {number}".encode()).digest()[:KEY_BYTES]
 
 
 def page_of(number: int, size: int) -> np.ndarray:
-    """Return a page u8 [size] that differs from the pages of other numbers."""
+    """Return a page, uint8 [size], whose contents differ for each ``number``."""
     return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
 
@@ -44,7 +44,7 @@ class _StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # a new model for each example, because pages of earlier examples may still be on the disk
+        # each example uses another model identity, because pages of earlier examples may still be on the disk
         self.seen["examples"] += 1
         self.model = hashlib.sha256(f"model {self.seen['examples']}".encode()).hexdigest()
         self.store = self.suite.build(self.suite.context_of(self.model))
@@ -61,7 +61,7 @@ class _StoreMachine(RuleBasedStateMachine):
             self.pages[key] = page
             self.seen["stored"] += 1
         if not self.store.keeps_pages:
-            given[:] = 0  # the caller uses its memory for other pages
+            given[:] = 0  # the caller may use its memory for other pages
 
     @rule(number=st.integers(0, 12))
     def get(self, number: int) -> None:
@@ -89,7 +89,7 @@ class _StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def compare(self) -> None:
-        """Compare the keys, and the arrays that were returned before."""
+        """Check that the store has the keys of the dict, and that arrays returned earlier have not changed."""
         sizes = {key: page.nbytes for key, page in self.pages.items()}
         assert dict(self.store.keys()) == sizes, "keys differs from the stored pages and their sizes"
         for array, page in self.kept:
@@ -98,7 +98,7 @@ class _StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.suite.claims("durable"))
     @rule()
     def open_again(self) -> None:
-        """Close the store and open it again.  Dropped pages may return."""
+        """Close the store and open it again.  Dropped pages may return then."""
         self.store.close()
         self.store = self.suite.build(self.suite.context_of(self.model))
         self.store.drop([key for key in dict(self.store.keys()) if key not in self.pages])
@@ -111,7 +111,7 @@ class _StoreMachine(RuleBasedStateMachine):
 
 
 class KVStoreConformance(Lasting, SpecConformance):
-    """The suite of stores.
+    """The conformance suite of KV stores.
 
     Each test runs in an empty folder, which is also the home directory.  Set ``options`` if the plug-in has options
     without a default, and choose a limit of a few MB, so that the test of the limit can fill the store.
@@ -125,11 +125,11 @@ class KVStoreConformance(Lasting, SpecConformance):
         monkeypatch.setenv("HOME", str(tmp_path))
 
     def context_of(self, identity: str, rank: int = 0, ranks: int = 1) -> StoreContext:
-        """Return the context of a store of a model."""
+        """Return the constructor's context of a store for the model with an identity, on one of ``ranks`` ranks."""
         return StoreContext(identity, rank, ranks)
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (self.context_of(MODEL),)
 
     def exercise(self, instance: KVStore) -> Any:
@@ -143,7 +143,7 @@ class KVStoreConformance(Lasting, SpecConformance):
         return [None if page is None else page.tolist() for page in found]
 
     def lasting(self) -> KVStore:
-        """Create an instance that serves until ``let_go``."""
+        """Create the instance of the leak test, which serves until ``let_go``."""
         return self.build(*self.context())
 
     def once_more(self, instance: KVStore, number: int) -> None:
@@ -159,7 +159,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_pages_come_back_as_they_were_stored(self) -> None:
-        """Check that a store is a dict of pages, in any order of calls."""
+        """Check that a store returns the same as a dict of pages, in any order of calls."""
         wanted = dict.fromkeys(("stored", "found", "dropped"), 5)
         if self.claims("durable"):
             wanted["opened"] = 5
@@ -170,7 +170,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_page_that_is_there_is_not_stored_twice(self) -> None:
-        """Check that ``put`` of a stored key returns True and keeps the page."""
+        """Check that ``put`` of a key that is stored already returns True and keeps the stored page."""
         store = self.build(*self.context())
         page = page_of(1, 1000)
         assert store.put(key_of(1), page)
@@ -182,7 +182,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_limit_is_kept(self) -> None:
-        """Check that pages of ``limit`` bytes fit, in place of dropped ones too, and that more pages never fail."""
+        """Check that pages of ``limit`` bytes in total fit, also after drops, and that ``put`` of more never raises."""
         store = self.build(*self.context())
         limit = store.limit
         assert isinstance(limit, int) and limit > 0, f"limit is {limit!r}: expected a number of bytes"
@@ -207,7 +207,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_models_and_ranks_share_no_page(self) -> None:
-        """Check that a page of one model, or of one rank, is never returned to another."""
+        """Check that a page that was stored for one model or one rank is never returned to another."""
         contexts = [self.context_of(MODEL), self.context_of(OTHER), *(self.context_of(MODEL, r, 2) for r in (0, 1))]
         stores = [self.build(ctx) for ctx in contexts]
         for i, store in enumerate(stores):
@@ -220,7 +220,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_durable_pages_are_found_by_the_next_store(self) -> None:
-        """Check that pages survive ``close``, for the same model and rank only."""
+        """Check that pages survive ``close`` and are found by a new store of the same model and rank, and no other."""
         if not self.claims("durable"):
             pytest.skip("the store is not durable")
         store = self.build(*self.context())
@@ -234,8 +234,10 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_look_finds_pages_of_other_processes(self) -> None:
-        """Check that ``look`` returns only new pages of other stores of the same model, each once, and that these can
-        be read.  A store may find none."""
+        """Check that ``look`` returns only new pages that another store of the same model has stored, each once.
+
+        The pages that it returns can be read.  It may also return none.
+        """
         first, second = self.build(*self.context()), self.build(*self.context())
         assert not first.look() and not second.look(), "look found pages, and there are none"
         for number in range(5):
@@ -254,9 +256,9 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_names_are_kept_until_they_are_forgotten(self) -> None:
-        """Check names of prefixes: they survive ``close`` with their keys, and other models have their own.
+        """Check names of prefixes: they survive ``close`` with their keys, and other models have none of them.
 
-        A store that keeps no names reports that.
+        A store with ``keeps_names`` False must return False from ``mark``.
         """
         store = self.build(*self.context())
         keys = [key_of(number) for number in range(3)]
@@ -280,7 +282,7 @@ class KVStoreConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_two_durable_stores_share_pages(self) -> None:
-        """Check that two stores of the same model can be open at a time, and that neither spoils the other's pages."""
+        """Check that two open stores of the same model do not damage or drop each other's pages."""
         if not self.claims("durable"):
             pytest.skip("the store is not durable")
         first = self.build(*self.context())

@@ -1,4 +1,4 @@
-"""Conformance suite of model architectures: logits equal those of transformers, or the config is refused by name.
+"""The conformance suite of model architectures: logits equal those of transformers, or a config is refused by name.
 
 The models are tiny and random.  Transformers makes them from the architectures and model types that the spec claims.
 They are saved as Hugging Face directories and loaded by the code that the engine uses.
@@ -33,32 +33,35 @@ from .tiny import VARIANTS, attention_of, edits, quiet, read_tensors, save, smal
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
 NEW_TOKENS = 32
-LARGEST = 3_000_000  # parameters of a model that is built hundreds of times
-MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
+LARGEST = 3_000_000  # most parameters of a test model, because hundreds of models are built
+# config variants that must be implemented, not refused, if the config class has the field
+MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")
 FLOATS = ("float32", "bfloat16", "float16")  # the most precise dtype first
-Judgement = tuple[str, str]  # ("equal" | "refused" | "no such config" | "wrong", reason)
+Judgement = tuple[str, str]  # (status: "equal" | "refused" | "no such config" | "wrong", reason)
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model to test: its directory, the same model in transformers, and the expected logits of a prompt."""
+    """A saved test model: its directory, the same model in transformers, and the expected logits of a prompt."""
 
     path: Path
     hf: Any
-    want: Tensor  # float32 [tokens, vocabulary]: the logits of transformers
+    want: Tensor  # expected logits by transformers, float32 [tokens, vocabulary]
     tolerance: float  # largest allowed difference of a logit
 
 
 class ModelConformance(ModelTaps, ModelStates):
-    """Suite of a model architecture.  Override ``families``, ``config`` or ``variants`` if the defaults make no valid
-    config of the architecture."""
+    """The conformance suite of a model architecture.
+
+    Override ``families``, ``config`` or ``variants`` if their defaults make no valid config of the architecture.
+    """
 
     kind = "model"
 
     # ---- methods that a test class may override ------------------------------------------------------------------
 
     def families(self) -> dict[str, Any]:
-        """Map each architecture to a model class of transformers.  The default is the class of the claimed name."""
+        """Return architecture name -> model class of transformers.  By default the class has the claimed name."""
         import transformers
 
         limit = {} if self.spec.limits == ANY else self.spec.limits.get("architecture")
@@ -73,8 +76,11 @@ class ModelConformance(ModelTaps, ModelStates):
         return small_config(cls.config_class, **values)
 
     def variants(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        """Return the config values to test, as axis -> name -> fields to set.  With each variant alone, and with one
-        variant of each axis together, logits must equal those of transformers, or the config must be refused."""
+        """Return the config values to test, as axis -> name of a variant -> fields to set.
+
+        With each variant alone, and with one variant of each axis together, logits must equal those of transformers,
+        or the config must be refused.
+        """
         return VARIANTS
 
     def harness(self, path: Path, **more: Any) -> Harness:
@@ -95,7 +101,7 @@ class ModelConformance(ModelTaps, ModelStates):
         return harness.step({0: PROMPT[:5]})[0].tolist()
 
     def first(self) -> Any:
-        """Return the first model class."""
+        """Return the model class of transformers for the first claimed architecture."""
         return next(iter(self.families().values()))
 
     def dtype(self) -> str:
@@ -115,12 +121,12 @@ class ModelConformance(ModelTaps, ModelStates):
             return self.case_of(save(hf, path, shard), hf)
 
     def cases(self, tmp_path: Path) -> Iterator[tuple[str, ModelCase]]:
-        """Yield (architecture, random model) of each architecture."""
+        """Yield (architecture name, saved random model) for each claimed architecture."""
         for name, cls in self.families().items():
             yield name, self.case(cls, tmp_path / name)
 
     def check_size(self, cls: Any, cfg: Any) -> None:
-        """Fail at once if a config makes a large model: the tests build hundreds, which would take hours."""
+        """Fail if a config makes a model that is too large to be built hundreds of times."""
         with torch.device("meta"):
             make = getattr(cls, "from_config", None) or cls._from_config
             model = make(copy.deepcopy(cfg))
@@ -181,8 +187,9 @@ class ModelConformance(ModelTaps, ModelStates):
     def judge(self, cls: Any, path: Path, values: Mapping[str, Any], cuts: Sequence[int] = ()) -> Judgement:
         """Compare the plug-in with transformers on a config with some fields set, and return (status, reason).
 
-        With ``cuts`` the prompt is also computed in several steps, cut before the tokens of these numbers.  If rounding
-        alone changes the logits of the model much, a difference does not count, and other random weights are tried.
+        With ``cuts`` the prompt is also computed in several steps, the later of which begin at these token indices.
+        If rounding alone changes the logits of the model much, a difference does not count, and other random weights
+        are tried.
         """
         for seed in range(3):
             try:
@@ -197,7 +204,7 @@ class ModelConformance(ModelTaps, ModelStates):
 
     def _judge(self, case: ModelCase, path: Path, values: Mapping[str, Any], cuts: Sequence[int]) -> Judgement:
         try:
-            harness = self.harness(path, max_len=len(PROMPT))  # rope type "dynamic" depends on the longest sequence
+            harness = self.harness(path, max_len=len(PROMPT))  # the rope type "dynamic" depends on the longest sequence
             wrong = self.difference(harness.step({0: PROMPT})[0], case)
             if not wrong and cuts:
                 wrong = self.difference(harness.chunked(1, PROMPT, cuts), case)
@@ -212,7 +219,7 @@ class ModelConformance(ModelTaps, ModelStates):
         return ("wrong", wrong) if wrong else ("equal", "")
 
     def named_variants(self) -> dict[str, Mapping[str, Any]]:
-        """Return the variants of all axes, as name -> fields to set."""
+        """Return the variants of all axes as one dict, name of a variant -> fields to set."""
         return {name: values for axis in self.variants().values() for name, values in axis.items()}
 
     def verdicts(self, cls: Any, tmp_path: Path) -> dict[str, Judgement]:
@@ -259,8 +266,7 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_config_values_go_together(self, tmp_path: Path) -> None:
-        """Check that variants that are right alone are right together, as tied embeddings with biases, or a window with
-        scaled rope."""
+        """Check that variants that are right alone are right together, such as tied embeddings with biases."""
         for cls in self.families().values():
             self._mix(cls, tmp_path)
 
@@ -300,8 +306,11 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_hidden_states_that_are_asked_for_are_those_among_all(self, tmp_path: Path) -> None:
-        """Check that a model that takes logits indices returns the hidden states of these tokens, in the order of the
-        indices, one of which comes twice.  The other tokens must still enter the cache."""
+        """Check that a model that takes logits indices returns the hidden states of exactly these tokens.
+
+        The results have the order of the indices, one of which comes twice.  The other tokens must still enter the
+        cache.
+        """
         supported = []
         for _, case in self.cases(tmp_path):
             harness = self.harness(case.path)
@@ -312,8 +321,9 @@ class ModelConformance(ModelTaps, ModelStates):
             pytest.skip("takes no logits indices: returns the hidden states of all tokens")
 
     def _check_indices(self, harness: Harness, tolerance: float) -> None:
-        """Compare the logits of a step with logits indices with those of the same step without them."""
-        indices = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 is the first row, so its only token has index 0
+        """Fail unless a step with logits indices returns the same logits as the same step without them."""
+        # slot 1 is the first row of the step, so its only token has index 0
+        indices = [len(PROMPT), 3, 0, len(PROMPT), 7]
         got, _ = harness.logits({0: PROMPT, 1: [9]}, indices)
         assert len(got) == len(indices), f"{len(indices)} hidden states are requested, the model returns {len(got)}"
         every, _ = harness.logits({2: PROMPT, 3: [9]})
@@ -325,9 +335,11 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_logits_do_not_depend_on_how_a_sequence_is_cut_nor_on_its_neighbours(self, tmp_path: Path) -> None:
-        """Check that a sequence has the same logits in one step, token by token, and in a batch with other sequences.
+        """Check that a sequence has the same logits in one step, token by token, and beside other sequences.
+
         Positions come with the step, keys and values from the cache.  If ``batch_invariant`` is claimed, the logits of
-        that mode on a CPU are equal bit for bit."""
+        that mode on a CPU are equal bit for bit.
+        """
         modes = {False, self.claims("batch_invariant") and self.place() == "cpu"}
         for name, cls in self.families().items():
             for invariant in modes:
@@ -344,7 +356,7 @@ class ModelConformance(ModelTaps, ModelStates):
                     assert same, f"{name}, {cut}: other bits with batch_invariant"
 
     def _among_others(self, harness: Harness) -> Tensor:
-        """Return the logits of ``PROMPT`` in slot 2, in four steps that hold other sequences too."""
+        """Return the logits of ``PROMPT`` in slot 2, computed in four steps that hold other sequences too."""
         feeds = (
             {2: PROMPT[:5], 3: [9] * 11, 4: [3]},
             {2: PROMPT[5:6], 3: [4], 4: [7]},
@@ -355,8 +367,10 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_a_long_sequence_is_right_to_its_end(self, tmp_path: Path) -> None:
-        """Check the logits of 700 tokens that come in chunks: no table of positions and no buffer may end before
-        ``max_position_embeddings``."""
+        """Check the logits of 700 tokens that come in chunks.
+
+        No table of positions and no buffer may end before ``max_position_embeddings``.
+        """
         tokens = (PROMPT * 15)[:700]
         for name, cls in self.families().items():
             hf = self.case(cls, tmp_path / name, max_position_embeddings=1024).hf
@@ -369,9 +383,12 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_half_precision_is_at_most_twice_as_far_as_transformers(self, tmp_path: Path) -> None:
-        """Check that the error in half precision is at most twice that of transformers.  The reference is float32
-        arithmetic on the same rounded weights.  The error is the root mean square over the logits of a token, and of
-        that the median over all tokens, because rounding may make a router choose other experts for a few tokens."""
+        """Check that the error in half precision is at most twice that of transformers.
+
+        The reference is float32 arithmetic on the same rounded weights.  The error of a token is the root mean square
+        over its logits.  The median over all tokens counts, because rounding may make a router choose other experts
+        for a few tokens.
+        """
         for name, cls in self.families().items():
             for dtype in self.values("dtype", "bfloat16", "float16"):
                 ours, theirs = [], []
@@ -388,8 +405,10 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_processes_that_share_a_model_compute_it_together(self, tmp_path: Path) -> None:
-        """Check that two tensor-parallel ranks, simulated by two threads, compute the logits of the whole model.  Each
-        holds one shard of every split layer; sizes come from ``parts.heads`` and the splits."""
+        """Check that two tensor-parallel ranks, simulated by two threads, compute the logits of the whole model.
+
+        Each rank holds one shard of every split layer; sizes come from ``parts.heads`` and the splits.
+        """
         for name, case in self.cases(tmp_path):
             group = seats(2)
             try:
@@ -403,8 +422,10 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_each_checkpoint_tensor_does_what_it_does_in_transformers(self, tmp_path: Path) -> None:
-        """Check that a change of one checkpoint tensor has the same effect as in transformers, for each tensor: so it
-        is used once and in the right place."""
+        """Check that a change of one checkpoint tensor changes the logits as it does in transformers, for each tensor.
+
+        So each tensor is used once and in the right place.
+        """
         for name, case in self.cases(tmp_path):
             seen = Seen()
             for tensor in edits(case.path, lambda t: t + 0.3 * torch.randn(t.shape)):
@@ -439,7 +460,10 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_every_parameter_is_filled_also_from_several_files(self, tmp_path: Path) -> None:
-        """Check that a load fills every parameter, from one file or several.  All memory holds NaN before the load."""
+        """Check that loading fills every parameter, from one file or several.
+
+        All memory holds NaN before.
+        """
         for name, cls in self.families().items():
             single = self.harness(self.case(cls, tmp_path / name).path).parts.modules
             path = self.case(cls, tmp_path / f"{name}-shards", shard="20KB").path
@@ -467,8 +491,11 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_every_field_of_the_config_is_read_or_ignored_for_a_reason(self, tmp_path: Path) -> None:
-        """Check that the plug-in reads every config field.  A field that no code reads is a setting that is silently
-        ignored; if that is right, name the field in the trait ``ignores``."""
+        """Check that the plug-in reads every config field.
+
+        A field that no code reads is a setting that is silently ignored.  If it is right to ignore the field, name it
+        in the trait ``ignores``.
+        """
         ignores = set(self.spec.traits.get("ignores", ()))
         for name, case in self.cases(tmp_path):
             path = case.path
@@ -483,8 +510,10 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_a_changed_number_changes_what_it_changes_in_transformers(self, tmp_path: Path) -> None:
-        """Check each number and switch of the config, of the rope parameters too: with another value the logits equal
-        transformers, or the config is refused."""
+        """Check each number and switch of the config, also of the rope parameters, with another value.
+
+        The logits equal those of transformers, or the config is refused.
+        """
         for name, cls in self.families().items():
             seen = Seen()
             changes = [c for c in self._changes(cls) if not any(k.startswith("_") for k in c)]
@@ -495,7 +524,7 @@ class ModelConformance(ModelTaps, ModelStates):
             seen.require(equal=8)
 
     def _changes(self, cls: Any) -> Iterator[dict[str, Any]]:
-        """Yield fields to set that change one number of the plain config, or of a rope or window variant."""
+        """Yield changes of one number or switch of a config: the plain config, or a rope or window variant."""
         for key, value in vars(self.config(cls)).items():
             if key not in UNCHANGED:
                 yield from ({key: new} for new in other_values(value))
@@ -509,15 +538,17 @@ class ModelConformance(ModelTaps, ModelStates):
 
     @since(1, 0)
     def test_attention_describes_the_layers_that_are_built(self, tmp_path: Path) -> None:
-        """Check that ``attention`` returns the spec of each layer with attention that ``build`` makes, in order, and
-        ``states`` the state of each other layer.  The engine lays out the KV cache by the specs before the model
-        exists."""
+        """Check that ``attention`` returns the spec of each layer with attention that ``build`` makes, in order.
+
+        ``states`` must return the recurrent state of each other layer.  The engine lays out the KV cache by both
+        before the model exists.
+        """
         for name, cls in self.families().items():
             for variant in ("the plain config", "three layers", "mqa"):
                 self._check_specs(self.config(cls, **self.named_variants().get(variant, {})), f"{name}, {variant}")
 
     def _check_specs(self, cfg: Any, label: str) -> None:
-        """Compare the specs of ``attention`` with those of the layers built from a config."""
+        """Fail unless the specs that ``attention`` returns are those of the layers that are built from the config."""
         specs, states = list(self.build().attention(cfg)), list(self.build().states(cfg))
         parts = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts
         count = f"{len(specs)} specs" + (f", and states() {len(states)} states," if states else "")
@@ -533,7 +564,7 @@ class ModelConformance(ModelTaps, ModelStates):
 
 
 def _surplus(names: list[str]) -> set[str]:
-    """Return names of tensors that this model does not have: of a layer too many, or with another ending."""
+    """Return names of tensors that this model does not have: of a layer after the last, or with another ending."""
     first = names[0]
     layer = next(name for name in names if re.search(r"\.1\.", name))
     surplus = {first + "_surplus", re.sub(r"\.1\.", ".7.", layer), layer + ".surplus.weight"}
@@ -542,5 +573,5 @@ def _surplus(names: list[str]) -> set[str]:
 
 
 def _median_rms(errors: list[Tensor]) -> float:
-    """Return the median over all tokens of the root mean square of a token's errors [tokens, vocabulary]."""
+    """Return the median over tokens of the root mean square of a token's errors [tokens, vocabulary]."""
     return float(torch.cat(errors).square().mean(-1).sqrt().median())

@@ -1,5 +1,8 @@
-"""Fields of a Hugging Face config (which a decoder may ignore, other values to test, reads that happened), and the
-logits of a model of transformers."""
+"""Functions on Hugging Face configs and models for the suite of models.
+
+They find config fields that are read or may be ignored, give other values to test, and compute the logits of a model
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch import Tensor
 
 from minivllm.device.loading.overrides import BY_ENGINE, UNREAD
 
-IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder need read -> the reason
-# fields of a configuration that keep their value
+IGNORED = {**BY_ENGINE, **UNREAD}  # config fields that no model needs to read -> the reason
+# config fields whose value the tests do not change
 UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}
 
 
@@ -34,12 +37,12 @@ def other_values(value: Any) -> list[Any]:
 
 
 def record_reads(cfg: Any) -> set[str]:
-    """Return a set that receives, from now on, the name of each attribute of a config that is read."""
+    """Return a set to which, from now on, the name of each attribute of a config is added when code reads it."""
     cls: Any = type(cfg)
     read: set[str] = set()
 
     def recorder(self: Any, name: str) -> Any:
-        read.update((name, cls.attribute_map.get(name, name)))  # a config class may store a field under another name
+        read.update((name, cls.attribute_map.get(name, name)))  # the class may store the attribute under another name
         return cls.__getattribute__(self, name)
 
     cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})

@@ -1,7 +1,7 @@
-"""The rules of models with recurrent states: forks, checkpoints, drafts, and the states of other rows.
+"""Tests of models with recurrent states: forks, checkpoints, drafts, and the states of other rows.
 
-The memory of states is the engine's (``device.worker.recurrent``).  It is filled with NaN, so that a state which was
-never written is noticed.  Models without such states skip the rules.
+The engine's own memory of states is used (``device.worker.recurrent``).  It is filled with NaN, so that a read of a
+state that was never written is noticed.  The tests skip models without recurrent states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRAFTS, CHECKPOINTS = 3, 4
 
 
 class ModelStates(Conformance):
-    """Rules for a layer whose state has a fixed size; the class is a base of the suite of models."""
+    """The tests of layers with a recurrent state of a fixed size, a base class of ``ModelConformance``."""
 
     if TYPE_CHECKING:
 
@@ -34,7 +34,7 @@ class ModelStates(Conformance):
         def harness(self, path: Path, **more: Any) -> Harness: ...
 
     def _models(self, tmp_path: Path) -> Iterator[tuple[str, Any, Harness]]:
-        """Yield (name, case, model) of each architecture with recurrent states; skip if there is none."""
+        """Yield (name, test model, harness) of each architecture with recurrent states, or skip the test."""
         found = False
         for name, case in self.cases(tmp_path):
             harness = self.harness(case.path, drafts=DRAFTS, checkpoints=CHECKPOINTS)
@@ -46,8 +46,10 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_a_fork_of_a_state_continues_as_its_own_sequence(self, tmp_path: Path) -> None:
-        """Check that a copied state continues beside the state that it was copied from, with other tokens.  Both rows
-        begin at the same position of one step."""
+        """Check that a copied state and its source continue with different tokens as independent sequences.
+
+        Both rows begin at the same position of one step.
+        """
         for name, case, model in self._models(tmp_path):
             model.step({0: TOKENS[:9]})
             model.copy(0, 1)
@@ -59,8 +61,10 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_a_sequence_continues_from_a_checkpoint(self, tmp_path: Path) -> None:
-        """Check that ``StepStates.save_at`` copies the state of exactly the tokens before a position: in the middle of
-        a step, at its end, behind its first token, and twice in one step."""
+        """Check that ``StepStates.save_at`` copies the state of exactly the tokens before a position.
+
+        The position is in the middle of a step, at its end, after its first token, and two positions are in one step.
+        """
         for name, case, model in self._models(tmp_path):
             want = logits(case.hf, TOKENS)
             for positions in ((13,), (20,), (8,), (9, 17)):
@@ -78,8 +82,9 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_rejected_drafts_leave_no_trace_in_a_state(self, tmp_path: Path) -> None:
-        """Check that a step computes accepted drafts again and rejected drafts never, and that no checkpoint is made of
-        drafts.  ``StepStates.behind`` describes how many tokens the state lacks.
+        """Check that a step computes accepted drafts again and rejected drafts never.
+
+        No checkpoint may contain drafts. ``StepStates.behind`` is the number of tokens that the state lacks.
         """
         for name, case, model in self._models(tmp_path):
             want = logits(case.hf, TOKENS)
@@ -89,7 +94,7 @@ class ModelStates(Conformance):
                 for memory in model.states.memory:
                     for x in memory.values():
                         x[model.checkpoint(0)] = torch.nan
-                end = 11 + accepted  # the end of the accepted tokens
+                end = 11 + accepted  # number of tokens up to the last accepted one
                 drafts = [*TOKENS[11:end], *([50] * (DRAFTS - accepted))]
                 model.save(0, (13,))
                 got = model.draft(0, [TOKENS[10], *drafts], 1 + accepted)
@@ -104,13 +109,16 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_a_step_writes_only_the_states_of_its_rows(self, tmp_path: Path) -> None:
-        """Check that a step writes the states of its rows, the checkpoints that it makes, and the null state.  A row
-        that has ended has the null state; ``save_to`` without a position in ``save_at`` means nothing."""
+        """Check that a step writes only the states of its rows, its checkpoints, and the null state.
+
+        A row that has ended has the null state.  An entry of ``save_to`` without a position in ``save_at`` must be
+        ignored.
+        """
         for name, case, model in self._models(tmp_path):
             model.step({0: TOKENS[:9], 1: OTHER[:6], 2: TOKENS[:4]})
             model.save(2, (30, 31))
             model.step({2: TOKENS[4:6]})
-            model.states.save_at.fill_(-1)  # cancelled; the indices stay
+            model.states.save_at.fill_(-1)  # cancels the checkpoints; their indices in ``save_to`` stay
             model.stopped = {1}
             before = [{part: x.clone() for part, x in memory.items()} for memory in model.states.memory]
             found = model.step({0: TOKENS[9:12], 1: [3], 2: TOKENS[6:9]})
@@ -127,8 +135,10 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_a_state_of_other_tokens_gives_nan(self, tmp_path: Path) -> None:
-        """Check that a row whose state does not fit (``StepStates.behind`` is UNUSABLE) has logits of NaN, and that the
-        row beside it is right.  Wrong tokens would look like an answer."""
+        """Check that a row whose state cannot be used (``StepStates.behind`` is UNUSABLE) has logits of NaN.
+
+        The other row of the step is right.  Wrong tokens would look like an answer.
+        """
         for name, case, model in self._models(tmp_path):
             model.step({0: TOKENS[:9], 1: OTHER[:7]})
             model.states.valid[0] += 1
@@ -144,6 +154,6 @@ def _is_unwritten(model: Harness, index: int) -> bool:
 
 
 def _near(got: Tensor, want: Tensor, case: Any, what: str) -> None:
-    """Fail if logits differ by more than the tolerance, or are NaN."""
+    """Fail if logits differ from the expected ones by more than the tolerance of the test model, or are NaN."""
     worst = (got - want).abs().max()
     assert bool(worst <= case.tolerance), f"{what}: logits differ by {float(worst):.3g}, at most {case.tolerance:.3g}"

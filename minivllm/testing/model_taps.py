@@ -1,4 +1,4 @@
-"""Tests of the points of a model whose values requests may record or change (taps)."""
+"""Tests of tap points: named activations of a model that requests may record or change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEED = {0: [5, 9, 3, 17, 11, 2, 8], 1: [4]}  # slot -> tokens of a step
 
 
 class Passed:
-    """Taps of a step (``model.StepTaps``) that store the tensor of each point, and add a vector at one point.
+    """Taps of a step (``model.StepTaps``) that store the tensor of each tap point, and add a vector at one point.
 
     The vector differs between tokens, because a model without rotary embedding may ignore a vector that all keys have
     in common.  Its largest element is ``add``.
@@ -42,33 +42,35 @@ class Passed:
         return x + self.add * (token * channel).to(x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return no experts: the router chooses."""
+        """Return None, so that the router chooses the experts at a tap point."""
         return None
 
 
 class Gives(Passed):
-    """Taps that give the experts i32 [T, k] of ``routes`` at their points."""
+    """Taps that replace the experts that a router chose; ``routes`` has tap point -> expert ids, int32 [T, k]."""
 
     def __init__(self, points: Mapping[str, int], routes: Mapping[str, Tensor]) -> None:
         super().__init__(points)
         self.routes = routes
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts to use at a point."""
+        """Return the expert ids to use at a tap point, or None to keep the router's choice."""
         return self.routes.get(point)
 
 
 class ModelTaps(SpecConformance):
-    """The tests of taps; part of ``ModelConformance``."""
+    """The tests of tap points, a base class of ``ModelConformance``."""
 
     cases: Callable[..., Iterator[tuple[str, Any]]]
     harness: Callable[..., Harness]
 
     @since(2, 1)
     def test_each_point_passes_once_and_what_comes_back_goes_on(self, tmp_path: Path) -> None:
-        """Check that a step with ``step.taps`` calls them once for each name of ``tap_points``, with a tensor [tokens,
-        width], and continues with the returned tensor.  Taps that change nothing leave the logits as they are; a vector
-        added at a point changes them, also if only one point is tapped."""
+        """Check that a step calls its taps once for each of ``tap_points``, and uses the returned tensor.
+
+        Taps receive a tensor [tokens, width].  Taps that change nothing leave the logits as they are.  A vector added
+        at a point changes them, also if only that point is tapped.
+        """
         tapped = False
         for name, case in self.cases(tmp_path):
             harness = self.harness(case.path)
@@ -80,7 +82,7 @@ class ModelTaps(SpecConformance):
             pytest.skip("names no points: requests with taps are refused")
 
     def _check_points(self, harness: Harness, points: Mapping[str, int], tolerance: float, name: str) -> None:
-        """Run a step without taps, with taps at all points, and with a change at each point alone."""
+        """Compare steps without taps, with taps at all points, and with a vector added at each point alone."""
         plain, _ = harness.logits(FEED)
         every = Passed(points)
         got = self._tapped_logits(harness, every)
@@ -101,8 +103,11 @@ class ModelTaps(SpecConformance):
 
     @since(2, 7)
     def test_given_experts_are_used_in_place_of_the_chosen_ones(self, tmp_path: Path) -> None:
-        """Check each of ``given_points``: experts that the router chose itself, given again, change no bit of the
-        logits.  Other experts change the logits and pass through the point, except at tokens with -1."""
+        """Check that a model uses the expert ids that taps give at each of ``given_points``.
+
+        The router's own choice, given again, changes no bit of the logits.  Other experts change the logits, except at
+        tokens with -1, where the router chooses.
+        """
         tried = False
         for name, case in self.cases(tmp_path):
             harness = self.harness(case.path)
@@ -114,7 +119,7 @@ class ModelTaps(SpecConformance):
             pytest.skip("accepts no given experts: requests with given routes are refused")
 
     def _check_given(self, harness: Harness, point: str, width: int, name: str) -> None:
-        """Give the router's own experts, and then other ones, at a point."""
+        """Give the router's own experts at a tap point, and then other ones, and check the logits."""
         plain = Passed({point: width})
         logits = self._tapped_logits(harness, plain)
         own = plain.found[-1][1].int()
@@ -130,7 +135,7 @@ class ModelTaps(SpecConformance):
         assert off > 0 or torch.equal(want, own), f"{name}: other experts given at {point} change no logit"
 
     def _tapped_logits(self, harness: Harness, taps: Passed) -> Tensor:
-        """Return the logits of a step that starts new sequences, with taps."""
+        """Return the logits of a step with taps, whose sequences start anew."""
         harness.known = [0] * len(harness.known)
         harness.taps = taps
         return harness.logits(FEED)[0]

@@ -1,6 +1,6 @@
-"""Run suites in several processes, one test at a time in each.
+"""Run the tests of suites in several processes, one test at a time in each.
 
-On a GPU most of the kit's time is the compilation of kernels, which takes a core.
+On a GPU the kit spends most of its time on the compilation of kernels, which takes a CPU core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGEST_FIRST = (
     "engine_serves",
     "values_in_the_keys",
     "normalises",
-)  # parts of names of tests
+)  # parts of the names of tests that take long
 
 
 def tests_of(seam: str) -> list[str]:
@@ -40,10 +40,10 @@ def run_parallel(
     select: str = "",
     known: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
-    """Yield each plug-in, in order, with its outcomes as ``session.run`` returns them; see there for the arguments.
+    """Run the suites of some plug-ins in parallel, and yield each plug-in, in order, with its outcomes.
 
-    A test that ends its process has failed, and the next test gets a new process.  The same holds after a fault of the
-    GPU, because the process cannot use it any more.
+    The arguments and outcomes are those of ``session.run``.  A test that ends its process has failed, and the next
+    test gets a new process.  The same holds after a fault of the GPU, because the process cannot use it any more.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes alone use all cores
     how = dict(device=device, profile=profile, seed=seed, select=select, known=dict(known or {}))
@@ -66,7 +66,7 @@ def run_parallel(
                 jobs.append([threads.submit(outcomes, plugin, name) for name in tests_of(plugin[0])])
             for plugin, futures in zip(plugins, jobs, strict=True):
                 yield plugin, [outcome for future in futures for outcome in future.result()]
-        finally:  # runs too if the caller stops early
+        finally:  # also if the caller stops early
             threads.shutdown(cancel_futures=True)
             for child in children:
                 child.end()
@@ -79,13 +79,13 @@ class _Child:
         self.how, self.process, self.pipe = how, None, None
 
     def run(self, plugin: tuple[str, str], name: str) -> list[Outcome]:
-        """Return the outcomes of a test."""
+        """Return the outcomes of one test of a plug-in."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, remote = context.Pipe()
             self.process = context.Process(target=_serve, args=(remote, self.how, list(sys.path)))
             self.process.start()
-            remote.close()  # the end of the process closes the pipe
+            remote.close()  # closed here too, so that the end of the process closes the pipe
         try:
             self.pipe.send((plugin, name))
             answer, gpu_works = self.pipe.recv()
@@ -108,7 +108,10 @@ class _Child:
 
 
 def _serve(pipe: Any, how: Mapping[str, Any], path: list[str]) -> None:
-    """Run the tests that a pipe names, and send (outcomes or an error, whether the GPU still works) for each."""
+    """Run the tests whose names come through a pipe, in a child process.
+
+    Send (outcomes or an error, whether the GPU still works) for each test.
+    """
     sys.path[:] = path
     while True:
         try:
@@ -123,7 +126,7 @@ def _serve(pipe: Any, how: Mapping[str, Any], path: list[str]) -> None:
 
 
 def _gpu_works() -> bool:
-    """Return whether the GPU works in this process, or was not used."""
+    """Return True if the GPU works in this process, or was not used."""
     import torch
 
     if not torch.cuda.is_initialized():

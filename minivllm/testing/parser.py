@@ -1,4 +1,4 @@
-"""The conformance suite of parsers, which find reasoning and calls in the text of a model.
+"""The conformance suite of parsers, which find reasoning and function calls in the text of a model's reply.
 
 The texts are replies that the suite writes in the format of a description, damaged replies, and prose with tags.
 """
@@ -45,7 +45,7 @@ PROSE = "It is so. Two and three are five, as 2 < 3 shows. "
 
 
 def fits(name: str, arguments: Any) -> bool:
-    """Return whether arguments fit the schema of a function."""
+    """Return whether the arguments of a call fit the schema of a test function."""
     types = {"string": str, "integer": int}
     declared = FUNCTIONS[name]["properties"]
     known = isinstance(arguments, dict) and arguments.keys() <= declared.keys()
@@ -53,19 +53,20 @@ def fits(name: str, arguments: Any) -> bool:
 
 
 class ParserConformance(Lasting, SpecConformance):
-    """The suite of parsers.
+    """The conformance suite of parsers.
 
-    A parser of a description needs nothing else.  Another parser overrides ``written``, so that its calls are tested.
+    A parser that is made from a description of a format needs nothing else.  Any other parser overrides ``written``,
+    so that the suite can write replies in its format.
     """
 
     kind = "parser"
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in, which has none besides its options."""
+        """Return the arguments of the plug-in's constructor after its options: none."""
         return ()
 
     def exercise(self, instance: ReplyParser) -> Any:
-        """Return the parts of a few texts."""
+        """Return the reasoning, content and calls that the parser finds in a few texts."""
         return [self.read(instance, text, ReplyContext(FUNCTIONS)) for text in self.texts(instance, 5, 0)]
 
     def once_more(self, instance: ReplyParser, number: int) -> None:
@@ -74,7 +75,7 @@ class ParserConformance(Lasting, SpecConformance):
             self.read(instance, f"{number} {text}", ReplyContext(FUNCTIONS))
 
     def written(self, parser: ReplyParser, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
-        """Return a reply with reasoning, content and calls, or None if the suite cannot write the format."""
+        """Return a reply with reasoning, content and calls; None if the suite cannot write the parser's format."""
         if not isinstance(parser, DescribedParser):
             return None
         thought = "I think" if parser.thinks() else ""
@@ -95,14 +96,16 @@ class ParserConformance(Lasting, SpecConformance):
         return found
 
     def calls(self, rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
-        """Return one to three calls with arguments that fit their schemas."""
+        """Return one to three random function calls with arguments that fit their schemas."""
         made: list[tuple[str, dict[str, Any]]] = [("find", {"text": rng.choice(STRINGS), "most": 3}), ("stop", {})]
         return rng.choices(made, k=rng.randrange(1, 4))
 
     def read(self, parser: ReplyParser, text: str, request: ReplyContext, size: int = 0, cut: bool = False) -> Any:
-        """Return the reasoning, the content, and the calls in a text that comes in pieces of ``size`` characters.
+        """Parse a text in pieces of ``size`` characters, and return its reasoning, its content and its calls.
 
-        0 means one piece.  A call is [name, arguments, whether it is complete]."""
+        Size 0 means one piece.  ``cut`` means that the reply was cut off.  A call is [name, arguments, whether it is
+        complete].
+        """
         for tag, mark in request.marks.items():
             text = text.replace(tag, mark)
         reply = parser.start(request)
@@ -126,10 +129,10 @@ class ParserConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_every_division_of_a_text_gives_the_same_parts(self) -> None:
-        """Check that the joined parts do not depend on the pieces of the text, at its end and where it is cut.
+        """Check that the parsed reply does not depend on the sizes of the pieces in which the text comes.
 
-        Tags are tokens, special tokens or text.  No part has a mark, and only functions that the request allows are
-        called.
+        This holds for complete replies and for replies that are cut off.  Tags are tokens, special tokens or text.  No
+        mark of a special token stays in the result, and only functions that the request allows are called.
         """
         parser = self.build()
         tags = parser.tags()
@@ -164,9 +167,10 @@ class ParserConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_texts_of_the_grammar_are_calls(self) -> None:
-        """Check random texts that the grammar of the description allows: each is a call with the declared arguments.
+        """Check random texts that the grammar of the description allows: each contains calls with valid arguments.
 
-        Tags are tokens, special tokens or text."""
+        Tags are tokens, special tokens or text.
+        """
         parser = self.build()
         if not isinstance(parser, DescribedParser):
             pytest.skip("the parser has no description, so calls are forced as a list in JSON")
@@ -188,7 +192,7 @@ class ParserConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_cut_answer_has_complete_calls_only(self) -> None:
-        """Check every beginning of a reply: complete calls are the first ones of it, and their arguments are JSON."""
+        """Check replies that are cut off anywhere: complete calls are those of the whole reply, with valid JSON."""
         parser = self.build()
         text = self.written(parser, "", CALLS)
         if text is None:
@@ -200,7 +204,7 @@ class ParserConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_text_without_tags_is_content(self) -> None:
-        """Check that prose is content without a change, and that it is not held back."""
+        """Check that prose without tags is returned unchanged as content, and at once."""
         parser = self.build()
         reply = parser.start(ReplyContext(FUNCTIONS))
         reported = "".join(part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))

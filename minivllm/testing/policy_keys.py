@@ -1,4 +1,4 @@
-"""Tests of the keys of a scheduling policy: they stay comparable however large the numbers become."""
+"""Tests of the sort keys of a scheduling policy, which must stay comparable after months and for large numbers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from minivllm.core.interfaces.scheduler import SchedulerPolicy
 from .base import since
 from .policy_watch import arrivals, check_key, frozen
 
-LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)  # seconds, beyond the ranges of float16 and of int32 milliseconds
-MILLION, AT_ONCE = 10**6, 1 << 10  # tokens of a request, and number of requests that arrive together
+# arrival times in seconds, beyond the ranges of float16 and of int32 milliseconds
+LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)
+MILLION, AT_ONCE = 10**6, 1 << 10  # many tokens of a request, and number of requests that arrive together
 # numbers of groups of AT_ONCE requests: more than 2**16 requests, in the long profile 2**24
 CROWDS, LONG_CROWDS = 80, 1 << 14
-GAP = 1e-3  # seconds between two requests
+GAP = 1e-3  # seconds between the arrivals of two requests
 PLAIN = {"prompt": 7, "known": 7, "max_out": 7, "predicted_out": 7, "priority": 0, "tenant": 0}
 LARGE = {**PLAIN, "prompt": MILLION, "known": MILLION, "max_out": MILLION // 2, "predicted_out": MILLION // 2}
 
 
 def _close(at: float, by: float = 0.0, number: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the columns of two requests that arrive ``by`` seconds apart, or whose ids differ by one if it is 0."""
+    """Return the columns of two requests that arrive at ``at`` seconds, ``by`` seconds apart.
+
+    Their ids differ by one if ``by`` is 0; the first has the id ``number``.
+    """
     first = {"arrival": at, "ttft_due": at + 1.0, "id": number}
     second = {"arrival": at + by, "ttft_due": at + by + 1.0, "id": number + (not by)}
     return first, second
 
 
-CLOSE = (  # (difference, pairs of a young engine, pairs of an old one)
+CLOSE = (  # (difference of the two requests, pairs in an engine that just started, pairs in one that has run for long)
     (f"{GAP:g} s apart", [_close(t, GAP) for t in (0.3, 1.7, 2.25)], [_close(t, GAP) for t in (7e4, 2.2e6, 1e7)]),
     ("with numbers one apart", [_close(5.0, number=n) for n in (1, 6, 11)],
      [_close(5.0, number=n) for n in (2**11, 2**15 - 1, 2**24, 2**31 - 1, 2**32)]),
@@ -39,7 +43,7 @@ CLOSE = (  # (difference, pairs of a young engine, pairs of an old one)
 
 
 class PolicyKeys:
-    """The tests of ``key``; part of ``SchedulerConformance``."""
+    """The tests of the method ``key``, a base class of ``SchedulerConformance``."""
 
     if TYPE_CHECKING:
         build: Any
@@ -77,8 +81,10 @@ class PolicyKeys:
     @since(1, 0)
     @pytest.mark.parametrize("due", [1.0, np.inf], ids=["due", "without_a_target"])
     def test_keys_hold_however_long_the_engine_has_run(self, due: float) -> None:
-        """Check keys after months of the engine's clock, if ``starvation_free`` is claimed: every key is finite, and of
-        two requests that are alike the later one never has the smaller key."""
+        """Check keys after the engine has run for months, if the plug-in claims ``starvation_free``.
+
+        Every key is finite, and of two requests that are alike the later one never has the smaller key.
+        """
         self.need("starvation_free")
         keys = []
         for at in LATE:
@@ -90,9 +96,12 @@ class PolicyKeys:
 
     @since(1, 0)
     def test_keys_stay_apart_however_large_the_numbers_are(self) -> None:
-        """Check two requests that differ only by a millisecond, or by their ids.  If their keys differ in a young
-        engine, they differ after months of its clock too, and after millions of tokens of one tenant.  (Float32 has a
-        resolution of a second at 10**7 s, and counts tokens up to 2**24.)"""
+        """Check two requests that differ only by a millisecond of arrival, or by their ids.
+
+        If their keys differ in an engine that just started, they differ after months of its clock too, and after
+        millions of tokens of one tenant.  (Float32 has a resolution of a second at 10**7 s, and counts tokens up to
+        2**24.)
+        """
         for difference, young, old in CLOSE:
             early = [self._pair(pair) for pair in young]
             if all(a != b for a, b in early):
@@ -104,13 +113,16 @@ class PolicyKeys:
         self._after_much_work()
 
     def _pair(self, requests: tuple[dict[str, Any], dict[str, Any]]) -> list[float]:
-        """Return the keys of two requests, each by a new policy."""
+        """Return the keys of two requests, each computed by a policy of its own."""
         return [self._keys(self._new_policy(), request)[0] for request in requests]
 
     @since(1, 0)
     def test_a_key_does_not_depend_on_who_comes_with_it_nor_on_bits(self) -> None:
-        """Check that a key does not depend on the other requests of the call, because keys of several calls are
-        compared.  A product of two columns, which are int32, must be computed in 64 bits."""
+        """Check that a key does not depend on the other requests of the call.
+
+        Keys of several calls are compared with each other.  A product of two columns, which are int32, must be
+        computed in 64 bits.
+        """
         for one in (PLAIN, LARGE):
             alone = self._keys_of(one)[0]
             for other in ({**LARGE, "priority": -9, "tenant": 5}, {**PLAIN, "prompt": 1, "priority": 9}):
@@ -120,13 +132,13 @@ class PolicyKeys:
             assert wide == alone, f"key() returned {alone} for {one}, and {wide} if its columns are i64: i32 overflows"
 
     def _keys_of(self, *requests: Mapping[str, Any], dtype: Any = np.int32) -> list[float]:
-        """Return the keys that a new policy gives to requests that arrive together."""
+        """Return the keys that a new policy gives to requests that arrive in one call."""
         columns = {name: np.array([r[name] for r in requests], dtype) for name in requests[0]}
         view = arrivals(np.arange(len(requests), dtype=np.float64), **columns)
         return check_key(self._new_policy().key(frozen(view)), view)
 
     def _after_much_work(self) -> None:
-        """Check that a count of a tenant's work neither stops nor wraps around after many requests."""
+        """Check that a policy's count of a tenant's work neither stops nor wraps around after many requests."""
         policy = self._new_policy()
         first = self._keys(policy, {}, {})
         many = np.full(AT_ONCE, MILLION, np.int32)
@@ -148,7 +160,8 @@ class PolicyKeys:
     def _keys(self, policy: SchedulerPolicy, *requests: Mapping[str, Any]) -> list[float]:
         """Return the keys of new requests with these columns, from one call of ``key`` for each, in this order.
 
-        A request arrives at 0 unless a column sets it."""
+        A request arrives at 0 seconds unless a column sets it.
+        """
         keys = []
         for values in requests:
             columns = {name: np.array([value], DTYPES.get(name, np.int32)) for name, value in values.items()}

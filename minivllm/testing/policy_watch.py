@@ -17,9 +17,10 @@ COLUMNS = tuple(f.name for f in fields(QueueView))
 
 
 class Shown(QueueView):
-    """A read-only copy of a view that can be read until ``over`` is called.
+    """A read-only copy of a view (columns of requests) that can be read until ``over`` is called.
 
-    The engine makes a column when it is first read, so that a view that a policy stores would show a later time.
+    The engine makes a column when it is first read, so a view that a policy stores would show the state of a later
+    time.
     """
 
     def __init__(self, view: QueueView, call: str = "key", late: list[str] | None = None) -> None:
@@ -50,12 +51,12 @@ class Shown(QueueView):
         return Taken(self, np.arange(len(self))[index])
 
     def over(self) -> None:
-        """End the validity of the view."""
+        """Refuse further reads of the view."""
         self.__dict__["_over"] = True
 
 
 class Taken(QueueView):
-    """Some rows of a view.  Each access to a column reads it from that view."""
+    """Some rows of a view.  Each access to a column reads it from that view, which may be invalid by then."""
 
     def __init__(self, view: QueueView, index: np.ndarray) -> None:
         self.__dict__.update(_view=view, _index=index)
@@ -87,10 +88,11 @@ def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
 
 
 class PolicyWatch:
-    """Check each call of a policy's methods.
+    """Check the arguments and the result of each call of a policy's methods.
 
-    ``log`` holds every result as plain data, ``faults`` each violation of the contract.  The engine replaces a wrong
-    result by a valid one, so that no other code would report it.  ``late`` holds reads of views after their calls.
+    ``log`` has every result as plain data, ``faults`` each violation of the contract.  The engine replaces a wrong
+    result by a valid one, so no other code would report it.  ``late`` has reads of a view after the call that received
+    it.
     """
 
     def __init__(self, policy: SchedulerPolicy) -> None:
@@ -102,7 +104,7 @@ class PolicyWatch:
             setattr(policy, name, self._watched(name, getattr(policy, name), check))
 
     def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that calls the policy with read-only views and checks its result."""
+        """Return a method that calls the policy's method with read-only views and checks its result."""
 
         def watched(*real: Any) -> Any:
             args = [Shown(a, name, self.late) if isinstance(a, QueueView) else a for a in real]
@@ -133,7 +135,7 @@ class PolicyWatch:
 
 
 def check_key(result: Any, new: QueueView) -> list[float]:
-    """Return the keys of new sequences, or fail if they are not one number for each."""
+    """Return the sort keys of new sequences, or fail if they are not one number for each."""
     array = np.asarray(result)
     n = len(new)
     assert array.shape == (n,), f"key() returned shape {array.shape} for {n} sequences: expected ({n},)"
@@ -146,7 +148,7 @@ def check_key(result: Any, new: QueueView) -> list[float]:
 
 
 def check_lane(result: Any, new: QueueView) -> list[int]:
-    """Return the lanes of new sequences, or fail if they are not one whole number for each."""
+    """Return the lane numbers of new sequences, or fail if they are not one whole number for each."""
     array = np.asarray(result)
     n = len(new)
     assert array.shape == (n,) and array.dtype.kind in "iu", (
@@ -156,7 +158,7 @@ def check_lane(result: Any, new: QueueView) -> list[int]:
 
 
 def check_order(result: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
-    """Return the ids of the ordered sequences, or fail if the result is no list of distinct indices."""
+    """Return the ids of the sequences in the policy's order, or fail if the result is no list of distinct indices."""
     array = np.asarray(result)
     n = len(head)
     assert array.ndim == 1 and (not array.size or array.dtype.kind in "iu"), (
@@ -170,7 +172,7 @@ def check_order(result: Any, head: QueueView, running: QueueView, now: float) ->
 
 
 def check_shape(result: Any, load: Load, now: float) -> tuple[str, Any, float]:
-    """Return the fields of a StepShape, or fail if they are not valid."""
+    """Return the fields of a StepShape that a policy returned, or fail if they are not valid."""
     assert isinstance(result, StepShape), f"shape() returned a {type(result).__name__}: expected a StepShape"
     assert result.kind in SHAPES, f"shape() returned kind={result.kind!r}: expected one of {', '.join(SHAPES)}"
     cap = result.prefill_cap
@@ -183,7 +185,7 @@ def check_shape(result: Any, load: Load, now: float) -> tuple[str, Any, float]:
 
 
 def check_victim(result: Any, candidates: QueueView, need: int) -> tuple[int, int]:
-    """Return (id of the victim, blocks that are needed), or fail if the result is no index of a candidate."""
+    """Return (id of the victim, number of blocks needed), or fail if the result is no index of a candidate."""
     n = len(candidates)
     try:
         index = operator.index(result)
@@ -205,7 +207,7 @@ def check_displaced(result: Any, head: QueueView, running: QueueView, now: float
 
 
 def check_ended(result: Any, gone: QueueView) -> list[int]:
-    """Return the ids of the sequences that ended; the result of ``ended`` has no meaning."""
+    """Return the ids of the sequences that ended.  The policy's result, ``result``, has no meaning here."""
     return gone.id.tolist()
 
 

@@ -1,6 +1,6 @@
-"""The conformance suite of predictors, which predict the length of answers and the time of steps.
+"""The conformance suite of predictors, which predict the lengths of answers and the times of steps.
 
-Random requests of several clients are predicted, end and are learned, and a predictor serves an engine.
+Random requests of several clients are predicted, end, and are learned.  Then an engine runs with the predictor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .spec import SpecConformance
 
 MAX_LEN = 4096
 CTX = PredictorContext(MAX_LEN, 64, 2048, seed=5)
-MS = 1.0  # milliseconds of a call, at most
+MS = 1.0  # allowed time of a call in milliseconds
 TRIES = 5  # number of attempts, one of which must be fast enough, because another process may slow down the others
 WORKS = [StepWork(rows, tokens, 100 * rows + tokens) for rows in (0, 1, 8, 64) for tokens in (0, 1, 512, 2048)][1:]
 EDGES = (1, 2, 7, MAX_LEN - 1)  # lengths of prompts
 
 
 def cost_ms(work: StepWork) -> float:
-    """Return the milliseconds of a step of a made-up device."""
+    """Return the milliseconds that a step takes on a made-up device with linear costs."""
     return 5.0 + 0.05 * work.decode_rows + 0.02 * work.prompt_tokens
 
 
 def facts(number: int, length: int, **changes: Any) -> RequestFacts:
-    """Return a request with a random prompt of ``length`` tokens; ``changes`` replace other fields."""
+    """Return the facts of a request with a random prompt of ``length`` tokens; ``changes`` replace other fields."""
     prompt = np.random.default_rng(number).integers(0, 1000, length).astype(np.int32)
     prompt.flags.writeable = False
     fields: dict[str, Any] = {
@@ -46,7 +46,7 @@ def facts(number: int, length: int, **changes: Any) -> RequestFacts:
 
 
 def requests(count: int) -> Iterator[tuple[RequestFacts, int]]:
-    """Yield (request, tokens of its answer): of all sizes, with and without facts that a client may send."""
+    """Yield (request, number of tokens of its answer): many sizes, with and without facts that a client may omit."""
     g = np.random.default_rng(3)
     for i in range(count):
         length = EDGES[i] if i < len(EDGES) else int(g.integers(1, MAX_LEN // 2))
@@ -56,12 +56,12 @@ def requests(count: int) -> Iterator[tuple[RequestFacts, int]]:
 
 
 class PredictorConformance(Lasting, SpecConformance):
-    """The suite of predictors."""
+    """The conformance suite of predictors."""
 
     kind = "predictor"
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (CTX,)
 
     def exercise(self, instance: Predictor) -> Any:
@@ -69,14 +69,14 @@ class PredictorConformance(Lasting, SpecConformance):
         return self.played(instance, 30)
 
     def once_more(self, instance: Predictor, number: int) -> None:
-        """Predict and end a request of a new client, and learn a step."""
+        """Predict a request of a new client, end it, and let the predictor learn a step."""
         one = facts(number, 40, client=number)
         instance.output_tokens(one)
         instance.ended(one, 1 + number % 50, False)
         instance.stepped(WORKS[number % len(WORKS)], 3.0)
 
     def played(self, made: Predictor, count: int) -> list[Any]:
-        """Predict requests, two of which are always open, let them end, and return all predictions."""
+        """Predict and end ``count`` requests, two of which are always open, and return all predictions."""
         open_requests: list[tuple[RequestFacts, int]] = []
         found: list[Any] = []
         for one, tokens in requests(count):
@@ -91,8 +91,10 @@ class PredictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_prediction_is_a_positive_number_or_none(self) -> None:
-        """Check predictions of lengths and of times before anything was learned, and while requests end and steps are
-        learned: each is None or a positive finite number."""
+        """Check predictions before anything was learned, and while requests end and steps are learned.
+
+        Each length and each time is None or a positive finite number.
+        """
         for found in self.played(self.build(*self.context()), 200):
             number = isinstance(found, (int, float, np.number)) and not isinstance(found, bool)
             ok = found is None or (number and 0 < float(found) < math.inf)
@@ -100,8 +102,10 @@ class PredictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_prediction_does_not_depend_on_the_number_of_calls(self) -> None:
-        """Check that equal requests get equal predictions in a row: a policy may ask again, and nothing is learned from
-        a question."""
+        """Check that a repeated call for the same request returns the same prediction.
+
+        A policy may call again, and nothing may be learned from a call.
+        """
         made = self.build(*self.context())
         self.played(made, 60)
         for i in range(10):
@@ -132,7 +136,7 @@ class PredictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_requests_that_never_end_and_ends_in_any_order_do_no_harm(self) -> None:
-        """Check that ends arrive in any order, and never for some requests, which failed or were aborted."""
+        """Check that requests may end in any order, and some never, such as failed or aborted ones."""
         made = self.build(*self.context())
         open_requests = list(requests(40))
         for one, _ in open_requests:
@@ -144,8 +148,10 @@ class PredictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_learned_times_of_steps_are_near_the_measured_ones(self) -> None:
-        """Check a predictor that learns steps: after 100 steps of a device with linear costs its times are within a
-        factor of 2 of them.  A predictor without times is skipped."""
+        """Check a predictor of step times: after 100 steps of a device with linear costs it is within a factor of 2.
+
+        A predictor that returns no times is skipped.
+        """
         made = self.build(*self.context())
         for i in range(100):
             work = WORKS[i % len(WORKS)]
@@ -179,15 +185,14 @@ class PredictorConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_figures_are_numbers_and_change_nothing(self) -> None:
-        """Check the counters of ``figures``."""
+        """Check that ``figures`` returns valid metrics, and that reading them changes no prediction."""
         made = self.build(*self.context())
         self.played(made, 40)
         same_figures(made.figures)
 
     @since(1, 0)
     def test_an_engine_with_it_generates_the_same_tokens(self) -> None:
-        """Check that a simulated engine with the predictor ends all requests with the tokens that they have without,
-        and that no call failed."""
+        """Check that a simulated engine gives the same tokens with and without the predictor, which never fails."""
         made: list[Predictor] = []
 
         def build(ctx: PredictorContext) -> Predictor:

@@ -1,4 +1,4 @@
-"""Conformance suite of processors: changed logits equal a float64 reference."""
+"""The conformance suite of processors: the logits that they change equal a float64 reference."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ TOLERANCE = 2e-6  # allowed error relative to the largest number of a row: a few
 
 
 class ProcessorConformance(ProcessorSizes, SamplingConformance):
-    """Suite of a processor.  Override ``params`` and ``reference`` if the processor has parameters of its own.  One
-    that claims ``own_model`` gets ``own_logits`` here, which ``reference`` may call too."""
+    """The conformance suite of processors.
+
+    Override ``params`` and ``reference`` if the processor has parameters of its own.  A processor that claims
+    ``own_model`` gets the logits of ``own_logits``, which ``reference`` may call too.
+    """
 
     kind = "processor"
 
@@ -56,7 +59,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         return super().exercise(instance), changed.tolist()
 
     def check(self, got: Tensor, s: SampledSeq, seen: Seen) -> None:
-        """Compare one row with the reference, or with the properties of all processors if there is none."""
+        """Fail unless the changed logits of one row are right.
+
+        They are compared with the reference, or checked for the properties of all processors if there is none.
+        """
         got = got.cpu().double()
         before = s.logits.double()
         impossible = before.isneginf()
@@ -73,7 +79,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         seen["changed"] += not torch.equal(want, before)
         finite = torch.cat([before[before.isfinite()], want[want.isfinite()]]).abs()
         allowed = TOLERANCE * max(1.0, float(finite.max()))
-        wrong = ~((got - want).abs() <= allowed) & (got != want)  # the difference of equal infinities is NaN
+        wrong = ~((got - want).abs() <= allowed) & (got != want)  # equal infinities have a difference of NaN
         if wrong.any():
             t = int(wrong.nonzero()[0])
             pytest.fail(
@@ -106,7 +112,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_a_single_token_that_is_left_stays(self) -> None:
-        """Check logits that are -inf but for one token, as a grammar leaves them."""
+        """Check a row in which all logits but one are -inf, as a grammar leaves them: that token must stay possible."""
 
         @self.for_all(15, st.data(), st.integers(0, self.vocab - 1), st.sampled_from([-1e4, -1.0, 0.0, 1e4]))
         def holds(data: Any, token: int, value: float) -> None:
@@ -124,9 +130,11 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 4, spec_only=True)
     def test_an_own_model_is_named_by_an_option(self) -> None:
-        """Check a spec that claims ``own_model``: the engine loads the model that the option ``model`` names.  It reads
-        each row once in a step and outside of a capture, so that the spec may claim neither ``multi_position`` nor
-        ``graph_safe`` too."""
+        """Check that a processor that claims ``own_model`` has the option ``model``, which names the model to load.
+
+        The engine reads each row of such a processor once in a step and outside of a capture.  So the spec must claim
+        neither ``multi_position`` nor ``graph_safe``.
+        """
         self.need("own_model")
         options = import_target(self.spec.options).model_fields if self.spec.options else {}
         assert "model" in options, f"own_model is claimed, and the options are {sorted(options)}: expected also `model`"
@@ -134,7 +142,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         assert not others, f"own_model is claimed together with {', '.join(others)}: claim it without them"
 
     def keywords_with(self, name: str) -> list[Mapping[str, Any]]:
-        """Return keywords that set a parameter that the processor reads."""
+        """Return keywords of SamplingParams that set a parameter that the processor reads."""
         standard: dict[str, Any] = {
             "repetition_penalty": 1.7, "presence_penalty": 1.1, "frequency_penalty": 1.1,
             "logit_bias": {3: 7.0, "5": -7.0}, "bad_words": [[3], [8, 8, 5], [40, 41]],
@@ -146,8 +154,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_a_long_history_counts_to_its_end(self) -> None:
-        """Check a history of 400 tokens that has one token 300 times, in the output or in the prompt: no buffer may be
-        too short for it, and no counter may wrap around."""
+        """Check a history of 400 tokens that has one token 300 times, in the output or in the prompt.
+
+        No buffer may be too short for it, and no counter may wrap around.
+        """
         rng = np.random.default_rng(2)
         # the tokens of ``late`` occur only at the end
         early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))
@@ -172,8 +182,11 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_default_parameters_change_nothing(self) -> None:
-        """Check that a processor that reads parameters is off until a request sets one.  If ``bind`` does not return
-        None then, every step of every request is slower; in any case the logits must stay as they are."""
+        """Check that a processor that reads parameters is off until a request sets one of them.
+
+        ``bind`` should return None then, because every step of the request is slower otherwise; in any case the logits
+        must stay as they are.
+        """
         if not self.reads:
             pytest.skip("it reads no parameter: it is on if it is in the config")
 
@@ -185,8 +198,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_every_parameter_that_it_reads_changes_something(self) -> None:
-        """Check that each parameter in ``reads`` changes a logit after some history, such as a tail that repeats.  The
-        engine accepts a request because ``reads`` names its parameter, so that it may not be ignored."""
+        """Check that each parameter in ``reads`` changes a logit after some history, such as a tail that repeats.
+
+        The engine accepts a request because ``reads`` names its parameter, so the parameter may not be ignored.
+        """
         for name in sorted(self.reads - set(self.unknown())):
             keywords = self.keywords_with(name)
             names = histories(self.vocab)

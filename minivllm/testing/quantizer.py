@@ -1,7 +1,7 @@
-"""Conformance suite of quantizers: a weight is held within half a step, products use the held weight, and no other
-memory is kept.
+"""The conformance suite of quantizers, which hold weights in few bits.
 
-The held weight is read as the product with the identity matrix, so that no test depends on the format.
+A weight must be held within half a step of the format, products must use the held weight, and no other memory may be
+kept.  The held weight is read as the product with the identity matrix, so that no test depends on the format.
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ OTHER_METHOD = "a method of next year"
 
 
 class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConformance):
-    """Suite of a quantizer.  Override ``checkpoint`` and ``checkpoint_tensors`` if checkpoints store the weights
-    quantized in a way that ``testing.quantizer_written`` does not write.  Override ``step`` and ``grid`` if the format
-    is not one symmetric scale per output row, and ``scale_bits`` if scales take more memory.  Override ``outs``,
-    ``ins`` and ``sizes`` if the quantizer takes only some.  ``patterns`` names options, ``model`` sizes of the tiny
-    model.
+    """The conformance suite of quantizers.
 
-    Products are compared with the exact product of ``x``.  The tolerance includes the rounding of its rows to
-    ``inputs`` bits, if the spec has that trait.  How well such a scheme rounds them is for a test of its own."""
+    Override ``checkpoint`` and ``checkpoint_tensors`` if checkpoints store the weights quantized in a way that
+    ``testing.quantizer_written`` does not write.  Override ``step`` and ``grid`` if the format is not one symmetric
+    scale per output row, and ``scale_bits`` if scales take more memory.  Override ``outs``, ``ins`` and ``sizes`` if
+    the quantizer takes only some sizes.
+    Products are compared with the exact product of ``x``.  The tolerance includes the rounding of the rows of ``x`` to
+    ``inputs`` bits, if the spec has that trait.  The quality of this rounding is for a test of the author.
+    """
 
     kind = "quantizer"
-    outs: Sequence[int] = (1, 2, 3, 5, 17, 33, 64, 129)  # numbers of output rows of a part to test
+    outs: Sequence[int] = (1, 2, 3, 5, 17, 33, 64, 129)  # numbers of output rows of a part (such as q, k or v) to test
     ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)  # numbers of inputs to test
-    # sizes of the smallest and the largest rows; narrower for float16 scales
+    # magnitudes of the smallest and the largest rows to test; narrower for float16 scales
     sizes: tuple[float, float] = (1e-30, 1e30)
     scale_bits: float = 2.0  # most bits per element for scales and zero points: two float16 for 16 elements
-    patterns: Sequence[str] = ("skip",)  # names of options with patterns of modules that stay unquantized
-    model: Mapping[str, Any] = {"intermediate_size": 64}  # fields of the tiny config.json that suit the quantizer
+    patterns: Sequence[str] = ("skip",)  # names of options that hold patterns of modules to leave unquantized
+    # fields of the tiny model's config.json that suit the quantizer
+    model: Mapping[str, Any] = {"intermediate_size": 64}
 
     # ---- methods that a test class may override ------------------------------------------------------------------
 
     def checkpoint(self) -> Mapping[str, Any] | None:
-        """Return the ``quantization_config`` of config.json; None means a plain checkpoint."""
+        """Return the ``quantization_config`` for config.json; None means a checkpoint with plain weights."""
         limit = written.methods(self.spec)
         if allows(limit, "none"):
             return None
@@ -124,7 +126,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         return ModuleInfo(in_features=inp, parts=parts, **{**defaults, **more})
 
     def scheme(self, info: ModuleInfo) -> WeightScheme | None:
-        """Return a new scheme; None means that the module is left unquantized or refused with a reason."""
+        """Return a new scheme (holder of one weight) for a module.
+
+        None means that the module is left unquantized or refused with a reason.
+        """
         try:
             return self.build(*self.context()).scheme(info)
         except MinivllmError as exc:
@@ -146,7 +151,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         return self.fill(scheme, info, data.by_part(weight, info))
 
     def quantized(self, shapes: Sequence[tuple] = data.SHAPES, **more: Any) -> Iterator[ModuleInfo]:
-        """Yield the modules of some shapes that the plug-in quantizes.
+        """Yield the modules of some shapes, ((output rows of each part), inputs), that the plug-in quantizes.
 
         Skip the test if it quantizes none, or fail if the spec claims ``bits``.
         """
@@ -164,13 +169,17 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_each_element_is_held_within_half_a_step(self) -> None:
-        """Check that each element is held within half a step, for any shape, dtype of the checkpoint, order of parts
-        and size of numbers.  Rows of zeros stay zero, and a second quantization changes nothing."""
+        """Check that each element is held within half a step of the format.
+
+        This holds for any shape, dtype of the checkpoint, order of parts and size of numbers.  Rows of zeros stay
+        zero, and quantizing the held weight again changes nothing.
+        """
         next(iter(self.quantized()))
         seen = Seen()
         method = written.of(self.spec)
         rows = st.lists(st.sampled_from(method.outs if method else self.outs), min_size=1, max_size=3)
-        inputs = st.sampled_from([*self.ins, 0, 0])  # 0 means as many as rows: a square weight hides a transposition
+        # 0 means as many inputs as rows: a square weight would not reveal a transposition
+        inputs = st.sampled_from([*self.ins, 0, 0])
         dtype = st.sampled_from(self.values("dtype", *data.DTYPES))
         stored = st.sampled_from(data.DTYPES)
         case = st.tuples(rows, inputs, st.sampled_from(data.KINDS), dtype, stored, st.integers(0, 1 << 20))
@@ -185,7 +194,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
             seen.require(merged=15, odd=10, square=2, **dict.fromkeys(data.FILLS, 2))
 
     def _hold(self, fill: str, rows: list, inp: int, kind: str, dtype: str, stored: str, seed: int) -> list[str]:
-        """Check the weight of one random module, and return the names of the hard cases that it belongs to."""
+        """Check the held weight of one random module, and return the names of the hard cases that it belongs to."""
         torch.manual_seed(seed)
         info = self.info(rows, inp or sum(rows), dtype=dtype, kind=kind, bias=seed % 3 == 0)
         scheme = self.scheme(info)
@@ -201,7 +210,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         return [fill, *(name for name, is_case in cases.items() if is_case)]
 
     def _within(self, scheme: WeightScheme, info: ModuleInfo, weight: Tensor, what: str) -> None:
-        """Fail unless a scheme holds a weight [out, in], float64, within half a step."""
+        """Fail unless a scheme holds a weight, float64 [out, in], within half a step; ``what`` names it in messages."""
         held = data.dequantized(scheme, info)
         label = f"{info.kind} of parts {info.parts}, {info.in_features} inputs, {info.dtype}, {what}"
         label += STEPS if "bits" in self.spec.traits else NO_BITS + STEPS
@@ -218,7 +227,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_weights_that_the_format_has_come_back_exactly(self) -> None:
-        """Check that different numbers of the format stay different: packing loses nothing, at odd sizes either."""
+        """Check that a weight of numbers that the format has comes back exactly.
+
+        Packing must lose nothing, also at odd sizes.
+        """
         torch.manual_seed(1)
         for info in self.quantized((*data.SHAPES, ((3, 5), 7), ((1,), 3), ((7, 1), 129))):
             for _ in range(12 if self.long else 2):
@@ -231,7 +243,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_modules_share_nothing(self) -> None:
-        """Check two schemes of one quantizer that are loaded in turn: each holds its own weight."""
+        """Check that two schemes of one quantizer that are loaded in turns each hold their own weight."""
         torch.manual_seed(2)
         for info in self.quantized():
             quantizer = self.build(*self.context())
@@ -249,8 +261,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     def test_products_are_those_of_the_weight_that_is_held(self) -> None:
         """Check products against float64: the error is at most twice that of a plain product in the same dtype.
 
-        Steps of several sizes are tried, with ``x`` contiguous and not, and with and without ``out``.  The bias is
-        left to the layer.  With ``batch_invariant`` a row has the same bits alone.
+        Steps of several sizes are tried, with ``x`` contiguous and not, and with and without ``out``.  The product
+        must not add the bias.  With ``batch_invariant`` a row has the same bits alone.
         """
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized((*data.SHAPES, data.LONG), dtype=dtype, bias=True):
@@ -259,7 +271,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 self._check_products(info, weight)
 
     def _check_products(self, info: ModuleInfo, weight: Tensor) -> None:
-        """Check the products of one module that holds a weight [out, in]."""
+        """Check the products of one module that holds a weight [out, in], for steps of several sizes."""
         scheme = self.loaded(info, weight)
         if info.dtype == "float32":
             self._within(scheme, info, weight.double(), "rows of all sizes")
@@ -284,7 +296,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 naive = x.cpu() @ held.to(x.dtype).T
                 plain.append(((naive.double() - want).abs() / size).flatten())
         if "inputs" in self.spec.traits:
-            return  # rounding of inputs makes errors that the size of a sum does not bound
+            return  # the rounding of inputs makes errors that grow with more than the size of the sum
         error, plain_error = (float(torch.cat(e).square().mean().sqrt()) for e in (ours, plain))
         most = 2 * plain_error + torch.finfo(dtype_of(info)).eps / 64 + hidden
         assert error <= most, (
@@ -292,10 +304,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         )
 
     def _held(self, scheme: WeightScheme, info: ModuleInfo, weight: Tensor) -> tuple[Tensor, float]:
-        """Return the weight that a scheme holds, float64, and the relative error of this result.
+        """Return the weight that a scheme holds, float64 [out, in], and the relative error of reading it.
 
-        In half precision the product with the identity is rounded.  Then the result is that of a float32 scheme,
-        without error, if it holds the same weight.
+        In half precision the product with the identity is rounded.  If a float32 scheme holds the same weight, its
+        product is returned instead, with error 0.
         """
         own = data.dequantized(scheme, info)
         if info.dtype == "float32":
@@ -310,7 +322,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_a_product_that_the_dtype_can_hold_does_not_overflow(self) -> None:
-        """Check a product that float16 can hold although the sum of unscaled integers would exceed its range."""
+        """Check a product that float16 can hold, although its sum of unscaled integers exceeds the range of float16."""
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized(dtype=dtype):
                 scheme = self.loaded(info, torch.full((info.out_features, info.in_features), 0.01))
@@ -322,8 +334,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_params_are_what_comes_from_the_checkpoint(self) -> None:
-        """Check that ``params()`` names exactly the tensors of the checkpoint, without the bias, which is the
-        layer's."""
+        """Check that ``params()`` names exactly the tensors that a checkpoint stores for a module, without the bias."""
         for info in self.quantized(bias=True):
             part, rows = info.parts[0]
             want = set(self.checkpoint_tensors(info, part, torch.randn(rows, info.in_features)))
@@ -359,8 +370,11 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_each_process_holds_its_share(self) -> None:
-        """Check shards of the outputs of every part, or of the inputs, for 2 to 4 processes: each is held within half a
-        step.  With ``sliceable`` a shard is the slice of the weight that one process would hold."""
+        """Check that each of 2 to 4 processes holds its shard of a weight within half a step.
+
+        The shards are of the outputs of every part, or of the inputs.  With the trait ``sliceable`` a shard equals the
+        slice of the weight that one process would hold.
+        """
         torch.manual_seed(5)
         for split in ("column", "row"):
             info = next(self.quantized(data.SHARED, split=split))
@@ -374,8 +388,11 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                     self._check_shard(info, weight, Shard(rank, size), whole)
 
     def _check_shard(self, info: ModuleInfo, weight: Tensor, shard: Shard, whole: Tensor | None) -> None:
-        """Compare the shard that a process holds with the weight, and with the undivided held weight if there is
-        one."""
+        """Fail unless a process holds its shard of a weight.
+
+        ``whole`` is the weight that a single process holds, of which a sliceable format holds a slice; None if there
+        is none.
+        """
         split = info.split
         by_rows, by_inputs = (shard.size, 1) if split == "column" else (1, shard.size)
         parts = tuple((part, rows // by_rows) for part, rows in info.parts)
@@ -400,7 +417,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_a_checkpoint_of_another_method_is_refused(self) -> None:
-        """Check that a checkpoint of another method is refused, as its tensors would be taken for weights."""
+        """Check that a checkpoint of another quantization method is refused, not read as plain weights."""
         if allows(written.methods(self.spec), OTHER_METHOD):
             pytest.skip("claims to read checkpoints of any method")
         with pytest.raises(ModelError, match=OTHER_METHOD):
@@ -408,8 +425,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_options_that_name_modules_are_checked(self) -> None:
-        """Check that a pattern leaves out the modules that it matches.  A pattern that matches no module is refused
-        once the schemes of all modules were requested."""
+        """Check that a pattern in an option leaves the modules that it matches unquantized.
+
+        A pattern that matches no module is refused once the schemes of all modules were requested.
+        """
         model = import_target(self.spec.options) if self.spec.options else None
         names = [name for name in self.patterns if model is not None and name in model.model_fields]
         if not names:
@@ -422,7 +441,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 pytest.fail(f"{name}=['layer.0.*'] matches no module and is not refused")
 
     def _quantizer_without(self, option: str, pattern: str, matches: bool) -> Quantizer:
-        """Return a quantizer with a pattern in an option that names modules to leave unquantized.
+        """Return a quantizer whose ``option`` has a pattern of modules to leave unquantized.
 
         Fail if it leaves out layer 1, or if it does not leave out layer 0 although the pattern ``matches`` that.
         """
@@ -437,8 +456,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_a_model_computes_what_transformers_computes_with_the_held_weights(self, tmp_path: Path) -> None:
-        """Check the logits of a tiny Llama against transformers with the same weights: those of all quantized layers
-        are read back and copied to the model of transformers."""
+        """Check the logits of a tiny Llama against transformers with the weights that the quantizer holds.
+
+        The held weights of all quantized layers are read back and copied to the model of transformers.
+        """
         path, cfg, hf = tiny_dir(tmp_path, "llama", **data.fields(self.spec.traits, self.model))
         arch = ARCHS["llama"]()
         plain = logits(hf, PROMPT)
@@ -455,7 +476,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         got = harness.step({0: PROMPT})[0].cpu()
         off = (got - want).abs()
         assert got.isfinite().all(), "logits are not finite"
-        if "inputs" in self.spec.traits:  # each layer rounds its inputs, and random layers increase the error
+        # each layer rounds its inputs, and layers with random weights increase the error
+        if "inputs" in self.spec.traits:
             error = float(off.norm() / want.norm())
             assert error <= 0.3, f"logits are off by {error:.2f} of their norm"
             return
@@ -464,7 +486,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
             assert (want - plain).abs().max() > tolerance, "claims bits, and the model's weights are unchanged"
 
     def _model(self, path: Path, cfg: Any, arch: Any) -> Harness:
-        """Return the model of a plain checkpoint, after its tensors were rewritten in the quantizer's format."""
+        """Return the harness of a tiny model whose checkpoint was rewritten in the quantizer's format."""
         place: dict[str, Any] = {"dtype": self.dtype(), "device": self.place()}
         tensors = read_tensors(path)
         built = Harness(None, arch, cfg, quantizer=self.build(*self.context()), **place)

@@ -15,29 +15,30 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, WeightScheme
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = (1, 2, 3, 8, 33, 65, 300)
-SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))  # (rows of parts, inputs)
+# (output rows of each part, number of inputs) of modules to test
+SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))
 LONG = ((5, 3), 4100)  # more inputs than one iteration of most kernels reads, and not a multiple of it
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 
 
 def dtype_of(info: ModuleInfo) -> torch.dtype:
-    """Return the dtype of a module's products."""
+    """Return the torch dtype of a module's products."""
     return getattr(torch, info.dtype)
 
 
 def random_weight(info: ModuleInfo) -> Tensor:
-    """Return normally distributed numbers, float32 [out, in]."""
+    """Return a weight of normally distributed numbers for a module, float32 [out, in]."""
     return torch.randn(info.out_features, info.in_features)
 
 
 def numbers(traits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the traits that describe the numbers of a format, as arguments of ``step`` and ``grid``."""
+    """Return the traits that describe the numbers of a format, as keyword arguments of ``step`` and ``grid``."""
     return {name: traits[name] for name in ("bits", "exponent", "table", "group") if name in traits}
 
 
 def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a tiny config.json: ``model``, with sizes that the ``group`` of a format divides."""
+    """Return fields for a tiny config.json: ``model``, with sizes that are multiples of the format's ``group``."""
     group = traits.get("group", 0)
     if group <= 32:
         return dict(model)
@@ -113,7 +114,7 @@ def ones(tokens: int, info: ModuleInfo) -> Tensor:
 
 
 def identity(info: ModuleInfo) -> Tensor:
-    """Return the identity matrix [in, in], whose product is the transposed weight."""
+    """Return the identity matrix [in, in] for a module; its product is the module's transposed weight."""
     return torch.eye(info.in_features, dtype=dtype_of(info), device=info.device)
 
 
@@ -126,13 +127,13 @@ def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
 
 
 def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
-    """Split a merged weight [out, in] into part -> rows."""
+    """Split a merged weight [out, in] into the rows of each part, by name of the part."""
     sizes = dict(info.parts)
     return dict(zip(sizes, weight.split(list(sizes.values())), strict=True))
 
 
 def cut(weight: Tensor, info: ModuleInfo, shard: Shard) -> Tensor:
-    """Return the shard of a merged weight that a process holds."""
+    """Return the shard of a merged weight [out, in] that a process holds."""
     if info.split == "row":
         return weight.chunk(shard.size, 1)[shard.rank]
     parts = by_part(weight, info).values()
@@ -159,7 +160,7 @@ def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, wha
 
 
 def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of a memory layout and random inputs [tokens, in] that have it."""
+    """Yield (name of a memory layout, random inputs [tokens, in] in that layout)."""
     x = torch.randn(tokens, info.in_features + 3).to(info.device, dtype_of(info))
     yield "contiguous", x[:, :-3].contiguous()
     yield "columns of a wider tensor", x[:, 3:]
@@ -193,7 +194,7 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
 
 
 def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
-    """Fail unless some rows of a product have the same bits when they are computed without the other rows."""
+    """Fail unless rows of a product have the same bits when each is computed without the other rows."""
     n = len(x)
     middle = n // 2
     for start, end in {(0, 1), (middle, middle + 1), (n // 3, n)}:
@@ -202,7 +203,7 @@ def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
 
 
 def storages() -> dict[int, int]:
-    """Return the memory of all tensors of this process, as address -> bytes."""
+    """Return address -> bytes of the storages of all tensors in this process."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
     found = {}

@@ -1,4 +1,4 @@
-"""Tests of a quantizer on the weights of experts and of an embedding."""
+"""Tests of a quantizer on the weights of mixture-of-experts layers and of an embedding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT = 3  # experts
 
 
 class QuantizerExperts:
-    """The tests of experts and embeddings; part of ``QuantizerConformance``."""
+    """The tests of experts and embeddings, a base class of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:
         fill: Any
@@ -30,8 +30,10 @@ class QuantizerExperts:
 
     @since(1, 1)
     def test_each_expert_multiplies_by_its_own_rows(self) -> None:
-        """Check that ``WeightScheme.expert`` multiplies by the rows of one expert.  A module of kind "experts" holds
-        the gate and up projections of all experts, or their down projections."""
+        """Check that ``WeightScheme.expert`` multiplies by the rows of one expert.
+
+        A module of kind "experts" holds the gate and up projections of all experts, or their down projections.
+        """
         torch.manual_seed(7)
         tested = False
         for parts, inp in ((("gate", 32), ("up", 32)), 64), ((("", 64),), 32):
@@ -40,7 +42,10 @@ class QuantizerExperts:
             pytest.skip("leaves experts as they are, or reads them from a checkpoint in its own format")
 
     def _check_experts(self, parts: tuple, inp: int) -> bool:
-        """Check a module with these parts (name, rows) of each expert; return False if it is left unquantized."""
+        """Check the products of an experts module; return False if it is left unquantized.
+
+        ``parts`` has (name, output rows) of the parts of each expert, ``inp`` is the number of inputs.
+        """
         names = [(f"{e}.{part}".rstrip("."), rows) for e in range(COUNT) for part, rows in parts]
         like = self.info((1,), inp, kind="experts", name="layers.3.mlp.experts.down", experts=COUNT)
         info = replace(like, parts=tuple(names))
@@ -61,8 +66,11 @@ class QuantizerExperts:
 
     @since(1, 6)
     def test_rows_that_are_gathered_are_those_that_it_multiplies_by(self) -> None:
-        """Check that ``WeightScheme.gather`` returns rows of the held weight in the requested dtype, for row numbers in
-        any order and repeated.  If products round ``x``, the rows are compared within that rounding."""
+        """Check that ``WeightScheme.gather`` returns rows of the held weight in the requested dtype.
+
+        Row indices come in any order and repeated.  If products round ``x``, the rows are compared within that
+        rounding.
+        """
         torch.manual_seed(8)
         for info in self.quantized((((96,), 64), ((33,), 128))):
             scheme = self.loaded(info, data.random_weight(info))

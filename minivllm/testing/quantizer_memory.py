@@ -15,15 +15,15 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 from .base import since
 from .quantizer_data import dtype_of, ones, storages
 
-USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is measured
+USED = (1, 3, 65, 300, 1)  # numbers of tokens of the products after which memory is measured
 SLACK = 8192  # size in bytes of a workspace besides the tensors, which is too small for a copy
-ELEMENTS = 512 * 256  # elements of the weight in this test
+ELEMENTS = 512 * 256  # elements of the weight in the test of memory
 
 
 def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elements: int) -> None:
-    """Fail unless a weight takes the claimed ``bits`` an element, and scales and zero points at most ``scale_bits``.
+    """Fail unless a weight takes at most the claimed ``bits`` per element, and its scales at most ``scale_bits``.
 
-    ``elements`` is the number of elements of the weight.  The largest tensors, until ``bits`` an element have come
+    ``elements`` is the number of elements of the weight.  The largest tensors, until ``bits`` per element have come
     together, count as the weight, which may lie in two planes.  The remaining tensors are scales and zero points.  A
     single tensor may hold weights and scales together.
     """
@@ -43,7 +43,7 @@ def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elem
 
 
 class Memory:
-    """The tests of memory; part of ``QuantizerConformance``."""
+    """The tests of memory, a base class of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:
         spec: Any
@@ -53,15 +53,15 @@ class Memory:
 
     @since(1, 0)
     def test_what_lives_on_the_device_is_told(self) -> None:
-        """Check that ``tensors`` holds all memory of a scheme, because the engine's accounting reads it.
+        """Check that ``tensors`` of a scheme has all memory that it holds, because the engine counts it by them.
 
         Neither the first product nor later ones may keep other memory on the host or the device.  ``bytes`` is the sum
-        of the tensors before and after, and they take ``bits`` an element beside the scales.
+        of the tensors before and after, and they take ``bits`` per element besides the scales.
         """
         torch.manual_seed(3)
         for info in self.quantized((((256, 128, 128), 256),)):
             weight = torch.randn(512, 256)
-            self._use(self.loaded(info, weight), info)  # memory that is allocated once in a process exists from here on
+            self._use(self.loaded(info, weight), info)  # memory that is allocated once per process exists after this
             before = storages()
             scheme = self.loaded(info, weight)
             total = self._measure(scheme, info, before, "")

@@ -9,12 +9,12 @@ import torch
 from . import quantizer_data as data
 from .base import since
 
-WIDE = (((3008, 1088), 64), ((16,), 9216))  # (rows of parts, inputs)
+WIDE = (((3008, 1088), 64), ((16,), 9216))  # (output rows of each part, number of inputs) of large modules
 TOKENS = (1, 1200)
 
 
 class QuantizerSizes:
-    """The tests of sizes and of loading; part of ``QuantizerConformance``."""
+    """The tests of large sizes and of loading, a base class of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:
         checkpoint_tensors: Any
@@ -26,8 +26,10 @@ class QuantizerSizes:
 
     @since(1, 0)
     def test_large_modules_and_steps_lose_nothing(self) -> None:
-        """Check modules of 4,096 outputs and of 9,216 inputs, and steps of 1,200 tokens: no grid, tile or index may end
-        before them."""
+        """Check modules of 4,096 outputs and of 9,216 inputs, and steps of 1,200 tokens.
+
+        No grid, tile or index may end before them.
+        """
         infos = [self.info(rows, inp) for rows, inp in WIDE]
         for info in (i for i in infos if self.scheme(i) is not None):
             torch.manual_seed(9)
@@ -47,16 +49,18 @@ class QuantizerSizes:
             assert (scheme.apply(last) != 0).all(), f"{info.in_features} inputs: the last input has no effect"
 
     def _one_hot(self, column: torch.Tensor, info: Any) -> torch.Tensor:
-        """Return rows of the identity matrix: products with them are columns of the held weight."""
+        """Return rows of the identity matrix, whose products are the columns ``column`` of the held weight."""
         x = torch.zeros(len(column), info.in_features, dtype=data.dtype_of(info), device=info.device)
         x[torch.arange(len(column)), column] = 1
         return x
 
     @since(1, 0)
     def test_loading_leaves_the_checkpoint_as_it_is(self) -> None:
-        """Check that ``load`` does not write to the tensors that it reads: a tensor may belong to another module too
-        (tied weights), or lie in a mapped file.  Weights come in any floating dtype, float64 too, and not always
-        contiguous."""
+        """Check that ``load`` does not write to the tensors of the checkpoint.
+
+        A tensor may belong to another module too (tied weights), or lie in a mapped file.  Weights come in any
+        floating dtype, also float64, and not always contiguous.
+        """
         for info in self.quantized():
             torch.manual_seed(10)
             weight = data.random_weight(info)
@@ -64,7 +68,10 @@ class QuantizerSizes:
                 self._load_as(info, weight, dtype)
 
     def _load_as(self, info: Any, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        """Load a weight from a checkpoint of a dtype; plain weights come transposed, packed ones as they are."""
+        """Load a weight from a checkpoint of a dtype, and check that its tensors stay the same.
+
+        Plain weights come transposed, packed ones as they are.
+        """
         scheme = self.scheme(info)
         plain = False
         for part, rows in data.by_part(weight, info).items():

@@ -16,22 +16,22 @@ from torch import Tensor
 from minivllm.registration.spec import ANY, Spec, allows
 
 GROUP = 32
-BLOCK = 128  # rows and inputs of a block with one float8 scale
+BLOCK = 128  # number of rows and of inputs of a block with one float8 scale
 TOP = 7  # largest signed 4-bit code
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 TINY = torch.finfo(torch.float32).tiny
 
 
 class WrittenMethod(NamedTuple):
-    """A method of quantized checkpoints, and functions that write a weight [out, in] by it."""
+    """A quantization method of checkpoints, with functions that write a weight [out, in] in its layout."""
 
     config: Mapping[str, Any]  # ``quantization_config`` of config.json
-    tensors: Callable[[Tensor], dict[str, Tensor]]  # weight -> {parameter: tensor}
-    step: Callable[[Tensor], Tensor]  # weight -> distance of neighbouring numbers at each element
+    tensors: Callable[[Tensor], dict[str, Tensor]]  # weight -> checkpoint tensors, by parameter name
+    step: Callable[[Tensor], Tensor]  # weight -> distance of neighbouring numbers of the format at each element
     bits: int = 4
     exponent: int = 0
-    outs: tuple[int, ...] = (5, 8, 64, 136)  # numbers of output rows of a part to test
-    scales: str = ""  # "float16" if the scales have this dtype, which limits the size of numbers
+    outs: tuple[int, ...] = (5, 8, 64, 136)  # numbers of output rows of a part (such as q, k or v) to test
+    scales: str = ""  # "float16" if the scales have this dtype, which limits the size of numbers; else empty
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
@@ -59,7 +59,7 @@ def per_input(groups: Tensor, weight: Tensor) -> Tensor:
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (codes from -7 to 7 [out, in], scales float32 [out, groups]) of a weight."""
+    """Round a weight to 4-bit codes; return (codes from -7 to 7 [out, in], scales float32 [out, groups])."""
     weight = weight.float()
     scale = (largest(weight) / TOP).clamp(min=TINY)
     steps = weight / per_input(scale, weight)
@@ -164,7 +164,7 @@ WRITTEN: Mapping[str, WrittenMethod] = {
 
 
 def methods(spec: Spec) -> Any:
-    """Return the methods of quantized checkpoints that a quantizer reads, as a limit of its spec."""
+    """Return the quantization methods of checkpoints that a quantizer reads, in the form of a limit of its spec."""
     return ANY if spec.limits == ANY else spec.limits["checkpoint"]
 
 

@@ -1,6 +1,6 @@
-"""Random answers that the grammar of a format of replies allows, token by token.
+"""Random replies that the grammar of a reply format allows, chosen token by token.
 
-The suite of parsers and the tests of grammars read them back.
+The suite of parsers and the tests of grammars parse them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ ENDS = ('"', "}", "]", ")", ", ", "\n", "</")
 
 
 class Walker:
-    """A vocabulary of bytes, words and tags, with the grammar plug-in, and random answers of grammars.
+    """A vocabulary of bytes, words and tags, and random replies over it that a grammar allows.
 
-    ``marked`` are the tags that are tokens.  Tags in ``special`` have no bytes.
+    ``marked`` are the tags that are single tokens.  With ``special`` these tokens are special tokens, which have no
+    bytes.
     """
 
     def __init__(self, form: ReplyFormat, marked: Collection[str] = (), special: bool = False) -> None:
@@ -40,7 +41,7 @@ class Walker:
             self.ids[tag] = len(self.tokens)
             self.tokens.append(b"" if special else tag.encode())
         self.eos = len(self.tokens)
-        self.tokens += [b"", b""]  # one of the two is another special token
+        self.tokens += [b"", b""]  # eos and another special token
         self.marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(marked)}
         self.hidden = frozenset(marked) if special else frozenset()
         self.plugin = LLGuidance(None, GrammarContext(self.tokens, len(self.tokens), (self.eos,)))
@@ -50,17 +51,18 @@ class Walker:
         self._by_id = {token: self.marks[tag] for tag, token in self.ids.items()}
 
     def context(self, functions: Any, **more: Any) -> ReplyContext:
-        """Return the request of a constrained answer."""
+        """Return the context of a request whose reply is constrained by a grammar, for calls of ``functions``."""
         return ReplyContext(functions, marks=self.marks, hidden=self.hidden, strict=True, **more)
 
     def compiled(self, source: str) -> Compiled:
-        """Return the compiled grammar."""
+        """Compile the source of a reply grammar."""
         return self.plugin.compile(GrammarSource("reply", source))
 
     def walk(self, compiled: Compiled, rng: random.Random, most: int = 300, end: float = 0.3) -> str | None:
-        """Return the marked text of a random answer, or None if it is longer than ``most`` tokens.
+        """Return the text of a random reply with marks for its tags, or None if it is longer than ``most`` tokens.
 
-        ``end`` is the chance to end where the answer may end."""
+        ``end`` is the probability to end the reply at a position where it may end; it grows with the length.
+        """
         matcher = self.plugin.start(compiled)
         mask = np.empty((1, -(-len(self.tokens) // 32)), np.int32)
         ids: list[int] = []
@@ -76,7 +78,10 @@ class Walker:
         return None
 
     def _choose(self, bits: np.ndarray, rng: random.Random, number: int, end: float) -> int:
-        """Return an allowed token: often one that ends something, and the more often the longer the answer is."""
+        """Return a random allowed token; closing tokens become more likely the longer the reply is.
+
+        ``bits`` has a 1 for each allowed token, and ``number`` is the number of earlier tokens.
+        """
         if bits[self.eos] and rng.random() < end:
             return self.eos
         ends = [token for token in self._ends if bits[token]]
@@ -90,7 +95,7 @@ class Walker:
         return int(rng.choice(allowed))
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens with marks."""
+        """Return the text of token ids, with a mark character in place of each tag token."""
         parts: list[str] = []
         run = b""
         for token in ids:

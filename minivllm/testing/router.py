@@ -1,6 +1,6 @@
-"""The conformance suite of routers, which choose the replica of a request.
+"""The conformance suite of routers, which choose the replica (engine process) that serves a request.
 
-Random requests of sessions with common prefixes are routed while replicas come and go.
+Random requests of sessions with common prefixes are routed while replicas stop and start.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .spec import SpecConformance
 
 REPLICAS = 4
 CTX = RouterContext(REPLICAS, block=16, blocks=512)
-MS = 1.0  # milliseconds of a choice with the keys of a long prompt, at most
-LONG = 2000  # block keys of a long prompt
+MS = 1.0  # allowed time of a choice with the keys of a long prompt, in milliseconds
+LONG = 2000  # number of block keys of a long prompt
 TRIES = 5  # number of attempts, one of which must be fast enough, because another process may slow down the others
 SHARE = 0.5  # least share of new prompts that each idle replica receives, relative to an even division
 
 
 def request(keys: Sequence[int], session: str = "") -> RoutedRequest:
-    """Return a request with block keys."""
+    """Return a request whose prompt has these block keys (hashes of its full blocks)."""
     return RoutedRequest(CTX.block * len(keys) + 3, session, lambda: keys)
 
 
 @dataclass
 class RouterWorld:
-    """Replicas with their running requests, and a router that is used as a server uses it."""
+    """Replicas with their running requests, and a router that is called as a server calls it."""
 
     router: ReplicaRouter
     rng: random.Random
@@ -53,7 +53,7 @@ class RouterWorld:
         return loads
 
     def route(self, one: RoutedRequest) -> int:
-        """Route a request, and check that its replica accepts requests."""
+        """Route a request, and check that the chosen replica accepts requests."""
         number = self.router.choose(one, self.loads())
         valid = type(number) is int and number in self.open
         assert valid, f"choose returned {number!r}: expected the number of a replica in loads, one of {self.open}"
@@ -62,7 +62,7 @@ class RouterWorld:
         return number
 
     def end_some(self) -> None:
-        """End a part of the running requests."""
+        """End some of the running requests."""
         self.rng.shuffle(self.running)
         del self.running[len(self.running) // 2 :]
 
@@ -72,13 +72,16 @@ class RouterWorld:
         self.running = [(at, one) for at, one in self.running if at != number]
 
     def restart(self, number: int) -> None:
-        """Start a replica again, whose cache is then empty."""
+        """Restart replica ``number``, whose cache is empty afterwards."""
         self.router.emptied(number)
         self.open.add(number)
 
 
 def sessions(rng: random.Random, count: int) -> Iterator[RoutedRequest]:
-    """Yield requests of sessions whose prompts grow, some without a name and some shorter than a block."""
+    """Yield requests of sessions whose prompts grow.
+
+    Some sessions have no name, and some prompts are shorter than a block.
+    """
     prompts: dict[str, list[int]] = {}
     for _ in range(count):
         name = f"s{rng.randrange(12)}"
@@ -89,23 +92,24 @@ def sessions(rng: random.Random, count: int) -> Iterator[RoutedRequest]:
 
 
 class RouterConformance(Lasting, SpecConformance):
-    """The suite of routers.
+    """The conformance suite of routers.
 
-    A router needs nothing else.  One that claims ``sticky`` is tested with sessions."""
+    A test class needs no methods of its own.  A router that claims ``sticky`` is also tested with sessions.
+    """
 
     kind = "router"
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (CTX,)
 
     def exercise(self, instance: ReplicaRouter) -> Any:
-        """Return the choices of random requests."""
+        """Return the replicas that a router chooses for random requests."""
         world = RouterWorld(instance, random.Random(1))
         return [world.route(one) for one in sessions(random.Random(1), 40)]
 
     def lasting(self) -> ReplicaRouter:
-        """Create an instance that routes many requests."""
+        """Create the instance of the leak test, which routes many requests."""
         return self.build(*self.context())
 
     def once_more(self, instance: ReplicaRouter, number: int) -> None:
@@ -116,11 +120,14 @@ class RouterConformance(Lasting, SpecConformance):
             world.route(request([rng.getrandbits(60) for _ in range(50)], f"{number:06}-{turn:02}"))
 
     def let_go(self, instance: ReplicaRouter) -> None:
-        """Release an instance, which holds nothing."""
+        """Release an instance of the leak test; there is nothing to stop."""
 
     @since(1, 0)
     def test_a_choice_is_a_replica_that_accepts_requests(self) -> None:
-        """Check random requests while replicas end, are drained and start again, one of them alone at times."""
+        """Check that only replicas that accept requests are chosen, while replicas stop, drain and start again.
+
+        Sometimes a single replica is left.
+        """
         for seed in range(60 if self.long else 10):
             rng = random.Random(seed)
             world = RouterWorld(self.build(*self.context()), rng)
@@ -136,7 +143,7 @@ class RouterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_new_prompts_of_new_sessions_reach_every_replica(self) -> None:
-        """Check that prompts without a common prefix are spread, while their requests run."""
+        """Check that prompts without a common prefix are spread over all replicas while their requests run."""
         rng = random.Random(3)
         world = RouterWorld(self.build(*self.context()), rng)
         count = 100
@@ -151,7 +158,7 @@ class RouterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_replica_that_is_started_again_gets_requests(self) -> None:
-        """Check that an idle replica that comes back gets a part of the new prompts."""
+        """Check that a replica that starts again and is idle gets a part of the new prompts."""
         rng = random.Random(4)
         world = RouterWorld(self.build(*self.context()), rng)
         world.lose(2)
@@ -163,8 +170,10 @@ class RouterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_session_stays_on_its_replica(self) -> None:
-        """Check a router that claims ``sticky``: a session moves only if its replica accepts no requests, and then
-        stays where it is."""
+        """Check that a router that claims ``sticky`` keeps a session on its replica.
+
+        The session moves only if its replica accepts no requests, and then stays on the new one.
+        """
         if not self.claims("sticky"):
             pytest.skip("the router does not claim sticky")
         for seed in range(20 if self.long else 5):
@@ -186,7 +195,7 @@ class RouterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_choice_changes_neither_its_request_nor_the_loads(self) -> None:
-        """Check that the lists of a call are left alone."""
+        """Check that a choice changes neither the block keys of the request nor the list of loads."""
         router = self.build(*self.context())
         keys = list(range(1, 40))
         loads = [ReplicaLoad(number, 1, 100 * number, 10) for number in (3, 0, 2)]
@@ -198,7 +207,7 @@ class RouterConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_choice_is_fast(self) -> None:
-        """Check the time of ``choose`` and ``sent`` with the keys of a long prompt, since all requests wait for it."""
+        """Check the time of ``choose`` and ``sent`` for a long prompt, because all requests wait for it."""
         router = self.build(*self.context())
         prompt = list(range(1, LONG + 1))
         loads = [ReplicaLoad(number) for number in range(REPLICAS)]

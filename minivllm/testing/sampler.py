@@ -1,5 +1,7 @@
-"""Conformance suite of samplers: drawable tokens exactly, frequencies by chi-square tests of stated power, and draws
-that are a function only of (logits, seed, position, sample).
+"""The conformance suite of samplers, which draw tokens from logits.
+
+Exactly the right tokens may be drawn, their frequencies pass chi-square tests of stated power, and a draw is a
+function of (logits, seed, position, sample) only.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from .sampling import SamplingConformance
 from .sampling_rows import DRAWS, LARGE, MAX_LEN, SampledSeq, Stage, WatchedProcessor, stack_logits, unwritten
 from .sampling_sizes import SamplerSizes
 
-BATCH, CELLS = 1 << 15, 1 << 21  # most rows, and most logits, of a call
-# (seed, lane): at position 1 and sample 0 noise() of that lane is near its smallest, 2**-32, or its largest, 1 - 2**-24
+BATCH, CELLS = 1 << 15, 1 << 21  # most rows of a call, and most logits of a call
+# (seed, lane): at position 1 and sample 0, ``noise()`` of that lane is near its smallest, 2**-32, or its largest, 1 -
+# 2**-24
 SMALLEST = (
     (72065041, 6), (76614094, 54), (78542660, 62), (40338542, 32), (98449035, 62), (65013961, 8), (71773003, 62),
     (84679424, 27), (8631303, 60), (118688796, 36), (54863386, 1 << 30), (24811895, 1 << 30),
@@ -38,28 +41,34 @@ TRIED: tuple[dict[str, Any], ...] = (  # keywords that send a row through each b
     {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"typical_p": 0.7},
     {"typical_p": 0.5, "temperature": 0.6, "top_k": 9}, {"mirostat_tau": 1.5}, {"mirostat_tau": 4.0},
 )  # fmt: skip
-SEED, POSITION, SAMPLE = torch.eye(3, dtype=torch.int64)  # steps of a key (seed, position, sample)
+# unit vectors: steps of 1 in each element of a key (seed, position, sample)
+SEED, POSITION, SAMPLE = torch.eye(3, dtype=torch.int64)
 
 
 def _keys(seed: Tensor, position: Tensor) -> Tensor:
-    """Return keys i64 [n, 3] of sample 0."""
+    """Return draw keys (seed, position, sample) with sample 0, int64 [n, 3]."""
     return torch.stack([seed, position, torch.zeros_like(seed)], 1)
 
 
 def _new_sequence(params: SamplingParams, logits: Tensor, seed: int = 0) -> SampledSeq:
-    """Return a sequence whose history is a single token 0."""
+    """Return a sequence whose prompt is a single token 0 and whose output is empty."""
     return SampledSeq(params, (0,), (), logits, seed=seed)
 
 
 class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
-    """Suite of a sampler.  Override ``params`` and ``probabilities`` if the sampler has parameters of its own."""
+    """The conformance suite of samplers.
+
+    Override ``params`` and ``probabilities`` if the sampler has parameters of its own.
+    """
 
     kind = "sampler"
 
     def probabilities(self, params: SamplingParams, logits: Tensor) -> Tensor | None:
-        """Return the probabilities f64 [V] that the sampler gives to the next token after a single token 0.
+        """Return the probabilities f64 [V] that the sampler gives to the next token after a prompt of one token 0.
 
-        None means that they are unknown.  Override this for parameters that the standard ones do not describe."""
+        None means that the kit computes them from the standard parameters.  Override this if the sampler has other
+        parameters.
+        """
         return None
 
     def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
@@ -80,13 +89,13 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return super().exercise(instance), draws
 
     def temperature(self, params: SamplingParams) -> float:
-        """Return the temperature of a request, which is 1 for a sampler that does not read it."""
+        """Return the temperature of a request; it is 1 for a sampler that does not read this parameter."""
         return params.temperature if "temperature" in self.reads else 1.0
 
     def must_and_may(self, params: SamplingParams, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tokens that must be drawable, the tokens that may be, and the probabilities f64 [V].
+        """Return masks of the tokens that must and that may be drawable, bool [V], and probabilities f64 [V].
 
-        The first two are masks bool [V].  None means that ties leave the probabilities open.
+        None in place of the probabilities means that ties leave them open.
         """
         own = self.probabilities(params, logits.double())
         if own is not None:
@@ -102,7 +111,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return must, may, torch.where(may, prob, 0.0) / prob[may].sum()
 
     def limited(self, params: SamplingParams, prob: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the masks of ``must_and_may`` for probabilities f64 [V], by the limits that the sampler reads."""
+        """Return the two masks of ``must_and_may`` for probabilities f64 [V], by the limits that the sampler reads."""
         if params.mirostat_tau is not None and "mirostat_tau" in self.reads:
             return surprising(prob, params)
         if params.typical_p == 1 or "typical_p" not in self.reads:
@@ -117,10 +126,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def draws(
         self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence[SampledSeq] = (), most: int = BATCH
     ) -> Tensor:
-        """Draw a token for each key i64 [n, 3] (seed, position, sample) of one row of logits [V].
+        """Draw a token for each key from one row of logits [V]; return int64 [n].
 
-        Returns tokens i64 [n].  A step draws for up to ``most`` keys.  The sequences ``others`` are in each step too,
-        in the rows before.
+        A key, a row of int64 [n, 3], is (seed, position, sample). A step draws for up to ``most`` keys.  The sequences
+        ``others`` are in each step too, in the rows before.
         """
         m = len(others)
         batch = min(most, len(keys), max(CELLS // len(logits), 1))
@@ -145,13 +154,13 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return torch.cat(tokens)
 
     def keys(self, n: int, start: int = 0) -> Tensor:
-        """Return keys [n, 3] as users make them: small seeds, each over all positions of a sequence."""
+        """Return n draw keys [n, 3] as requests make them: small seeds, each with all positions of a sequence."""
         i = torch.arange(n)
         positions = MAX_LEN - 2
         return _keys(start + i // positions, 1 + i % positions)
 
     def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence = (), start: int = 0) -> bool:
-        """Draw n tokens and compare them with the reference; return whether it gives probabilities."""
+        """Draw n tokens and compare them with the reference; return whether it has probabilities."""
         must, may, prob = self.must_and_may(params, logits)
         tokens = self.draws(params, logits, self.keys(n, start), others)
         low, high = logits.min(), logits.max()
@@ -177,9 +186,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_draws_come_with_the_probabilities_of_the_softmax(self) -> None:
-        """Check 2**23 draws from 8 tokens.  With probability 0.999, at alpha = 1e-6, they find a w (see
-        ``chisquare.detectable``) of 0.0032: any one token whose probability is off by 1 %
-        (w = 0.01 sqrt(p (1 - p)) >= 0.0032 for p >= 0.113)."""
+        """Check 2**23 draws from 8 tokens by a chi-square test with alpha = 1e-6.
+
+        With probability 0.999 it finds an effect size w (see ``chisquare.detectable``) of 0.0032.  This finds any one
+        token whose probability is off by 1 % (w = 0.01 sqrt(p (1 - p)) >= 0.0032 for p >= 0.113).
+        """
         n = 1 << 23
         logits = torch.linspace(-0.1, 0.1, 8)
         prob = self.default_probabilities(logits)
@@ -190,9 +201,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_parameters_leave_the_tokens_and_the_probabilities_of_the_reference(self) -> None:
-        """Check temperature, then min-p, then top-k, then top-p, in the order of vLLM, for the parameters that the
-        sampler reads.  Other rows share the step.  2**14 draws each, alpha = 1e-9: a token that is kept and expected 40
-        times must come, an excluded token never."""
+        """Check temperature, then min-p, then top-k, then top-p (vLLM's order), as far as the sampler reads them.
+
+        Other rows share the step.  There are 2**14 draws each, alpha = 1e-9.  A token that is kept and expected 40
+        times must be drawn, an excluded token never.
+        """
         seen = Seen()
 
         @self.for_all(60, st.data())
@@ -218,13 +231,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             seen.require(limited=10 if self.reads & {"top_k", "top_p", "min_p"} else 0)
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the keywords whose parameters the sampler reads."""
+        """Return the keyword sets in ``tried`` whose parameters the sampler reads all."""
         return [requested for requested in tried if requested.keys() <= self.reads]
 
     @since(1, 0)
     def test_each_limit_is_where_it_should_be(self) -> None:
-        """Check the number of tokens that each limit keeps of twelve nearly equal ones.  Together, limits apply in the
-        order of vLLM, and top-p keeps the token that crosses it."""
+        """Check how many of twelve nearly equal tokens each limit (such as top_k) keeps.
+
+        Together, limits apply in the order of vLLM, and top-p keeps the token that crosses it.
+        """
         logits = torch.linspace(0.6, 0.0, 12)
         limits = self._readable(LIMITS)
         if not limits:
@@ -234,8 +249,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 1)
     def test_what_it_says_it_draws_from_is_what_it_draws_from(self) -> None:
-        """Check ``drawn_from``, if the sampler has it: it returns new float32 logits whose softmax is the distribution
-        of the reference, or for a greedy row that of the logits.  It changes neither its argument nor the columns."""
+        """Check ``drawn_from``, if the sampler has it: it returns the logits of the distribution from which it draws.
+
+        The result is new float32 logits whose softmax is the distribution of the reference, or for a greedy row that
+        of the logits.  The call changes neither its argument nor the columns.
+        """
         if type(self.make(12, MAX_LEN)).drawn_from is Sampler.drawn_from:
             pytest.skip("it has no drawn_from")
         logits = torch.linspace(0.6, 0.0, 12)
@@ -249,7 +267,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             assert want is None or torch.allclose(row, want, atol=1e-5), f"{requested}: {row}; expected {want}"
 
     def _drawn_from(self, params: SamplingParams, logits: Tensor, label: str) -> Tensor:
-        """Return the probabilities f64 [2, V] by ``drawn_from`` of a row with some parameters, and of a greedy row."""
+        """Return the probabilities f64 [2, V] of ``drawn_from``: for a row with ``params``, and a greedy row."""
         stage = Stage(self, 3, vocab=len(logits))
         slots = np.array([2, 0])
         stage.join(slots, [_new_sequence(p, logits) for p in (params, SamplingParams(temperature=0))])
@@ -268,8 +286,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_what_ties_at_a_limit_is_all_that_is_open(self) -> None:
-        """Check tokens that tie with the last token that a limit keeps: any of them may stay.  Better tokens must
-        stay, worse tokens never may."""
+        """Check tokens that tie with the last token that a limit (such as top_k) keeps: any of them may be kept.
+
+        Better tokens must be kept, worse tokens never may.
+        """
         logits = torch.tensor([1.0, 2.0, 1.0, 0.5, 1.0, 2.5, 0.5, 1.0])
         tried: list[dict[str, Any]] = [{"top_k": k} for k in (1, 2, 4, 6)]
         for requested in self._readable([*tried, {"top_p": 0.65}, {"top_k": 4, "top_p": 0.8}]):
@@ -284,8 +304,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_logits_keep_the_precision_of_float32(self) -> None:
-        """Check 4,096 logits of 1000 +- 0.24.  In float16 or bfloat16 their differences are lost (w about 0.3; 2**15
-        draws in 16 groups of tokens find 0.05), and so are most steps of a cumulative sum."""
+        """Check 4,096 logits of 1000 +- 0.24, whose differences are lost in float16 or bfloat16.
+
+        A loss gives an effect size w of about 0.3; 2**15 draws in 16 groups of tokens find 0.05.  Most steps of a
+        cumulative sum would be lost too.
+        """
         rng = np.random.default_rng(3)
         logits = torch.tensor(1000 + rng.uniform(-0.24, 0.24, 4096), dtype=torch.float32)
         prob = self.default_probabilities(logits)
@@ -298,8 +321,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_unlikely_tokens_come_as_often_as_they_should(self) -> None:
-        """Check 32,767 tokens of probability 2**-19 each, beside a likely token: 2**11 draws bring about 128 of them.
-        Noise of 16 bits reaches none of them unless the likely token draws badly (19 come), noise of 17 bits half."""
+        """Check 32,767 tokens of probability 2**-19 each, beside a likely token: 2**11 draws give about 128 of them.
+
+        A sampler with noise of 16 bits draws none of them, or 19 if it draws the likely token badly; with 17 bits it
+        draws half.
+        """
         tail, vocab, likely = 2.0**-19, 1 << 15, 12_345
         logits = torch.zeros(vocab)
         logits[likely] = math.log((1 - (vocab - 1) * tail) / tail)
@@ -317,7 +343,9 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def test_impossible_tokens_are_never_drawn(self) -> None:
         """Check that a token with logit -inf is never drawn.
 
-        The other logits are very small, the noise is the smallest and the largest, or one token is possible."""
+        The other logits are very small, the random noise is the smallest and the largest, or only one token is
+        possible.
+        """
         low = -1e30
         extreme = torch.tensor([[seed, 1, 0] for seed, lane in (*SMALLEST, *LARGEST)])
         keys = torch.cat([extreme, self.keys(1 << 12)])
@@ -332,8 +360,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_greedy_takes_a_best_token_and_no_noise(self) -> None:
-        """Check temperature=0: it takes the best token even if the last bit decides, and of equal ones always the
-        same."""
+        """Check temperature=0: the best token is taken.
+
+        This holds if only its last bit is larger; of equal best tokens, always the same one is taken.
+        """
         self.need_temperature()
         logits = torch.linspace(-3, 5, 67)
         logits[13] = float(np.nextafter(np.float32(5), np.float32(9)))
@@ -351,13 +381,13 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             assert same, f"{requested}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
 
     def _others(self) -> tuple[SampledSeq, ...]:
-        """Return a sequence for each element of ``tried_rows``."""
+        """Return a sequence for each set of parameters in ``tried_rows``."""
         logits = torch.linspace(-1, 1, 67)
         return tuple(_new_sequence(SamplingParams.make(**requested), logits) for requested in self.tried_rows())
 
     @since(1, 0)
     def test_extreme_temperatures_and_logits(self) -> None:
-        """Check that small temperatures take the best token without overflow, and large ones draw evenly."""
+        """Check that small temperatures take the best token without overflow, and large ones draw all tokens evenly."""
         self.need_temperature()
         far = torch.tensor([1e4, -1e4, 9999.0, 0.0, -torch.inf, -1e30])
         for temperature, scale in itertools.product((1e-2, 1e-4, 1.1e-5, 1e-5, 1e-7, 1e-30), (1.0, -1.0, 3.0)):
@@ -371,8 +401,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_rows_without_a_distribution_leave_the_others_alone(self) -> None:
-        """Check that a row with NaN or +inf, or with only -inf, does not change the other rows or raise an error: the
-        engine ends such a sequence, and the step must continue."""
+        """Check that a row with NaN or +inf, or with only -inf, raises no error and does not change other rows.
+
+        The engine ends such a sequence, and the step must continue.
+        """
         rng = torch.Generator().manual_seed(4)
         fine = [0, 4]
         for requested in self.tried_rows():
@@ -389,7 +421,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_a_large_vocabulary(self) -> None:
-        """Check 151,936 tokens: a drawn token is in the support, and the same alone as in the batch."""
+        """Check 151,936 tokens: a drawn token is one that may be drawn, and the same alone as in the batch."""
         rng = np.random.default_rng(5)
         logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
         tried = [*self.tried_rows(), *self._readable([{"top_k": 2000}, {"top_p": 0.99}])]
@@ -408,7 +440,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     # ---- independence --------------------------------------------------------------------------------------------
 
     def _check_pairs(self, pairs: Iterator[tuple[str, Tensor, Tensor]]) -> None:
-        """Check that the two draws of each pair of keys are independent."""
+        """Check that the draws of the two keys in each pair are independent.
+
+        ``pairs`` has (difference of the keys, first keys [n, 3], second keys [n, 3]).
+        """
         logits = torch.linspace(-0.5, 0.5, 8)
         prob = self.default_probabilities(logits)
         for difference, a, b in pairs:
@@ -417,7 +452,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             check_draws(first * 8 + second, both, f"pairs (8 a + b) of draws at a {difference}")
 
     def _pairs(self, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield (difference, keys [n, 3], keys [n, 3]); a pair shares no key with another."""
+        """Yield (difference, first keys [n, 3], second keys [n, 3]) of pairs of draw keys.
+
+        A pair shares no key with another pair.
+        """
         i = torch.arange(n)
         base = _keys(4 * i + 11, 1 + i % (MAX_LEN - 3))
         yield "position and the next", base, base + POSITION
@@ -430,12 +468,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_draws_of_neighbouring_keys_are_independent(self) -> None:
-        """Check pairs of draws whose position, seed or sample differ by one, in a table of 64 cells.  With probability
-        0.999, at alpha = 1e-6, 2**17 pairs find w = 0.033, such as 3 % too many equal pairs."""
+        """Check that draws whose position, seed or sample differ by one are independent, in a table of 64 cells.
+
+        With probability 0.999, at alpha = 1e-6, 2**17 pairs find an effect size w = 0.033, such as 3 % too many equal
+        pairs.
+        """
         self._check_pairs(self._pairs(1 << 17))
 
     def _far_pairs(self, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield pairs like ``_pairs``, whose keys become equal in a sampler that stores a key in fewer bits.
+        """Yield pairs as ``_pairs`` does, whose keys become equal in a sampler that stores a key in fewer bits.
 
         Positions go up to 2**16 if no draw reads a history.
         """
@@ -458,7 +499,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             yield f"seed and seed + 2**{k}", base, base + (SEED << k)
 
     def _without_history(self) -> bool:
-        """Return whether a draw with default parameters reads no ``rows.tokens``, so that any position is valid."""
+        """Return whether default draws do not read ``rows.tokens``, so that any position is valid."""
         stage = Stage(self, 2)
         stage.join([0, 1], [_new_sequence(SamplingParams(), torch.zeros(self.vocab))] * 2)
         stage.tokens = tokens = stage.tokens.as_subclass(WatchedProcessor)
@@ -467,14 +508,18 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
     @since(1, 0)
     def test_no_two_keys_are_taken_for_one(self) -> None:
-        """Check pairs of keys that seed * 4096 + position, position & 255 or abs(seed) would make equal: 2**13 pairs of
-        each kind find w = 0.13, such as 5 % too many equal pairs."""
+        """Check pairs of keys that seed * 4096 + position, position & 255 or abs(seed) would make equal.
+
+        2**13 pairs of each kind find an effect size w = 0.13, such as 5 % too many equal pairs.
+        """
         self._check_pairs(self._far_pairs(1 << 13))
 
     @since(1, 0)
     def test_a_key_draws_the_same_token_again(self) -> None:
-        """Check that (logits, seed, position, sample) decide a draw, and not the other rows, the number of earlier
-        draws or their order."""
+        """Check that a draw is a function of (logits, seed, position, sample).
+
+        It does not depend on the other rows, the number of earlier draws or their order.
+        """
         logits = torch.linspace(-1, 1, 67)
         keys = self.keys(256)
         for requested in self.tried_rows():

@@ -1,4 +1,4 @@
-"""Tests that the tokens that may be drawn for a row do not depend on the other rows of a step."""
+"""Tests that the tokens that may be drawn for one row do not depend on the other rows of a step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .base import since
 from .sampling_data import unlike
 from .sampling_rows import SampledSeq, Stage, stack_logits
 
-MANY, FEW = 1 << 11, 24  # number of draws in one step, and number of draws in steps of a single draw
-# standard deviations of the row's logits: a tail that is often drawn, and a tail that limits exclude
+MANY, FEW = 1 << 11, 24  # number of draws in one large step, and number of draws in steps of a single row
+# scales of the row's logits: one with a tail that is often drawn, one with a tail that limits exclude
 SPREADS = (2.0, 6.0)
 
 
 class Batches:
-    """The tests of rows in a batch; part of ``SamplerConformance``."""
+    """The tests of rows in a batch, a base class of ``SamplerConformance``."""
 
     if TYPE_CHECKING:
         draws: Any
@@ -33,16 +33,18 @@ class Batches:
 
     @since(1, 0)
     def test_what_may_be_drawn_does_not_depend_on_the_batch(self) -> None:
-        """Check that the same keys draw the same tokens, and that ``drawn_from`` returns the same distribution, in
-        steps of one row, of three and of many.  The other rows have other parameters, and logits that are peaked, even,
-        larger, smaller or nearly all -inf: no maximum, mean, order or length of the batch may enter the limits of a
-        row."""
+        """Check that the same keys draw the same tokens in steps of one row, of three and of many.
+
+        ``drawn_from`` must return the same distribution too.  The other rows have other parameters, and logits that
+        are peaked, even, larger, smaller or nearly all -inf.  No maximum, mean, order or length of the batch may enter
+        the limits of a row.
+        """
         for requested in self.tried_rows():
             for spread in SPREADS:
                 self._check_row(SamplingParams.make(**requested), spread)
 
     def _check_row(self, params: SamplingParams, spread: float) -> None:
-        """Compare draws of one row in several batches; ``spread`` is the largest logit."""
+        """Compare draws for one row of logits in several batches; ``spread`` is its largest logit."""
         row = torch.linspace(-spread, spread, self.vocab).roll(29)
         crowd = list(self._crowd(row))
         seq = SampledSeq(params, (0,), (), row)
@@ -75,7 +77,7 @@ class Batches:
             yield SampledSeq(SamplingParams.make(**requested), (0,), (), kinds[i % len(kinds)], seed=i)
 
     def _check_drawn_from(self, seq: SampledSeq, crowd: Sequence[SampledSeq]) -> None:
-        """Compare the result of ``drawn_from`` for a row alone with that for the row before and after others."""
+        """Fail unless ``drawn_from`` returns the same for a row alone, before other rows and after them."""
         alone = self._distribution([seq], 0)
         for batch, before, after in (
             ("before two others", (), crowd[:2]),
@@ -89,7 +91,7 @@ class Batches:
             assert near, f"{seq}: drawn_from {batch} returns other probabilities than alone"
 
     def _distribution(self, seqs: Sequence[SampledSeq], at: int) -> Tensor:
-        """Return the probabilities f64 [V] of one sequence by ``drawn_from`` in a step of some sequences."""
+        """Return the probabilities f64 [V] that ``drawn_from`` gives for sequence ``at`` in a step of all sequences."""
         stage = Stage(self, len(seqs))  # type: ignore[arg-type]
         slots = np.arange(len(seqs))
         stage.join(slots, seqs)

@@ -1,4 +1,4 @@
-"""The tokens that the limits of a sampler leave of a distribution, in float64 and within the rounding of float32.
+"""Compute in float64 which tokens the limits of a sampler (such as top_p) keep, within the rounding of float32.
 
 Each function returns two masks bool [V]: tokens that must be drawable, and tokens that may be.
 """
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-# masses within this distance of top_p or min_p may be kept or excluded, because float32 cannot distinguish them
+# probability masses within this distance of top_p or min_p may count as above or below, because float32 cannot
+# distinguish them
 NEAR = 1e-4
-TINY = 1e-300  # keeps a sum from being 0
+TINY = 1e-300  # added to a sum so that it is not 0
 
 _ALONE = {
     "top_k": (1, 2, 3, 11, 12, 13), "top_p": (0.01, 0.3, 0.5, 0.97, 0.99999), "min_p": (0.6, 0.75, 0.9, 1.0),
@@ -31,9 +32,9 @@ LIMITS += _TOGETHER
 
 
 def top_mass(mass: Tensor, most: float) -> int:
-    """Return how many tokens, the first ones of probabilities ``mass`` f64 [n], reach a total probability.
+    """Return how many of the first tokens reach a total probability ``most``, at least one.
 
-    The count is at least one, and includes the token that crosses the total ``most``.
+    ``mass`` f64 [n] has the probabilities in order.  The count includes the token that crosses the total.
     """
     before = mass.cumsum(0) - mass
     return max(int((before < most).sum()), 1)
@@ -42,8 +43,8 @@ def top_mass(mass: Tensor, most: float) -> int:
 def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: bool) -> tuple[Tensor, Tensor]:
     """Return the tokens that min-p, then top-k, then top-p keep of probabilities f64 [V], as in vLLM.
 
-    The first mask has all tokens that tie with the last one that is kept.  The second has none of them unless all are
-    kept.  ``wide`` makes top-p count the mass of all tokens that tie at the edge of top-k.
+    In the first mask, all tokens are kept that tie with the last kept one.  In the second, none of them are kept
+    unless all are.  ``wide`` makes top-p count the mass of all tokens that tie at the edge of top-k.
     """
     alive = (prob >= min(least_p, 1.0) * prob.max()) & (prob > 0)
     ranked = torch.argsort(torch.where(alive, prob, -1.0), descending=True, stable=True)
@@ -65,8 +66,8 @@ def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: b
 def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
     """Return the tokens that locally typical sampling keeps of probabilities f64 [V]: (surely, maybe).
 
-    It keeps the tokens whose surprise -log p is nearest to the entropy, until they have that mass together.  Tokens
-    that are as far from it as the last one, to float32, may stay or go.
+    It keeps the tokens whose surprise -log p is nearest to the entropy, until they have the mass ``mass_p`` together.
+    Tokens whose distance equals that of the last one, to float32, may be kept or not.
     """
     alive = prob > 0
     logp = torch.where(alive, prob, 1.0).log()
@@ -82,7 +83,7 @@ def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
 
 
 def surprising(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the tokens of mirostat's first draw: at most 2 tau bits of surprise, and the best token in any case."""
+    """Return the tokens that mirostat may draw first: those with at most 2 tau bits of surprise, and the best token."""
     possible = prob > 0
     bits = -prob.log2()
     most = 2 * params.mirostat_tau
@@ -95,7 +96,10 @@ def surprising(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the tokens that min-p, top-k and top-p keep; the masks differ by ties and by masses within ``NEAR``."""
+    """Return the tokens that min-p, top-k and top-p keep: (surely, maybe).
+
+    The masks differ by ties and by masses within ``NEAR``.
+    """
     must = prob > 0
     may = prob < 0
     for a, b, wide in itertools.product((-NEAR, 0.0, NEAR), (-NEAR, 0.0, NEAR), (True, False)):
@@ -106,7 +110,7 @@ def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def typical_supports(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the tokens that typical-p, and then min-p, top-k and top-p, keep of probabilities f64 [V]."""
+    """Return the tokens that typical-p, then min-p, top-k and top-p keep of f64 [V]: (surely, maybe)."""
     must = prob > 0
     may = prob < 0
     for by in (-NEAR, 0.0, NEAR):

@@ -1,4 +1,7 @@
-"""Tests for processors and samplers alike: parameters, rows that do not depend on each other, state in columns."""
+"""Tests for processors and samplers alike: their parameters, the independence of rows, and state in columns.
+
+A column is a tensor with an entry for each slot, in which a plug-in keeps the state of the sequence in the slot.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,18 @@ from .sampling_rows import (
 )
 from .spec import SpecConformance
 
-MOST_ALONE = 5  # rows of a step that are compared with the same rows alone
+MOST_ALONE = 5  # number of rows of a step that are compared with the same rows alone
 MOST_COMMITTED = 12  # largest number of tokens in one commit of a row
 
 
 class SamplingConformance(DeclaringOnRows, SpecConformance):
-    """The tests for processors and samplers alike.  The kit has values and references of the standard sampling
-    parameters.  Override ``params`` (values to test) and ``wrong_params`` (values to refuse) for a plug-in that reads
-    other parameters."""
+    """The tests for processors and samplers alike.
 
-    vocab = 67  # width of the logits: not a multiple of 32
+    The kit has values and references of the standard sampling parameters.  Override ``params`` (values to test) and
+    ``wrong_params`` (values to refuse) for a plug-in that reads other parameters.
+    """
+
+    vocab = 67  # width of the logits; not a multiple of 32
 
     def params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
         """Return keywords of SamplingParams that set the plug-in's own parameters, such as ``[{"mine": 2}]``."""
@@ -79,11 +84,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Return the names of the parameters that the plug-in reads."""
+        """Return the names of the request parameters that the plug-in reads."""
         return self.make(self.vocab).reads
 
     def unknown(self) -> list[str]:
-        """Return parameters that the plug-in reads and that neither the kit nor ``params`` has values for."""
+        """Return the parameters that the plug-in reads and for which neither the kit nor ``params`` has values."""
         own = {name for p in self.params(self.vocab) for name in (*p, *p.get("extra", ()))}
         return sorted(self.reads - own - set(STANDARD))
 
@@ -107,7 +112,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         return make_sequences(data, n, vocab or self.vocab, self.keywords)
 
     def alone(self, s: SampledSeq, vocab: int = 0, **how: Any) -> Tensor:
-        """Return the output of one sequence in an engine that has no other; ``how`` are arguments of ``Stage``."""
+        """Return the output of a sequence in an engine without others; ``how`` has arguments of ``Stage``."""
         stage = Stage(self, 1, vocab=vocab, **how)
         stage.join([0], [s])
         return self.output(stage, [0], s.logits[None])[0]
@@ -118,7 +123,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         return sorted(instance.reads), sorted(instance.columns()), bound
 
     def used_stage(self, instance: Any) -> Stage:
-        """Return a stage with a sequence in slot 1, for an instance that both binds and works."""
+        """Return a stage with a sequence in slot 1, in which ``instance`` both binds requests and works on rows."""
         stage = Stage(self, 2, instance=instance)
         stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
         return stage
@@ -138,8 +143,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_it_reads_parameters_that_exist(self) -> None:
-        """Check that ``reads`` names fields of SamplingParams that are for processors and samplers, or declared names
-        in ``extra``.  If a name is misspelt, no request reaches the plug-in."""
+        """Check that ``reads`` names fields of SamplingParams that plug-ins may read, or declared names in ``extra``.
+
+        If a name is misspelt, no request ever uses the plug-in.
+        """
         assert isinstance(self.reads, (set, frozenset)), f"reads is {self.reads!r}: expected a frozenset of names"
         known = NAMES | self.spec.reads
         for name in sorted(self.reads):
@@ -151,7 +158,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_columns_can_be_made(self) -> None:
-        """Check that ``columns()`` is the same for each instance, with dtypes of torch that can hold their fills."""
+        """Check that ``columns()`` is the same for each instance, with torch dtypes that can hold the fill values."""
         first, second = (dict(self.make(self.vocab).columns()) for _ in range(2))
         assert first == second, f"columns() differs between two instances: {first} and {second}"
         for name, column in first.items():
@@ -164,8 +171,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_bind_gives_values_for_the_declared_columns(self) -> None:
-        """Check that ``bind`` is a function of the parameters and the prompt, and returns values that fit the names,
-        shapes and ranges of the columns."""
+        """Check that ``bind`` is a function of the parameters and the prompt.
+
+        The values that it returns must fit the names, shapes and ranges of the columns.
+        """
 
         @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
         def holds(data: Any, prompt_len: int) -> None:
@@ -179,8 +188,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_bad_values_are_refused_by_name(self) -> None:
-        """Check that ``bind`` refuses a bad value with ``RequestError(message, parameter)``, so that a client learns
-        the wrong parameter.  Another exception, or a row that does not fit the columns, fails the test.
+        """Check that ``bind`` refuses a bad value with ``RequestError(message, parameter)``.
+
+        So a client learns which parameter is wrong.  Another exception, or a row that does not fit the columns, fails
+        the test.
         """
         instance = self.make(self.vocab)
         for name in sorted(self.reads & set(STANDARD)):
@@ -193,7 +204,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
                 self._check_refusal(instance, name, {"extra": {name: value}}, False)
 
     def _check_refusal(self, instance: Any, name: str, requested: Mapping[str, Any], required: bool) -> None:
-        """Bind parameters, which must be refused by ``name`` if ``required``, and may else be refused or served."""
+        """Bind parameters that are wrong, or that are wrong only for some plug-ins.
+
+        If ``required``, ``bind`` must refuse them by ``name``; otherwise it may also accept them.
+        """
         try:
             row = self.bound(instance, SamplingParams.make(**requested))
         except RequestError as e:
@@ -208,8 +222,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_parameter_that_it_does_not_read_has_no_effect(self) -> None:
-        """Check that parameters outside of ``reads`` have no effect: the engine refuses a request that sets one, or
-        passes it to another plug-in."""
+        """Check that a parameter outside of ``reads`` does not change the output.
+
+        The engine refuses a request that sets such a parameter, or passes it to another plug-in.
+        """
         set_all = {
             "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5,
             "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0}, "bad_words": [[1]],
@@ -241,8 +257,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_row_does_not_depend_on_the_rows_beside_it(self) -> None:
-        """Check that a row has the same bits alone and in any batch, small or large, in any order.  The other rows have
-        other parameters, variant bits, histories and logits (peaked, even, larger, smaller, nearly all -inf)."""
+        """Check that the output of a row has the same bits alone and in any batch, small or large, in any order.
+
+        The other rows have other parameters, variant bits, histories and logits (peaked, even, larger, smaller, nearly
+        all -inf).
+        """
         seen = Seen()
 
         @self.for_all(40, st.data(), st.integers(0, 2**32))
@@ -267,8 +286,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_stale_history_and_other_slots_do_not_matter(self) -> None:
-        """Check that only the history before ``position`` counts.  Entries behind it, the contents of other slots, the
-        slot of a row and the size of ``max_position`` may not change a result."""
+        """Check that only the history before ``position`` counts.
+
+        Entries after it, the contents of other slots, the slot of a row and the size of ``max_position`` may not
+        change a result.
+        """
 
         @self.for_all(40, st.data(), st.integers(1, 2**20), st.integers(0, 4))
         def holds(data: Any, garbage: int, slot: int) -> None:
@@ -282,8 +304,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_only_the_columns_of_its_rows_change(self) -> None:
-        """Check that a step changes only the columns of its rows.  Columns of other slots belong to other sequences;
-        histories and the numbers of rows belong to the engine."""
+        """Check that a step changes the columns at the slots of its rows only.
+
+        Columns of other slots belong to other sequences.  Histories and the row metadata belong to the engine.
+        """
 
         @self.for_all(20, st.data(), st.integers(1, 2**20))
         def holds(data: Any, garbage: int) -> None:
@@ -303,7 +327,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _life(self, seqs: Sequence[SampledSeq], seed: int, **how: Any) -> list[Tensor]:
-        """Return the outputs of three steps of some sequences, and their columns at the end."""
+        """Return the outputs of three steps of some sequences, and their columns afterwards."""
         rng = np.random.default_rng(seed)
         stage = Stage(self, len(seqs) + 1, **how)
         slots = list(range(len(seqs), 0, -1))
@@ -316,8 +340,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_state_is_in_the_columns_alone(self) -> None:
-        """Check that all state is in the columns.  The engine makes an instance that binds and another that works,
-        perhaps in another process: state in ``self`` would be lost, or used for the wrong row."""
+        """Check that all state of a sequence is in the columns, and none in the instance.
+
+        The engine makes one instance that binds and another that works, perhaps in another process.  State in ``self``
+        would be lost, or used for the wrong row.
+        """
 
         @self.for_all(20, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
@@ -332,8 +359,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_commit_counts_accepted_tokens_only(self) -> None:
-        """Check that a commit of k tokens, some of them equal, does the same as k commits of one token.  Tokens beyond
-        ``count`` were rejected, a count of 0 changes nothing, and ``rows.variant`` has no meaning here."""
+        """Check that a commit of k tokens, some of them equal, does the same as k commits of one token.
+
+        Tokens after the first ``count`` were rejected, a count of 0 changes nothing, and ``rows.variant`` has no
+        meaning here.
+        """
         if not Stage(self, 1).commits:
             pytest.skip("it has no commit")
         seen = Seen()
@@ -343,7 +373,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             self._check_commit(self.sequences(data, 3), np.random.default_rng(seed), seen)
 
         seen.require(twice=10)
-        if not seen["changed"]:  # a parameter without known values may enable the state
+        if not seen["changed"]:  # a parameter without known values may be the one that turns the state on
             self._skip_unknown()
         assert seen["changed"], "no commit changes a column: its tokens are lost, or stored where no fork copies them"
 
@@ -359,7 +389,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         together, single = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
         for stage in (together, single):
             stage.join(slots, seqs)
-            # a draw is needed, because it may store state that the following commit reads
+            # a draw may store state that the following commit reads, so one is made
             self.output(stage, slots, logits)
         before = together.columns(slots)
         accepted = np.arange(k) < count[:, None]
@@ -383,9 +413,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_positions_of_one_row_are_served_together(self) -> None:
-        """Check a step with a row and its drafts, if ``multi_position`` is claimed: several rows of one slot at
-        consecutive positions, each with the history before its own.  Results equal the results of one row at a time
-        with accepted drafts.
+        """Check a step with a row and its drafts, if ``multi_position`` is claimed.
+
+        Several rows of the step have one slot and consecutive positions, each with the history before its own
+        position.  The results must equal those of one row at a time with accepted drafts.
         """
         self.need("multi_position")
         seen = Seen()
@@ -415,8 +446,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_fork_goes_on_as_its_source(self) -> None:
-        """Check that a fork gets copies of the columns, and that both sequences then continue as if each had been
-        alone."""
+        """Check that after a fork, which copies the columns, both sequences continue as if each had been alone."""
 
         @self.for_all(20, st.data(), st.integers(0, self.vocab - 1), st.integers(0, self.vocab - 1))
         def holds(data: Any, x: int, y: int) -> None:
@@ -442,9 +472,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 1)
     def test_a_preempted_row_goes_on_as_if_it_had_stayed(self) -> None:
-        """Check a sequence that leaves its slot between two steps and returns in another slot.
+        """Check a sequence that is preempted: it leaves its slot between two steps and returns in another slot.
 
-        Columns there hold the fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old
+        The columns there hold the fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old
         columns only the ``kept`` ones are restored.  Other state that a draw stored is lost.
         """
 
@@ -471,8 +501,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_graph_replays_on_new_data(self) -> None:
-        """Check that ``apply`` or ``draw``, captured in a CUDA graph, works on the values that its tensors hold at each
-        replay."""
+        """Check that a replay of a captured ``apply`` or ``draw`` works on the current values of its tensors."""
         self.need("graph_safe")
         if self.place() != "cuda":
             pytest.skip("CUDA graphs need a GPU")

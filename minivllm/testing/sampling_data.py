@@ -1,4 +1,4 @@
-"""Test data of processors and samplers: keywords of ``SamplingParams``, and sequences that have them."""
+"""Test data for processors and samplers: sets of sampling parameters, and sequences that have them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GROUPS = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), (*DRAWS, 
 def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], vocab: int) -> Keywords | None:
     """Return a hypothesis strategy that draws keywords of SamplingParams that a plug-in reads.
 
-    They are standard parameters that are tested together, or an element of ``params``, the plug-in's own values.
-    None means that the kit has no values for any parameter that it reads.
+    They are standard parameters that are tested together, or one of ``params``, the values of the plug-in's own
+    parameters. None means that the kit has no values for any parameter in ``reads``.
     """
     found = []
     for group in GROUPS:
@@ -40,7 +40,7 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
 
 
 class Noted(dict[str, Any]):
-    """A dict for ``SamplingParams.extra`` that records in ``names`` which parameters code looks up."""
+    """A dict for ``SamplingParams.extra`` that records in ``names`` the parameters that code looks up."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -60,10 +60,10 @@ class Noted(dict[str, Any]):
 
 
 def unlike(logits: Tensor) -> list[Tensor]:
-    """Return logits f32 [V] of neighbouring rows that differ from a row as much as possible.
+    """Return rows of logits f32 [V] that differ from a given row as much as possible.
 
-    One token is certain, all tokens are alike, all logits are much larger, much smaller or far apart, or only one token
-    is possible.
+    One token is certain, all tokens are alike, all logits are much larger, much smaller or far apart, or only one
+    token is possible.
     """
     certain = logits.clone()
     certain[int(logits.argmax()) - 1] = 60.0
@@ -75,9 +75,10 @@ def unlike(logits: Tensor) -> list[Tensor]:
 
 
 def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return histories after which a parameter may take effect, as name -> (prompt, output).
+    """Return histories after which a parameter may take effect, as name -> (prompt tokens, output tokens).
 
-    A penalty or a ban may need a token that came often, a tail that repeats, a token of the prompt, or an empty output.
+    A penalty or a ban may need a token that came often, a tail that repeats, a token of the prompt, or an empty
+    output.
     """
     rng = np.random.default_rng(1)
 

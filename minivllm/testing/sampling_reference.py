@@ -1,4 +1,6 @@
-"""Reference of the standard sampling parameters, one row at a time in float64, that processors are compared with."""
+"""Compute the effect of the standard sampling parameters on one row of logits in float64, as a reference for
+processors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-OFF = {  # penalty -> neutral value
+OFF = {  # penalty -> value without effect
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "encoder_repetition_penalty": 1.0,
 }  # fmt: skip
 
@@ -18,11 +20,11 @@ OFF = {  # penalty -> neutral value
 def standard_reference(
     reads: frozenset[str], params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
 ) -> Tensor:
-    """Return logits float64 [V] after the standard parameters among ``reads``, applied in this order.
+    """Return logits f64 [V] after the standard parameters among ``reads``, applied in the order of this text.
 
-    The encoder penalty makes tokens of the prompt likelier: it multiplies a logit above 0 and divides another.  The
+    The encoder penalty makes tokens of the prompt likelier: it multiplies a logit above 0 and divides any other.  The
     repetition penalty (Keskar et al., arXiv:1909.05858) is for tokens of prompt and output: it divides a logit above 0
-    and multiplies another.  Presence and frequency penalties count the output only.  A bias is added.  Banned tokens
+    and multiplies any other.  Presence and frequency penalties count the output only.  A bias is added.  Banned tokens
     become -inf (see ``banned``).  A schedule of the temperature divides all logits.
     """
     out = logits.clone()
@@ -46,7 +48,7 @@ def standard_reference(
 
 
 def banned(reads: frozenset[str], params: SamplingParams, prompt: list[int], output: list[int], vocab: int) -> set[int]:
-    """Return the tokens that must not come next.
+    """Return the token ids that must not come next.
 
     These are tokens that are not allowed, the last token of a bad word whose other tokens end the output, and a token
     that would complete an n-gram that prompt and output already have.
@@ -81,7 +83,10 @@ def factor(params: SamplingParams, logits: Tensor, t: int) -> float:
 
 
 def _entropy_factor(schedule: Mapping[str, float], logits: Tensor) -> float:
-    """Return a factor from low to high by the entropy, as a share of the largest one of the possible tokens."""
+    """Return a factor from ``low`` to ``high``, which grows with the entropy of the distribution.
+
+    The entropy is taken relative to the largest one that the possible tokens could have.
+    """
     p = torch.softmax(logits, 0)
     p = p[p > 0]
     possible = int((logits > -math.inf).sum())

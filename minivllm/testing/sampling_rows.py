@@ -25,10 +25,10 @@ from minivllm.errors import shown
 from .waiting import waits
 
 MAX_LEN = 48
-LONGEST = 1024  # tokens of a stored history; of a longer sequence only the position is stored
-NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # fields of Rows that are tensors [N]
-LARGE = 151_936  # size of a vocabulary whose ids do not fit 16 bits
-STALE = (-1, 2**30, 3, -(2**31), 0)  # numbers that may follow the end of a history
+LONGEST = 1024  # largest number of stored tokens of a history; of a longer sequence only the position is stored
+NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # fields of Rows that are tensors with an entry per row
+LARGE = 151_936  # size of a vocabulary whose token ids do not fit 16 bits
+STALE = (-1, 2**30, 3, -(2**31), 0)  # numbers that may stand after the end of a history
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "encoder_repetition_penalty")
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 BANS = ("bad_words", "allowed_token_ids", "no_repeat_ngram_size")
@@ -40,7 +40,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"kind": "entropy", "low": 1.5, "high": 0.5, "exponent": 0.25},
 )  # fmt: skip
 GARBAGE = (None, "x", "", -1, 0.5, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}, True, b"x", object())
-VALUES: dict[str, tuple] = {  # standard parameter -> values that change something
+VALUES: dict[str, tuple] = {  # standard parameter -> values that have an effect
     "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
     "encoder_repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
     "presence_penalty": (0.3, -1.5, 2.0, -2.0),
@@ -119,12 +119,12 @@ def _shorten(ids: tuple[int, ...]) -> str:
 
 
 def stack_logits(seqs: Sequence[SampledSeq]) -> Tensor:
-    """Return the logits of some sequences, f32 [N, V]."""
+    """Stack the logits of some sequences, f32 [N, V]."""
     return torch.stack([s.logits for s in seqs])
 
 
 class RowSuite(Protocol):
-    """The attributes of a suite that a stage uses: the plug-in, its claims and the size of its logits."""
+    """The attributes of a suite that ``Stage`` uses: the plug-in, its claims and the width of the logits."""
 
     vocab: int
 
@@ -135,11 +135,11 @@ class RowSuite(Protocol):
 
 
 class Stage:
-    """Slots of a small engine with their columns and token histories, and two instances of the plug-in.
+    """The slots of a small engine with their columns and token histories, and two instances of the plug-in.
 
-    Like in the engine, one instance binds and the other works.  ``fresh`` makes a new instance for each call.  A passed
-    ``instance`` both binds and works.  Neither may change results.  ``history`` is the largest number of tokens that is
-    stored of a slot.  ``garbage`` is a seed for stale numbers, and 0 means zeros.
+    As in the engine, one instance binds requests and the other works on rows.  ``fresh`` makes a new instance for each
+    call.  A passed ``instance`` does both.  Neither may change results.  ``history`` is the largest number of tokens
+    that is stored of a slot.  ``garbage`` is a seed for stale numbers, and 0 means zeros.
     """
 
     def __init__(
@@ -165,7 +165,8 @@ class Stage:
         self.state = ProcessorState(self._worker, slots, self.device)
         shape = (slots, min(max_len, history) + 1)
         stale = np.random.default_rng(garbage).choice(STALE, shape) if garbage else np.zeros(shape)
-        self.ahead: Any = 0  # number of drafts between the slot's known tokens and the row's token, one number or [N]
+        # number of drafts between the known tokens of a slot and the row's own token: one number, or [N]
+        self.ahead: Any = 0
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
         # names of calls that would wait for a GPU; None means that they are not recorded
@@ -175,16 +176,16 @@ class Stage:
 
     @property
     def worker(self) -> Any:
-        """Return the instance that works on rows."""
+        """Return the instance of the plug-in that works on rows."""
         return self.suite.make(self.vocab, self.max_len) if self.fresh else self._worker
 
     def poison(self, slots: Sequence[int]) -> None:
-        """Fill the columns of some slots with numbers that a former sequence may have left there."""
+        """Fill the columns of some slots with numbers that an earlier sequence may have left there."""
         for column in self.state.columns.values():
             column[list(slots)] = 1e30 if column.dtype in (torch.float32, torch.float64) else 100
 
     def join(self, slots: Sequence[int], seqs: Sequence[SampledSeq]) -> None:
-        """Put sequences into slots, and accept their outputs one token at a time."""
+        """Put sequences into slots, and commit their output tokens one at a time."""
         at = np.asarray(slots)
         bound = {}
         for i, s in enumerate(seqs):
@@ -205,16 +206,16 @@ class Stage:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def fork(self, source: int, to: int) -> None:
-        """Copy a sequence to another slot."""
+        """Copy a sequence with its columns and history to another slot."""
         self.state.fork(np.array([source]), np.array([to]))
         self.tokens[to] = self.tokens[source]
         for column in (self.position, self.prompt, self.seed, self.sample):
             column[to] = column[source]
 
     def accept(self, slots: Sequence[int], tokens: Any, count: Any = None, variant: int = 0) -> None:
-        """Write tokens [N, k] to the histories and commit the first ``count`` [N] of each row.
+        """Write tokens [N, k] to the histories of slots, and commit the first ``count`` [N] of each row.
 
-        A ``count`` of None means that all are accepted.  Rejected tokens stay in the history beyond its end.
+        A ``count`` of None means that all are accepted.  Rejected tokens stay in the history after its end.
         """
         slots = np.asarray(slots)
         new = self._on_device(np.asarray(tokens))
@@ -231,7 +232,7 @@ class Stage:
         self.position[slots] += count
 
     def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
-        """Return the rows of some slots; ``max_position`` 0 means the largest position of them."""
+        """Return the rows of a step for some slots; ``max_position`` 0 means the largest of their positions."""
         at = self.position[slots] + self.ahead
         own = None
         if self.suite.claims("own_model"):
@@ -243,7 +244,7 @@ class Stage:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Record in ``waited`` the calls that wait for the device, unless it is None."""
+        """Record in ``waited``, unless it is None, the calls in the block that would wait for the device."""
         if self.waited is None:
             yield
             return
@@ -252,7 +253,7 @@ class Stage:
         self.waited += found
 
     def variant(self, slots: np.ndarray) -> int:
-        """Return the variant bits of some slots, or-ed."""
+        """Return the variant bits of some slots, combined by or."""
         return int(np.bitwise_or.reduce(self.state.variant[slots]))
 
     def apply(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
@@ -298,7 +299,7 @@ class Stage:
 
 
 class WatchedProcessor(Tensor):
-    """A tensor that sets ``used`` when code reads more of it than device, shape and dtype."""
+    """A tensor that sets ``used`` when code reads more of it than its device, shape and dtype."""
 
     used = False
 
@@ -312,7 +313,7 @@ class WatchedProcessor(Tensor):
 
 @contextmanager
 def unwritten(rows: Rows, call: str) -> Iterator[None]:
-    """Fail if code in the context changes ``rows``, which the engine passes on to the next plug-in.
+    """Fail if code in the block changes ``rows``, which the engine passes on to the next plug-in.
 
     ``rows.tokens`` must only be the same tensor; another test compares its values.
     """
@@ -330,7 +331,7 @@ def unwritten(rows: Rows, call: str) -> Iterator[None]:
 
 
 def some_prompt(n: int, vocab: int) -> np.ndarray:
-    """Return n token ids i32 as the engine passes them to a plug-in, read-only."""
+    """Return n random token ids, int32, read-only as the engine passes them to a plug-in."""
     ids = np.random.default_rng(n).integers(0, vocab, n, np.int32)
     ids.flags.writeable = False
     return ids
@@ -345,7 +346,7 @@ def check_row_type(row: Any, requested: str) -> Row | None:
 
 
 def check_row(row: Row | None, columns: Mapping[str, Column], requested: str) -> None:
-    """Fail unless the declared columns can hold the values of a row without a change."""
+    """Fail unless the declared columns can hold the values of a row exactly."""
     if check_row_type(row, requested) is None:
         return
     fits = isinstance(row.variant, int) and 0 <= row.variant < 2**63
@@ -357,7 +358,7 @@ def check_row(row: Row | None, columns: Mapping[str, Column], requested: str) ->
 
 
 def _check_value(value: Any, column: Column, label: str) -> None:
-    """Fail unless a column can hold a value without a change; a float may be rounded."""
+    """Fail unless a column can hold a value exactly; a float may be rounded."""
     array = np.asarray(value)
     assert array.dtype.kind in "biuf", f"{label} has value {value!r}: expected numbers"
     assert array.size == math.prod(column.shape), f"{label} has shape {array.shape}: expected {column.shape}"
@@ -371,7 +372,7 @@ def _check_value(value: Any, column: Column, label: str) -> None:
 
 
 def same_rows(a: Row | None, b: Row | None) -> bool:
-    """Return whether two results of ``bind`` have the same values and variant bits."""
+    """Return whether two results of ``bind`` have the same values and the same variant bits."""
     if a is None or b is None:
         return a is b
     if a.values.keys() != b.values.keys() or a.variant != b.variant:

@@ -1,5 +1,7 @@
-"""Tests of processors and samplers at sizes beyond which a buffer, a grid or a packed number might end: many rows,
-long lists and histories, limits that keep many tokens."""
+"""Tests of processors and samplers at large sizes, at which a buffer, a grid or a packed number might end.
+
+There are many rows, long lists and histories, and limits that keep many tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from .kept import Lasting
 from .sampling_rows import SampledSeq, Stage, normal_logits, some_prompt, stack_logits
 from .waiting import no_wait
 
-ROWS = 150  # rows of a large step
+ROWS = 150  # number of rows of a large step
 WIDE = 2500  # size of a vocabulary in which limits keep many tokens
-ENTRIES = (17, 40, 65, 129, 257, 300)  # lengths of lists in a request
-LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # tokens of a bad word, and of an n-gram
-HISTORY = 3000  # tokens of a long prompt
-# tokens whose noise is equal if their number is reduced to few bits
+ENTRIES = (17, 40, 65, 129, 257, 300)  # lengths of lists in a request's parameters
+LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # numbers of tokens of a bad word, and of an n-gram
+HISTORY = 3000  # number of tokens of a long prompt
+# token ids whose noise is equal if ids are reduced to few bits
 FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)
 
 
 class SamplingSizes(Lasting):
-    """The tests of sizes for processors and samplers alike."""
+    """The tests of large sizes for processors and samplers alike."""
 
     if TYPE_CHECKING:
         alone: Any
@@ -55,9 +57,11 @@ class SamplingSizes(Lasting):
 
     @since(1, 0)
     def test_what_can_be_captured_does_not_wait_for_the_device(self) -> None:
-        """Check that a plug-in that claims ``graph_safe`` never waits for the device: ``apply`` and ``draw`` read no
-        tensor's value on the host, and make no tensor whose shape depends on values.  The host's knowledge of the rows
-        is in ``rows.variant``."""
+        """Check that a plug-in that claims ``graph_safe`` never waits for the device.
+
+        ``apply`` and ``draw`` read no tensor's value on the host, and make no tensor whose shape depends on values.
+        Facts that the host may use are in ``rows.variant``.
+        """
         self.need("graph_safe")
         if "cuda" not in self.values("device", "cpu", "cuda"):
             pytest.skip("it claims only the CPU, where nothing waits")
@@ -80,7 +84,7 @@ class SamplingSizes(Lasting):
 
     @since(1, 0)
     def test_many_rows_get_what_each_gets_alone(self) -> None:
-        """Check a step of 150 rows, as a server has: no grid, buffer or index may end before them."""
+        """Check a step of 150 rows, as a server has: each row gets the output that it gets alone."""
         rng = np.random.default_rng(11)
         params = [SamplingParams.make(**requested) for requested in self._keywords_to_try()]
         seqs = []
@@ -96,12 +100,12 @@ class SamplingSizes(Lasting):
 
 
 def _token(i: int) -> int:
-    """Return a token that is different for each i below ``WIDE``."""
+    """Return a token id that is different for each i below ``WIDE``."""
     return (17 * i + 5) % WIDE
 
 
 class ProcessorSizes(SamplingSizes):
-    """The tests of sizes in ``ProcessorConformance``."""
+    """The tests of large sizes in ``ProcessorConformance``."""
 
     if TYPE_CHECKING:
         check: Any
@@ -113,8 +117,7 @@ class ProcessorSizes(SamplingSizes):
         return [keywords for name in sorted(self.reads - set(self.unknown())) for keywords in self.keywords_with(name)]
 
     def _long(self) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
-        """Yield the parameters that are lists, words or n-grams, each with long values, as (parameter, keywords, output
-        tokens).
+        """Yield long values of parameters that are lists, words or n-grams: (parameter, keywords, output tokens).
 
         ``keywords`` set the parameter.  The output tokens decide whether a word or an n-gram can be completed by the
         next token.
@@ -133,8 +136,11 @@ class ProcessorSizes(SamplingSizes):
 
     @since(1, 0)
     def test_what_is_long_is_served_whole_or_refused(self) -> None:
-        """Check lists of up to 300 entries, and words and n-grams of up to 33 tokens.  A processor that has no room for
-        one must raise a ``RequestError`` that names the parameter; it may not cut a list."""
+        """Check lists of up to 300 entries, and words and n-grams of up to 33 tokens.
+
+        A processor that has no room for a list must raise a ``RequestError`` that names the parameter; it may not cut
+        the list.
+        """
         logits = normal_logits(np.random.default_rng(4), 3, WIDE)
         worker = self.make(WIDE)
         served = False
@@ -169,12 +175,15 @@ class ProcessorSizes(SamplingSizes):
 
 
 class SamplerSizes(SamplingSizes):
-    """The tests of sizes in ``SamplerConformance``."""
+    """The tests of large sizes in ``SamplerConformance``."""
 
     @since(1, 0)
     def test_limits_that_keep_many_tokens_keep_all_of_them(self) -> None:
-        """Check a top-k of 100 and of 2,000, and a top-p that keeps 2,400 tokens and drops a few.  A sampler that looks
-        only at the best 64 or 1,024 tokens draws too few, and one that takes 0.97 for 1 too many."""
+        """Check a top-k of 100 and of 2,000, and a top-p that keeps 2,400 tokens and drops a few.
+
+        A sampler that looks only at the best 64 or 1,024 tokens draws too few different ones; one that treats 0.97 as
+        1 draws too many.
+        """
         logits = torch.linspace(0.6, 0.0, WIDE)
         tried: Sequence[dict[str, Any]] = ({"top_k": 100}, {"top_k": 2000}, {"top_p": 0.97})
         for requested in (a for a in tried if a.keys() <= self.reads):
@@ -190,8 +199,10 @@ class SamplerSizes(SamplingSizes):
 
     @since(1, 0)
     def test_tokens_that_are_far_apart_have_noise_of_their_own(self) -> None:
-        """Check that equally likely tokens 2**8 to 2**17 apart are all drawn: tokens with the same noise would always
-        lose to the first of them."""
+        """Check that equally likely tokens whose ids are 2**8 to 2**17 apart are all drawn.
+
+        Tokens with the same random noise would always lose to the first of them.
+        """
         logits = torch.full((FAR[-1] + 1,), -torch.inf)
         logits[list(FAR)] = 0.0
         prob = self.default_probabilities(logits)

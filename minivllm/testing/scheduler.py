@@ -1,7 +1,7 @@
-"""Conformance suite of scheduling policies, under the real planner and engine, on the simulated device and clock.
+"""The conformance suite of scheduling policies, under the real planner and engine, on a simulated device and clock.
 
 Each result of the policy is checked at its call (``policy_watch``), and the tokens of each request at its end.  A
-policy may make requests wait, and may change nothing else.
+policy may delay requests, and may change nothing else.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from .policy_watch import PolicyWatch, arrivals, frozen
 from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
-IDLE_LIMIT = 60.0  # largest time in seconds without a step while requests wait and none runs
+IDLE_LIMIT = 60.0  # longest time in seconds without a step while requests wait and none runs
 SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
-LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than a limit in tokens that a policy may contain
+LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than any limit in tokens that a policy may have
 
 
 def drain(engine: Engine, clock: Clock, watch: PolicyWatch | None = None) -> None:
     """Run the engine until every request has ended.
 
-    AssertionError if that takes too many turns, if nothing runs for a minute, or if a call of the policy was wrong.
+    AssertionError if that takes too many turns, if nothing runs for a minute, or if a call of the policy violated the
+    contract.
     """
     work = sum(r.end * len(r.sequences) for r in engine.requests.values())
-    limit = 200 + 12 * work  # a row is preempted 8 times at most, the oldest never
+    limit = 200 + 12 * work  # a row is preempted at most 8 times, the oldest row never
     turns = 0
     worked_at = clock.now
     while engine.busy:
@@ -69,10 +70,11 @@ HARD = ("failed", "preempted", "hit", "copied", "forked", "aborted", "evicted", 
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The engine under any order of add, step, abort, reset and failing steps.
+    """A hypothesis state machine that adds, runs, aborts, resets and fails requests and steps in any order.
 
-    The simulated device checks every KV slot that is read.  All pools are checked after each rule, and all tokens at
-    the end.  A subclass sets ``policies``, each called with (options, context), and ``seen``."""
+    The simulated device checks every KV slot that is read.  All block pools are checked after each rule, and all
+    tokens at the end.  A subclass sets ``policies``, each called with (options, context), and ``seen``.
+    """
 
     policies: Sequence[Callable[..., SchedulerPolicy]]
     seen: Seen
@@ -121,7 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
 
     def admit(self, prompt, fn=None, **params):
-        """Add a request; a refusal is valid if it may not fit, or if the policy refuses it."""
+        """Add a request; fail if the engine refuses it although it fits and the policy does not refuse it."""
         self.n += 1
         n = params.get("n", 1)
         try:
@@ -141,14 +143,14 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data(), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), out=st.integers(1, 8))
     def go_on(self, data, own, out):
-        """Continue an earlier prompt: its blocks may be cached, the last of them in part."""
+        """Add a request that continues the prompt of an earlier one, whose blocks may be cached."""
         r = data.draw(st.sampled_from(self.made))
         self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
-    @precondition(lambda self: self.n < 5)  # the action may occur once per example
+    @precondition(lambda self: self.n < 5)  # lets the action happen only once per example
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
-        """Add enough long answers at once that most pools are too small for them, so that rows are preempted."""
+        """Add so many long answers at once that most caches are too small for them, so that rows are preempted."""
         for i in range(5):
             self.add(0, [(first + i) % VOCAB] * 4, 1, 20, None, True, None, {})
 
@@ -167,7 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_the_next_step(self):
-        if self.engine.planner.step_id >= self.failed + 6:  # three in a row would end the engine
+        if self.engine.planner.step_id >= self.failed + 6:  # three failed steps in a row would end the engine
             self.failed = self.engine.planner.step_id + 1
             self.engine.executor.fail_at.add(self.failed)
             self.seen["failed"] += 1
@@ -203,7 +205,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["copied"] += self.engine.cache.copied
 
     def check_answer(self, r, s, got, reason):
-        """Compare the tokens of a sequence and its finish reason with the expected ones."""
+        """Fail unless a sequence has the expected tokens and finish reason.
+
+        ``r`` is its request and ``s`` the sequence.
+        """
         want, why = answer(r.prompt, r.params, s.sample, 40)
         if reason == "error":
             assert "planned failure" in s.error and got == want[: len(got)], s.error
@@ -212,16 +217,17 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert (got, reason) == (want, why)
             self.seen["finished"] += 1
-        # forks and sliding windows, whose blocks cannot be reserved, may be preempted more often
+        # forks, and sliding windows, whose blocks cannot be reserved, may be preempted more often
         assert s.preempted <= PROTECTED_AFTER or r.params.n > 1 or len(self.engine.cache.pools) > 1
         assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
 
 
-Decisions = tuple[list[tuple[str, Any]], list[Any]]  # (results of a policy, slots and tokens of the steps)
+# (results of the policy's calls, slots and numbers of tokens of the steps)
+Decisions = tuple[list[tuple[str, Any]], list[Any]]
 
 
 def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = lambda: None) -> Decisions:
-    """Return the decisions of a policy for a fixed sequence of arrivals and aborts, and the steps that follow.
+    """Return the decisions of a policy, and the resulting steps, for a fixed series of arrivals and aborts.
 
     ``between`` is called between steps.
     """
@@ -250,7 +256,7 @@ def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = 
 SAME = {"prompt": 6, "out": 4}
 STREAMS: Mapping[
     str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]
-] = {  # relation to the other requests -> (the request, the i-th other request)
+] = {  # how the other requests relate to the tested one -> (the tested request, a function i -> the i-th other request)
     "shorter ones": ({"prompt": 40, "out": 20}, lambda i: {"prompt": 1 + i % 2, "out": 1 + i % 3}),
     "longer ones": ({"prompt": 1, "out": 1}, lambda i: {"prompt": 40, "out": 16 + i % 4}),
     "more urgent ones": ({**SAME, "priority": 3}, lambda i: {**SAME, "priority": -3}),
@@ -265,12 +271,16 @@ STREAMS: Mapping[
 }
 
 
-TIGHT = ("ones that leave no room", "ones that take its blocks")  # streams in a small cache
+# streams of other requests that are run with a small cache
+TIGHT = ("ones that leave no room", "ones that take its blocks")
 
 
 class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
-    """Suite of a scheduling policy.  ``patience`` is the longest time in seconds from arrival to end of a request under
-    a steady stream of others, where a step takes a second.  Raise it for a policy that documents slow aging."""
+    """The conformance suite of scheduling policies.
+
+    ``patience`` is the longest allowed time in seconds from arrival to end of a request under a steady stream of other
+    requests, where a step takes a second.  Raise it for a policy that documents slow aging.
+    """
 
     kind = "scheduler"
     patience: float = 2000.0  # seconds
@@ -282,14 +292,15 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         return trace(lambda options, ctx: instance)
 
     def make(self, options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
-        """Return a new policy, with the arguments that ``sim_engine`` passes."""
+        """Create a policy, for ``sim_engine``, which passes these arguments."""
         return self.build(ctx)
 
     def once_more(self, instance: SchedulerPolicy, number: int) -> None:
         """Serve four requests that arrive, wait, run and end.
 
         Their ids, tenants, priorities, lengths and targets are new in each call, so that a policy that never deletes
-        them grows."""
+        them grows.
+        """
         now = 10.0 * number
         new = 4 * number + np.arange(4)
         columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
@@ -309,8 +320,10 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
-        """Check ``figures`` of a new policy, after every step and at the end: two calls return the same, and the calls
-        change no decision."""
+        """Check the metrics (``figures``) of a new policy, after every step and at the end.
+
+        Two calls return the same, and the calls change no decision.
+        """
         policy = self.build(*self.context())
         same_figures(policy.figures)
         found = trace(lambda options, ctx: policy, lambda: same_figures(policy.figures))
@@ -318,10 +331,12 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_whatever_happens_every_answer_is_lawful_and_every_token_right(self) -> None:
-        """Check a policy under any order of arrivals, steps, aborts and failures, in pools so small that rows are
-        preempted.  ``key`` returns a number a sequence, ``order`` distinct indices, ``victim`` an index, ``shape`` a
-        StepShape; none raises an error or writes to its view.  All requests end in a bounded number of turns, with the
-        right tokens."""
+        """Check a policy under any order of arrivals, steps, aborts and failures, with rows that are preempted.
+
+        ``key`` returns a number per sequence, ``order`` distinct indices, ``victim`` an index, ``shape`` a StepShape;
+        none raises an error or writes to its view.  All requests end in a bounded number of turns, with the right
+        tokens.
+        """
         seen = Seen()
         machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
         self.run_machine(machine, 200, steps=30)
@@ -329,8 +344,10 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
-        """Check that every request of a backlog is served, although more wait than ``order`` gets at once and no more
-        arrive."""
+        """Check that every request of a long queue is served, although ``order`` gets only some of them at once.
+
+        No more requests arrive meanwhile.
+        """
         window = self.build(*self.context()).window
         assert isinstance(window, int) and window >= 1, f"window={window!r}: expected a whole number >= 1"
         clock = Clock()
@@ -347,8 +364,10 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_same_trace_gives_the_same_decisions(self) -> None:
-        """Check that a policy decides by its arguments alone: ``now`` is its clock, and it draws no random numbers.
-        The second run happens at another time of day."""
+        """Check that a policy decides by its arguments alone, without random numbers or a clock besides ``now``.
+
+        The same requests are served twice, the second time with a clock at another time of day.
+        """
         first, steps = trace(self.make)
         with mock.patch.multiple(time, **{n: _later(n) for n in ("time", "monotonic", "perf_counter")}):
             second, again = trace(self.make)
@@ -360,9 +379,11 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
     @pytest.mark.parametrize("window", [None, 3], ids=["all", "window"])
     @pytest.mark.parametrize("stream", STREAMS)
     def test_nobody_starves(self, stream: str, window: int | None) -> None:
-        """Check a policy that claims ``starvation_free``: a request ends within ``patience`` seconds although others,
-        which the policy may prefer, keep arriving, so that some always wait.  This holds if the request is preempted
-        again and again, and if more requests wait than ``order`` gets at once."""
+        """Check that a request ends within ``patience`` seconds, for a policy that claims ``starvation_free``.
+
+        Other requests, which the policy may prefer, keep arriving, so that some always wait.  The limit holds also if
+        the request is preempted again and again, and if more requests wait than ``order`` gets at once.
+        """
         self.need("starvation_free")
         params, other = STREAMS[stream]
         max_len = LONG_PROMPT + 40 if params["prompt"] == LONG_PROMPT else MAX_LEN
@@ -396,11 +417,14 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
                 f"(patience = {self.patience:.0f} s; a test class may raise it if the policy ages slowly)"
             )
         assert outputs(r) == [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
-        # a policy that prefers this request serves it at once, so that only the others before it have arrived
+        # a policy that prefers this request serves it at once, so that only the requests before it have arrived
         assert added >= 8, "the test itself is too weak: hardly any other request arrived"
 
     def _small_engine(self, tight: bool, max_len: int, window: int | None) -> Engine:
-        """Return an engine with few slots, and few blocks if ``tight``; ``window`` limits the policy's window."""
+        """Return an engine with few slots.
+
+        It has few blocks if ``tight``.  ``window`` is the most requests that ``order`` gets.
+        """
 
         def policy_of(options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
             policy = self.build(ctx)
@@ -417,13 +441,13 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 def _add(
     engine: Engine, rid: str, arrival: float, seed: int, prompt: int, out: int, prefix: int = 0, **more: Any
 ) -> Request:
-    """Add a request with a random prompt of this length, after ``prefix`` equal tokens; ``more`` are parameters."""
+    """Add a request with a random prompt of ``prompt`` tokens after ``prefix`` tokens that all requests share."""
     rng = random.Random(seed)
     ids = [3] * prefix + [rng.randrange(VOCAB) for _ in range(prompt)]
     return request(engine, rid, ids, arrival=arrival, max_tokens=out, ignore_eos=True, **more)
 
 
 def _later(name: str) -> Callable[[], float]:
-    """Return a function of ``time`` whose clock is a day ahead of the real one."""
+    """Return a replacement for the function ``name`` of the module ``time``, whose clock is a day ahead."""
     real = getattr(time, name)
     return lambda: real() + 86399.37

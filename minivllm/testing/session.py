@@ -22,14 +22,18 @@ from .base import PROFILE, SEED, SHRINK, find
 from .suites import SUITES
 
 FILE = "from minivllm.testing.session import pending\nglobals().update(pending())\n"
-TOOLS = {"_pytest", "pluggy", "hypothesis"}  # folders that are not shown as the place of a failure
+# folders of test tools; a frame in them is not shown as the place of a failure
+TOOLS = {"_pytest", "pluggy", "hypothesis"}
 _pending: dict[str, type] = {}
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a test.  ``status`` is passed, failed, skipped or xfailed; ``text`` is the reason or message."""
+    """The outcome of a test.
+
+    ``status`` is passed, failed, skipped or xfailed; ``text`` is the reason or the message.
+    """
 
     seam: str
     plugin: str
@@ -45,11 +49,11 @@ class Outcome:
 class _Reporter:
     """A pytest plug-in that stores the outcome of each test."""
 
-    classes: Mapping[str, tuple[str, str]]  # class name -> (seam, plugin)
+    classes: Mapping[str, tuple[str, str]]  # name of a test class -> (seam, plug-in)
     tell: Callable[[Outcome], None]
     outcomes: list[Outcome] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    only: Collection[str] = ()  # test functions; empty means all
+    only: Collection[str] = ()  # names of test functions to run; empty means all
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.only:
@@ -82,7 +86,8 @@ class _Reporter:
 def _message(excinfo: Any) -> tuple[str, str]:
     """Return the message with hypothesis' falsifying example, and file:line of the last frame outside of test tools."""
     error = excinfo.value
-    notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("Draw ")]  # these name no argument
+    # notes about ``st.data()`` draws, which name no argument
+    notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("Draw ")]
     text = str(error)
     if not isinstance(error, (AssertionError, pytest.fail.Exception)):
         text = f"{excinfo.typename}: {text}"
@@ -93,14 +98,17 @@ def _message(excinfo: Any) -> tuple[str, str]:
 
 
 def suite(seam: str) -> type:
-    """Return the suite of a seam."""
+    """Return the conformance suite of a seam (kind of plug-in)."""
     import minivllm.testing
 
     return getattr(minivllm.testing, SUITES[seam][1])
 
 
 def seams_of(plugin: str) -> list[str]:
-    """Return the seams in which a plug-in of this name is installed, or whose base class a ``module:Class`` has."""
+    """Return the seams (kinds of plug-ins) in which a plug-in of this name is installed.
+
+    For ``module:Class`` they are the seams whose base class the class has.
+    """
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     if ":" in plugin:
         try:
@@ -109,7 +117,7 @@ def seams_of(plugin: str) -> list[str]:
         except Exception as exc:  # a module may raise any error when it is imported
             raise PluginError(f"{plugin!r} could not be imported: {type(exc).__name__}: {exc}") from exc
         fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
-        return ["sampler"] if "sampler" in fits else fits  # a sampler is a processor too
+        return ["sampler"] if "sampler" in fits else fits  # a sampler has the base class of processors too
     return [k for k in KINDS if any(plugin in (e.name, e.label) for e in catalog[k].entries)]
 
 
@@ -133,9 +141,9 @@ def run(
 ) -> list[Outcome]:
     """Run the suites of some plug-ins, (seam, plug-in) each, one after another in this process.
 
-    ``select`` is a pytest ``-k`` expression.  ``only`` names test functions, and empty means all.  ``known`` maps tests
-    to the reason why they fail.  ``overrides`` holds the attributes that a test class would override, by name.
-    ``tell`` receives each outcome.  PluginError if a plug-in cannot be found or a suite cannot be collected.
+    ``select`` is a pytest ``-k`` expression.  ``only`` names test functions, and empty means all.  ``known`` maps
+    tests to the reason why they fail.  ``overrides`` has attributes, by name, that a test class would override.
+    ``tell`` is called with each outcome.  PluginError if a plug-in cannot be found or a suite cannot be collected.
     """
     _pending.clear()
     classes = {}
@@ -148,7 +156,8 @@ def run(
     reporter = _Reporter(classes, tell, only=only)
     environ = {PROFILE: profile or None, SEED: None if seed is None else str(seed), SHRINK: None if shrink else "0"}
     with tempfile.TemporaryDirectory() as folder, _environment(environ):
-        path = Path(folder) / f"test_conformance_{next(_numbers)}.py"  # pytest imports a name once in a process
+        # a new name for each run, because pytest imports a name only once in a process
+        path = Path(folder) / f"test_conformance_{next(_numbers)}.py"
         path.write_text(FILE, encoding="utf-8")
         ini = path.with_name("pytest.ini")
         ini.write_text("[pytest]\n", encoding="utf-8")
@@ -163,7 +172,7 @@ def run(
 
 
 def pending() -> dict[str, type]:
-    """Return the test classes of the current run, for the file that pytest collects."""
+    """Return the test classes of the current run; the file that pytest collects calls this."""
     return dict(_pending)
 
 

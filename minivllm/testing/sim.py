@@ -42,7 +42,7 @@ def _stop_ids(params: SamplingParams) -> set[int]:
 
 
 def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
-    """Return the expected token ids and finish reason of a sample.
+    """Return the expected token ids and finish reason of one sample of a request.
 
     Sample 0 draws the likeliest tokens.  A ``choose_fn`` is assumed to choose them too, for every sample.
     """
@@ -63,7 +63,11 @@ def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) 
 
 
 def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 256) -> tuple[list[int], str]:
-    """Return the expected token ids and finish reason of a request with a guide: the likeliest tokens of both."""
+    """Return the expected token ids and finish reason of a request with a guide.
+
+    A guide is a second prompt that changes the logits of the request. The likeliest tokens of the combined
+    distribution are drawn.
+    """
     own = list(prompt)
     other = list(guide.prompt) or own[-1:]
     most = min(params.max_tokens, max_len - len(own), max_len - len(other))
@@ -89,8 +93,8 @@ class SimExecutor(Sim):
         super().__init__(options)
         self.blocks, self.windows = blocks, windows
         self.fail_at: set[int] = set()
-        self.trail: list[tuple[list[int], list[int]]] = []  # slots and numbers of tokens of every step
-        self.max_tokens = self.max_rows = 0  # tokens and rows of the largest step
+        self.trail: list[tuple[list[int], list[int]]] = []  # (slots, numbers of tokens) of every step
+        self.max_tokens = self.max_rows = 0  # numbers of tokens and of rows of the largest steps
 
     def _blocks(self, wiring):
         return tuple(self.blocks)
@@ -114,15 +118,15 @@ class SimExecutor(Sim):
 
 
 class Clock:
-    """A clock that advances only by calls of a test.
+    """A clock that advances only when a test calls it.
 
-    In a block ``with clock:`` the engine reads it in place of the real clock, so that the times in a policy's view, and
-    its decisions by them, are the same in every run.
+    In a block ``with clock:`` the engine reads it in place of the real clock, so that the times in a policy's view,
+    and its decisions by them, are the same in every run.
     """
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
-        self._replaced: list[Any] = []  # a block may be nested in another block
+        self._replaced: list[Any] = []  # a stack, because blocks may be nested
 
     def monotonic(self) -> float:
         return self.now
@@ -136,7 +140,7 @@ class Clock:
         parts_module.time = self._replaced.pop()
 
     def turn(self, engine: Engine, seconds: float = 0.02) -> bool:
-        """Run a turn of the engine's loop, and return whether it did work.
+        """Run one turn of the engine's loop, and return whether it did work.
 
         The clock advances by ``seconds``, or after a turn without work by the time that the loop would wait.
         """
@@ -228,14 +232,14 @@ def sim_engine(
     device: Callable[..., SimExecutor] | None = None,
     predictor: Callable[[PredictorContext], Predictor] | None = None,
 ) -> Engine:
-    """Return an engine over a simulated device.  ``policy`` and ``evictor`` are called with (None, context).
+    """Return an engine over a simulated device.
 
-    ``blocks`` is a number or a list, one per window.  ``reads`` names parameters that requests may set.  ``drafts`` is
-    the number of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
-    ``checkpoints`` is the number of copies of recurrent states, None for a model without.  ``stores`` are the tiers of
-    the KV cache.  ``compress`` holds ``kv_budget`` and ``compress_every``, None for no compression.  ``pressure`` is
-    ``pressure_budget``.  ``images`` None means no images.  ``device`` makes the simulated device, ``predictor`` the
-    predictor; None means ``SimExecutor`` and no predictions.
+    ``policy`` and ``evictor`` are called with (None, context).  ``blocks`` is the number of blocks of each KV group,
+    or a list of them, one per window.  ``reads`` names parameters that requests may set.  ``drafts`` is the number of
+    draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.  ``checkpoints`` is the
+    number of copies of recurrent states, None for a model without.  ``stores`` are the lower tiers of the KV cache.
+    ``compress`` has ``kv_budget`` and ``compress_every``, or None.  ``pressure`` is ``pressure_budget``.  ``device``
+    makes the simulated device, ``predictor`` the predictor; None means ``SimExecutor`` and no predictions.
     """
     groups, cached = len(windows), (stores, compress, pressure)
     wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, *cached, images)
@@ -266,7 +270,7 @@ def sim_engine(
 
 
 class _Strategy(DecodingStrategy):
-    """n independent branches, all of them in the answer."""
+    """A strategy with n independent branches per request, all of which are in its answer."""
 
     def start(self, params):
         return [Branch(i) for i in range(params.n)]
@@ -285,7 +289,7 @@ def request(engine: Engine, rid: str, prompt, arrival: float | None = None, **pa
 
 
 def outputs(r: Request) -> list[tuple[list[int], str]]:
-    """Return the token ids and the finish reason of each sequence."""
+    """Return (token ids, finish reason) of each sequence of a request."""
     return [(s.tokens[len(r.prompt) : s.known].tolist(), s.finish_reason) for s in r.sequences]
 
 

@@ -1,4 +1,4 @@
-"""Tests of the spec and the options of a plug-in of any seam; every suite contains them."""
+"""Tests of the spec and the options of any plug-in, which every suite contains."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ print(json.dumps([ms, [m for m in {heavy!r} if m in sys.modules]]))
 
 
 class SpecConformance(Conformance):
-    """Tests that a spec is cheap to import, has all facts that the engine queries, and refuses other requests."""
+    """Tests that a spec is cheap to import, has all facts of the engine's queries, and refuses other queries."""
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments of an instance besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         raise NotImplementedError
 
     def exercise(self, instance: Any) -> Any:
@@ -58,7 +58,7 @@ class SpecConformance(Conformance):
             pytest.skip("named by module:Class, so its module holds the implementation")
         code = IMPORT.format(module=module, paths=sys.path, heavy=HEAVY)
         times = []
-        for _ in range(4):  # the fastest counts, as the machine may be busy
+        for _ in range(4):  # the fastest of four imports counts, because the machine may be busy
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, f"importing {module} failed:\n{done.stderr[-800:]}"
             ms, heavy = json.loads(done.stdout.splitlines()[-1])
@@ -83,8 +83,11 @@ class SpecConformance(Conformance):
 
     @since(1, 0, spec_only=True)
     def test_the_spec_speaks_of_every_fact_and_of_nothing_else(self) -> None:
-        """Check that a spec has a limit for each fact, and no unknown names.  A request is refused by a fact without a
-        limit, so that the plug-in would never be chosen; a misspelt name is a claim that no code reads."""
+        """Check that a spec has a limit for each fact of its seam (kind of plug-in), and no unknown names.
+
+        A fact without a limit refuses every request, so that the plug-in would never be chosen.  A misspelt name is a
+        claim that no code reads.
+        """
         self._has_spec()
         kind, spec = self.subject.kind, self.spec
         missing = [fact for fact in kind.facts if fact not in spec.limits]
@@ -100,12 +103,12 @@ class SpecConformance(Conformance):
 
     @since(1, 0, spec_only=True)
     def test_a_request_inside_all_limits_is_served(self) -> None:
-        """Check that a request inside all limits is not refused, except for a missing package."""
+        """Check that a query inside all limits is not refused, except for a missing package."""
         reasons = replace(self.spec, needs=()).refuse(self.request(), self.subject.kind)
         assert not reasons, f"refuses what it claims: {'; '.join(map(str, reasons))}"
 
     def request(self) -> PluginQuery:
-        """Return a request inside every limit; override it if ``check`` refuses this combination."""
+        """Return a query inside every limit of the spec; override it if ``check`` refuses this combination."""
         return served(self.spec, self.subject.kind)
 
     @since(1, 0, spec_only=True)
@@ -131,8 +134,11 @@ class SpecConformance(Conformance):
 
     @since(1, 0, spec_only=True)
     def test_check_answers_whatever_facts_it_is_asked_about(self) -> None:
-        """Check that ``check`` returns Reasons for any request of the engine.  ``sm``, ``block`` and ``holds`` may be
-        missing from its facts, and sizes that differ between layers come as sets."""
+        """Check that ``check`` returns Reasons for any query of the engine.
+
+        ``sm``, ``block`` and ``holds`` may be missing from its facts, and sizes that differ between layers come as
+        sets.
+        """
         if self.spec.check is None:
             pytest.skip("no check function")
         for facts in partly(self.request().facts):
@@ -165,8 +171,10 @@ class SpecConformance(Conformance):
 
     @since(1, 0)
     def test_what_is_chosen_goes_through_json_and_is_built_from_it(self) -> None:
-        """Check that an instance can be made from JSON: a worker process receives import targets and options as JSON,
-        never as a pickle."""
+        """Check that an instance can be made from JSON.
+
+        A worker process receives import targets and options as JSON, never as a pickle.
+        """
         part = self.subject.part(self.options)
         assert Part(**json.loads(json.dumps(vars(part)))) == part
         instance = self.build(*self.context())
@@ -175,8 +183,10 @@ class SpecConformance(Conformance):
 
     @since(1, 0)
     def test_two_instances_share_no_state(self) -> None:
-        """Check that instances share no state: an engine may have several (one per KV group), and a process several
-        engines."""
+        """Check that two instances share no state.
+
+        An engine may have several instances (one per KV group), and a process several engines.
+        """
         cls = import_target(self.spec.impl)
         before = {k: copy.deepcopy(v) for k, v in vars(cls).items() if isinstance(v, (dict, list, set, bytearray))}
         first, second = self.build(*self.context()), self.build(*self.context())

@@ -1,4 +1,4 @@
-"""Conformance suite of decoding strategies: the branches of a request, and which of them are its answer."""
+"""The conformance suite of decoding strategies: how many branches a request has, and which of them are its answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .strategy_steps import StepwiseConformance, changed_fields
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
 NARROW = 8  # most branches in tests that draw examples
-PLAIN = [("minivllm/single", Single())]  # serves requests without parameters of a strategy
+PLAIN = [("minivllm/single", Single())]  # serves requests that set no parameter of a strategy
 NAMES = [f.name for f in fields(SamplingParams)]
-BRANCHING = ("best_of", "beam_width")  # fields that a strategy may read
+BRANCHING = ("best_of", "beam_width")  # standard request fields that a strategy may read
 OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
 
 
@@ -45,8 +45,11 @@ def _named(change: Mapping[str, Any]) -> str:
 
 
 class StrategyConformance(Declaring, Lasting, StepwiseConformance):
-    """Suite of a decoding strategy.  Override ``params`` if the strategy takes only requests of a certain kind.  A
-    strategy with ``mode = "stepwise"`` has no ``result``; the tests call the objects that its ``search`` returns."""
+    """The conformance suite of decoding strategies.
+
+    Override ``params`` if the strategy takes only requests of a certain kind.  A strategy with ``mode = "stepwise"``
+    has no ``result``; the tests call the objects that its ``search`` returns.
+    """
 
     kind = "strategy"
 
@@ -54,10 +57,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return ()
 
     def params(self, n: int) -> SamplingParams:
-        """Return a request for n outputs that this strategy takes.
+        """Return a request for n outputs that the strategy takes.
 
         It has ``beam_width=n`` if the strategy reads that.  If the strategy takes no request without the parameters
-        that its spec declares, the numeric ones have other values than their defaults."""
+        that its spec declares, the numeric ones have other values than their defaults.
+        """
         strategy = self.build()
         wide = {"beam_width": n} if "beam_width" in strategy.reads else {}
         plain = SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
@@ -74,7 +78,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         """Return the sample numbers of the expected answer, best first; None leaves the order open.
 
         The default is the ``n`` likeliest of ``best_of`` branches that ended without error, if the strategy reads
-        ``best_of`` and the request sets it.  An override for another order should not use the strategy's own code."""
+        ``best_of`` and the request sets it.  An override for another order should not use the strategy's own code.
+        """
         if "best_of" not in self.build().reads or params.best_of is None or params.best_of == params.n:
             return None
         if any(e.cumulative_logprob is None or e.finish_reason in ("abort", "error") for e in ends):
@@ -83,7 +88,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return [e.sample for e in likeliest[: params.n]]
 
     def free(self) -> DecodingStrategy:
-        """Return a new strategy, or skip the test if its mode is "stepwise"."""
+        """Return a new strategy; skip the test if its mode is "stepwise"."""
         strategy = self.build()
         if strategy.mode == "stepwise":
             pytest.skip("it is stepwise: its searches return the answer")
@@ -101,7 +106,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return found
 
     def once_more(self, instance: DecodingStrategy, number: int) -> None:
-        """Serve a request whose seed, length and number of branches depend on a number."""
+        """Serve a request whose seed, length and number of branches depend on ``number``."""
         n = 1 + number % 3
         params = replace(self.params(n), seed=number, max_tokens=6 + number)
         if instance.mode == "stepwise":
@@ -111,7 +116,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             instance.result(params, [BranchEnd(b.sample, 3, -1.0 - number, "stop") for b in branches])
 
     def widths(self) -> list[int]:
-        """Return the numbers among ``WIDTHS`` that the strategy takes."""
+        """Return the numbers of outputs among ``WIDTHS`` that the strategy takes."""
         strategy = self.build()
         taken = [n for n in WIDTHS if strategy.takes(self.params(n))]
         assert taken, f"takes() is false for n={', '.join(map(str, WIDTHS))}: override params() if it needs more"
@@ -121,14 +126,14 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return [n for n in self.widths() if n <= NARROW]
 
     def variants(self) -> Iterator[tuple[str, SamplingParams]]:
-        """Yield (name, request) of every width, by ``params`` and with other values of common parameters."""
+        """Yield (name, request) for every number of outputs, and with other values of common parameters."""
         for n in WIDTHS:
             ranked = [{"best_of": n + 2}] if "best_of" in self.build().reads and n <= NARROW else []
             for change in ({}, *OTHERS, *ranked):
                 yield f"n={n}{_named(change)}", replace(self.params(n), **change)
 
     def check_result(self, n: int, ends: Sequence[BranchEnd], got: Sequence[int]) -> None:
-        """Fail unless a result names at least one of the ended branches, and none twice."""
+        """Fail unless a result names at least one of the branches that ended, and no branch twice."""
         ids = list(got)
         known = [e.sample for e in ends]
         assert ids, f"result() returned nothing for n={n}: a request has at least one output"
@@ -138,9 +143,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_a_request_of_n_has_n_branches_numbered_from_0(self) -> None:
-        """Check that ``start`` returns ``params.width`` branches: n, or more by ``best_of`` or ``beam_width``.  The
-        text side and the KV cache reserve room for just so many, and branches of equal numbers would draw the same
-        tokens."""
+        """Check that ``start`` returns ``params.width`` branches: n, or more by ``best_of`` or ``beam_width``.
+
+        The frontend and the KV cache reserve room for exactly this number, and branches with equal numbers would draw
+        the same tokens.
+        """
         strategy = self.build()
         assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: expected 'free' or 'stepwise'"
         self.widths()  # fails if the strategy accepts no number of outputs
@@ -157,9 +164,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 4)
     def test_a_guide_has_a_scale_and_token_ids(self) -> None:
-        """Check guides, which must also name the parameter that turns them on.  Either all branches of a request have a
-        guide or none has, because branches without a guide share the blocks of their prompt.  Only a free strategy may
-        have guides."""
+        """Check guides (second prompts that change the logits of branches) and the parameter that turns them on.
+
+        Either all branches of a request have a guide or none has, because branches without a guide share the blocks of
+        their prompt.  Only a strategy that is not stepwise may have guides.
+        """
         strategy = self.build()
         for name, params in self.variants():
             branches = list(strategy.start(params)) if strategy.takes(params) else []
@@ -182,8 +191,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 4)
     def test_rows_and_guides_are_preempted_and_come_back(self) -> None:
-        """Check requests with and without guides on the simulated device, with so little memory that rows are
-        preempted: their tokens are the same as alone."""
+        """Check requests with and without guides, with so little memory that rows are preempted.
+
+        On the simulated device their tokens are the same as alone.
+        """
         strategy = self.free()
         params = self.params(1)
         if self._guide(params) is None:
@@ -205,8 +216,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_it_declares_the_parameters_that_it_reads(self) -> None:
-        """Check that ``reads`` names ``best_of``, ``beam_width`` or own names in ``extra``.  The engine refuses a
-        request that sets a name outside of it, so the strategy may look up no other name in ``extra``."""
+        """Check that ``reads`` names ``best_of``, ``beam_width`` or own names in ``extra``.
+
+        The engine refuses a request that sets a name outside of ``reads``, so the strategy may look up no other name
+        in ``extra``.
+        """
         reads = self.build().reads
         assert isinstance(reads, (set, frozenset)), f"reads is {reads!r}: expected a frozenset of names"
         served = [name for name in sorted(reads) if name in NAMES and name not in BRANCHING]
@@ -222,14 +236,18 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 3)
     def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
-        """Check that the spec declares, with kind, range and meaning, the parameters in ``reads`` besides ``best_of``
-        and ``beam_width``, and no others."""
+        """Check that the spec declares each own parameter in ``reads`` with type, range and summary, and no others.
+
+        ``best_of`` and ``beam_width`` are not declared.
+        """
         self.check_declarations(self.build().reads)
 
     @since(1, 3)
     def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
-        """Check that the strategy looks up each parameter that its spec declares, so that a request that sets it is not
-        ignored."""
+        """Check that the strategy looks up each parameter that its spec declares.
+
+        Otherwise the parameter of a request would be ignored.
+        """
         self.check_looked_for([params for _, params in self.variants()], self._decide)
 
     def _decide(self, params: SamplingParams) -> None:
@@ -246,8 +264,11 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_takes_answers_for_any_request(self) -> None:
-        """Check that ``takes`` raises no error for any request.  The engine calls it on every strategy in the config,
-        also for requests of other strategies, which set none of its parameters."""
+        """Check that ``takes`` raises no error for any request.
+
+        The engine calls it on every configured strategy, also for requests of other strategies, which set none of its
+        parameters.
+        """
         strategy = self.build()
         for n in WIDTHS:
             for change in ({}, *OTHERS):
@@ -258,8 +279,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_what_it_does_not_take_it_refuses_by_name(self) -> None:
-        """Check that ``start`` of a request that the strategy does not take raises a RequestError whose ``param`` names
-        the wrong parameter."""
+        """Check that ``start`` refuses a request that the strategy does not take.
+
+        It raises a RequestError whose ``param`` names the wrong parameter.
+        """
         strategy = self.build()
         others = [(name, params) for name, params in self.variants() if not strategy.takes(params)]
         if not others:
@@ -301,8 +324,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_the_answer_is_made_of_branches_that_ended(self) -> None:
-        """Check that the answer has some or all ended branches, each once, best first, however they ended.  The same
-        ends always have the same answer, in another instance too."""
+        """Check that the answer has some or all ended branches, each once, however they ended.
+
+        The same ends always have the same answer, in another instance too.
+        """
         self.free()
         seen = Seen()
         widths = self._narrow()
@@ -328,8 +353,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_wide_requests_are_answered_as_narrow_ones(self) -> None:
-        """Check up to 128 branches: each ended branch comes at most once, and all of them come if all of 2, 3, 5 and 8
-        branches do."""
+        """Check up to 128 branches: each ended branch is in the answer at most once.
+
+        All of them are in the answer if that holds for 2, 3, 5 and 8 branches.
+        """
         strategy = self.free()
         lengths = {}
         for n in (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128):
@@ -345,7 +372,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_a_request_that_has_gone_is_forgotten(self) -> None:
-        """Check that a strategy stores nothing by ``id()``: a new request may have the address of an earlier one."""
+        """Check that a strategy stores nothing by ``id()``: a new request may have an earlier one's address."""
         strategy = self.build()
         widths = self.widths()
         for i in range(60):
@@ -357,8 +384,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_requests_know_nothing_of_each_other(self) -> None:
-        """Check that one instance gives each of several requests, which start and end in any order, the same answer as
-        alone."""
+        """Check that one instance gives each of several requests the same answer as alone.
+
+        The requests start and end in any order.
+        """
         self.free()
         widths = self._narrow()
 
@@ -395,8 +424,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
-        """Check several concurrent requests on the simulated device: each branch has the tokens of its sample, and an
-        aborted request has an answer too."""
+        """Check several concurrent requests on the simulated device.
+
+        Each branch has the tokens of its sample number, and an aborted request has an answer too.
+        """
         self.free()
         engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=PROCESSED)
         requests = []

@@ -1,4 +1,6 @@
-"""Tests of stepwise decoding strategies: the moves of a search among its candidates."""
+"""Tests of stepwise decoding strategies, such as beam search, which choose the branches to continue after each
+token.
+"""
 
 from __future__ import annotations
 
@@ -17,43 +19,43 @@ from .base import Seen, since
 from .sim import EOS_ID, VOCAB, at_rest, logprobs_after, request, run, sim_engine
 from .spec import SpecConformance
 
-MOST, LONG = 7, 40  # tokens of an output in these tests
+MOST, LONG = 7, 40  # numbers of tokens of an output in these tests: most of them, and a long one
 
 
 def changed_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of a request that do not have their defaults."""
+    """Return the fields of a request that do not have their default values."""
     return {k: v for k, v in vars(params).items() if v != getattr(SamplingParams, k, None)}
 
 
 @dataclass
 class Driven:
-    """A search that is advanced as by the engine, with the token probabilities of the simulated device."""
+    """A search that is advanced as the engine does, with the token probabilities of the simulated device."""
 
     search: Search
     prompt: list[int]
     topk: int
-    most: int  # tokens of an output
+    most: int  # largest number of tokens of an output
     live: list[list[int]] = field(default_factory=lambda: [[]])  # generated tokens of each live branch
     kept: list[list[int]] = field(default_factory=list)  # outputs
     scores: list[float] = field(default_factory=list)  # of the outputs
     done: bool = False
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether these tokens are a complete output."""
+        """Return whether these tokens are a complete output: they end with a stop id or have the largest length."""
         return tokens[-1] == EOS_ID or len(tokens) == self.most
 
     def grown(self) -> list[Grown]:
-        """Return the candidates of each live branch."""
+        """Return the candidate next tokens of each live branch."""
         out = []
         for tokens in self.live:
             values = logprobs_after(np.array(self.prompt + tokens)).astype(np.float64)
-            # one more than topk, because the stop id may be among them
+            # one more than the engine's number, because the stop id may be among them
             ids = np.argsort(-values, kind="stable")[: self.topk + 1]
             out.append(Grown(len(tokens), ids.astype(np.int32), values[ids]))
         return out
 
     def step(self, check: Callable[[Moves, list[Grown]], None] = lambda moves, grown: None) -> Moves:
-        """Advance the search by a token; ``check`` receives its moves and the candidates."""
+        """Advance the search by a token and return its moves; ``check`` is called with the moves and the candidates."""
         grown = self.grown()
         moves = self.search.advance(grown, lambda branch, token: self.ends([*self.live[branch], token]))
         check(moves, grown)
@@ -75,14 +77,14 @@ class Driven:
 
 
 class StepwiseConformance(SpecConformance):
-    """The tests of strategies with ``mode = "stepwise"``; part of ``StrategyConformance``."""
+    """The tests of strategies with ``mode = "stepwise"``, a base class of ``StrategyConformance``."""
 
     def params(self, n: int) -> SamplingParams:
         """Return a request for n outputs."""
         raise NotImplementedError
 
     def stepwise(self) -> DecodingStrategy:
-        """Return a new strategy, or skip the test unless its mode is "stepwise"."""
+        """Return a new strategy; skip the test unless its mode is "stepwise"."""
         strategy = self.build()
         if strategy.mode != "stepwise":
             pytest.skip("it is not stepwise")
@@ -96,9 +98,12 @@ class StepwiseConformance(SpecConformance):
 
     @since(1, 1)
     def test_a_search_keeps_to_its_candidates_and_comes_to_an_end(self) -> None:
-        """Check each step of a search.  At most as many branches continue as ``start`` returned, each with a candidate
-        of a live branch that does not end it, and no two with equal tokens.  A kept output ends with a candidate too.
-        The search ends once its outputs have the largest length, and its answer names kept outputs, each once."""
+        """Check each step of a search.
+
+        At most as many branches continue as ``start`` returned, each with a candidate of a live branch that does not
+        end it, and no two with equal tokens.  An output that is kept ends with a candidate too.  The search ends once
+        its outputs have the largest length, and its answer names kept outputs, each once.
+        """
         strategy = self.stepwise()
         seen = Seen()
 
@@ -141,7 +146,7 @@ class StepwiseConformance(SpecConformance):
         )
 
     def _check_result(self, driven: Driven) -> list[int]:
-        """Return the result of a search, after a check that it names kept outputs."""
+        """Return the result of a search, after a check that it names only outputs that the search has kept."""
         order = list(driven.search.result())
         known = all(0 <= i < len(driven.kept) for i in order)
         assert known, f"result() returned {order}, and {len(driven.kept)} outputs were kept"

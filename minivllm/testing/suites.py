@@ -1,4 +1,4 @@
-"""The test suite of each seam."""
+"""The conformance suite of each seam (kind of plug-in)."""
 
 from __future__ import annotations
 

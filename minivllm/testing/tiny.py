@@ -64,7 +64,7 @@ CONFIGS = {
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
+SMALL = {  # config fields of small models: 2 layers, width 32, 61 tokens, 6 experts if any
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -76,7 +76,7 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "index_head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "ffn_dim": 48, "decoder_ffn_dim": 48,
     "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
-# further names in configuration classes for the number of experts, and for the number of experts per token
+# other names in config classes for the number of experts, and for the number of experts per token
 EXPERTS = re.compile(r"\w*n(um)?_(\w+_)?experts?|\w*expert_num")
 CHOSEN = re.compile(r"\w*experts_per_tok(en)?|moe_(k|top_?k)|top_k_experts")
 LLAMA3_ROPE = {
@@ -99,7 +99,7 @@ def _window(types: list[str], **values: Any) -> dict[str, Any]:
 
 
 FULL, NEAR = "full_attention", "sliding_attention"
-# Values of config.json to test: axis -> name -> fields.  Contexts of the rope variants are shorter than the prompts.
+# values of config.json to test, axis -> name -> fields; contexts of the rope variants are shorter than the prompts
 VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "heads": {
         "mha": {"num_key_value_heads": 4}, "mqa": {"num_key_value_heads": 1},
@@ -178,7 +178,7 @@ def _defaults(cls: Any) -> dict[str, Any]:
 def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     """Return a small config of any config class of transformers.
 
-    It has the fields of ``SMALL`` that the class has, by any alias, at most six experts, and ``values``.
+    It has the fields of ``SMALL`` that the class has, under any alias, at most six experts, and ``values``.
     """
     fields = _defaults(cls)
     known = fields.keys() | cls.attribute_map.keys()
@@ -186,7 +186,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     def canonical(name: str) -> str:
         return cls.attribute_map.get(name, name)
 
-    if "attention_types" in known:  # GPT-Neo has an entry for each layer
+    if "attention_types" in known:  # GPT-Neo has a list with an entry for each layer
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
     if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
@@ -216,8 +216,10 @@ def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> Pretrain
 
 
 def attention_of(cfg: Any) -> str:
-    """Return the attention implementation of transformers to compare with: "eager", or "sdpa" for Falcon, whose eager
-    attention adds ALiBi's slopes twice (transformers 5.24)."""
+    """Return the attention implementation of transformers to compare with.
+
+    It is "eager", or "sdpa" for Falcon, whose eager attention adds ALiBi's slopes twice (transformers 5.24).
+    """
     return "sdpa" if getattr(cfg, "model_type", "") == "falcon" else "eager"
 
 
@@ -238,7 +240,10 @@ def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCaus
 
 
 def save(model: Any, path: Path, shard: str | None = None) -> Path:
-    """Write config.json and safetensors, with ``shard="20KB"`` in files of that size, and return the path."""
+    """Write config.json and safetensors of a model into a directory, and return it.
+
+    ``shard="20KB"`` splits the weights over several files of at most that size.
+    """
     limits = {"max_shard_size": shard} if shard else {}
     with quiet():
         model.save_pretrained(path, **limits)
@@ -277,7 +282,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def edits(path: Path, change: Callable[[Tensor], Tensor | None]) -> Iterator[str]:
-    """Change one tensor of a directory at a time, yield its name, and restore all tensors at the end.
+    """Change one tensor of a model directory at a time, yield its name, and restore all tensors at the end.
 
     A ``change`` that returns None leaves the tensor out.
     """

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with image encoders and their processors, for the kit and the engine's own tests."""
+"""Tiny random checkpoints with image encoders and their image processors, for the kit and the engine's own tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
-HYBRID = {  # delta nets in three of four layers, and a rotary embedding of a part of a head
+HYBRID = {  # linear attention in three of four layers, and a rotary embedding of a part of a head
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 32,
@@ -61,7 +61,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def config_of(family: str) -> Any:
-    """Return the configuration of a tiny checkpoint."""
+    """Return the transformers config of a tiny checkpoint of a model family."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     text = {**TEXT, **(EXPERTS if family.endswith("moe") else {})}
     if family == "gemma3":
@@ -97,7 +97,7 @@ def make(path: Path, family: str, seed: int = 0) -> Any:
     """Write a checkpoint of random weights with its image processor; return transformers' model."""
     with quiet():
         hf = tiny_model(config_of(family), seed, getattr(transformers, CLASSES[family]))
-        with torch.no_grad():  # no special token is ever the likeliest
+        with torch.no_grad():  # the special tokens are never the likeliest ones
             head = hf.lm_head.weight
             head[300:] = 0.5 * head[1]
         save(hf, path)
@@ -110,7 +110,7 @@ def make(path: Path, family: str, seed: int = 0) -> Any:
 
 
 def write_processor(path: Path, family: str) -> None:
-    """Write the preprocessor_config.json of a family."""
+    """Write the preprocessor_config.json (image processor) of a model family."""
     if family == "gemma3":
         fields = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
         (path / "preprocessor_config.json").write_text(json.dumps(fields))
@@ -131,7 +131,7 @@ def write_processor(path: Path, family: str) -> None:
 
 
 ROWS = {START: "[IMG_BREAK]", END: "[IMG_END]", IMAGE: "[IMG]"}
-LINES = range(300, 308)  # ids of one to eight newlines
+LINES = range(300, 308)  # token ids of one to eight newlines
 
 
 def write_lines(path: Path) -> None:

@@ -1,6 +1,6 @@
 """The conformance suite of tokenizers.
 
-Texts of many scripts are encoded and decoded, as a whole, step by step, and by several threads at once.
+Texts of many scripts are encoded and decoded: as a whole, step by step, and by several threads at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THREADS = 8
 
 
 def texts(seed: int, count: int) -> Iterator[str]:
-    """Yield texts that are joined from ``PARTS``, the first of them each part alone."""
+    """Yield random texts that are joined from ``PARTS``; the first texts are each part alone."""
     rng = random.Random(seed)
     yield from islice(PARTS, count)
     for _ in range(count - len(PARTS)):
@@ -44,33 +44,34 @@ def texts(seed: int, count: int) -> Iterator[str]:
 
 
 class TokenizerConformance(Lasting, SpecConformance):
-    """The suite of tokenizers.
+    """The conformance suite of tokenizers.
 
-    ``folder`` is a directory, or a GGUF file, that the tokenizer reads.  By default it is a small sample with the files
-    tokenizer.json, tokenizer_config.json and tekken.json.  A tokenizer that claims ``lossless`` returns every text.
+    ``folder`` is a directory, or a GGUF file, that the tokenizer reads.  By default it is a small sample with the
+    files tokenizer.json, tokenizer_config.json and tekken.json.  With the feature ``lossless`` every text must come
+    back unchanged.
     """
 
     kind = "tokenizer"
     folder: str | Path = ""
 
     def path(self) -> Path:
-        """Return the files that the tokenizer reads."""
+        """Return the directory or file that the tokenizer reads."""
         if self.folder:
             return Path(self.folder)
         formats = self.spec.listed("format")
         return tokenizer_samples.gguf_file() if formats == ["gguf"] else tokenizer_samples.directory()
 
     def context(self) -> tuple[Any, ...]:
-        """Return the arguments to build the plug-in besides its options."""
+        """Return the arguments of the plug-in's constructor after its options."""
         return (TokenizerContext(self.path()),)
 
     def exercise(self, instance: TokenizerBackend) -> Any:
-        """Return the ids and the decoded texts of a few texts."""
+        """Return the ids of a few texts, and the texts decoded from them."""
         encoded = [instance.encode(text, True) for text in texts(1, 60)]
         return encoded, [instance.decode(ids, False) for ids in encoded]
 
     def lasting(self) -> TokenizerBackend:
-        """Create an instance that converts many texts."""
+        """Create the instance of the leak test, which converts many texts."""
         return self.build(*self.context())
 
     def once_more(self, instance: TokenizerBackend, number: int) -> None:
@@ -79,11 +80,11 @@ class TokenizerConformance(Lasting, SpecConformance):
             instance.decode(instance.encode(f"request {number} of turn {turn} costs {number * turn}", True), True)
 
     def let_go(self, instance: TokenizerBackend) -> None:
-        """Release an instance, which holds nothing."""
+        """Release an instance of the leak test; there is nothing to stop."""
 
     @property
     def count(self) -> int:
-        """Return the number of texts of a test."""
+        """Return the number of texts that a test converts."""
         return 3000 if self.long else 300
 
     def made(self) -> TokenizerBackend:
@@ -104,7 +105,7 @@ class TokenizerConformance(Lasting, SpecConformance):
                 assert not bad, f"{name}({text!r}) returned {bad[:3]}: expected ints from 0 to {size - 1}"
 
     def plain(self, backend: TokenizerBackend, text: str) -> list[int]:
-        """Return the ids of ``encode_plain``, or none for text that the tokenizer refuses."""
+        """Return the ids of ``encode_plain``, or an empty list for a text that the tokenizer refuses."""
         try:
             return backend.encode_plain(text)
         except ValueError:
@@ -112,8 +113,10 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_text_comes_back(self) -> None:
-        """Check that plain words come back, and every text if the tokenizer claims ``lossless``.  All texts come back
-        the second time as the first time, since a normalized text is not changed again."""
+        """Check that plain words come back from their ids, and every text if the tokenizer claims ``lossless``.
+
+        A decoded text must come back unchanged, because a normalized text is not changed again.
+        """
         backend = self.made()
         rng = random.Random(3)
         for _ in range(self.count // 4):
@@ -129,8 +132,10 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_special_tokens_are_kept(self) -> None:
-        """Check that a special token in a text becomes one id, which ``decode`` shows or leaves out, and that
-        ``encode_plain`` makes no special token of text."""
+        """Check that a special token in a text becomes a single id, and that ``encode_plain`` makes no special token.
+
+        ``decode`` shows the special token or leaves it out, as its argument says.
+        """
         backend = self.made()
         added = backend.added_tokens
         missing = {role: text for role, text in backend.special_tokens.items() if text not in added}
@@ -151,7 +156,7 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_prompts_get_special_tokens_around(self) -> None:
-        """Check that ``add_special_tokens`` adds special tokens before and behind a text, and changes nothing else."""
+        """Check that ``add_special_tokens`` only adds special tokens before and after the ids of a text."""
         backend = self.made()
         for text in texts(5, self.count // 3):
             inner, whole = backend.encode(text, False), backend.encode(text, True)
@@ -162,7 +167,10 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_text_decoded_step_by_step_equals_the_whole_text(self) -> None:
-        """Check the engine's incremental decoding of ids of texts and of random ids against ``decode`` of all ids."""
+        """Check that the engine's incremental decoding gives the same text as ``decode`` of all ids.
+
+        The ids are those of texts, and random ids.
+        """
         backend = self.made()
         tokenizer = Tokenizer(backend.library, backend, backend.special_tokens, None)
         rng = random.Random(6)
@@ -177,7 +185,7 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_bytes_of_tokens_are_those_of_the_text(self) -> None:
-        """Check ``token_bytes``, if tokens stand for bytes, against ``decode``."""
+        """Check that the joined ``token_bytes`` of ids are the bytes of the decoded text, if tokens stand for bytes."""
         backend = self.made()
         if backend.token_bytes(0) is None:
             assert not backend.bytewise, "bytewise is True, and token_bytes(0) is None"
@@ -197,7 +205,10 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_tokens_and_ids_belong_together(self) -> None:
-        """Check ``token`` and ``token_id`` for all ids, and that unknown ids and spellings have none."""
+        """Check that ``token_id`` of an id's ``token`` is an id of the same spelling.
+
+        Unknown ids and spellings give None.
+        """
         backend = self.made()
         size = backend.vocab_size
         rng = random.Random(10)
@@ -219,7 +230,7 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_threads_get_the_results_of_one_thread(self) -> None:
-        """Check that threads that convert different texts at the same time do not disturb each other."""
+        """Check that threads that convert different texts at the same time get the results of one thread."""
         backend = self.made()
         listed = list(texts(11, self.count // 2))
         want = [(backend.encode(text, True), backend.decode(self.plain(backend, text), True)) for text in listed]
@@ -254,7 +265,7 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_the_library_gives_the_results_of_the_methods(self) -> None:
-        """Check that ``library``, which the engine calls directly, agrees with the methods."""
+        """Check that ``library``, an object that the engine calls directly, gives the results of the methods."""
         backend = self.made()
         if backend.library is None:
             pytest.skip("no library")

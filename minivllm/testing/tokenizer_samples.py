@@ -1,4 +1,4 @@
-"""Small files of tokenizers, with which the kit tests the built-in tokenizers."""
+"""Write small tokenizer files, with which the kit tests the built-in tokenizers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PATTERN = r"\p{L}+| ?[^\s\p{L}]+|\s+(?!\S)|\s"
 
 @cache
 def temporary() -> tempfile.TemporaryDirectory[str]:
-    """Return the directory of all samples, which is removed when the process ends."""
+    """Return the temporary directory of all samples, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="minivllm-tokenizers-")
 
 
 @cache
 def directory() -> Path:
-    """Return a directory with the tokenizer.json of pocket, and a tekken.json."""
+    """Return a directory with the tokenizer.json of pocket (the packaged tiny model), and a tekken.json."""
     folder = Path(temporary().name) / "folder"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -46,7 +46,10 @@ def directory() -> Path:
 
 @cache
 def gguf_file() -> Path:
-    """Return a GGUF file with the vocabulary of pocket.  Skip the test without the package gguf."""
+    """Return a GGUF file with the vocabulary of pocket (the packaged tiny model).
+
+    Skip the test without the package gguf.
+    """
     gguf = pytest.importorskip("gguf")
     data = json.loads((POCKET / "tokenizer.json").read_text())
     tokens: dict[str, int] = data["model"]["vocab"]

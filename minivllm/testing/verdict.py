@@ -11,14 +11,16 @@ if TYPE_CHECKING:
 CONFORMS, FAILS, PASSES = "conforms", "does not conform", "passes what -k selects"
 HARDLY, PARTLY, UNSEEN = "hardly tested", "own parameters not tested", "not tested here"
 MANY = {CONFORMS: "conform", PASSES: "pass what -k selects"}
-ELSEWHERE = ("needs ", "no device here")  # start of the reason of a test that cannot run on this machine
-NO_VALUES = "no values known"  # start of the reason of a test of a parameter without known values
+# starts of the reason of a test that is skipped because it cannot run on this machine
+ELSEWHERE = ("needs ", "no device here")
+# start of the reason of a test that is skipped because the kit has no values for a parameter
+NO_VALUES = "no values known"
 EXIT = {CONFORMS: 0, PASSES: 0, FAILS: 1, HARDLY: 3, PARTLY: 3, UNSEEN: 3}
 Plugin = tuple[str, str]  # (seam, label)
 
 
 def verdict(outcomes: Sequence[Outcome], selected: bool = False) -> str:
-    """Return a verdict, one of the constants above, on the outcomes of a plug-in.
+    """Return the verdict on a plug-in, one of the constants above, from the outcomes of its tests.
 
     ``selected`` means that only some of its tests ran.  Tests of the spec do not count as tests of the implementation.
     """
@@ -44,7 +46,7 @@ def _skipped(o: Outcome, *reasons: str) -> bool:
 
 
 def advice(found: str) -> str:
-    """Return advice about a verdict, to print below the plug-in's tests; empty if there is none."""
+    """Return advice for the author about a verdict, to print below the plug-in's tests; empty if there is none."""
     return {
         HARDLY: "hardly tested: override params() in a test class (see docs/plugins.md)",
         PARTLY: "its own parameters were not tested: the test class of its package has values (run pytest there)",
@@ -69,7 +71,7 @@ def summary(verdicts: Mapping[Plugin, str]) -> list[str]:
 
 
 def exit_status(verdicts: Mapping[Plugin, str], builtins: bool = False) -> int:
-    """Return the exit status of the command.
+    """Return the exit status of the command: 0, 1 or 3.
 
     ``builtins`` means a run of all built-in plug-ins, some of which cannot run on any single machine.
     """

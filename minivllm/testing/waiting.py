@@ -1,4 +1,4 @@
-"""Detect code that waits for the device: it reads a tensor's values on the host, or makes a shape that depends on them.
+"""Detect code that waits for the device because it reads a tensor's values on the host, or needs them for a shape.
 
 On a GPU torch itself raises an error.  On a CPU no call waits, so calls are detected by their names at two levels: the
 functions of torch that code calls (``tolist``, ``numpy``), and the operations that they execute (the value of an
@@ -24,7 +24,7 @@ OPERATIONS = {  # operations for whose result, or its shape, the host has to wai
 
 
 class _Functions(TorchFunctionMode):
-    """Record the functions of torch that read values."""
+    """Record the calls of torch functions that read a tensor's values."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Record the operations that need values on the host."""
+    """Record the torch operations that need a tensor's values on the host."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -53,7 +53,8 @@ class _Operations(TorchDispatchMode):
         elif name == "repeat_interleave" and kwargs.get("output_size") is None:
             self.found.append("repeat_interleave without output_size")
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(map(_is_mask, args[1])):
-            fills = name != "index" and args[2].numel() == 1  # torch writes a single value without a count
+            # torch writes a single value by a boolean mask without counting its elements
+            fills = name != "index" and args[2].numel() == 1
             if not fills:
                 self.found.append("an index that is a mask")
         return func(*args, **kwargs)
@@ -64,7 +65,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
-    """Return whether the arguments of ``Tensor.to`` have the text "cpu", and not the device of a tensor."""
+    """Return whether the arguments of ``Tensor.to`` have the text "cpu" as the device."""
     return any(value == "cpu" for value in (*args[:1], kwargs.get("device")) if isinstance(value, str))
 
 

@@ -32,7 +32,7 @@ NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Names:
-    """The four spellings of a plug-in's name."""
+    """The four spellings of a plug-in's name: the distribution, the Python package, the class and the spec."""
 
     dist: str
 
@@ -45,7 +45,7 @@ class Names:
         return "".join(part.capitalize() for part in self.dist.split("-"))
 
     def put(self, text: str) -> str:
-        """Return the text of a template with these names."""
+        """Replace the four names of a template's text by these names."""
         text = text.replace("my-plugin", self.dist).replace("my_plugin", self.module)
         return text.replace("MyPlugin", self.cls).replace("MY_PLUGIN", self.module.upper())
 
@@ -73,7 +73,7 @@ def check_name(name: str) -> Names:
 
 
 def about(seam: str) -> dict[str, str]:
-    """Return the description of a template: ``summary``, ``use``, and for some ``more`` lines of pyproject.toml."""
+    """Read the description of a seam's template: ``summary``, ``use``, and perhaps ``more`` (for pyproject.toml)."""
     from minivllm.config.files import tomllib
 
     return tomllib.loads((TEMPLATES / seam / "about.toml").read_text(encoding="utf-8"))

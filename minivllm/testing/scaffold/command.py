@@ -16,7 +16,7 @@ def new(args: argparse.Namespace) -> int:
     assert seam is not None
     for path, _ in files(args.name, seam):
         print(folder / path)
-    # written as a path, so that pip does not read it as a package name
+    # written as a path, so that pip does not take it for the name of a package on PyPI
     where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"
     print(
         f"\nA working {seam} plug-in.  Next:\n"
