@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError
+
+from .assembly import decoder, layer_norm
+
+NAMES = WeightNames(
+    embed="transformer.word_embeddings",
+    embed_norm="transformer.word_embeddings_layernorm",
+    norm="transformer.ln_f",
+    layer="transformer.h.{i}.",
+    qkv=("self_attention.query_key_value",),
+    out="self_attention.dense",
+    gate_up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+)
 
 
 class Bloom(ModelArch):
@@ -20,32 +34,12 @@ class Bloom(ModelArch):
             raise ModelError(
                 "apply_residual_connection_post_layernorm=True: expected False, no other value is implemented"
             )
-        hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+        heads = cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "n_head", heads)
-        layer = LayerSpec(
-            AttnSpec(heads, heads, dim, dim, alibi=fields.alibi(heads)),
-            MLP(4 * hidden, "gelu_tanh", gated=False, bias=True),
-            rope=None,
-            qkv_bias=True,
-            out_bias=True,
-        )
-        names = WeightNames(
-            embed="transformer.word_embeddings",
-            embed_norm="transformer.word_embeddings_layernorm",
-            norm="transformer.ln_f",
-            layer="transformer.h.{i}.",
-            qkv=("self_attention.query_key_value",),
-            qkv_groups=heads,
-            out="self_attention.dense",
-            gate_up=("mlp.dense_h_to_4h",),
-            down="mlp.dense_4h_to_h",
-        )
-        return DecoderSpec(
-            cfg.vocab_size,
-            hidden,
-            (layer,) * cfg.num_hidden_layers,
-            Norm(cfg.layer_norm_epsilon, centered=True, bias=True),
-            cfg.tie_word_embeddings,
-            names=names,
-            embed_norm=True,
-        )
+        attention = AttnSpec(heads, heads, dim, dim, alibi=fields.alibi(heads))
+        mlp = MLP(4 * cfg.hidden_size, "gelu_tanh", gated=False, bias=True)
+        layer = LayerSpec(attention, mlp, rope=None, qkv_bias=True, out_bias=True)
+        layers = [layer] * cfg.num_hidden_layers
+        norm = layer_norm(cfg.layer_norm_epsilon)
+        names = replace(NAMES, qkv_groups=heads)
+        return decoder(cfg, layers, norm, names=names, embed_norm=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, Rope, WeightNames
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Rope, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError
+
+from .assembly import decoder, layer_norm
 
 
 class Cohere(ModelArch):
@@ -27,26 +29,17 @@ class Cohere(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        layers = [
-            LayerSpec(
-                fields.attention(cfg, window),
-                MLP(cfg.intermediate_size, fields.activation(cfg)),
-                self.rope(cfg, window),
-                parallel=True,
-                qkv_bias=cfg.attention_bias,
-                out_bias=cfg.attention_bias,
-            )
-            for window in self.windows(cfg)
-        ]
-        return DecoderSpec(
-            cfg.vocab_size,
-            cfg.hidden_size,
-            tuple(layers),
-            Norm(cfg.layer_norm_eps, centered=True),
-            cfg.tie_word_embeddings,
-            logit_scale=cfg.logit_scale,
-            names=WeightNames(norms=("input_layernorm",)),
-        )
+        bias = cfg.attention_bias
+        mlp = MLP(cfg.intermediate_size, fields.activation(cfg))
+        layers = []
+        for window in self.windows(cfg):
+            attention = fields.attention(cfg, window)
+            rope = self.rope(cfg, window)
+            layer = LayerSpec(attention, mlp, rope, parallel=True, qkv_bias=bias, out_bias=bias)
+            layers.append(layer)
+        norm = layer_norm(cfg.layer_norm_eps, bias=False)
+        names = WeightNames(norms=("input_layernorm",))
+        return decoder(cfg, layers, norm, logit_scale=cfg.logit_scale, names=names)
 
 
 class Cohere2(Cohere):

@@ -6,13 +6,17 @@ caps scores and logits.  Gemma 3 normalizes each head of q and k, and has a rota
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import AROUND, HEAD, MLP, DecoderSpec, LayerSpec, Norm, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 
+from .assembly import decoder
+
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NAMES = WeightNames(norms=NORMS)
 
 
 class Gemma2(ModelArch):
@@ -25,31 +29,20 @@ class Gemma2(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        scale, cap = cfg.query_pre_attn_scalar**-0.5, self.score_cap(cfg)
+        bias = cfg.attention_bias
+        scale = cfg.query_pre_attn_scalar**-0.5
+        cap = self.score_cap(cfg)
         mlp = MLP(cfg.intermediate_size, fields.activation(cfg, "hidden_activation"))
         windows = fields.windows(cfg, cfg.layer_types)
-        layers = [
-            LayerSpec(
-                fields.attention(cfg, window, scale=scale, softcap=cap),
-                mlp,
-                fields.rope(cfg, kind),
-                norms=AROUND,
-                qk_norm=self.qk_norm,
-                qkv_bias=cfg.attention_bias,
-                out_bias=cfg.attention_bias,
-            )
-            for window, kind in zip(windows, cfg.layer_types, strict=True)
-        ]
-        return DecoderSpec(
-            cfg.vocab_size,
-            cfg.hidden_size,
-            tuple(layers),
-            Norm(cfg.rms_norm_eps, offset=1.0),
-            cfg.tie_word_embeddings,
-            embed_scale=cfg.hidden_size**0.5,
-            logit_cap=cfg.final_logit_softcapping,
-            names=WeightNames(norms=NORMS),
-        )
+        layers = []
+        for window, kind in zip(windows, cfg.layer_types, strict=True):
+            attention = fields.attention(cfg, window, scale=scale, softcap=cap)
+            rope = fields.rope(cfg, kind)
+            layer = LayerSpec(attention, mlp, rope, norms=AROUND, qk_norm=self.qk_norm, qkv_bias=bias, out_bias=bias)
+            layers.append(layer)
+        norm = Norm(cfg.rms_norm_eps, offset=1.0)
+        spec = decoder(cfg, layers, norm, names=NAMES)
+        return replace(spec, embed_scale=cfg.hidden_size**0.5, logit_cap=cfg.final_logit_softcapping)
 
 
 class Gemma3(Gemma2):

@@ -30,4 +30,5 @@ class Glm4(Llama):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)
-        return replace(spec, layers=tuple(replace(layer, norms=AROUND) for layer in spec.layers), names=NAMES)
+        layers = [replace(layer, norms=AROUND) for layer in spec.layers]
+        return replace(spec, layers=tuple(layers), names=NAMES)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
+
+from .assembly import decoder, layer_norm
 
 NAMES = WeightNames(
     embed="transformer.wte",
@@ -43,19 +45,13 @@ class GPT2(ModelArch):
         dim = hidden // heads
         scale = dim**-0.5 if cfg.scale_attn_weights else 1.0
         inner = 4 * hidden if cfg.n_inner is None else cfg.n_inner
-        mlp = MLP(inner, fields.activation(cfg, "activation_function"), gated=False, bias=True)
-
-        def layer(i: int) -> LayerSpec:
-            share = i + 1 if cfg.scale_attn_by_inverse_layer_idx else 1
-            spec = AttnSpec(heads, heads, dim, dim, scale=scale / share)
-            return LayerSpec(spec, mlp, rope=None, qkv_bias=True, out_bias=True)
-
-        return DecoderSpec(
-            cfg.vocab_size,
-            hidden,
-            tuple(layer(i) for i in range(cfg.num_hidden_layers)),
-            Norm(cfg.layer_norm_epsilon, centered=True, bias=True),
-            cfg.tie_word_embeddings,
-            positions=cfg.max_position_embeddings,
-            names=NAMES,
-        )
+        activation = fields.activation(cfg, "activation_function")
+        mlp = MLP(inner, activation, gated=False, bias=True)
+        layers = []
+        for i in range(cfg.num_hidden_layers):
+            divisor = i + 1 if cfg.scale_attn_by_inverse_layer_idx else 1
+            attention = AttnSpec(heads, heads, dim, dim, scale=scale / divisor)
+            layer = LayerSpec(attention, mlp, rope=None, qkv_bias=True, out_bias=True)
+            layers.append(layer)
+        norm = layer_norm(cfg.layer_norm_epsilon)
+        return decoder(cfg, layers, norm, positions=cfg.max_position_embeddings, names=NAMES)

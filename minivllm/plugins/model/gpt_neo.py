@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
+
+from .assembly import decoder, layer_norm
 
 NAMES = WeightNames(
     embed="transformer.wte",
@@ -31,22 +33,18 @@ class GPTNeo(ModelArch):
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "num_heads", heads)
         inner = 4 * hidden if cfg.intermediate_size is None else cfg.intermediate_size
-        mlp = MLP(inner, fields.activation(cfg, "activation_function"), gated=False, bias=True)
-        window = {"global": None, "local": cfg.window_size}
+        activation = fields.activation(cfg, "activation_function")
+        mlp = MLP(inner, activation, gated=False, bias=True)
+        local = cfg.window_size
+        windows = {"global": None, "local": local}
         layers = []
         for kind in cfg.attention_layers:
-            if kind not in window:
+            if kind not in windows:
                 raise ModelError(f"attention_types has {shown(kind)}: expected 'global' or 'local'")
-            spec = AttnSpec(heads, heads, dim, dim, window=window[kind], scale=1.0)
-            layers.append(LayerSpec(spec, mlp, rope=None, out_bias=True))
-        if "local" in cfg.attention_layers and (type(cfg.window_size) is not int or cfg.window_size < 1):
-            raise ModelError(f"window_size={shown(cfg.window_size)}: expected a whole number >= 1")
-        return DecoderSpec(
-            cfg.vocab_size,
-            hidden,
-            tuple(layers),
-            Norm(cfg.layer_norm_epsilon, centered=True, bias=True),
-            cfg.tie_word_embeddings,
-            positions=cfg.max_position_embeddings,
-            names=NAMES,
-        )
+            attention = AttnSpec(heads, heads, dim, dim, window=windows[kind], scale=1.0)
+            layer = LayerSpec(attention, mlp, rope=None, out_bias=True)
+            layers.append(layer)
+        if "local" in cfg.attention_layers and (type(local) is not int or local < 1):
+            raise ModelError(f"window_size={shown(local)}: expected a whole number >= 1")
+        norm = layer_norm(cfg.layer_norm_epsilon)
+        return decoder(cfg, layers, norm, positions=cfg.max_position_embeddings, names=NAMES)

@@ -19,6 +19,8 @@ from minivllm.core.interfaces.decoder import (
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 
+from .assembly import decoder
+
 GATE_UP, DOWN = ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"
 STACKED = ExpertNames("stacked", "mlp.router", GATE_UP, DOWN, transposed=True, interleaved=True)
 # the form of the experts on the hub, MXFP4
@@ -31,24 +33,17 @@ class GptOss(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        mlp = fields.experts(
-            cfg,
-            cfg.intermediate_size,
-            Router(CHOSEN_SOFTMAX, bias=True),
-            activation=CLAMPED,
-            bias=True,
-            limit=getattr(cfg, "swiglu_limit", 7.0),  # a constant in transformers before 5.18
-            alpha=getattr(cfg, "swiglu_alpha", 1.702),
-        )
-        layers = [
-            LayerSpec(
-                fields.attention(cfg, window, sinks=True),
-                mlp,
-                fields.rope(cfg),
-                qkv_bias=cfg.attention_bias,
-                out_bias=cfg.attention_bias,
-            )
-            for window in fields.windows(cfg, cfg.layer_types)
-        ]
-        norm = Norm(cfg.rms_norm_eps)
-        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, tuple(layers), norm, cfg.tie_word_embeddings, names=NAMES)
+        router = Router(CHOSEN_SOFTMAX, bias=True)
+        # both numbers are constants in transformers before 5.18
+        limit = getattr(cfg, "swiglu_limit", 7.0)
+        alpha = getattr(cfg, "swiglu_alpha", 1.702)
+        width = cfg.intermediate_size
+        mlp = fields.experts(cfg, width, router, activation=CLAMPED, bias=True, limit=limit, alpha=alpha)
+        bias = cfg.attention_bias
+        rope = fields.rope(cfg)
+        layers = []
+        for window in fields.windows(cfg, cfg.layer_types):
+            attention = fields.attention(cfg, window, sinks=True)
+            layer = LayerSpec(attention, mlp, rope, qkv_bias=bias, out_bias=bias)
+            layers.append(layer)
+        return decoder(cfg, layers, Norm(cfg.rms_norm_eps), names=NAMES)

@@ -15,13 +15,10 @@ class Granite(Llama):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)
-        layers = [
-            replace(
-                layer,
-                attention=replace(layer.attention, scale=cfg.attention_multiplier),
-                residual_scale=cfg.residual_multiplier,
-            )
-            for layer in spec.layers
-        ]
-        scale = 1.0 / cfg.logits_scaling
-        return replace(spec, layers=tuple(layers), embed_scale=cfg.embedding_multiplier, logit_scale=scale)
+        layers = []
+        for layer in spec.layers:
+            attention = replace(layer.attention, scale=cfg.attention_multiplier)
+            scaled = replace(layer, attention=attention, residual_scale=cfg.residual_multiplier)
+            layers.append(scaled)
+        logit_scale = 1.0 / cfg.logits_scaling
+        return replace(spec, layers=tuple(layers), embed_scale=cfg.embedding_multiplier, logit_scale=logit_scale)

@@ -24,19 +24,16 @@ from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
 
+from .assembly import decoder
+
 CONV = "conv"
 GATE_UP, DOWN = ("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2"
 ROUTER, BIAS = "feed_forward.gate", "feed_forward.expert_bias"
 EXPERT_GATE_UP = ("feed_forward.experts.{e}.w1", "feed_forward.experts.{e}.w3")
+STACKED_GATE_UP = ("feed_forward.experts.gate_up_proj",)
 FORMS = (
     ExpertNames("one tensor each", ROUTER, EXPERT_GATE_UP, "feed_forward.experts.{e}.w2", choice_bias=BIAS),
-    ExpertNames(
-        "stacked",
-        ROUTER,
-        ("feed_forward.experts.gate_up_proj",),
-        "feed_forward.experts.down_proj",
-        choice_bias=BIAS,
-    ),
+    ExpertNames("stacked", ROUTER, STACKED_GATE_UP, "feed_forward.experts.down_proj", choice_bias=BIAS),
 )
 NAMES = WeightNames(
     norm="model.embedding_norm",
@@ -59,16 +56,18 @@ class Lfm2(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        rope, conv, attention = fields.rope(cfg), _short_conv(cfg), fields.attention(cfg)
+        rope = fields.rope(cfg)
+        conv = _short_conv(cfg)
+        attention = fields.attention(cfg)
         layers = []
         for i, kind in enumerate(fields.layer_types(cfg, CONV)):
             mlp = self.mlp(cfg, i)
             if kind == CONV:
-                layers.append(LayerSpec(conv, mlp, None, out_bias=conv.bias))
+                layer = LayerSpec(conv, mlp, None, out_bias=conv.bias)
             else:
-                layers.append(LayerSpec(attention, mlp, rope, qk_norm=HEAD))
-        norm = Norm(cfg.norm_eps)
-        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, tuple(layers), norm, cfg.tie_word_embeddings, names=NAMES)
+                layer = LayerSpec(attention, mlp, rope, qk_norm=HEAD)
+            layers.append(layer)
+        return decoder(cfg, layers, Norm(cfg.norm_eps), names=NAMES)
 
 
 class Lfm2Moe(Lfm2):

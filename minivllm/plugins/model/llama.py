@@ -13,6 +13,8 @@ from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError
 
+from .assembly import decoder
+
 
 class Llama(ModelArch):
     """The architecture ``LlamaForCausalLM``."""
@@ -38,18 +40,12 @@ class Llama(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         self.check(cfg)
-        qkv, out, mlp = self.biases(cfg)
-        layers = [
-            LayerSpec(
-                fields.attention(cfg, window),
-                MLP(cfg.intermediate_size, fields.activation(cfg), bias=mlp),
-                self.rope(cfg, i),
-                qk_norm=self.qk_norm,
-                qkv_bias=qkv,
-                out_bias=out,
-            )
-            for i, window in enumerate(self.windows(cfg))
-        ]
-        return DecoderSpec(
-            cfg.vocab_size, cfg.hidden_size, tuple(layers), Norm(cfg.rms_norm_eps), cfg.tie_word_embeddings
-        )
+        qkv_bias, out_bias, mlp_bias = self.biases(cfg)
+        mlp = MLP(cfg.intermediate_size, fields.activation(cfg), bias=mlp_bias)
+        layers = []
+        for i, window in enumerate(self.windows(cfg)):
+            attention = fields.attention(cfg, window)
+            rope = self.rope(cfg, i)
+            layer = LayerSpec(attention, mlp, rope, qk_norm=self.qk_norm, qkv_bias=qkv_bias, out_bias=out_bias)
+            layers.append(layer)
+        return decoder(cfg, layers, Norm(cfg.rms_norm_eps))

@@ -11,12 +11,9 @@ from minivllm.device.layers import fields
 from .mistral import Mistral
 
 EXPERTS = "block_sparse_moe.experts.{e}."
-NAMES = WeightNames(
-    experts=(
-        ExpertNames("one tensor each", "block_sparse_moe.gate", (EXPERTS + "w1", EXPERTS + "w3"), EXPERTS + "w2"),
-        EXPERT_NAMES[1],
-    )
-)
+GATE_UP = (EXPERTS + "w1", EXPERTS + "w3")
+SEPARATE = ExpertNames("one tensor each", "block_sparse_moe.gate", GATE_UP, EXPERTS + "w2")
+NAMES = WeightNames(experts=(SEPARATE, EXPERT_NAMES[1]))
 
 
 class Mixtral(Mistral):
@@ -24,6 +21,7 @@ class Mixtral(Mistral):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)
-        # the weights stay in float32
-        mlp = fields.experts(cfg, cfg.intermediate_size, Router(normalize=True, rounded=False))
-        return replace(spec, layers=tuple(replace(layer, mlp=mlp) for layer in spec.layers), names=NAMES)
+        router = Router(normalize=True, rounded=False)  # the weights of a token's experts stay in float32
+        mlp = fields.experts(cfg, cfg.intermediate_size, router)
+        layers = [replace(layer, mlp=mlp) for layer in spec.layers]
+        return replace(spec, layers=tuple(layers), names=NAMES)

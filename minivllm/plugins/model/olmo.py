@@ -25,7 +25,8 @@ class Olmo2(Llama):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)
-        return replace(spec, layers=tuple(replace(layer, norms=AFTER) for layer in spec.layers), names=NAMES)
+        layers = [replace(layer, norms=AFTER) for layer in spec.layers]
+        return replace(spec, layers=tuple(layers), names=NAMES)
 
 
 class Olmo3(Olmo2):

@@ -21,10 +21,11 @@ class Qwen2(Llama):
 
         ``layer_types`` gives the layers with a window.  Without it, these are the layers from max_window_layers on.
         """
-        layers, types = cfg.num_hidden_layers, getattr(cfg, "layer_types", None)
+        types = getattr(cfg, "layer_types", None)
         if types is None:
-            window = getattr(cfg, "sliding_window", None)
-            first = cfg.max_window_layers if window and getattr(cfg, "use_sliding_window", False) else layers
+            layers = first = cfg.num_hidden_layers
+            if getattr(cfg, "sliding_window", None) and getattr(cfg, "use_sliding_window", False):
+                first = cfg.max_window_layers
             types = [fields.SLIDING if i >= first else fields.FULL for i in range(layers)]
         return fields.windows(cfg, types)
 

@@ -25,7 +25,14 @@ from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
 
+from .assembly import decoder
+
 LINEAR = "linear_attention"
+
+
+QKVZ = ("linear_attn.in_proj_qkvz", ("q", "k", "v", "z"))
+BA = ("linear_attn.in_proj_ba", ("b", "a"))
+NEXT_NAMES = WeightNames(delta=DeltaNames(mixed=(QKVZ, BA), grouped=True))
 
 
 class Qwen35(ModelArch):
@@ -37,26 +44,20 @@ class Qwen35(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        rope, delta = fields.rope(cfg, partial=True), _delta_net(cfg)
-        attention, biased = fields.attention(cfg), cfg.attention_bias
+        rope = fields.rope(cfg, partial=True)
+        delta = _delta_net(cfg)
+        attention = fields.attention(cfg)
+        bias = cfg.attention_bias
         layers = []
         for i, kind in enumerate(fields.layer_types(cfg, LINEAR)):
+            mlp = self.mlp(cfg, i)
             if kind == LINEAR:
-                layers.append(LayerSpec(delta, self.mlp(cfg, i), None))
-                continue
-            layers.append(
-                LayerSpec(
-                    attention,
-                    self.mlp(cfg, i),
-                    rope,
-                    qk_norm=HEAD,
-                    qkv_bias=biased,
-                    out_bias=biased,
-                    gated=True,
-                )
-            )
+                layer = LayerSpec(delta, mlp, None)
+            else:
+                layer = LayerSpec(attention, mlp, rope, qk_norm=HEAD, qkv_bias=bias, out_bias=bias, gated=True)
+            layers.append(layer)
         norm = Norm(cfg.rms_norm_eps, offset=1.0)
-        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, tuple(layers), norm, cfg.tie_word_embeddings)
+        return decoder(cfg, layers, norm)
 
 
 class Qwen35Moe(Qwen35):
@@ -71,18 +72,14 @@ class Qwen3Next(Qwen35):
     heads.
     """
 
-    NAMES = DeltaNames(
-        mixed=(("linear_attn.in_proj_qkvz", ("q", "k", "v", "z")), ("linear_attn.in_proj_ba", ("b", "a"))),
-        grouped=True,
-    )
-
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
         if fields.sparse_layers(cfg)[layer]:
             return _experts(cfg, Router(normalize=cfg.norm_topk_prob))
         return super().mlp(cfg, layer)
 
     def describe(self, cfg: Any) -> DecoderSpec:
-        return replace(super().describe(cfg), names=WeightNames(delta=self.NAMES))
+        spec = super().describe(cfg)
+        return replace(spec, names=NEXT_NAMES)
 
 
 def _experts(cfg: Any, router: Router) -> Experts:
@@ -93,16 +90,19 @@ def _experts(cfg: Any, router: Router) -> Experts:
 
 def _delta_net(cfg: Any) -> GatedDelta:
     """Return the gated delta net of all linear layers.  ModelError for sizes that are not possible."""
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    sizes = [getattr(cfg, f"linear_{name}") for name in names]
-    for name, value in zip(names, sizes, strict=True):
+    sizes = []
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+        value = getattr(cfg, f"linear_{name}")
         if type(value) is not int or value < 1:
             raise ModelError(f"linear_{name}={shown(value)}: expected a whole number >= 1")
-    if sizes[1] % sizes[0]:
-        raise ModelError(f"linear_num_value_heads={sizes[1]}: expected a multiple of linear_num_key_heads={sizes[0]}")
+        sizes.append(value)
+    key_heads, value_heads, key_dim, value_dim, width = sizes
+    if value_heads % key_heads:
+        raise ModelError(
+            f"linear_num_value_heads={value_heads}: expected a multiple of linear_num_key_heads={key_heads}"
+        )
     if fields.activation(cfg) != "silu":
         raise ModelError(
             f"hidden_act={shown(cfg.hidden_act)}: expected 'silu', the convolution supports no other activation"
         )
-    key_heads, value_heads, key_dim, value_dim, width = sizes
     return GatedDelta(key_heads, value_heads, key_dim, value_dim, width, cfg.rms_norm_eps)

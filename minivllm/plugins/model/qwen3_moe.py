@@ -18,11 +18,12 @@ class SparseLayers(Qwen2):
         return fields.experts(cfg, cfg.moe_intermediate_size, Router(normalize=cfg.norm_topk_prob))
 
     def describe(self, cfg: Any) -> DecoderSpec:
-        spec, sparse = super().describe(cfg), fields.sparse_layers(cfg)
-        layers = [
-            replace(layer, mlp=self.experts(cfg)) if mine else layer
-            for layer, mine in zip(spec.layers, sparse, strict=True)
-        ]
+        spec = super().describe(cfg)
+        sparse = fields.sparse_layers(cfg)
+        layers = list(spec.layers)
+        for i, layer in enumerate(spec.layers):
+            if sparse[i]:
+                layers[i] = replace(layer, mlp=self.experts(cfg))
         return replace(spec, layers=tuple(layers))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, WeightNames
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.device.layers import fields
+
+from .assembly import decoder, layer_norm
 
 
 class Starcoder2(ModelArch):
@@ -14,18 +16,12 @@ class Starcoder2(ModelArch):
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
-        layer = LayerSpec(
-            fields.attention(cfg, cfg.sliding_window),
-            MLP(cfg.intermediate_size, fields.activation(cfg), gated=False, bias=cfg.use_bias),
-            fields.rope(cfg),
-            qkv_bias=cfg.use_bias,
-            out_bias=cfg.use_bias,
-        )
-        return DecoderSpec(
-            cfg.vocab_size,
-            cfg.hidden_size,
-            (layer,) * cfg.num_hidden_layers,
-            Norm(cfg.norm_epsilon, centered=True, bias=True),
-            cfg.tie_word_embeddings,
-            names=WeightNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
-        )
+        bias = cfg.use_bias
+        attention = fields.attention(cfg, cfg.sliding_window)
+        mlp = MLP(cfg.intermediate_size, fields.activation(cfg), gated=False, bias=bias)
+        rope = fields.rope(cfg)
+        layer = LayerSpec(attention, mlp, rope, qkv_bias=bias, out_bias=bias)
+        layers = [layer] * cfg.num_hidden_layers
+        norm = layer_norm(cfg.norm_epsilon)
+        names = WeightNames(gate_up=("mlp.c_fc",), down="mlp.c_proj")
+        return decoder(cfg, layers, norm, names=names)

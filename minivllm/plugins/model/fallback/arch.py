@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,9 +46,11 @@ class TransformersArch(ModelArch):
 
     def plan(self, cfg: Any) -> Plan:
         hf = config_of(cfg)
-        content = {k: v for k, v in hf.to_dict().items() if k != "tie_word_embeddings"}
+        content = hf.to_dict()
+        content.pop("tie_word_embeddings", None)
         if self._content != content:
-            self._plan, self._conversion = make_plan(hf), None
+            self._plan = make_plan(hf)
+            self._conversion = None
             self._content = content
         return self._plan
 
@@ -63,7 +66,8 @@ class TransformersArch(ModelArch):
         self.plan(cfg)
         if self._conversion is None:
             hf = config_of(cfg)
-            self._conversion = HFConversion(blank_model(class_of(hf), hf, MARK))
+            model = blank_model(class_of(hf), hf, MARK)
+            self._conversion = HFConversion(model)
         return self._conversion
 
     def notes(self, cfg: Any) -> Mapping[str, str]:
@@ -79,17 +83,15 @@ class Fallback:
     def __init__(self, plan: Plan, cfg: Any, parts: Any) -> None:
         if parts.heads(2 * plan.layers) != 2 * plan.layers:
             raise ModelError("a model of transformers is not split over processes: set tensor_parallel_size=1")
-        model = blank_model(class_of(cfg), cfg, parts.dtype)
-        self.current, body = Current(), model.base_model
-        self.parts, self.model, self.body = parts, model, body
+        self.parts = parts
+        self.current = Current()
+        self.model = model = blank_model(class_of(cfg), cfg, parts.dtype)
+        self.body = body = model.base_model
         self._embeddings(plan)
         self._rest(plan)
         self._products(plan)
         self._experts(plan)
-        self.norms = {name: parts.norm(name, *size) for name, size in plan.norms.items()}
-        passing = {name for names in plan.head_norms.values() for name in names}
-        for name, norm in self.norms.items():
-            place(model, name, Passing() if name in passing else Norming(norm, plan.norms[name][0]))
+        self._norms(plan)
         self._head(plan)
         if parts.device != "meta":
             self._buffers()
@@ -98,8 +100,10 @@ class Fallback:
         place(model, model.base_model_prefix, self.last)
 
     def _embeddings(self, plan: Plan) -> None:
-        self.tables = {name: self.parts.embedding(name, *size) for name, size in plan.embeddings.items()}
-        for name, table in self.tables.items():
+        self.tables = {}
+        for name, (rows, dim) in plan.embeddings.items():
+            table = self.parts.embedding(name, rows, dim)
+            self.tables[name] = table
             own(self.model.get_submodule(name), "weight", table.weight)
 
     def _rest(self, plan: Plan) -> None:
@@ -109,23 +113,39 @@ class Fallback:
                 own(module, param, tensor)
 
     def _products(self, plan: Plan) -> None:
-        together = {name for names in plan.merged.values() for name in names}
-        linears: dict[str, Any] = {}
-        for name, m in plan.matrices.items():
-            if name not in together:
-                linears[name] = self.parts.linear(name, m.inp, [("", m.out)], bias=m.bias)
-                place(self.model, name, Projection(linears[name], m.inp, m.out))
+        """Replace the linear layers and the gated MLPs of the model."""
+        linears = {}
+        merged = set(chain.from_iterable(plan.merged.values()))
+        for name, matrix in plan.matrices.items():
+            if name in merged:
+                continue
+            outputs = [("", matrix.out)]
+            linear = self.parts.linear(name, matrix.inp, outputs, bias=matrix.bias)
+            linears[name] = linear
+            place(self.model, name, Projection(linear, matrix.inp, matrix.out))
+        linears |= self._merged_products(plan)
+        for name, activation in plan.gated.items():
+            inside = [linear for linear in linears if linear.rpartition(".")[0] == name]
+            up = next(linear for linear in inside if linear in plan.merged)
+            down = next(linear for linear in inside if linear != up)
+            gated = self.parts.gated_linear(linears[up], activation)
+            place(self.model, name, Gated(gated, linears[down]))
+
+    def _merged_products(self, plan: Plan) -> dict[str, Any]:
+        """Replace matrices that multiply the same input, and return the engine's linear layer of each group by name."""
+        linears = {}
         for whole, names in plan.merged.items():
-            matrices, children = [plan.matrices[n] for n in names], [n.rpartition(".")[2] for n in names]
-            sizes = [(child, m.out) for child, m in zip(children, matrices, strict=True)]
-            linears[whole] = self.parts.linear(whole, matrices[0].inp, sizes, bias=matrices[0].bias)
-            shared = Shared(linears[whole], matrices[0].inp, [m.out for m in matrices])
+            matrices = [plan.matrices[name] for name in names]
+            sizes = [matrix.out for matrix in matrices]
+            children = [name.rpartition(".")[2] for name in names]
+            outputs = list(zip(children, sizes, strict=True))
+            first = matrices[0]
+            linear = self.parts.linear(whole, first.inp, outputs, bias=first.bias)
+            linears[whole] = linear
+            shared = Shared(linear, first.inp, sizes)
             for i, name in enumerate(names):
                 place(self.model, name, SharedPiece(shared, i))
-        for name, activation in plan.gated.items():
-            whole = next(w for w in plan.merged if w.rpartition(".")[0] == name)
-            down = next(n for n in linears if n.rpartition(".")[0] == name and n != whole)
-            place(self.model, name, Gated(self.parts.gated_linear(linears[whole], activation), linears[down]))
+        return linears
 
     def _experts(self, plan: Plan) -> None:
         for name, activation in plan.experts.items():
@@ -133,36 +153,51 @@ class Fallback:
             if kernels_serve(self.parts, *module.down_proj.shape[1:]):
                 module.forward = Routed(module, activation, self.parts.invariant)
 
+    def _norms(self, plan: Plan) -> None:
+        in_attention = set(chain.from_iterable(plan.head_norms.values()))
+        self.norms = {}
+        for name, (dim, kind) in plan.norms.items():
+            norm = self.parts.norm(name, dim, kind)
+            self.norms[name] = norm
+            module = Passing() if name in in_attention else Norming(norm, dim)
+            place(self.model, name, module)
+
     def _head(self, plan: Plan) -> None:
         old = self.model.get_submodule(plan.head)
-        size, tied = (old.in_features, old.out_features), self.tables.get(plan.tied)
-        head = self.parts.lm_head(plan.head, *size, tied)
-        bias = old.bias
-        place(self.model, plan.head, FallbackHead(head, bias, *size))
+        inp, out = old.in_features, old.out_features
+        tied = self.tables.get(plan.tied)
+        head = self.parts.lm_head(plan.head, inp, out, tied)
+        place(self.model, plan.head, FallbackHead(head, old.bias, inp, out))
 
     def _buffers(self) -> None:
         empty = fill_buffers(self.model, self.parts.device)
         for name, module in self.model.named_modules():
-            empty += [f"{name}.{k}" for k, v in vars(module).items() if isinstance(v, Tensor) and v.is_meta]
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    empty.append(f"{name}.{attribute}")
         if empty:
+            label = f"transformers' {type(self.model).__name__}"
             raise ModelError(
-                f"transformers' {type(self.model).__name__}: {empty[0]} is computed only in the model's constructor; "
+                f"{label}: {empty[0]} is computed only in the model's constructor; "
                 "use a model whose _init_weights computes it"
             )
 
     def _attention(self, plan: Plan) -> None:
         made: dict[Any, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         for i, call in enumerate(plan.calls):
-            module, turn = self.model.get_submodule(call.module), call.rotation
-            layer = self.parts.attention(i, call.spec)
-            if turn not in made:
-                made[turn] = self._tables(turn)
-            if turn is not None:
+            module = self.model.get_submodule(call.module)
+            rotation = call.rotation
+            if rotation not in made:
+                made[rotation] = self._tables(rotation)
+            if rotation is not None:
                 module.forward = with_apply(module, leave)
-            pre = QKPre(*made[turn])
+            cos, sin = made[rotation]
+            pre = QKPre(cos, sin)
             if call.module in plan.head_norms:
                 q, k = plan.head_norms[call.module]
-                pre = QKPre(*made[turn], self.norms[q].weight, self.norms[k].weight, plan.norms[q][1].eps)
+                eps = plan.norms[q][1].eps
+                pre = QKPre(cos, sin, self.norms[q].weight, self.norms[k].weight, eps)
+            layer = self.parts.attention(i, call.spec)
             setattr(module, SLOT, Attends(layer, self.current, pre))
 
     def _tables(self, turn: Any) -> tuple[Tensor, Tensor]:
@@ -174,9 +209,12 @@ class Fallback:
 
     def __call__(self, step: StepTensors) -> Tensor:
         self.current.step = step
-        out = self.body(input_ids=step.ids[None], position_ids=step.position[None], use_cache=False, return_dict=True)
+        ids, position = step.ids[None], step.position[None]
+        out = self.body(input_ids=ids, position_ids=position, use_cache=False, return_dict=True)
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        self.last.hidden = hidden = hidden[None]  # [1, N, H], because some models read the shape of the body's output
-        return self.model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits[0]
+        batch = hidden[None]  # [1, N, H], because some models read the shape of the body's output
+        self.last.hidden = batch
+        out = self.model(inputs_embeds=batch, use_cache=False, return_dict=True)
+        return out.logits[0]

@@ -60,9 +60,12 @@ class Attends:
     """The attention of a module of transformers, computed by a layer of the engine."""
 
     def __init__(self, layer: Any, current: Current, pre: QKPre) -> None:
-        self.layer, self.current, self.pre = layer, current, pre
+        self.layer = layer
+        self.current = current
+        self.pre = pre
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
         out = self.layer(q, k, v, self.current.step, self.pre)
-        return out.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+        heads, tokens, dim_v = query.shape[1], query.shape[2], value.shape[3]
+        return out.view(1, tokens, heads, dim_v), None

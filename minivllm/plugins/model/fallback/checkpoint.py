@@ -39,8 +39,11 @@ class HFConversion(Conversion):
 
     def name(self, source: str) -> str | None:
         name, pattern = self._renamed(source)
-        drop = name not in self.known and any(one.search(name) for one in self.needless)
-        return None if drop or pattern is not None else name
+        if pattern is not None:
+            return None
+        if name not in self.known and any(one.search(name) for one in self.needless):
+            return None
+        return name
 
     def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         several: dict[str, list[tuple[str, str, Tensor]]] = {}
@@ -55,13 +58,16 @@ class HFConversion(Conversion):
 
     def _converted(self, name: str, pieces: list[tuple[str, str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors that are combined from several tensors of a checkpoint with numbers in their names."""
-        converter = copy.deepcopy(self.by_pattern[pieces[0][1]])
+        pattern = pieces[0][1]
+        converter = copy.deepcopy(self.by_pattern[pattern])
         for source, pattern, tensor in sorted(pieces, key=lambda piece: dot_natural_key(piece[0])):
             converter.add_tensor(name, source, pattern, tensor)
         try:
             made = converter.convert(name, model=self.model, config=self.model.config)
         except Exception as exc:  # any error, for instance because a tensor is missing
-            what = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
-            raise ModelError(f"{name} cannot be computed from the checkpoint's {what}; download it again") from exc
+            first = min(source for source, _, _ in pieces)
+            problem = f"{name} cannot be computed from {len(pieces)} tensors of the checkpoint ({first} and others)"
+            raise ModelError(f"{problem}: {one_line(exc)}; download it again") from exc
         for target, tensor in made.items():
-            yield target, tensor[0] if isinstance(tensor, list) else tensor
+            whole = tensor[0] if isinstance(tensor, list) else tensor
+            yield target, whole

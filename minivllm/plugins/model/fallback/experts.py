@@ -36,15 +36,21 @@ def weights_of(module: Any) -> list[Tensor]:
 
 def is_aligned(module: Any) -> bool:
     """Return whether torch's grouped product supports the widths of a layer's experts."""
-    widths = (size * w.element_size() for w in weights_of(module) for size in w.shape[1:])
-    return all(width % ALIGNED == 0 for width in widths)
+    for weight in weights_of(module):
+        for size in weight.shape[1:]:
+            if size * weight.element_size() % ALIGNED:
+                return False
+    return True
 
 
 def multiply(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts' outputs [T, H], for x [T, H] and ids and weights [T, k]."""
     if is_aligned(module):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    of_one = max(w[0].numel() * w.element_size() for w in weights_of(module))
-    rows = max(1, MOST_BYTES // (of_one * top_k_index.shape[-1]))
-    pieces = zip(*(x.split(rows) for x in (hidden_states, top_k_index, top_k_weights)), strict=True)
-    return torch.cat([batched_mm_experts_forward(module, *piece) for piece in pieces])
+    expert_bytes = max(weight[0].numel() * weight.element_size() for weight in weights_of(module))
+    token_bytes = expert_bytes * top_k_index.shape[-1]
+    rows = max(1, MOST_BYTES // token_bytes)
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    pieces = zip(*(x.split(rows) for x in inputs), strict=True)
+    outputs = [batched_mm_experts_forward(module, *piece) for piece in pieces]
+    return torch.cat(outputs)

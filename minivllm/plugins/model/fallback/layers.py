@@ -26,10 +26,13 @@ class Projection(Replaced):
 
     def __init__(self, linear: Any, inp: int, out: int) -> None:
         super().__init__()
-        self.linear, self.in_features, self.out_features = linear, inp, out
+        self.linear = linear
+        self.in_features = inp
+        self.out_features = out
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        out = self.linear(x.reshape(-1, self.in_features))
+        return out.view(*x.shape[:-1], self.out_features)
 
     @property
     def weight(self) -> Tensor:
@@ -48,16 +51,22 @@ class Shared:
     """
 
     def __init__(self, linear: Any, inp: int, sizes: Sequence[int]) -> None:
-        self.linear, self.inp, self.sizes = linear, inp, list(sizes)
+        self.linear = linear
+        self.inp = inp
+        self.sizes = list(sizes)
         self.given: Tensor | None = None
         self.pieces: list[Tensor | None] = []
 
     def piece(self, i: int, x: Tensor) -> Tensor:
+        """Return the output [..., out] of matrix i for an input [..., in], and release it here."""
         if self.given is not x or self.pieces[i] is None:
-            out = self.linear(x.reshape(-1, self.inp))
-            self.given, self.pieces = x, list(out.view(*x.shape[:-1], out.shape[-1]).split(self.sizes, dim=-1))
-        found, self.pieces[i] = self.pieces[i], None
+            rows = self.linear(x.reshape(-1, self.inp))
+            out = rows.view(*x.shape[:-1], rows.shape[-1])
+            self.given = x
+            self.pieces = list(out.split(self.sizes, dim=-1))
+        found = self.pieces[i]
         assert found is not None
+        self.pieces[i] = None
         if all(piece is None for piece in self.pieces):
             self.given = None
         return found
@@ -68,8 +77,10 @@ class SharedPiece(Replaced):
 
     def __init__(self, shared: Shared, i: int) -> None:
         super().__init__()
-        self.shared, self.i = shared, i
-        self.in_features, self.out_features = shared.inp, shared.sizes[i]
+        self.shared = shared
+        self.i = i
+        self.in_features = shared.inp
+        self.out_features = shared.sizes[i]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.shared.piece(self.i, x)
@@ -80,10 +91,13 @@ class Gated(Replaced):
 
     def __init__(self, up: Callable[[Normed], Tensor], down: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down = up, down
+        self.up = up
+        self.down = down
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.up(Normed(x.reshape(-1, x.shape[-1])))).view(x.shape)
+        rows = Normed(x.reshape(-1, x.shape[-1]))
+        inner = self.up(rows)
+        return self.down(inner).view(x.shape)
 
 
 class Routed:
@@ -94,19 +108,26 @@ class Routed:
     """
 
     def __init__(self, module: Any, activation: str, fixed: bool) -> None:
-        self.module, self.activation, self.fixed = module, activation, fixed
+        self.module = module
+        self.activation = activation
+        self.fixed = fixed
         self.products: Any = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum of the experts' weighted outputs [T, H] for x [T, H], ids [T, k] and weights [T, k]."""
         if self.products is None:  # created at the first call, when the weights are loaded
-            from minivllm.device.kernels.experts import ExpertProducts
-
-            biases = (getattr(self.module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj"))
-            weights = self.module.gate_up_proj, self.module.down_proj
-            self.products = ExpertProducts(*weights, *biases, self.activation, fixed=self.fixed)
-        ids, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
+            self.products = self._make_products()
+        ids = top_k_index.int().contiguous()
+        weights = top_k_weights.float().contiguous()
         return self.products(hidden_states, ids, weights)[0]
+
+    def _make_products(self) -> Any:
+        from minivllm.device.kernels.experts import ExpertProducts
+
+        names = ("gate_up_proj", "down_proj")
+        weights = [getattr(self.module, name) for name in names]
+        biases = [getattr(self.module, f"{name}_bias", None) for name in names]
+        return ExpertProducts(*weights, *biases, self.activation, fixed=self.fixed)
 
 
 class Norming(Replaced):
@@ -114,10 +135,12 @@ class Norming(Replaced):
 
     def __init__(self, norm: Any, dim: int) -> None:
         super().__init__()
-        self.norm, self.dim = norm, dim
+        self.norm = norm
+        self.dim = dim
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.norm(x.reshape(-1, self.dim))[0].view(x.shape)
+        rows = x.reshape(-1, self.dim)
+        return self.norm(rows)[0].view(x.shape)
 
     @property
     def weight(self) -> Tensor:
@@ -136,10 +159,14 @@ class FallbackHead(Replaced):
 
     def __init__(self, head: Any, bias: Tensor | None, inp: int, out: int) -> None:
         super().__init__()
-        self.head, self.bias, self.in_features, self.out_features = head, bias, inp, out
+        self.head = head
+        self.bias = bias
+        self.in_features = inp
+        self.out_features = out
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.head(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        rows = self.head(x.reshape(-1, self.in_features))
+        out = rows.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -170,7 +197,8 @@ class GivenBody(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__dict__["body"], name)
-        return self if isinstance(found, nn.Module) and hasattr(found, "get_input_embeddings") else found
+        is_body = isinstance(found, nn.Module) and hasattr(found, "get_input_embeddings")
+        return self if is_body else found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Outputs:
         return Outputs(self.hidden)
@@ -199,12 +227,13 @@ def fill_buffers(model: Any, device: str) -> list[str]:
     """
     made = []
     for name, module in model.named_modules():
-        empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        buffers = module._buffers
+        empty = [key for key, buffer in buffers.items() if buffer is not None and buffer.is_meta]
         for key in empty:
-            old = module._buffers[key]
+            old = buffers[key]
             fill = torch.nan if old.is_floating_point() else 0
-            module._buffers[key] = torch.full_like(old, fill, device=device)
-            made.append((f"{name}.{key}", module, key))
+            buffers[key] = torch.full_like(old, fill, device=device)
+            made.append((f"{name}.{key}", buffers, key))
         if empty:
             model._init_weights(module)
-    return [name for name, module, key in made if bool(module._buffers[key].isnan().any())]
+    return [name for name, buffers, key in made if bool(buffers[key].isnan().any())]

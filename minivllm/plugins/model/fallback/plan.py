@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,15 +62,22 @@ class Plan:
     def rules(self, tied: bool) -> list[Rule]:
         """Return the rules of the checkpoint; ``tied`` means that config.json ties the head's weight."""
         found = [Rule(name, name) for name in (*self.norms, *self.embeddings)]
-        together = {name: whole for whole, names in self.merged.items() for name in names}
+        product_of = {name: whole for whole, names in self.merged.items() for name in names}
         for name, matrix in self.matrices.items():
-            whole = together.get(name)
-            part = name.rpartition(".")[2] if whole else ""
-            found.append(Rule(name, whole or name, part, transposed=matrix.transposed))
-        found.append(Rule(self.head, None if self.tied and tied else self.head))
+            product, piece = name, ""
+            if name in product_of:
+                product = product_of[name]
+                piece = name.rpartition(".")[2]
+            rule = Rule(name, product, piece, transposed=matrix.transposed)
+            found.append(rule)
+        shares_weight = bool(self.tied) and tied
+        found.append(Rule(self.head, None if shares_weight else self.head))
         found += [Rule(name, rest_name(name)) for name in self.rest]
-        found += [Rule(call.module, f"layers.{i}.attn") for i, call in enumerate(self.calls) if call.sinks]
-        return list(dict.fromkeys(_short(rule) for rule in found))
+        for i, call in enumerate(self.calls):
+            if call.sinks:
+                found.append(Rule(call.module, f"layers.{i}.attn"))
+        general = [_short(rule) for rule in found]
+        return list(dict.fromkeys(general))
 
 
 def rest_name(name: str) -> str:
@@ -79,11 +86,18 @@ def rest_name(name: str) -> str:
 
 
 def _short(rule: Rule) -> Rule:
-    """Return a rule for the modules of all layers."""
-    if rule.module is None or not rule.module.startswith(rule.source.rpartition(".")[0]):
+    """Return a rule that applies to all layers, with ``{i}`` for the index of the layer in both names."""
+    if rule.module is None:
         return rule
-    names = (re.sub(r"\.\d+(?=\.|$)", ".{i}", name, count=1) for name in (rule.source, rule.module))
-    return Rule(*names, rule.part, rule.pairs, rule.transposed)
+    parent = rule.source.rpartition(".")[0]
+    if not rule.module.startswith(parent):
+        return rule
+    return replace(rule, source=_every_layer(rule.source), module=_every_layer(rule.module))
+
+
+def _every_layer(name: str) -> str:
+    """Return the name of a module with ``{i}`` for the first number in it."""
+    return re.sub(r"\.\d+(?=\.|$)", ".{i}", name, count=1)
 
 
 def make_plan(cfg: Any) -> Plan:
@@ -99,23 +113,31 @@ def make_plan(cfg: Any) -> Plan:
         raise
     plan = Plan(found.calls, layers=len(found.calls))
     _choose_head(plan, model, found.hidden)
-    known: dict[Any, Norm | None] = {}
     exact = _exact(model)
+    _choose_modules(plan, model, exact)
+    _choose_head_norms(plan, found.often)
+    _choose_merged(plan, model, found.inputs, found.often)
+    _choose_gated(plan, model)
+    _choose_rest(plan, model, exact)
+    return plan
+
+
+def _choose_modules(plan: Plan, model: nn.Module, exact: Sequence[re.Pattern]) -> None:
+    """Add the embeddings, matrices, norms and experts that the engine replaces to the plan."""
+    norms: dict[Any, Norm | None] = {}
     for name, module in model.named_modules():
-        if name == plan.head or any(p.search(f"{name}.{n}") for p in exact for n, _ in module.named_parameters()):
+        params = [f"{name}.{param}" for param, _ in module.named_parameters()]
+        if name == plan.head or any(pattern.search(param) for pattern in exact for param in params):
             continue
         if isinstance(module, nn.Embedding):
-            plan.embeddings[name] = module.weight.shape[0], module.weight.shape[1]
+            rows, dim = module.weight.shape
+            plan.embeddings[name] = rows, dim
         elif (matrix := _matrix(module)) is not None:
             plan.matrices[name] = matrix
-        elif (norm := _norm(module, known)) is not None:
+        elif (norm := _norm(module, norms)) is not None:
             plan.norms[name] = module.weight.shape[0], norm
         elif (activation := experts_of(module)) is not None:
             plan.experts[name] = activation
-    _choose_head_norms(plan, found.often)
-    _choose_merged(plan, model, found.inputs, found.often)
-    _choose_rest(plan, model, exact)
-    return plan
 
 
 def _exact(model: Any) -> list[re.Pattern]:
@@ -126,78 +148,113 @@ def _exact(model: Any) -> list[re.Pattern]:
 
 def _matrix(module: nn.Module) -> Matrix | None:
     if type(module) is nn.Linear:
-        return Matrix(module.in_features, module.out_features, module.bias is not None, False)
+        has_bias = module.bias is not None
+        return Matrix(module.in_features, module.out_features, has_bias, transposed=False)
     if type(module) is Conv1D:
-        return Matrix(module.weight.shape[0], module.weight.shape[1], True, True)
+        inp, out = module.weight.shape
+        return Matrix(inp, out, bias=True, transposed=True)
     return None
 
 
 def _choose_head(plan: Plan, model: Any, hidden: int) -> None:
     head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), "")
-    if type(head) is not nn.Linear or head.in_features != hidden or not name:
+    for name, module in model.named_modules():
+        if module is head:
+            plan.head = name
+            break
+    if not plan.head or type(head) is not nn.Linear or head.in_features != hidden:
         raise ModelError(
             f"transformers' {type(model).__name__}: its head is not one matrix after the hidden states; expected a "
             "causal language model with one"
         )
-    plan.head = name
-    same = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is head.weight)
-    plan.tied = next(same, "")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is head.weight:
+            plan.tied = name
+            break
 
 
 def _choose_head_norms(plan: Plan, often: set[str]) -> None:
     for call in plan.calls:
-        q, k = call.before or ("", "")
-        if q not in plan.norms or k not in plan.norms or q == k or often & {q, k}:
+        if call.before is None:
             continue
-        (q_dim, q_kind), (k_dim, k_kind) = plan.norms[q], plan.norms[k]
-        if q_dim == k_dim == call.spec.dim_qk and q_kind == k_kind and not q_kind.centered:
+        q, k = call.before
+        if q == k or often & {q, k} or not {q, k} <= plan.norms.keys():
+            continue
+        dim, kind = plan.norms[q]
+        if plan.norms[k] == (dim, kind) and dim == call.spec.dim_qk and not kind.centered:
             plan.head_norms[call.module] = q, k
 
 
 def _choose_merged(plan: Plan, model: nn.Module, inputs: dict[str, Any], often: set[str]) -> None:
-    for name, module in model.named_modules():
-        for names in TOGETHER:
-            full = [f"{name}.{child}" for child in names]
-            matrices = [plan.matrices.get(child) for child in full]
-            given = [inputs.get(child) for child in full]
-            if None in matrices or given[0] is None or any(x is not given[0] for x in given) or often & set(full):
+    for name, _ in model.named_modules():
+        for children in TOGETHER:
+            names = [f"{name}.{child}" for child in children]
+            if not plan.matrices.keys() >= set(names) or often & set(names):
                 continue
-            if len({(m.bias, m.transposed) for m in matrices if m is not None}) == 1:
-                plan.merged[f"{name}.{'+'.join(names)}"] = tuple(full)
+            first, *others = [inputs.get(one) for one in names]
+            if first is None or any(other is not first for other in others):
+                continue
+            matrices = [plan.matrices[one] for one in names]
+            layouts = {(matrix.bias, matrix.transposed) for matrix in matrices}
+            if len(layouts) == 1:
+                plan.merged[_product_name(name, children)] = tuple(names)
+
+
+def _choose_gated(plan: Plan, model: nn.Module) -> None:
+    for name, module in model.named_modules():
         for names in GATED:
-            if f"{name}.{'+'.join(names[:2])}" in plan.merged and f"{name}.{names[2]}" in plan.matrices:
-                activation = gate_of(module, names)
-                if activation is not None:
-                    plan.gated[name] = activation
+            gate, up, down = names
+            if _product_name(name, (gate, up)) not in plan.merged or f"{name}.{down}" not in plan.matrices:
+                continue
+            activation = gate_of(module, names)
+            if activation is not None:
+                plan.gated[name] = activation
+
+
+def _product_name(parent: str, children: Sequence[str]) -> str:
+    """Return the name of the product of several matrices of a module."""
+    return f"{parent}.{'+'.join(children)}"
 
 
 @torch.no_grad()
 def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
     """Return the activation of an MLP that computes ``down(activation(gate(x)) * up(x))``, found by a test with
     small matrices.
+
+    None means that the module computes another function.  ``names`` are the names of gate, up and down in the module.
     """
-    if {name for name, _ in module.named_children()} - {"act_fn", "act", "activation_fn", *names}:
+    children = {name for name, _ in module.named_children()}
+    if children - {"act_fn", "act", "activation_fn", *names}:
         return None
     if list(module.parameters(recurse=False)) or list(module.buffers()):
         return None
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(12, 8, generator=generator) for _ in names)
-    x, probe = torch.randn(1, 3, 8, generator=generator), copy.copy(module)
+    x = torch.randn(1, 3, 8, generator=generator)
+    probe = copy.copy(module)
     probe._modules = dict(module._modules)
     for name, weight in zip(names, (gate, up, down.T), strict=True):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        out, inp = weight.shape
+        linear = nn.Linear(inp, out, bias=False)
         linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         probe._modules[name] = linear
     try:
         found = probe(x)
     except Exception:
         return None  # the inputs of the products differ from those of a gated MLP
+    gates, values = x @ gate.T, x @ up.T
     for activation in ACTIVATIONS:
-        wanted = (APPLY[activation](x @ gate.T) * (x @ up.T)) @ down
-        if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4):
+        inner = APPLY[activation](gates) * values
+        if _agree(found, inner @ down, atol=1e-4):
             return activation
     return None
+
+
+def _agree(found: Any, wanted: Tensor, atol: float) -> bool:
+    """Return whether a result is a tensor that equals ``wanted`` within a tolerance."""
+    if not isinstance(found, Tensor) or found.shape != wanted.shape:
+        return False
+    return torch.allclose(found, wanted, atol=atol)
 
 
 @torch.no_grad()
@@ -207,19 +264,10 @@ def experts_of(module: Any) -> str | None:
     None means that the experts do not compute ``down(activation(gate) * up)`` of matrices in the layout of
     ``device.kernels.experts``.
     """
-    params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
-    up, down = params.get("gate_up_proj", ()), params.get("down_proj", ())
-    if not hasattr(module, "_apply_gate") or len(up) != 3 or len(down) != 3:
+    if not hasattr(module, "_apply_gate") or not _has_expert_layout(module):
         return None
-    biases = {"gate_up_proj_bias": up[:2], "down_proj_bias": down[:2]}
-    strange = any(
-        biases.get(name) != shape for name, shape in params.items() if name not in ("gate_up_proj", "down_proj")
-    )
-    if strange or getattr(module, "has_post_expert_norm", False) or up != (down[0], 2 * down[2], down[1]):
-        return None
-    if getattr(module, "is_transposed", True) or not getattr(module, "is_concatenated", False):
-        return None
-    x = 2 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(64, 16, generator=generator)
     try:
         found = module._apply_gate(x)
     except Exception:
@@ -227,19 +275,45 @@ def experts_of(module: Any) -> str | None:
     gate, value = x.chunk(2, dim=-1)
     for activation in ACTIVATIONS:
         wanted = APPLY[activation](gate) * value
-        if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-6):
+        if _agree(found, wanted, atol=1e-6):
             return activation
     return None
 
 
+def _has_expert_layout(module: Any) -> bool:
+    """Return whether experts have gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner].
+
+    Biases of both are allowed, other parameters are not.
+    """
+    params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
+    gate_up = params.pop("gate_up_proj", ())
+    down = params.pop("down_proj", ())
+    if len(gate_up) != 3 or len(down) != 3:
+        return False
+    count, hidden, inner = down
+    if gate_up != (count, 2 * inner, hidden):
+        return False
+    biases = {"gate_up_proj_bias": gate_up[:2], "down_proj_bias": down[:2]}
+    if not params.items() <= biases.items() or getattr(module, "has_post_expert_norm", False):
+        return False
+    concatenated = getattr(module, "is_concatenated", False)
+    return concatenated and not getattr(module, "is_transposed", True)
+
+
 def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
-    """Return the norm that a module without children computes, None if it is no norm."""
+    """Return the norm that a module computes, None if it computes another function or has submodules.
+
+    ``known`` keeps the results of modules that were tested before.
+    """
     params = dict(module.named_parameters(recurse=False))
-    vectors = params.keys() <= {"weight", "bias"} and "weight" in params and all(p.dim() == 1 for p in params.values())
-    if not vectors or list(module.children()) or list(module.buffers(recurse=False)):
+    if "weight" not in params or not params.keys() <= {"weight", "bias"}:
         return None
-    numbers = tuple((k, v) for k, v in sorted(vars(module).items()) if type(v) in (int, float, bool))
-    key = type(module), tuple(params), numbers, module.weight.shape
+    if any(param.dim() != 1 for param in params.values()):
+        return None
+    if list(module.children()) or list(module.buffers(recurse=False)):
+        return None
+    numbers = [(name, value) for name, value in sorted(vars(module).items()) if type(value) in (int, float, bool)]
+    key = type(module), tuple(params), tuple(numbers), module.weight.shape
     if key not in known:
         known[key] = norm_of(module)
     return known[key]
@@ -255,14 +329,18 @@ def norm_of(module: nn.Module) -> Norm | None:
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for param in probe.parameters():
-        param.copy_(torch.randn(param.shape, generator=generator))
-    dim, bias = probe.weight.shape[0], getattr(probe, "bias", None)
-    samples = [torch.randn(1, 3, dim, generator=generator) * size + shift for size, shift in ((2.0, 0.5), (1e-3, 0.0))]
+        values = torch.randn(param.shape, generator=generator)
+        param.copy_(values)
+    dim = probe.weight.shape[0]
+    bias = getattr(probe, "bias", None)
+    usual = torch.randn(1, 3, dim, generator=generator) * 2.0 + 0.5
+    small = torch.randn(1, 3, dim, generator=generator) * 1e-3
+    samples = usual, small
     try:
         found = [probe(x) for x in samples]
     except Exception:
         return None
-    if not all(isinstance(y, Tensor) and y.shape == x.shape for x, y in zip(samples, found, strict=True)):
+    if any(not isinstance(y, Tensor) or y.shape != usual.shape for y in found):
         return None
     for kind in _candidates(module, bias is not None):
         weight = probe.weight + kind.offset
@@ -279,36 +357,37 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 
 def _candidates(module: nn.Module, bias: bool) -> Iterator[Norm]:
-    numbers = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1} | {1e-6, 1e-5}
-    for eps in sorted(numbers, key=lambda v: v not in vars(module).values()):
-        yield Norm(eps, 0.0, True, bias)
+    """Yield norms that a module may compute, first those whose epsilon is an attribute of the module."""
+    small = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1}
+    usual = {1e-6, 1e-5} - small
+    for eps in (*small, *usual):
+        yield Norm(eps, offset=0.0, centered=True, bias=bias)
         if not bias:
             yield Norm(eps)
-            yield Norm(eps, 1.0)
+            yield Norm(eps, offset=1.0)
 
 
 def _choose_rest(plan: Plan, model: Any, exact: Sequence[re.Pattern]) -> None:
     """Add the parameters and stored buffers of modules that are not replaced to the plan."""
     taken = {*plan.matrices, *plan.norms, *plan.embeddings}
-    sinks = {f"{call.module}.{call.sinks}" for call in plan.calls if call.sinks}
+    in_attention = {f"{call.module}.{call.sinks}" for call in plan.calls if call.sinks}
+    in_attention.add(f"{plan.head}.weight")
+    label = f"transformers' {type(model).__name__}"
     seen: dict[int, str] = {}
     for full, tensor in model.state_dict(keep_vars=True).items():
         name, _, param = full.rpartition(".")
-        if name in taken or full in sinks or (name == plan.head and param == "weight"):
+        if name in taken or full in in_attention:
             continue
         if not name:
-            raise ModelError(
-                f"transformers' {type(model).__name__}: {param} belongs to no module; use a model without it"
-            )
+            raise ModelError(f"{label}: {param} belongs to no module; use a model without it")
         if not tensor.is_floating_point():
-            raise ModelError(
-                f"transformers' {type(model).__name__}: {full} holds {tensor.dtype}; expected floating point"
-            )
+            raise ModelError(f"{label}: {full} holds {tensor.dtype}; expected floating point")
         if id(tensor) in seen:
-            raise ModelError(
-                f"transformers' {type(model).__name__}: {full} is {seen[id(tensor)]}; only the head may share a weight"
-            )
+            first = seen[id(tensor)]
+            raise ModelError(f"{label}: {full} is {first}; only the head may share a weight")
         seen[id(tensor)] = full
         dtype = None if tensor.dtype == MARK else str(tensor.dtype).removeprefix("torch.")
-        dtype = "float32" if any(pattern.search(full) for pattern in exact) else dtype
-        plan.rest.setdefault(name, {})[param] = tuple(tensor.shape), dtype
+        if any(pattern.search(full) for pattern in exact):
+            dtype = "float32"
+        of_module = plan.rest.setdefault(name, {})
+        of_module[param] = tuple(tensor.shape), dtype

@@ -35,24 +35,55 @@ class Rotation:
     dim: int  # number of rotated elements of a head
 
 
+@dataclass(frozen=True)
+class MadeTables:
+    """The call of a module that computed cos and sin from positions."""
+
+    module: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A call of ``function``, an ``apply_rotary_pos_emb``, with its arguments and the q and k that it returned."""
+
+    function: Callable[..., Any]
+    q: Tensor
+    k: Tensor
+    cos: Tensor
+    sin: Tensor
+    rotated: tuple[Tensor, Tensor]
+
+
+def _is_pair(out: Any) -> bool:
+    """Return whether a value is a tuple of two tensors."""
+    return isinstance(out, tuple) and len(out) == 2 and all(isinstance(x, Tensor) for x in out)
+
+
 class Ropes:
     """Records the rotary embeddings of a traced step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # id of cos -> module name, arguments and output
-        self.made: dict[int, tuple[str, tuple[Any, ...], Mapping[str, Any], Any]] = {}
-        self.turned: dict[nn.Module, tuple[Tensor, Tensor, Any, dict[str, Any]]] = {}
+        self.made: dict[int, MadeTables] = {}  # by the id of the tensor cos
+        self.turned: dict[nn.Module, Turn] = {}
         self.known: dict[tuple[Any, int, int], bool] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Record, inside this context, the cos and sin that modules compute and the rotations of q and k."""
         hooks, changed = [], []
         for name, module in self.model.named_modules():
-            if any(key.endswith("inv_freq") for key, _ in module.named_buffers(recurse=False)):
-                hooks.append(module.register_forward_hook(self._note(name), with_kwargs=True))
+            buffers = [key for key, _ in module.named_buffers(recurse=False)]
+            if any(key.endswith("inv_freq") for key in buffers):
+                hook = module.register_forward_hook(self._note(name), with_kwargs=True)
+                hooks.append(hook)
             if applies(module):
-                module.forward = with_apply(module, self._watched(module))  # type: ignore[method-assign]
+                forward = with_apply(module, self._watched(module))
+                module.forward = forward  # type: ignore[method-assign]
                 changed.append(module)
         try:
             yield
@@ -64,19 +95,20 @@ class Ropes:
 
     def _note(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            if isinstance(out, tuple) and len(out) == 2 and all(isinstance(x, Tensor) for x in out):
-                self.made[id(out[0])] = (name, args, kwargs, out)
+            if _is_pair(out):
+                cos, sin = out
+                self.made[id(cos)] = MadeTables(name, args, kwargs, cos, sin)
 
         return hook
 
     def _watched(self, module: nn.Module) -> Callable[..., Any]:
-        function = inspect.unwrap(type(module).forward).__globals__[APPLY]
+        forward = inspect.unwrap(type(module).forward)
+        function = forward.__globals__[APPLY]
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             out = function(*args, **kwargs)
-            if len(args) == 4 and not kwargs and isinstance(out, tuple) and len(out) == 2:
-                q, k, cos, sin = args
-                self.turned[module] = (*out, cos, {"sin": sin, "function": function, "given": (q, k)})
+            if len(args) == 4 and not kwargs and _is_pair(out):
+                self.turned[module] = Turn(function, *args, rotated=out)
             return out
 
         return apply
@@ -85,42 +117,53 @@ class Ropes:
         """Return the rotation that the engine's attention can apply for a layer, None if the layer must rotate
         itself.
         """
-        q, k, cos, more = self.turned.get(module, (None, None, None, {}))
-        made = self.made.get(id(cos))
-        if q is not query or k is not key or made is None or made[3][1] is not more["sin"]:
+        turn = self.turned.get(module)
+        if turn is None or turn.rotated[0] is not query or turn.rotated[1] is not key:
             return None
-        name, args, kwargs, _ = made
-        values = tuple(args[2:]), {k: v for k, v in kwargs.items() if k not in ("x", "position_ids")}
-        if any(isinstance(v, Tensor) for v in (*values[0], *values[1].values())) or cos.dim() != 3:
+        made = self.made.get(id(turn.cos))
+        if made is None or made.sin is not turn.sin or made.cos.dim() != 3:
             return None
-        key_ = more["function"], query.shape[3], cos.shape[2]
-        if key_ not in self.known:
-            self.known[key_] = turns_as_here(*key_)
-        return Rotation(name, values[0], tuple(values[1].items()), cos.shape[2]) if self.known[key_] else None
+        args = made.args[2:]
+        kwargs = {name: value for name, value in made.kwargs.items() if name not in ("x", "position_ids")}
+        if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            return None
+        dim, turned = query.shape[3], made.cos.shape[2]
+        case = turn.function, dim, turned
+        if case not in self.known:
+            self.known[case] = turns_as_here(turn.function, dim, turned)
+        if not self.known[case]:
+            return None
+        return Rotation(made.module, args, tuple(kwargs.items()), turned)
 
     def given(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return q and k of a layer before their rotation."""
-        return self.turned[module][3]["given"]
+        turn = self.turned[module]
+        return turn.q, turn.k
 
 
 def applies(module: nn.Module) -> bool:
     """Return whether the forward of a module, without decorators, is a function that calls ``apply_rotary_pos_emb``."""
     forward = inspect.unwrap(type(module).forward)
-    return isinstance(forward, types.FunctionType) and (
-        APPLY in forward.__code__.co_names and not forward.__code__.co_freevars and APPLY in forward.__globals__
-    )
+    if not isinstance(forward, types.FunctionType):
+        return False
+    code = forward.__code__
+    if code.co_freevars:
+        return False
+    return APPLY in code.co_names and APPLY in forward.__globals__
 
 
 def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the forward of a module that calls ``function`` instead of ``apply_rotary_pos_emb`` of its file."""
 
     def remade(old: types.FunctionType) -> types.FunctionType:
-        inner, names, closure = getattr(old, "__wrapped__", None), old.__globals__, old.__closure__
+        inner = getattr(old, "__wrapped__", None)
+        names = old.__globals__
+        closure = old.__closure__
         if inner is None:
             names = {**names, APPLY: function}
         else:  # the closure of a decorator holds the decorated function
-            new = remade(inner)
-            cells = (types.CellType(new) if cell.cell_contents is inner else cell for cell in closure or ())
+            cell_of_new = types.CellType(remade(inner))
+            cells = (cell_of_new if cell.cell_contents is inner else cell for cell in closure or ())
             closure = tuple(cells)
         made = types.FunctionType(old.__code__, names, old.__name__, old.__defaults__, closure)
         made.__kwdefaults__ = old.__kwdefaults__
@@ -138,23 +181,32 @@ def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
     """Return whether ``apply_rotary_pos_emb`` rotates the first ``turned`` of ``dim`` elements as the engine does."""
     if turned > dim or turned % 2:
         return False
+    tokens = 5
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(5, heads, dim, generator=generator) for heads in (2, 1))
-    angle = torch.randn(5, turned // 2, generator=generator).repeat(1, 2)
+    q = torch.randn(tokens, 2, dim, generator=generator)
+    k = torch.randn(tokens, 1, dim, generator=generator)
+    angle = torch.randn(tokens, turned // 2, generator=generator).repeat(1, 2)
     cos, sin = angle.cos(), angle.sin()
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k)]
     try:
-        found = function(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-        found = [x[0].transpose(0, 1) for x in found]
+        rotated = function(*heads_first, cos[None], sin[None])
+        found = [x[0].transpose(0, 1) for x in rotated]
     except Exception:
         return False  # the function expects other shapes
-    wanted = prepare_qk(q, k, torch.arange(5), QKPre(cos, sin))
-    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    wanted = prepare_qk(q, k, torch.arange(tokens), QKPre(cos, sin))
+    for a, b in zip(found, wanted, strict=True):
+        if a.shape != b.shape or not torch.allclose(a, b, atol=1e-5):
+            return False
+    return True
 
 
 @torch.no_grad()
 def tables(model: nn.Module, rotation: Rotation, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return the model's cos and sin of all positions, float32 [length, dim]."""
+    """Return the model's cos and sin of the positions 0 to ``length - 1``, each float32 [length, dim]."""
     module = model.get_submodule(rotation.source)
     position = torch.arange(length, device=device)[None]
-    cos, sin = module(torch.zeros(1, 1, 1, device=device), position, *rotation.args, **dict(rotation.kwargs))
-    return cos[0].float().contiguous(), sin[0].float().contiguous()
+    like = torch.zeros(1, 1, 1, device=device)  # gives the dtype and device of the results
+    kwargs = dict(rotation.kwargs)
+    cos, sin = module(like, position, *rotation.args, **kwargs)
+    cos, sin = cos[0].float(), sin[0].float()
+    return cos.contiguous(), sin.contiguous()

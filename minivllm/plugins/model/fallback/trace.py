@@ -59,7 +59,9 @@ class ModelTrace:
 class _Listener:
     def __init__(self, model: nn.Module, trace: ModelTrace, ropes: Ropes) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.trace, self.ropes, self.seen = trace, ropes, set[str]()
+        self.trace = trace
+        self.ropes = ropes
+        self.seen: set[str] = set()
         self.keys: list[Tensor] = []  # of each call
 
     def __call__(
@@ -72,21 +74,21 @@ class _Listener:
         self.seen.add(name)
         if mask is not None:
             raise ModelError(f"{label} has a mask of its own: only causal attention is served; {INSTEAD}")
-        strange = sorted(k for k, v in kwargs.items() if v is not None and k not in NEEDLESS | READ)
-        if strange:
-            raise ModelError(f"{label} passes {strange[0]} to attention, which is not implemented; {INSTEAD}")
-        if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-            raise ModelError(f"{label} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
-        if query.shape[2] != TOKENS or key.shape[2] != TOKENS or value.shape[1] != key.shape[1]:
+        _check_arguments(module, kwargs, label)
+        keys_of_tokens = query.shape[2] == key.shape[2] == TOKENS
+        if not keys_of_tokens or value.shape[1] != key.shape[1]:
             raise ModelError(f"{label} attends to keys that are not its tokens' own; {INSTEAD}")
-        sinks, spec = self._sinks(module, kwargs.get("s_aux"), label), self._spec(query, key, value, kwargs, label)
+        sinks = self._sinks(module, kwargs.get("s_aux"), label)
+        spec = self._spec(query, key, value, kwargs, label)
         rotation = self.ropes.of(module, query, key)
         q, k = (query, key) if rotation is None else self.ropes.given(module)
-        before = self._maker(name, q), self._maker(name, k)
-        both = (before[0], before[1]) if before[0] and before[1] else None
+        q_maker, k_maker = self._maker(name, q), self._maker(name, k)
+        makers = (q_maker, k_maker) if q_maker and k_maker else None
         self.keys.append(key)
-        self.trace.calls.append(Call(name, spec, sinks, rotation, both))
-        return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
+        call = Call(name, spec, sinks, rotation, makers)
+        self.trace.calls.append(call)
+        heads, dim_v = query.shape[1], value.shape[3]
+        return query.new_empty(1, TOKENS, heads, dim_v), None
 
     def leave_shared(self) -> None:
         """Mark keys that several layers read as computed by the model."""
@@ -101,32 +103,25 @@ class _Listener:
         Its output may also be x as [1, T, heads, dim].
         """
         for leaf, out in self.trace.outputs.items():
-            if leaf.rpartition(".")[0] != name or not isinstance(out, Tensor) or out.dim() != 4:
+            parent = leaf.rpartition(".")[0]
+            if parent != name or not isinstance(out, Tensor) or out.dim() != 4 or _memory(out) != _memory(x):
                 continue
             for view in (out, out.transpose(1, 2)):
-                if view.shape == x.shape and view.stride() == x.stride() and _memory(out) == _memory(x):
+                if view.shape == x.shape and view.stride() == x.stride():
                     return leaf
         return None
 
     def _spec(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any], label: str) -> AttnSpec:
-        heads, kv_heads = query.shape[1], key.shape[1]
-        if heads % kv_heads or query.shape[3] != key.shape[3]:
-            raise ModelError(f"{label}: {heads} heads of {query.shape[3]} read {kv_heads} of {key.shape[3]}; {INSTEAD}")
-        numbers = {}
-        for name in ("scaling", "softcap", "sliding_window"):
-            numbers[name] = number = kwargs.get(name)
-            if number is not None and (not isinstance(number, (int, float)) or number <= 0):
-                raise ModelError(f"{label}: {name}={shown(number)}: expected a positive number; {INSTEAD}")
-        return AttnSpec(
-            heads,
-            kv_heads,
-            query.shape[3],
-            value.shape[3],
-            window=numbers["sliding_window"],
-            sinks=kwargs.get("s_aux") is not None,
-            softcap=numbers["softcap"],
-            scale=numbers["scaling"],
-        )
+        _, heads, _, dim_q = query.shape
+        _, kv_heads, _, dim_k = key.shape
+        if heads % kv_heads or dim_q != dim_k:
+            raise ModelError(f"{label}: {heads} heads of {dim_q} read {kv_heads} of {dim_k}; {INSTEAD}")
+        scale = _positive(kwargs, "scaling", label)
+        softcap = _positive(kwargs, "softcap", label)
+        window = _positive(kwargs, "sliding_window", label)
+        sinks = kwargs.get("s_aux") is not None
+        dim_v = value.shape[3]
+        return AttnSpec(heads, kv_heads, dim_q, dim_v, window=window, sinks=sinks, softcap=softcap, scale=scale)
 
     def _sinks(self, module: nn.Module, given: Any, label: str) -> str | None:
         if given is None:
@@ -135,6 +130,24 @@ class _Listener:
         if names != ["sinks"]:
             raise ModelError(f"{label}: its sinks are not its parameter 'sinks'; {INSTEAD}")
         return names[0]
+
+
+def _positive(kwargs: Mapping[str, Any], name: str, label: str) -> Any:
+    """Return an argument of attention, a positive number or None."""
+    number = kwargs.get(name)
+    if number is not None and (not isinstance(number, (int, float)) or number <= 0):
+        raise ModelError(f"{label}: {name}={shown(number)}: expected a positive number; {INSTEAD}")
+    return number
+
+
+def _check_arguments(module: nn.Module, kwargs: Mapping[str, Any], label: str) -> None:
+    """Raise ModelError if a module passes arguments to attention that the engine does not implement."""
+    passed = {name for name, value in kwargs.items() if value is not None}
+    strange = sorted(passed - NEEDLESS - READ)
+    if strange:
+        raise ModelError(f"{label} passes {strange[0]} to attention, which is not implemented; {INSTEAD}")
+    if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
+        raise ModelError(f"{label} attends to later tokens (is_causal=False): that is not implemented; {INSTEAD}")
 
 
 def _memory(x: Tensor) -> Any:
@@ -147,8 +160,9 @@ class _Counting(TorchFunctionMode):
     counted = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.arange and any(n is not None and n == TOKENS for n in args if isinstance(n, int)):
-            self.counted = True
+        if func is torch.arange:
+            numbers = [arg for arg in args if isinstance(arg, int)]
+            self.counted = self.counted or TOKENS in numbers
         return func(*args, **(kwargs or {}))
 
 
@@ -157,17 +171,19 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
 
     Raise ModelError, which names the module or field, for a model that the engine cannot serve.
     """
-    found, ropes = ModelTrace(), Ropes(model)
-    listener, counting = _Listener(model, found, ropes), _Counting()
     label = f"transformers' {type(model).__name__}"
-    base, ids = model.base_model, torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    base = model.base_model
     if base is model:
         raise ModelError(f"{label}: its forward does not call a separate body and head; {INSTEAD}")
+    found = ModelTrace()
+    ropes = Ropes(model)
+    listener = _Listener(model, found, ropes)
+    counting = _Counting()
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with ExitStack() as stack:
         for hook in _hooks(model, found):
             stack.callback(hook.remove)
-        stack.enter_context(ropes.watching())
-        for context in (listening(listener), torch.no_grad(), counting):
+        for context in (ropes.watching(), listening(listener), torch.no_grad(), counting):
             stack.enter_context(context)
         try:
             out = base(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
@@ -176,14 +192,13 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
         except ModelError:
             raise
         except Exception as exc:
-            what = "cannot run without values of tensors on the host" if _wants_values(exc) else "cannot run"
-            raise ModelError(f"{label} {what}: {one_line(exc)}; {INSTEAD}") from exc
+            problem = "cannot run without values of tensors on the host" if _wants_values(exc) else "cannot run"
+            raise ModelError(f"{label} {problem}: {one_line(exc)}; {INSTEAD}") from exc
     if counting.counted:
         raise ModelError(f"{label} counts the tokens of a step instead of reading their positions; {INSTEAD}")
-    if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{label} gives hidden states of shape {list(hidden.shape)}, expected [1, T, H]; {INSTEAD}")
-    if logits.dim() != 3 or tuple(logits.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{label} gives logits of shape {list(logits.shape)}, expected [1, N, V]; {INSTEAD}")
+    for name, tensor, shape in (("hidden states", hidden, "[1, T, H]"), ("logits", logits, "[1, N, V]")):
+        if tensor.dim() != 3 or tuple(tensor.shape[:2]) != (1, TOKENS):
+            raise ModelError(f"{label} gives {name} of shape {list(tensor.shape)}, expected {shape}; {INSTEAD}")
     found.hidden = hidden.shape[2]
     listener.leave_shared()
     _check_layers(found, cfg, label)
@@ -208,7 +223,7 @@ def _wants_values(exc: Exception) -> bool:
 def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
     """Register hooks that record the input and the output of each leaf, and return the hooks."""
 
-    def note(name: str) -> Any:
+    def record_input(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if name in found.inputs:
                 found.often.add(name)
@@ -216,12 +231,18 @@ def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
 
         return hook
 
-    def result(name: str) -> Any:
-        return lambda module, args, out: found.outputs.__setitem__(name, out)
+    def record_output(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            found.outputs[name] = out
 
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    before = [module.register_forward_pre_hook(note(name)) for name, module in leaves]
-    return before + [module.register_forward_hook(result(name)) for name, module in leaves]
+        return hook
+
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            hooks.append(module.register_forward_pre_hook(record_input(name)))
+            hooks.append(module.register_forward_hook(record_output(name)))
+    return hooks
 
 
 def _field(cfg: Any, name: str) -> Any:
@@ -232,24 +253,27 @@ def _field(cfg: Any, name: str) -> Any:
 
 
 def _check_layers(found: ModelTrace, cfg: Any, label: str) -> None:
-    layers, calls = getattr(cfg, "num_hidden_layers", None), found.calls
+    layers = getattr(cfg, "num_hidden_layers", None)
+    calls = found.calls
     if not calls:
         raise ModelError(f"{label}: no layer calls the exchangeable attention function; {INSTEAD}")
     if layers is not None and len(calls) != layers:
-        what = f"{len(calls)} of its num_hidden_layers={layers} layers attend"
+        count = f"{len(calls)} of its num_hidden_layers={layers} layers attend"
         raise ModelError(
-            f"{label}: {what}; expected a call of each layer, because only keys and values are stored; {INSTEAD}"
+            f"{label}: {count}; expected a call of each layer, because only keys and values are stored; {INSTEAD}"
         )
-    types, window = _field(cfg, "layer_types"), _field(cfg, "sliding_window")
+    types = _field(cfg, "layer_types")
+    window = _field(cfg, "sliding_window")
     if types is None:
-        silent = isinstance(window, int) and getattr(cfg, "use_sliding_window", True)
-        if silent and all(call.spec.window is None for call in calls):
+        configured = isinstance(window, int) and getattr(cfg, "use_sliding_window", True)
+        if configured and all(call.spec.window is None for call in calls):
             raise ModelError(f"sliding_window={window}: no layer passes it to attention; set null, or {INSTEAD}")
         return
     for call, kind in zip(calls, types, strict=False):
         want = window if kind == "sliding_attention" else None
-        if call.spec.window != want:
+        passed = call.spec.window
+        if passed != want:
             raise ModelError(
-                f"{call.module} passes sliding_window={call.spec.window}, and layer_types and "
-                f"sliding_window say {want}; {INSTEAD}"
+                f"{call.module} passes sliding_window={passed}, and layer_types and sliding_window say {want}; "
+                f"{INSTEAD}"
             )
