@@ -65,11 +65,10 @@ def export(folder: Path, net: Net, tokenizer_folder: Path) -> None:
             shutil.copyfile(tokenizer_folder / name, folder / name)
     tokenizer = tok.load(folder)
     ids = {name: tokenizer.token_to_id(name) for name in tok.SPECIALS}
-    generation = {
-        "eos_token_id": [ids[tok.TURN_END], ids[tok.END_OF_TEXT]],
-        "pad_token_id": ids[tok.END_OF_TEXT],
-        "do_sample": False,
-    }
+    end_of_text = ids[tok.END_OF_TEXT]
+    generation = {"eos_token_id": [ids[tok.TURN_END], end_of_text]}
+    generation["pad_token_id"] = end_of_text
+    generation["do_sample"] = False
     _write_json(folder / "config.json", hf_config(net.shape, ids))
     _write_json(folder / "generation_config.json", generation)
     save_file(to_hf(net), folder / "model.safetensors", {"format": "pt"})

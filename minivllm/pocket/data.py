@@ -55,15 +55,17 @@ class Writer:
         gets a system message.
         """
         encoder = self.encoder
+        turns = [*messages, {"role": "assistant", "content": answer}]
         if self.rng.random() < 0.1:
-            messages = [{"role": "system", "content": self.rng.choice(SYSTEM)}, *messages]
+            system = {"role": "system", "content": self.rng.choice(SYSTEM)}
+            turns.insert(0, system)
         ids: list[int] = []
         weights: list[int] = []
-        for message in [*messages, {"role": "assistant", "content": answer}]:
-            head = encoder.heads[message["role"]]
-            body = encoder.encode(message["content"])
+        for turn in turns:
+            head = encoder.heads[turn["role"]]
+            body = encoder.encode(turn["content"])
             ids += [*head, *body, encoder.turn_end, *encoder.tail]
-            of_assistant = message["role"] == "assistant"
+            of_assistant = turn["role"] == "assistant"
             weights += [0] * len(head)
             weights += [weight if of_assistant else filler] * len(body)
             weights.append(weight if of_assistant else 0)
@@ -74,15 +76,18 @@ class Writer:
         """Return needles in stories of up to `longest` words and signs, with several questions one after the other."""
         rng = self.rng
         pieces = 0 if longest < 60 else rng.randint(40, longest)
-        case = tasks.draw("needle", rng, pieces=(pieces, pieces), needles=(2, 32 if pieces > 400 else 12))
+        most = 32 if pieces > 400 else 12
+        case = tasks.draw("needle", rng, pieces=(pieces, pieces), needles=(2, most))
         facts = case.meta["needles"]
+        asked = case.meta["asked"]
         messages = case.messages
         answer = case.answer
-        others = [i for i in range(len(facts)) if i != case.meta["asked"]]
-        for i in rng.sample(others, min(len(others), rng.randint(0, 5))):
+        others = [i for i in range(len(facts)) if i != asked]
+        count = min(len(others), rng.randint(0, 5))
+        for i in rng.sample(others, count):
             color, container, _ = facts[i]
-            question = tasks.user(tasks.needle_question(color, container))
-            messages = [*messages, {"role": "assistant", "content": answer}, *question]
+            question = tasks.needle_question(color, container)
+            messages = [*messages, {"role": "assistant", "content": answer}, *tasks.user(question)]
             answer = tasks.needle_text(*facts[i])
         return self.chat(messages, answer, filler=FILLER)
 
@@ -109,16 +114,21 @@ class Writer:
 
     def plain(self) -> Document:
         """Return a story without a conversation around it."""
-        ids = [*self.encoder.encode(tasks.plain_story(self.rng)), self.encoder.end_of_text]
+        text = tasks.plain_story(self.rng)
+        ids = [*self.encoder.encode(text), self.encoder.end_of_text]
         return ids, [TEXT] * len(ids)
 
     def talk(self) -> Document:
         """Return small talk, or a few signs of other scripts to copy."""
-        if self.rng.random() < 0.6:
-            question, answer = self.rng.choice(TALK)
+        rng = self.rng
+        if rng.random() < 0.6:
+            question, answer = rng.choice(TALK)
             return self.chat(tasks.user(question), answer, weight=TEXT)
-        text = "".join(self.rng.choice(SIGNS + " ") for _ in range(self.rng.randint(2, 12))).strip() or "ä"
-        return self.chat(tasks.user(f"Copy these words:\n{text}"), text, weight=TEXT)
+        count = rng.randint(2, 12)
+        signs = [rng.choice(SIGNS + " ") for _ in range(count)]
+        text = "".join(signs).strip() or "ä"
+        messages = tasks.user(f"Copy these words:\n{text}")
+        return self.chat(messages, text, weight=TEXT)
 
     def short(self) -> Document:
         """Return a document of any kind without long needle documents."""
@@ -159,11 +169,14 @@ class Writer:
 
 def batch(encoder: Encoder, seed: int, index: int, rows: int, length: int, ramp: int) -> np.ndarray:
     """Return batch number `index`.  Needle documents grow to their full length over the first `ramp` batches."""
-    writer = Writer(encoder, Random(f"batch {seed} {index}"))
+    rng = Random(f"batch {seed} {index}")
+    writer = Writer(encoder, rng)
     grown = min(1.0, (index + 1) / max(1, ramp))
-    longest = int(200 + grown * max(0, length * 0.88 - 200))
+    growth = max(0, length * 0.88 - 200)
+    longest = int(200 + grown * growth)
     share = 0.3 + 0.35 * grown
-    return np.stack([writer.row(length + 1, longest, share) for _ in range(rows)], axis=1)
+    written = [writer.row(length + 1, longest, share) for _ in range(rows)]
+    return np.stack(written, axis=1)
 
 
 def work(queue, folder: str, seed: int, start: int, stride: int, rows: int, length: int, ramp: int) -> None:

@@ -23,7 +23,10 @@ Row = tuple[str, int, float]  # task, number of cases, share of right answers
 
 def default_cases(n: int = 500, seed: int = 0, tasks: Sequence[str] = tuple(TASKS)) -> list[TaskCase]:
     """Return `n` held-out cases of each task."""
-    return [case for task in tasks for case in cases(task, n, seed)]
+    found: list[TaskCase] = []
+    for task in tasks:
+        found += cases(task, n, seed)
+    return found
 
 
 def evaluate(generate: Generate, cases: list[TaskCase], wrong: list | None = None) -> list[Row]:
@@ -35,10 +38,12 @@ def evaluate(generate: Generate, cases: list[TaskCase], wrong: list | None = Non
     for task in dict.fromkeys(case.task for case in cases):
         of_task = [case for case in cases if case.task == task]
         count = len(of_task)
-        texts = generate([case.messages for case in of_task], MAX_TOKENS[task])
+        conversations = [case.messages for case in of_task]
+        texts = generate(conversations, MAX_TOKENS[task])
         answered = list(zip(of_task, texts, strict=True))
         failed = [(case, text) for case, text in answered if not score(case, text)]
-        rows.append((task, count, (count - len(failed)) / count))
+        right = count - len(failed)
+        rows.append((task, count, right / count))
         if task == "json":
             fitting = sum(fits_schema(case, text) for case, text in answered)
             rows.append(("json schema", count, fitting / count))
@@ -60,7 +65,8 @@ def perplexity(log_likelihood: Callable[[list[str]], tuple[float, int]], stories
     the number of these tokens.
     """
     rng = Random(f"perplexity {seed}")
-    total, tokens = log_likelihood([plain_story(rng, held_out=True) for _ in range(stories)])
+    texts = [plain_story(rng, held_out=True) for _ in range(stories)]
+    total, tokens = log_likelihood(texts)
     return math.exp(-total / tokens)
 
 
@@ -76,7 +82,8 @@ class Minivllm:
         from minivllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        return [out.text for out in self.llm.chat(conversations, params, use_tqdm=self.progress)]
+        outputs = self.llm.chat(conversations, params, use_tqdm=self.progress)
+        return [out.text for out in outputs]
 
     def log_likelihood(self, texts: list[str]) -> tuple[float, int]:
         """Return the sum of log probabilities and the number of tokens, for `perplexity`.
@@ -94,16 +101,23 @@ class Minivllm:
             def choose(logits: np.ndarray, known: Sequence[int]) -> int:
                 nonlocal total
                 token = ids[len(known)]
-                total += float(logits[token] - np.logaddexp.reduce(logits.astype(np.float64)))
+                norm = np.logaddexp.reduce(logits.astype(np.float64))
+                total += float(logits[token] - norm)
                 return token
 
             return choose
 
-        stories = [self.llm.tokenizer.encode(text + "<|endoftext|>") for text in texts]
-        options = {"ignore_eos": True, "detokenize": False}
-        params = [SamplingParams(max_tokens=len(ids) - 1, choose_fn=follow(ids), **options) for ids in stories]
-        self.llm.generate([ids[:1] for ids in stories], params, use_tqdm=self.progress)
-        return total, sum(len(ids) - 1 for ids in stories)
+        prompts, params = [], []
+        count = 0
+        for text in texts:
+            ids = self.llm.tokenizer.encode(text + "<|endoftext|>")
+            further = len(ids) - 1
+            prompts.append(ids[:1])
+            settings = SamplingParams(max_tokens=further, choose_fn=follow(ids), ignore_eos=True, detokenize=False)
+            params.append(settings)
+            count += further
+        self.llm.generate(prompts, params, use_tqdm=self.progress)
+        return total, count
 
 
 class Transformers:
@@ -118,7 +132,8 @@ class Transformers:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(self.device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model = model.to(self.device).eval()
 
     def complete(self, prompts: list[str], max_tokens: int) -> list[str]:
         """Return the greedy continuations of plain prompts."""
@@ -129,14 +144,17 @@ class Transformers:
             inputs = inputs.to(self.device)
             with self.torch.no_grad():
                 out = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-            new = out[:, inputs["input_ids"].shape[1] :]
-            texts += self.tokenizer.batch_decode(new, skip_special_tokens=True)
+            length = inputs["input_ids"].shape[1]
+            texts += self.tokenizer.batch_decode(out[:, length:], skip_special_tokens=True)
         return texts
 
     def generate(self, conversations: list[list[dict[str, str]]], max_tokens: int) -> list[str]:
         """Return the greedy answers to conversations."""
         template = self.tokenizer.apply_chat_template
-        prompts = [template(messages, tokenize=False, add_generation_prompt=True) for messages in conversations]
+        prompts = []
+        for messages in conversations:
+            prompt = template(messages, tokenize=False, add_generation_prompt=True)
+            prompts.append(prompt)
         return self.complete(prompts, max_tokens)
 
     def log_likelihood(self, texts: list[str]) -> tuple[float, int]:
@@ -144,11 +162,14 @@ class Transformers:
         total = 0.0
         tokens = 0
         for text in texts:
-            ids = self.tokenizer(text + "<|endoftext|>", return_tensors="pt")["input_ids"].to(self.device)
+            encoded = self.tokenizer(text + "<|endoftext|>", return_tensors="pt")
+            ids = encoded["input_ids"].to(self.device)
             with self.torch.no_grad():
-                logits = self.model(ids).logits[0, :-1].float().log_softmax(-1)
-            total += logits.gather(1, ids[0, 1:, None]).sum().item()
-            tokens += ids.shape[1] - 1
+                logits = self.model(ids).logits[0, :-1]
+            log_probs = logits.float().log_softmax(-1)
+            further = ids[0, 1:]
+            total += log_probs.gather(1, further[:, None]).sum().item()
+            tokens += len(further)
         return total, tokens
 
 

@@ -19,7 +19,11 @@ def article(noun: str) -> str:
 
 def coined(rng: Random) -> str:
     """Return an invented word.  With such words the model learns to use nouns that it has not seen in training."""
-    syllables = [rng.choice(ONSETS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3))]
+    count = rng.randint(1, 3)
+    syllables = []
+    for _ in range(count):
+        onset = rng.choice(ONSETS)
+        syllables.append(onset + rng.choice("aeiou"))
     return "".join(syllables) + rng.choice("nrtlkmsx")
 
 

@@ -40,14 +40,19 @@ class Optimizer:
         self.other_rate = other_rate
         self.momentum = momentum
         self.decay = decay
-        parameters = dict(net.named_parameters())
-        self.matrices = {name: p for name, p in parameters.items() if p.ndim == 3}
-        self.others = {name: p for name, p in parameters.items() if p.ndim != 3}
-        self.state = {f"{name}.momentum": torch.zeros_like(p) for name, p in self.matrices.items()}
+        self.matrices: dict[str, nn.Parameter] = {}
+        self.others: dict[str, nn.Parameter] = {}
+        for name, p in net.named_parameters():
+            of_kind = self.matrices if p.ndim == 3 else self.others
+            of_kind[name] = p
+        self.state = {}
+        for name, p in self.matrices.items():
+            self.state[f"{name}.momentum"] = torch.zeros_like(p)
         for name, p in self.others.items():
             self.state[f"{name}.mean"] = torch.zeros_like(p)
             self.state[f"{name}.square"] = torch.zeros_like(p)
-        self.orthogonalize = torch.compile(orthogonalize) if next(net.parameters()).is_cuda else orthogonalize
+        on_gpu = next(net.parameters()).is_cuda
+        self.orthogonalize = torch.compile(orthogonalize) if on_gpu else orthogonalize
 
     @torch.no_grad()
     def step(self, rate: float, count: int) -> None:
@@ -55,20 +60,25 @@ class Optimizer:
 
         `rate` scales both learning rates.  `count` is the number of the step, from 1.
         """
+        matrix_rate = rate * self.matrix_rate
         for name, p in self.matrices.items():
             buffer = self.state[f"{name}.momentum"]
             buffer.lerp_(p.grad, 1 - self.momentum)
-            update = self.orthogonalize(p.grad.lerp(buffer, self.momentum))
-            scale = max(1.0, p.shape[1] / p.shape[2]) ** 0.5
-            matrix_rate = rate * self.matrix_rate
+            direction = p.grad.lerp(buffer, self.momentum)
+            update = self.orthogonalize(direction)
+            rows, columns = p.shape[1:]
+            scale = max(1.0, rows / columns) ** 0.5
             p.mul_(1 - matrix_rate * self.decay)
             p.add_(update, alpha=-matrix_rate * scale)
             p.grad = None
+        other_rate = rate * self.other_rate
         for name, p in self.others.items():
             mean = self.state[f"{name}.mean"]
             square = self.state[f"{name}.square"]
             mean.lerp_(p.grad, 0.1)
             square.lerp_(p.grad.square(), 0.02)
-            root = (square / (1 - 0.98**count)).sqrt_().add_(1e-10)
-            p.addcdiv_(mean / (1 - 0.9**count), root, value=-rate * self.other_rate)
+            unbiased_square = square / (1 - 0.98**count)
+            root = unbiased_square.sqrt_().add_(1e-10)
+            unbiased_mean = mean / (1 - 0.9**count)
+            p.addcdiv_(unbiased_mean, root, value=-other_rate)
             p.grad = None

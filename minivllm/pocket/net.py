@@ -57,14 +57,17 @@ HF_NAMES = {
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Return the root-mean-square norm of x times `gain`, computed in float32."""
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    mean_square = y.square().mean(-1, keepdim=True)
+    y = y * torch.rsqrt(mean_square + eps)
     return (gain * y).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to x (batch, heads, length, head_dim), with halves paired as in Llama and Qwen."""
     a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    first = a * cos - b * sin
+    second = b * cos + a * sin
+    return torch.cat((first, second), dim=-1).to(x.dtype)
 
 
 def documents_mask(doc: Tensor, flex: bool):
@@ -76,23 +79,28 @@ def documents_mask(doc: Tensor, flex: bool):
     length = doc.shape[1]
     if not flex:
         causal = torch.ones(length, length, dtype=torch.bool, device=doc.device).tril()
-        return (doc[:, None, :, None] == doc[:, None, None, :]) & causal
+        same = doc[:, None, :, None] == doc[:, None, None, :]
+        return same & causal
     first = doc[:, ::BLOCK]
     last = doc[:, BLOCK - 1 :: BLOCK]
     blocks = first.shape[1]
     below = torch.ones(blocks, blocks, dtype=torch.bool, device=doc.device).tril()
-    some = below & (last[:, None, :] >= first[:, :, None])
-    full = below.tril(-1) & (first[:, None, :] == last[:, :, None])
+    overlapping = last[:, None, :] >= first[:, :, None]
+    one_document = first[:, None, :] == last[:, :, None]
+    full = below.tril(-1) & one_document
+    partial = below & overlapping & ~full
 
     def ordered(selected: Tensor) -> tuple[Tensor, Tensor]:
         count = selected.sum(-1, dtype=torch.int32)
         order = selected.int().argsort(dim=-1, descending=True, stable=True)
-        return count[:, None], order.to(torch.int32)[:, None]
+        order = order.to(torch.int32)
+        return count[:, None], order[:, None]
 
     def visible(b, h, q, k):
-        return (q >= k) & (doc[b, q] == doc[b, k])
+        same = doc[b, q] == doc[b, k]
+        return (q >= k) & same
 
-    return BlockMask.from_kv_blocks(*ordered(some & ~full), *ordered(full), BLOCK_SIZE=BLOCK, mask_mod=visible)
+    return BlockMask.from_kv_blocks(*ordered(partial), *ordered(full), BLOCK_SIZE=BLOCK, mask_mod=visible)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -109,7 +117,8 @@ class Net(nn.Module):
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        hidden, layers = shape.hidden, shape.layers
+        hidden = shape.hidden
+        layers = shape.layers
         q_out = shape.heads * shape.head_dim
         kv_out = shape.kv_heads * shape.head_dim
         sizes = {
@@ -121,18 +130,22 @@ class Net(nn.Module):
             "up": (shape.inner, hidden),
             "down": (hidden, shape.inner),
         }
-        self.embed = nn.Parameter(torch.randn(shape.vocab, hidden, generator=generator) * 0.02)
+        embed = torch.randn(shape.vocab, hidden, generator=generator)
+        self.embed = nn.Parameter(embed * 0.02)
         self.mats = nn.ParameterDict()
         for name, (rows, columns) in sizes.items():
             std = 0.0 if name in ("o", "down") else columns**-0.5 * 0.5
-            self.mats[name] = nn.Parameter(torch.randn(layers, rows, columns, generator=generator) * std)
+            weight = torch.randn(layers, rows, columns, generator=generator)
+            self.mats[name] = nn.Parameter(weight * std)
         self.gains = nn.ParameterDict()
         for name in ("q_norm", "k_norm", "norm1", "norm2"):
             width = shape.head_dim if "_" in name else hidden
-            self.gains[name] = nn.Parameter(torch.ones(layers, width))
+            gain = torch.ones(layers, width)
+            self.gains[name] = nn.Parameter(gain)
         self.norm = nn.Parameter(torch.ones(hidden))
         exponents = -torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
-        angles = torch.outer(torch.arange(shape.max_length).float(), shape.theta**exponents)
+        positions = torch.arange(shape.max_length).float()
+        angles = torch.outer(positions, shape.theta**exponents)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -144,27 +157,37 @@ class Net(nn.Module):
         sin = self.sin[:length]
 
         def heads(name: str, y: Tensor) -> Tensor:
-            return F.linear(y, w[name]).view(batch, length, -1, self.shape.head_dim)
+            rows = F.linear(y, w[name])
+            return rows.view(batch, length, -1, self.shape.head_dim)
 
         y = rms_norm(x, w["norm1"], eps)
-        q = rms_norm(heads("q", y), w["q_norm"], eps).transpose(1, 2)
-        k = rms_norm(heads("k", y), w["k_norm"], eps).transpose(1, 2)
-        v = heads("v", y).transpose(1, 2)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
-        x = x + F.linear(y.transpose(1, 2).reshape(batch, length, -1), w["o"])
+        q = rms_norm(heads("q", y), w["q_norm"], eps)
+        k = rms_norm(heads("k", y), w["k_norm"], eps)
+        v = heads("v", y)
+        q = rotate(q.transpose(1, 2), cos, sin)
+        k = rotate(k.transpose(1, 2), cos, sin)
+        attended = attend(q, k, v.transpose(1, 2), mask)
+        joined = attended.transpose(1, 2).reshape(batch, length, -1)
+        x = x + F.linear(joined, w["o"])
         y = rms_norm(x, w["norm2"], eps)
-        gated = F.silu(F.linear(y, w["gate"])) * F.linear(y, w["up"])
-        return x + F.linear(gated, w["down"])
+        gate = F.silu(F.linear(y, w["gate"]))
+        up = F.linear(y, w["up"])
+        return x + F.linear(gate * up, w["down"])
 
     def forward(self, tokens: Tensor, mask) -> Tensor:
         """Return the logits (batch, length, vocab) in bfloat16."""
-        weights = {name: p.bfloat16().unbind(0) for name, p in self.mats.items()}
-        weights |= {name: p.unbind(0) for name, p in self.gains.items()}
+        weights = {}
+        for name, matrices in self.mats.items():
+            weights[name] = matrices.bfloat16().unbind(0)
+        for name, gains in self.gains.items():
+            weights[name] = gains.unbind(0)
         embed = self.embed.bfloat16()
         x = F.embedding(tokens, embed)
         for i in range(self.shape.layers):
-            x = self.layer(x, {name: w[i] for name, w in weights.items()}, mask)
-        return F.linear(rms_norm(x, self.norm, self.shape.eps), embed)
+            of_layer = {name: stacked[i] for name, stacked in weights.items()}
+            x = self.layer(x, of_layer, mask)
+        x = rms_norm(x, self.norm, self.shape.eps)
+        return F.linear(x, embed)
 
 
 def to_hf(net: Net) -> dict[str, Tensor]:
@@ -173,7 +196,10 @@ def to_hf(net: Net) -> dict[str, Tensor]:
     for name, stacked in [*net.mats.items(), *net.gains.items()]:
         for i, weight in enumerate(stacked):
             state[f"model.layers.{i}.{HF_NAMES[name]}.weight"] = weight
-    return {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()}
+    for name, weight in state.items():
+        rounded = weight.detach().to("cpu", torch.bfloat16)
+        state[name] = rounded.contiguous()
+    return state
 
 
 def from_hf(net: Net, state: dict[str, Tensor]) -> None:
@@ -182,8 +208,9 @@ def from_hf(net: Net, state: dict[str, Tensor]) -> None:
         net.embed.copy_(state["model.embed_tokens.weight"])
         net.norm.copy_(state["model.norm.weight"])
         for name, stacked in [*net.mats.items(), *net.gains.items()]:
-            for i in range(len(stacked)):
-                stacked[i].copy_(state[f"model.layers.{i}.{HF_NAMES[name]}.weight"])
+            for i, weight in enumerate(stacked):
+                saved = state[f"model.layers.{i}.{HF_NAMES[name]}.weight"]
+                weight.copy_(saved)
 
 
 def hf_config(shape: NetShape, token_ids: dict[str, int]) -> dict:

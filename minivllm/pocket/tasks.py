@@ -7,7 +7,7 @@ of the two it belongs to, and a case of the wrong set is drawn again.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from zlib import crc32
@@ -78,15 +78,21 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
     """
     count = rng.randint(*needles)
     containers = len(lex.CONTAINERS)
+    pairs = range(len(lex.COLORS) * containers)
     facts = []
-    for key in rng.sample(range(len(lex.COLORS) * containers), count):
-        facts.append((lex.COLORS[key // containers], lex.CONTAINERS[key % containers], rng.choice(NOUNS)))
-    sentences = _sentences(rng, rng.randint(*pieces) - 7 * count - 7)
+    for pair in rng.sample(pairs, count):
+        color = lex.COLORS[pair // containers]
+        container = lex.CONTAINERS[pair % containers]
+        thing = rng.choice(NOUNS)
+        facts.append((color, container, thing))
+    around = rng.randint(*pieces) - 7 * count - 7
+    sentences = _sentences(rng, around)
     depths = sorted((rng.random(), i) for i in range(count))
     hidden: dict[int, list[str]] = {}  # the needles in front of each sentence
     for depth, i in depths:
         place = int(depth * (len(sentences) + 1))
-        hidden.setdefault(place, []).append(needle_text(*facts[i]))
+        in_front = hidden.setdefault(place, [])
+        in_front.append(needle_text(*facts[i]))
     text = []
     for i in range(len(sentences) + 1):
         text += hidden.get(i, [])
@@ -94,9 +100,10 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
     story = " ".join(text)
     depth, chosen = rng.choice(depths)
     color, container, thing = facts[chosen]
-    messages = user(f"{story}\n\n{needle_question(color, container)}")
+    question = needle_question(color, container)
+    answer = needle_text(color, container, thing)
     meta = {"key": story, "depth": depth, "needles": facts, "asked": chosen}
-    return TaskCase("needle", messages, needle_text(color, container, thing), meta)
+    return TaskCase("needle", user(f"{story}\n\n{question}"), answer, meta)
 
 
 def _sentences(rng: Random, pieces: int) -> list[str]:
@@ -117,11 +124,20 @@ def _sentences(rng: Random, pieces: int) -> list[str]:
 
 def copy(rng: Random, words: tuple[int, int] = (12, 40), made_up: float = 0.0) -> TaskCase:
     """Draw a case with a row of words to repeat.  A word may occur twice.  `made_up` is the share of made-up words."""
+    count = rng.randint(*words)
     row = []
-    for _ in range(rng.randint(*words)):
-        row.append(lex.coined(rng) if rng.random() < made_up else rng.choice(WORDS))
-    text = " ".join(row)
-    return TaskCase("copy", user(f"Copy these words:\n{text}"), text, {"key": text})
+    for _ in range(count):
+        invented = rng.random() < made_up
+        word = lex.coined(rng) if invented else rng.choice(WORDS)
+        row.append(word)
+    return _copy_case("copy", row)
+
+
+def _copy_case(task: str, words: list[str]) -> TaskCase:
+    """Return a case with words to repeat."""
+    text = " ".join(words)
+    messages = user(f"Copy these words:\n{text}")
+    return TaskCase(task, messages, text, {"key": text})
 
 
 def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> TaskCase:
@@ -131,14 +147,17 @@ def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> 
     of the model.  It is the first task to fail when precision is lost or the cache is damaged.
     """
     few = rng.sample(WORDS, different)
-    text = " ".join(rng.choice(few) for _ in range(rng.randint(*words)))
-    return TaskCase("echo", user(f"Copy these words:\n{text}"), text, {"key": text})
+    count = rng.randint(*words)
+    row = [rng.choice(few) for _ in range(count)]
+    return _copy_case("echo", row)
 
 
 def number(rng: Random) -> int:
     """Draw a number of one to four digits."""
     digits = rng.choice((1, 2, 2, 3, 3, 3, 4, 4))
-    smallest = 10 ** (digits - 1) if digits > 1 else 0
+    smallest = 0
+    if digits > 1:
+        smallest = 10 ** (digits - 1)
     return rng.randrange(smallest, 10**digits)
 
 
@@ -147,7 +166,9 @@ def sums(rng: Random) -> TaskCase:
     a = number(rng)
     b = number(rng)
     low, high = sorted((a, b))
-    return TaskCase("sums", user(f"What is {a} + {b}?"), f"{a} + {b} = {a + b}", {"key": f"{low}+{high}"})
+    messages = user(f"What is {a} + {b}?")
+    answer = f"{a} + {b} = {a + b}"
+    return TaskCase("sums", messages, answer, {"key": f"{low}+{high}"})
 
 
 # ---------------------------------------------------------------- JSON
@@ -161,16 +182,22 @@ def person(rng: Random) -> tuple[list[str], dict]:
     gender = rng.choice(("she", "he"))
     name = rng.choice(lex.NAMES[gender])
     job = rng.choice(lex.JOBS)
-    they, their = PRONOUNS[gender]["They"], PRONOUNS[gender]["Their"]
+    they = PRONOUNS[gender]["They"]
+    their = PRONOUNS[gender]["Their"]
     age = rng.randint(6, 99)
     brothers = rng.randint(2, 9)
     tea = rng.random() < 0.5
-    town, pet, color, day = (rng.choice(words) for words in (lex.TOWNS, lex.PETS, lex.COLORS, lex.DAYS))
+    town = rng.choice(lex.TOWNS)
+    pet = rng.choice(lex.PETS)
+    color = rng.choice(lex.COLORS)
+    day = rng.choice(lex.DAYS)
     hobbies = rng.sample(lex.HOBBIES, rng.randint(2, 3))
-    liked = ", ".join(hobbies[:-1]) + " and " + hobbies[-1]
+    *others, last = hobbies
+    liked = ", ".join(others) + " and " + last
+    living = rng.choice((f"{they} lives in {town}.", f"{their} house is in {town}."))
     facts: dict[str, Fact] = {
         "age": (age, f"{they} is {age} years old."),
-        "town": (town, rng.choice((f"{they} lives in {town}.", f"{their} house is in {town}."))),
+        "town": (town, living),
         "pet": (pet, f"{they} has {lex.article(pet)}."),
         "color": (color, f"{their} favorite color is {color}."),
         "brothers": (brothers, f"{they} has {brothers} brothers."),
@@ -178,30 +205,40 @@ def person(rng: Random) -> tuple[list[str], dict]:
         "hobbies": (hobbies, f"{their} hobbies are {liked}."),
         "day": (day, f"{they} comes every {day}."),
     }
-    keys = rng.sample(list(facts), rng.randint(3, 7))
-    return _with_facts(f"{name} is {lex.article(job)}.", {"name": name, "job": job}, facts, keys)
+    count = rng.randint(3, 7)
+    keys = rng.sample(list(facts), count)
+    first = f"{name} is {lex.article(job)}."
+    return _with_facts(first, {"name": name, "job": job}, facts, keys)
 
 
 def goods(rng: Random) -> tuple[list[str], dict]:
     """Draw sentences about something that is for sale, and their values by key."""
-    thing, color, town = (rng.choice(words) for words in (NOUNS, lex.COLORS, lex.TOWNS))
+    thing = rng.choice(NOUNS)
+    color = rng.choice(lex.COLORS)
+    town = rng.choice(lex.TOWNS)
     price = rng.randint(2, 99)
     left = rng.randint(2, 60)
     used = rng.random() < 0.5
-    facts: dict[str, Fact] = {
-        "price": (price, rng.choice((f"It costs {price} coins.", f"The price is {price} coins."))),
-        "left": (left, f"There are {left} left."),
-        "town": (town, rng.choice((f"The shop is in {town}.", f"One can buy it in {town}."))),
-        "used": (used, "It is used." if used else "It is not used."),
-    }
-    keys = rng.sample(list(facts), rng.randint(2, 4))
-    return _with_facts(f"The shop sells {lex.article(color)} {thing}.", {"item": thing, "color": color}, facts, keys)
+    facts: dict[str, Fact] = {}
+    facts["price"] = price, rng.choice((f"It costs {price} coins.", f"The price is {price} coins."))
+    facts["left"] = left, f"There are {left} left."
+    facts["town"] = town, rng.choice((f"The shop is in {town}.", f"One can buy it in {town}."))
+    facts["used"] = used, "It is used." if used else "It is not used."
+    count = rng.randint(2, 4)
+    keys = rng.sample(list(facts), count)
+    first = f"The shop sells {lex.article(color)} {thing}."
+    return _with_facts(first, {"item": thing, "color": color}, facts, keys)
 
 
 def _with_facts(first: str, values: dict, facts: dict[str, Fact], keys: list[str]) -> tuple[list[str], dict]:
     """Return the first sentence and the sentences of `keys`, and all values in these sentences."""
-    sentences = [first, *(facts[key][1] for key in keys)]
-    return sentences, values | {key: facts[key][0] for key in keys}
+    sentences = [first]
+    values = dict(values)
+    for key in keys:
+        value, sentence = facts[key]
+        sentences.append(sentence)
+        values[key] = value
+    return sentences, values
 
 
 JSON_TYPES = {str: "string", int: "integer", bool: "boolean", list: "list"}
@@ -220,13 +257,18 @@ def schema_for(values: dict) -> dict:
 def json_task(rng: Random) -> TaskCase:
     """Draw a case with a short text and keys to answer with.  The answer must fit the JSON schema `meta["schema"]`."""
     make = person if rng.random() < 0.6 else goods
-    sentences, values = make(rng)
-    chosen = rng.sample(list(values), rng.randint(2, min(5, len(values))))
-    values = {key: values[key] for key in chosen}
-    keys = ", ".join(f"{key} ({JSON_TYPES[type(value)]})" for key, value in values.items())
-    content = f"{' '.join(sentences)}\n\nAnswer in JSON with these keys: {keys}."
+    sentences, known = make(rng)
+    count = rng.randint(2, min(5, len(known)))
+    values, described = {}, []
+    for key in rng.sample(list(known), count):
+        value = known[key]
+        values[key] = value
+        described.append(f"{key} ({JSON_TYPES[type(value)]})")
+    text = " ".join(sentences)
+    content = f"{text}\n\nAnswer in JSON with these keys: {', '.join(described)}."
+    answer = json.dumps(values)
     meta = {"key": content, "schema": schema_for(values), "values": values}
-    return TaskCase("json", user(content), json.dumps(values), meta)
+    return TaskCase("json", user(content), answer, meta)
 
 
 # ---------------------------------------------------------------- stories
@@ -250,22 +292,32 @@ def story(rng: Random, made_up: bool = False) -> TaskCase:
     wish = Wish()
     form = rng.choice(("hero thing", "hero thing", "hero", "thing", "name", "two", "place", "named thing"))
     kinds = lex.ANIMALS + lex.PEOPLE
-    kind = lex.coined(rng) if made_up and rng.random() < 0.7 else rng.choice(kinds)
+    hero = _noun(rng, kinds, made_up)
     if "name" in form:
-        gender = lex.GENDER.get(kind) or rng.choice(("she", "he"))
+        gender = lex.GENDER.get(hero) or rng.choice(("she", "he"))
         wish.name = rng.choice(lex.NAMES[gender])
     if form != "thing":
-        wish.hero = kind
+        wish.hero = hero
     if "thing" in form:
-        wish.thing = lex.coined(rng) if made_up and rng.random() < 0.7 else rng.choice(NOUNS)
+        wish.thing = _noun(rng, NOUNS, made_up)
     if form == "two":
-        wish.helper = rng.choice([other for other in kinds if other != kind])
+        others = [other for other in kinds if other != hero]
+        wish.helper = rng.choice(others)
     if form == "place":
         wish.place = rng.choice(lex.HOMES)
     text = Teller(rng).tell(wish).text
-    words = [word for word in (wish.hero, wish.name, wish.thing, wish.helper, wish.place) if word]
-    content = rng.choice(ASK).format(_subject(wish))
+    wished = (wish.hero, wish.name, wish.thing, wish.helper, wish.place)
+    words = [word for word in wished if word]
+    request = rng.choice(ASK)
+    content = request.format(_subject(wish))
     return TaskCase("story", user(content), text, {"key": "+".join(words), "words": words})
+
+
+def _noun(rng: Random, nouns: Sequence[str], made_up: bool) -> str:
+    """Draw one of some nouns; with `made_up`, it is a made-up word in 7 of 10 draws."""
+    if made_up and rng.random() < 0.7:
+        return lex.coined(rng)
+    return rng.choice(nouns)
 
 
 def _subject(wish: Wish) -> str:
@@ -275,10 +327,11 @@ def _subject(wish: Wish) -> str:
         about += f" named {wish.name}"
     if wish.place:
         about += f" {where(wish.place)}"
-    last = wish.thing or wish.helper
-    if not last:
+    second = wish.thing or wish.helper
+    if not second:
         return about
-    return f"{about} and {lex.article(last)}" if about else lex.article(last)
+    noun = lex.article(second)
+    return f"{about} and {noun}" if about else noun
 
 
 # ---------------------------------------------------------------- drawing and scoring
@@ -307,7 +360,8 @@ def cases(task: str, n: int = 500, seed: int = 0, **options) -> list[TaskCase]:
     found: dict[str, TaskCase] = {}
     while len(found) < n:
         case = draw(task, rng, held_out=True, **options)
-        found.setdefault(json.dumps(case.messages), case)
+        content = json.dumps(case.messages)
+        found.setdefault(content, case)
     return list(found.values())
 
 
@@ -317,11 +371,14 @@ def fits(value: object, schema: dict) -> bool:
     if kind == "object":
         if not isinstance(value, dict) or set(value) != set(schema["required"]):
             return False
-        return all(fits(value[key], inner) for key, inner in schema["properties"].items())
+        properties = schema["properties"]
+        return all(fits(value[key], inner) for key, inner in properties.items())
     if kind == "array":
-        return isinstance(value, list) and all(fits(item, schema["items"]) for item in value)
-    wanted = {"string": str, "integer": int, "boolean": bool}[kind]
-    return type(value) is wanted
+        if not isinstance(value, list):
+            return False
+        return all(fits(item, schema["items"]) for item in value)
+    wanted = {"string": str, "integer": int, "boolean": bool}
+    return type(value) is wanted[kind]
 
 
 def parsed(text: str) -> object:
@@ -339,11 +396,14 @@ def fits_schema(case: TaskCase, text: str) -> bool:
 
 def is_story(case: TaskCase, text: str) -> bool:
     """Return whether a text is a finished story with all required words, six sentences or more, and none twice."""
-    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    stripped = text.strip()
+    sentences = re.split(r"(?<=[.!?])\s+", stripped)
     if len(sentences) < 6 or len(set(sentences)) < len(sentences):
         return False
-    finished = text.rstrip().endswith((".", '"', "!"))
-    return finished and all(re.search(rf"\b{word}\b", text) for word in case.meta["words"])
+    if not stripped.endswith((".", '"', "!")):
+        return False
+    words = case.meta["words"]
+    return all(re.search(rf"\b{word}\b", text) for word in words)
 
 
 def score(case: TaskCase, text: str) -> bool:

@@ -49,18 +49,13 @@ def corpus(documents: int, seed: int = 0) -> Iterator[str]:
 def train(documents: int = 6000, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """Return a tokenizer trained on `documents` documents of each kind."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIALS,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size, special_tokens=SPECIALS, show_progress=False, initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator(corpus(documents, seed), trainer)
     return tokenizer
@@ -94,9 +89,14 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.end_of_text, self.turn_start, self.turn_end = (tokenizer.token_to_id(t) for t in SPECIALS)
         self.cache: dict[str, list[int]] = {}
-        self.heads = {role: [self.turn_start, *self.encode(role + "\n")] for role in ("system", "user", "assistant")}
+        self.end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+        self.turn_start = tokenizer.token_to_id(TURN_START)
+        self.turn_end = tokenizer.token_to_id(TURN_END)
+        self.heads = {}
+        for role in ("system", "user", "assistant"):
+            ids = self.encode(role + "\n")
+            self.heads[role] = [self.turn_start, *ids]
         self.tail = self.encode("\n")
 
     def encode(self, text: str) -> list[int]:

@@ -26,10 +26,15 @@ def prepare(data: np.ndarray, device: str) -> tuple:
 
     The mask is not made in the compiled loss, because torch 2.11 then computes wrong gradients.
     """
-    tokens, doc, weight = torch.from_numpy(data).to(device, non_blocking=True).long()
-    mask = documents_mask(doc[:, :-1].contiguous(), flex=device == "cuda")
-    weight = weight[:, 1:] * (doc[:, 1:] == doc[:, :-1])
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten(), weight.flatten().float(), mask
+    batch = torch.from_numpy(data).to(device, non_blocking=True)
+    tokens, doc, weight = batch.long()
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].flatten()
+    doc_of_input = doc[:, :-1].contiguous()
+    same_document = doc[:, 1:] == doc_of_input
+    weights = weight[:, 1:] * same_document
+    mask = documents_mask(doc_of_input, flex=device == "cuda")
+    return inputs, targets, weights.flatten().float(), mask
 
 
 def loss_of(net: Net, teacher: Net | None, tokens: Tensor, target: Tensor, weight: Tensor, mask) -> tuple:
@@ -39,19 +44,29 @@ def loss_of(net: Net, teacher: Net | None, tokens: Tensor, target: Tensor, weigh
     """
     logits = net(tokens, mask).float().flatten(0, 1)
     nll = F.cross_entropy(logits, target, reduction="none")
-    answers = (weight == ANSWER).float()
-    answer_loss = (nll.detach() * answers).sum() / answers.sum().clamp(min=1)
+    of_answers = (weight == ANSWER).float()
+    answer_loss = _weighted_mean(nll.detach(), of_answers)
     if teacher is not None:
         with torch.no_grad():
-            soft = teacher(tokens, mask).float().flatten(0, 1).softmax(-1)
+            taught = teacher(tokens, mask).float().flatten(0, 1)
+            soft = taught.softmax(-1)
         nll = F.cross_entropy(logits, soft, reduction="none")
-    return (nll * weight).sum() / weight.sum().clamp(min=1), answer_loss
+    return _weighted_mean(nll, weight), answer_loss
+
+
+def _weighted_mean(losses: Tensor, weight: Tensor) -> Tensor:
+    """Return the weighted mean of losses, 0 if all weights are 0."""
+    total = (losses * weight).sum()
+    return total / weight.sum().clamp(min=1)
 
 
 def rate_at(progress: float, step: int, warmup: int, decay: float) -> float:
     """Return the factor of the learning rate, 0 to 1, at this progress (0 to 1) of the run."""
-    down = min(1.0, (1.0 - progress) / decay) if decay else 1.0
-    return max(0.0, min(1.0, step / warmup, down))
+    up = step / warmup
+    down = 1.0
+    if decay:
+        down = (1.0 - progress) / decay
+    return max(0.0, min(1.0, up, down))
 
 
 class Run:
@@ -62,22 +77,30 @@ class Run:
         self.args = args
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer_folder = args.tokenizer or args.out
-        if not (self.tokenizer_folder / "tokenizer.json").exists():
+        file = self.tokenizer_folder / "tokenizer.json"
+        if not file.exists():
             tok.save(tok.train(), self.tokenizer_folder)
-        self.net = Net(SHAPES[args.model], args.seed).to(self.device)
+        net = Net(SHAPES[args.model], args.seed)
+        self.net = net.to(self.device)
         self.optimizer = Optimizer(self.net, args.matrix_rate, args.other_rate)
         self.teacher = None
         if args.teacher:
-            self.teacher = checkpoint.load_net(args.teacher, "pocket").to(self.device).requires_grad_(False)
+            teacher = checkpoint.load_net(args.teacher, "pocket")
+            self.teacher = teacher.to(self.device).requires_grad_(False)
         self.step = 0
         if args.resume:
-            self.step = checkpoint.restore(args.resume, self.net, self.optimizer)["step"]
+            facts = checkpoint.restore(args.resume, self.net, self.optimizer)
+            self.step = facts["step"]
         self.first = self.step  # the step at which this run began
 
     def progress(self) -> float:
         """Return the finished share of the run by steps or by the clock, whichever is larger."""
-        by_clock = (time.monotonic() - self.begin) / (60 * self.args.minutes)
-        by_steps = (self.step - self.first) / self.args.steps if self.args.steps else 0.0
+        args = self.args
+        seconds = time.monotonic() - self.begin
+        by_clock = seconds / (60 * args.minutes)
+        by_steps = 0.0
+        if args.steps:
+            by_steps = (self.step - self.first) / args.steps
         return max(by_clock, by_steps)
 
     def go(self) -> None:
@@ -117,28 +140,34 @@ class Run:
         print(f"{self.step} steps, {self.step * batch_tokens / 1e6:.0f} M tokens; wrote {args.out}", flush=True)
 
 
+OPTIONS: dict[str, dict] = {
+    "--out": {"type": Path, "required": True, "help": "the model directory to write"},
+    "--model": {"choices": SHAPES, "default": "pocket"},
+    "--tokenizer": {"type": Path, "help": "directory of tokenizer.json (default: train one into --out)"},
+    "--checkpoint": {"type": Path, "help": "write a checkpoint to this folder at the end"},
+    "--resume": {"type": Path, "help": "continue from this checkpoint"},
+    "--teacher": {"type": Path, "help": "a pocket directory to learn from (for the draft)"},
+    "--minutes": {"type": float, "default": 9.0, "help": "end the run after at most this many minutes"},
+    "--steps": {"type": int, "default": 0, "help": "end the run after this many steps (0: no limit)"},
+    "--rows": {"type": int, "default": 32, "help": "rows of a batch"},
+    "--length": {"type": int, "default": 4096, "help": "tokens of a row"},
+    "--ramp": {"type": int, "default": 800, "help": "batches until needle documents have their full length"},
+    "--warmup": {"type": int, "default": 100, "help": "steps in which the learning rate rises"},
+    "--decay": {"type": float, "default": 0.35, "help": "share of the run in which the learning rate falls"},
+    "--matrix-rate": {"type": float, "default": 0.02},
+    "--other-rate": {"type": float, "default": 0.004},
+    "--seed": {"type": int, "default": 0},
+    "--workers": {"type": int, "help": "processes that write batches (0: none; default: cores - 1)"},
+    "--log": {"type": int, "default": 50, "help": "steps between lines of the log"},
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    p.add_argument("--model", choices=SHAPES, default="pocket")
-    p.add_argument("--tokenizer", type=Path, help="directory of tokenizer.json (default: train one into --out)")
-    p.add_argument("--checkpoint", type=Path, help="write a checkpoint to this folder at the end")
-    p.add_argument("--resume", type=Path, help="continue from this checkpoint")
-    p.add_argument("--teacher", type=Path, help="a pocket directory to learn from (for the draft)")
-    p.add_argument("--minutes", type=float, default=9.0, help="end the run after at most this many minutes")
-    p.add_argument("--steps", type=int, default=0, help="end the run after this many steps (0: no limit)")
-    p.add_argument("--rows", type=int, default=32, help="rows of a batch")
-    p.add_argument("--length", type=int, default=4096, help="tokens of a row")
-    p.add_argument("--ramp", type=int, default=800, help="batches until needle documents have their full length")
-    p.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
-    p.add_argument("--decay", type=float, default=0.35, help="share of the run in which the learning rate falls")
-    p.add_argument("--matrix-rate", type=float, default=0.02)
-    p.add_argument("--other-rate", type=float, default=0.004)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--workers", type=int, help="processes that write batches (0: none; default: cores - 1)")
-    p.add_argument("--log", type=int, default=50, help="steps between lines of the log")
-    return p
+    made = argparse.ArgumentParser(description=__doc__)
+    for name, settings in OPTIONS.items():
+        made.add_argument(name, **settings)
+    return made
 
 
 def main(argv: list[str] | None = None) -> None:

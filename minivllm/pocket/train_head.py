@@ -25,15 +25,18 @@ DRAFTS = 2  # drafts of a chain that are trained
 
 def weights_of(net: Net, layer: int) -> dict[str, Tensor]:
     """Return the weights of one layer by name."""
-    both = [*net.mats.items(), *net.gains.items()]
-    return {name: stacked[layer] for name, stacked in both}
+    weights = {name: stacked[layer] for name, stacked in net.mats.items()}
+    for name, stacked in net.gains.items():
+        weights[name] = stacked[layer]
+    return weights
 
 
 def states_of(net: Net, tokens: Tensor, mask: Tensor) -> Tensor:
     """Return the states (rows, length, hidden) behind the last norm, in float32."""
     x = F.embedding(tokens, net.embed)
     for i in range(net.shape.layers):
-        x = net.layer(x, weights_of(net, i), mask)
+        weights = weights_of(net, i)
+        x = net.layer(x, weights, mask)
     return rms_norm(x, net.norm, net.shape.eps)
 
 
@@ -57,13 +60,14 @@ class TrainedHead(nn.Module):
 
     def forward(self, embedding: Tensor, states: Tensor, mask: Tensor) -> Tensor:
         """Return the states of pairs (rows, length, hidden) of an embedding and the state of the token before."""
-        eps = self.body.shape.eps
+        body = self.body
+        eps = body.shape.eps
         embedding = rms_norm(embedding, self.embedding_norm, eps)
         states = rms_norm(states, self.hidden_norm, eps)
         both = torch.cat([embedding, states], dim=-1)
         x = F.linear(both, self.fc)
-        x = self.body.layer(x, weights_of(self.body, 0), mask)
-        return rms_norm(x, self.body.norm, eps)
+        x = body.layer(x, weights_of(body, 0), mask)
+        return rms_norm(x, body.norm, eps)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights in bfloat16 under the names of a checkpoint."""
@@ -86,14 +90,16 @@ def loss_of(head: TrainedHead, net: Net, tokens: Tensor, doc: Tensor) -> tuple[T
 
     `tokens` and `doc` (rows, length) are the tokens and the numbers of their documents."""
     with torch.no_grad():
-        states = states_of(net, tokens, documents_mask(doc, flex=False))
+        mask = documents_mask(doc, flex=False)
+        states = states_of(net, tokens, mask)
         logits = F.linear(states, net.embed)
     embedding = F.embedding(tokens, net.embed)
+    length = tokens.shape[1]
     total = torch.zeros(())
     right = []
     for draft in range(1, DRAFTS + 1):
         # pair i has the state of token i, and the token after all earlier drafts
-        n = tokens.shape[1] - draft
+        n = length - draft
         later = doc[:, draft:].contiguous()
         mask = documents_mask(later, flex=False)
         states = head(embedding[:, draft:], states[:, :n], mask)
@@ -102,18 +108,21 @@ def loss_of(head: TrainedHead, net: Net, tokens: Tensor, doc: Tensor) -> tuple[T
         same = later == doc[:, :n]
         count = same.sum()
         soft = target.flatten(0, 1).softmax(-1)
-        nll = F.cross_entropy(guess.flatten(0, 1), soft, reduction="none")
+        guessed = guess.flatten(0, 1)
+        nll = F.cross_entropy(guessed, soft, reduction="none")
         summed = (nll * same.flatten()).sum()
         total = total + summed / count
         hits = guess.argmax(-1) == target.argmax(-1)
         hits &= same
-        right.append(float(hits.sum() / count))
+        share = hits.sum() / count
+        right.append(float(share))
     return total / DRAFTS, right
 
 
 def train(args: argparse.Namespace) -> None:
     """Train a head, and write it with a config.json."""
-    net = checkpoint.load_net(args.model, "pocket").float().requires_grad_(False)
+    net = checkpoint.load_net(args.model, "pocket")
+    net = net.float().requires_grad_(False)
     head = TrainedHead(net)
     optimizer = torch.optim.AdamW(head.parameters(), args.rate, (0.9, 0.95), weight_decay=0.0)
     source = batches(str(args.model), args.seed, 0, args.rows, args.length, 1, 0)
@@ -125,7 +134,8 @@ def train(args: argparse.Namespace) -> None:
         falling = max(0.02, 1 - progress)
         for group in optimizer.param_groups:
             group["lr"] = args.rate * rising * falling
-        tokens, doc, _ = torch.from_numpy(next(source)).long()
+        batch = torch.from_numpy(next(source))
+        tokens, doc, _ = batch.long()
         loss, right = loss_of(head, net, tokens, doc)
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -139,25 +149,32 @@ def train(args: argparse.Namespace) -> None:
             break
     args.out.mkdir(parents=True, exist_ok=True)
     config = json.loads((args.model / "config.json").read_text())
-    config["num_hidden_layers"] = config["mtp_num_hidden_layers"] = 1
+    config["num_hidden_layers"] = 1
+    config["mtp_num_hidden_layers"] = 1
     text = json.dumps(config, indent=2)
     (args.out / "config.json").write_text(text + "\n")
     save_file(head.tensors(), args.out / "model.safetensors", {"format": "pt"})
 
 
+OPTIONS: dict[str, dict] = {
+    "--out": {"type": Path, "required": True, "help": "the directory to write"},
+    "--model": {"type": Path, "default": Path(__file__).parent / "model", "help": "a pocket directory"},
+    "--minutes": {"type": float, "default": 12.0, "help": "end the run after at most this many minutes"},
+    "--steps": {"type": int, "default": 2000, "help": "end the run after at most this many steps"},
+    "--rows": {"type": int, "default": 4, "help": "rows of a batch"},
+    "--length": {"type": int, "default": 511, "help": "tokens of a row but one"},
+    "--rate": {"type": float, "default": 2e-3, "help": "the largest learning rate"},
+    "--seed": {"type": int, "default": 1},
+    "--log": {"type": int, "default": 20, "help": "steps between lines of the log"},
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Train with the options of the command line.  `argv` None means the arguments of the process."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="the directory to write")
-    p.add_argument("--model", type=Path, default=Path(__file__).parent / "model", help="a pocket directory")
-    p.add_argument("--minutes", type=float, default=12.0, help="end the run after at most this many minutes")
-    p.add_argument("--steps", type=int, default=2000, help="end the run after at most this many steps")
-    p.add_argument("--rows", type=int, default=4, help="rows of a batch")
-    p.add_argument("--length", type=int, default=511, help="tokens of a row but one")
-    p.add_argument("--rate", type=float, default=2e-3, help="the largest learning rate")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--log", type=int, default=20, help="steps between lines of the log")
-    train(p.parse_args(argv))
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, settings in OPTIONS.items():
+        parser.add_argument(name, **settings)
+    train(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -101,15 +101,20 @@ class Teller:
         rng = self.rng
         gender = next((gender for gender, names in NAMES.items() if name in names), "")
         while not kind:
-            kind = rng.choice(ANIMALS if rng.random() < 0.65 else PEOPLE)
-            if kind in taken or (gender and GENDER.get(kind, gender) != gender):
+            kinds = ANIMALS if rng.random() < 0.65 else PEOPLE
+            kind = rng.choice(kinds)
+            of_kind = GENDER.get(kind, gender)
+            if kind in taken or (gender and of_kind != gender):
                 kind = ""
-        gender = gender or GENDER.get(kind) or rng.choice(("she", "he"))
+        if not gender:
+            gender = GENDER.get(kind) or rng.choice(("she", "he"))
         if not name and rng.random() < named:
             name = rng.choice(NAMES[gender])
             if name in taken:
                 name = ""
-        trait = rng.choice(TRAITS) if rng.random() < 0.7 else ""
+        trait = ""
+        if rng.random() < 0.7:
+            trait = rng.choice(TRAITS)
         return Role(kind, gender, name, trait)
 
     def plot_for(self, wish: Wish) -> str:
@@ -143,21 +148,27 @@ class Teller:
         helper = self.role(wish.helper, taken=(hero.kind, hero.name))
         third = self.role(taken=(hero.kind, hero.name, helper.kind, helper.name), named=0.3)
         home = wish.place or rng.choice(HOMES)
-        others = rng.sample([place for place in PLACES if place != home], 2)
-        fields = self.fields(hero, helper, third, thing, (home, *others))
+        away = [place for place in PLACES if place != home]
+        places = (home, *rng.sample(away, 2))
+        fields = self.fields(hero, helper, third, thing, places)
+        roles = {"h": hero, "k": helper, "x": third}
         sentences = []
         for beat in plots.PLOTS[plot]:
             template = rng.choice(beat)
             if template is None:
                 continue
             if template in ("{trouble}", "{rescue}"):
-                trouble, rescue = beats.TROUBLE[OBJECTS[thing][0]]
+                use = OBJECTS[thing][0]
+                trouble, rescue = beats.TROUBLE[use]
                 template = rng.choice(rescue if template == "{rescue}" else trouble)
-            for key, role in (("h", hero), ("k", helper), ("x", third)):
-                fields[key] = role.short(rng)
-                fields[key.upper()] = capital(fields[key])
-            sentences.append(capital(template.format_map(fields)))
-        return Story(" ".join(sentences), plot, hero, helper, thing, home, sentences)
+            for key, role in roles.items():
+                mention = role.short(rng)
+                fields[key] = mention
+                fields[key.upper()] = capital(mention)
+            sentence = template.format_map(fields)
+            sentences.append(capital(sentence))
+        text = " ".join(sentences)
+        return Story(text, plot, hero, helper, thing, home, sentences)
 
     def fields(self, hero: Role, helper: Role, third: Role, thing: str, places: tuple[str, ...]) -> dict[str, str]:
         """Return the fields that the sentences of plots use, by name."""
@@ -166,24 +177,16 @@ class Teller:
         things = [other for other in rng.sample(NOUNS, 4) if other != thing]
         given, received = rng.sample(things, 2)
         when = rng.choice(TIMES)
-        fields = {
-            "ah": hero.intro(),
-            "ak": helper.intro(),
-            "ax": third.intro(),
-            "o": thing,
-            "ao": article(thing),
-            "lo": f"{look} {thing}",
-            "alo": article(f"{look} {thing}"),
-            "y": given,
-            "ay": article(given),
-            "z": received,
-            "az": article(received),
-            "when": when,
-            "When": capital(when),
-            "use": OBJECTS.get(thing, PLAIN)[1],
-            "skill": SKILLS.get(thing, ""),
-            **PRONOUNS[hero.gender],
-        }
+        looking = f"{look} {thing}"
+        fields = {"ah": hero.intro(), "ak": helper.intro(), "ax": third.intro()}
+        fields |= {"o": thing, "ao": article(thing)}
+        fields |= {"lo": looking, "alo": article(looking)}
+        fields |= {"y": given, "ay": article(given)}
+        fields |= {"z": received, "az": article(received)}
+        fields |= {"when": when, "When": capital(when)}
+        fields["use"] = OBJECTS.get(thing, PLAIN)[1]
+        fields["skill"] = SKILLS.get(thing, "")
+        fields |= PRONOUNS[hero.gender]
         for number, place in zip(("", "2", "3"), places, strict=True):
             at = where(place)
             fields[f"p{number}"] = place
