@@ -30,45 +30,54 @@ GEMM = (
 
 
 class AwqLayout(PartLayout):
+    """The layout of a weight of 4 bits with a scale for each ``group_size`` inputs, or for all inputs if it is -1."""
+
     def __init__(self, share: Share, group_size: int) -> None:
         super().__init__(share)
         self.size = share.inputs if group_size == -1 else group_size
         self.why = f" with bits=4, group_size={group_size}"
         if share.outputs % FIELDS:
             raise ModelError(f"{share.outputs} outputs of 4 bits do not fill whole words: expected a multiple of 8")
-        groups, words = -(-share.inputs // self.size), share.outputs // FIELDS
-        self.want = {
-            "qweight": Want(("I32",), ((share.inputs, words),)),
-            "qzeros": Want(("I32",), ((groups, words),)),
-            "scales": Want(FLOATS, ((groups, share.outputs),)),
-        }
+        groups = -(-share.inputs // self.size)
+        words = share.outputs // FIELDS
+        self.want = {"qweight": Want("I32", (share.inputs, words))}
+        self.want["qzeros"] = Want("I32", (groups, words))
+        self.want["scales"] = Want(FLOATS, (groups, share.outputs))
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
         share = self.share
-        codes, zero = (self._outputs(given[name]) for name in ("qweight", "qzeros"))
-        scale = given["scales"][:, share.rows].to(share.device).t().float()
-        return Numbers(codes[:, share.columns], scale, zero.float(), share.group_of(self.size), 4, forms.CENTRE)
+        codes = self._outputs(given["qweight"])
+        zero = self._outputs(given["qzeros"])
+        scales = given["scales"][:, share.rows].to(share.device)
+        scale = scales.t().float()
+        group_of = share.group_of(self.size)
+        return Numbers(codes[:, share.columns], scale, zero.float(), group_of, bits=4, centre=forms.CENTRE)
 
     def _outputs(self, words: Tensor) -> Tensor:
         """Return this process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
         rows = self.share.rows
         if not isinstance(rows, slice):
             return self._unpacked(words)[:, rows].t()
-        first, last = rows.start // FIELDS, -(-rows.stop // FIELDS)
+        first = rows.start // FIELDS
+        last = -(-rows.stop // FIELDS)
         whole = self._unpacked(words[:, first:last])
-        return whole[:, rows.start - first * FIELDS : rows.stop - first * FIELDS].t()
+        before = first * FIELDS  # outputs that are not unpacked
+        return whole[:, rows.start - before : rows.stop - before].t()
 
     def _unpacked(self, words: Tensor) -> Tensor:
         """Return the outputs u8 [n, 8 * m] of words [n, m]."""
         words = words.to(self.share.device)
-        found = forms.fields(words, 4, FIELDS * words.shape[1]).view(len(words), -1, FIELDS)
-        return found[:, :, list(ORDER)].flatten(1)
+        codes = forms.fields(words, 4, FIELDS * words.shape[1])
+        by_word = codes.view(len(words), -1, FIELDS)
+        return by_word[:, :, list(ORDER)].flatten(1)
 
 
 class Awq(CheckpointQuantizer):
     """The quantizer for modules with ``qweight``.  Modules that ``modules_to_not_convert`` names stay unquantized."""
 
-    method, packed_by, beside = "awq", ("qweight",), ("qzeros", "scales")
+    method = "awq"
+    packed_by = ("qweight",)
+    beside = ("qzeros", "scales")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -77,8 +86,10 @@ class Awq(CheckpointQuantizer):
             value = given.get(key) or ""
             if str(value).lower() not in ("", "gemm", "autoawq", "auto"):
                 raise ModelError(f"the checkpoint is AWQ of {key}={shown(value)}: {GEMM}")
-        self.settings.one_of("w_bit" if "w_bit" in given else "bits", (4,), None)
-        self.group_size = self.settings.group("q_group_size" if "q_group_size" in given else "group_size", -1)
+        bits_key = "w_bit" if "w_bit" in given else "bits"
+        group_key = "q_group_size" if "q_group_size" in given else "group_size"
+        self.settings.one_of(bits_key, (4,), None)
+        self.group_size = self.settings.group(group_key, -1)
         self.left_out = self.settings.names("modules_to_not_convert")
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
@@ -87,12 +98,14 @@ class Awq(CheckpointQuantizer):
                 raise ModelError(
                     "modules_to_not_convert names modules, and this architecture does not give the names of its modules"
                 )
-        else:
-            if not holds_words(source, self.beside):
-                return None
-            if named := [name for name in self.left_out if f".{name.strip('.')}." in f".{source.name}."]:
-                raise ModelError(
-                    f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(named)} excludes "
-                    "it from quantization"
-                )
+            return AwqLayout(share, self.group_size)
+        if not holds_words(source, self.beside):
+            return None
+        name = f".{source.name}."
+        excluding = [one for one in self.left_out if f".{one.strip('.')}." in name]
+        if excluding:
+            raise ModelError(
+                f"the checkpoint has {source.name}.qweight, and modules_to_not_convert={shown(excluding)} excludes "
+                "it from quantization"
+            )
         return AwqLayout(share, self.group_size)

@@ -34,25 +34,39 @@ BLOCK, NESTED = 64, 256
 
 
 class FourBits(PartLayout):
+    """The layout of a weight with 4 bits, ``kind`` "nf4" or "fp4".
+
+    ``nested`` means that the scales are quantized too.  ``has`` has the shape and dtype of each tensor of the part, or
+    is None if no checkpoint was read.
+    """
+
     def __init__(self, share: Share, kind: str, nested: bool, has: Mapping[str, Any] | None, note: Any) -> None:
         super().__init__(share)
-        self.kind, self.nested, self.note = kind, nested, note
+        self.kind = kind
+        self.nested = nested
+        self.note = note
         count = share.outputs * share.inputs
         if count % 2:
             raise ModelError(f"{share.outputs} outputs and {share.inputs} inputs of 4 bits do not fill whole bytes")
-        stored = "U8" if has is None or has["weight"][1] not in STORED else has["weight"][1]
-        sizes = {"weight.absmax": (-(-count // BLOCK),), "weight.nested_absmax": (-(-count // BLOCK // NESTED),)}
-        if has is not None:  # the quantization state, which is read later, has the number of blocks
-            sizes = {name: has[name][0] if name in has else shape for name, shape in sizes.items()}
-        self.want = {
-            "weight": Want((stored,), ((count // 2 // STORED[stored], 1),)),
-            "weight.absmax": Want(("U8",) if nested else ("F32",), (sizes["weight.absmax"],)),
-            "weight.quant_map": Want(("F32",), ((16,),)),
-            STATE + kind: Want(("U8",), (has[STATE + kind][0],) if has is not None else ()),
-        }
+        blocks = -(-count // BLOCK)
+        nested_blocks = -(-blocks // NESTED)
+        state = STATE + kind
+        # name -> shape and dtype; the quantization state, which is read later, has the number of blocks
+        found: dict[str, Any] = {"weight": ((), "U8")}
+        found["weight.absmax"] = ((blocks,), "F32")
+        found["weight.nested_absmax"] = ((nested_blocks,), "F32")
+        found |= has or {}
+        stored = found["weight"][1]
+        if stored not in STORED:
+            stored = "U8"
+        words = count // 2 // STORED[stored]
+        self.want = {"weight": Want(stored, (words, 1))}
+        self.want["weight.absmax"] = Want("U8" if nested else "F32", found["weight.absmax"][0])
+        self.want["weight.quant_map"] = Want("F32", (16,))
+        self.want[state] = Want("U8", found[state][0]) if state in found else Want("U8")
         if nested:
-            self.want["weight.nested_absmax"] = Want(("F32",), (sizes["weight.nested_absmax"],))
-            self.want["weight.nested_quant_map"] = Want(("F32",), ((256,),))
+            self.want["weight.nested_absmax"] = Want("F32", found["weight.nested_absmax"][0])
+            self.want["weight.nested_quant_map"] = Want("F32", (256,))
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
         share = self.share
@@ -62,87 +76,118 @@ class FourBits(PartLayout):
         if share.inputs % block:
             self.note(f"blocks of {block} numbers do not end with the rows: unpacked to {share.dtype}")
             codes = _codes(raw.flatten().to(share.device))
-            scale = sizes.repeat_interleave(block)[: len(codes)]
-            weight = (table[codes.long()] * scale).view(share.outputs, share.inputs)
-            return weight[share.rows, share.columns].to(share.dtype).contiguous()
-        codes = _codes(raw.view(share.outputs, -1)[share.rows].to(share.device))
+            scale = sizes.repeat_interleave(block)
+            numbers = table[codes.long()] * scale[: len(codes)]
+            weight = numbers.view(share.outputs, share.inputs)
+            mine = weight[share.rows, share.columns]
+            return mine.to(share.dtype).contiguous()
+        rows = raw.view(share.outputs, -1)[share.rows]
+        codes = _codes(rows.to(share.device))
         scale = sizes.view(share.outputs, -1)[share.rows]
-        return Numbers(codes[:, share.columns], scale, None, share.group_of(block), 4, table=table)
+        group_of = share.group_of(block)
+        return Numbers(codes[:, share.columns], scale, None, group_of, bits=4, table=table)
 
     def _sizes(self, given: Mapping[str, Tensor]) -> tuple[int, Tensor]:
         """Return the number of codes in a block, and the largest number of each block, f32."""
         share = self.share
+        wanted = [share.outputs, share.inputs]
+        nested_block = 1
+        offset = 0.0
         try:
             state = json.loads(bytes(given[STATE + self.kind].tolist()))
-            block, shape = int(state["blocksize"]), list(state["shape"])
-            nested = (int(state["nested_blocksize"]), float(state["nested_offset"])) if self.nested else (1, 0.0)
+            block = int(state["blocksize"])
+            shape = list(state["shape"])
+            if self.nested:
+                nested_block = int(state["nested_blocksize"])
+                offset = float(state["nested_offset"])
         except (ValueError, KeyError, TypeError) as e:
             raise ModelError(f"the state of the quantization is broken ({e}); download it again") from None
         sizes = given["weight.absmax"].to(share.device)
         count = share.outputs * share.inputs
-        if shape != [share.outputs, share.inputs] or block < 1 or len(sizes) != -(-count // block):
+        if shape != wanted or not _fill(count, block, len(sizes)):
             raise ModelError(
-                f"its state says shape {shape} in blocks of {block} with {len(sizes)} blocks; expected "
-                f"{[share.outputs, share.inputs]}; config.json and the weights do not belong together"
+                f"its state says shape {shape} in blocks of {block} with {len(sizes)} blocks; expected {wanted}; "
+                "config.json and the weights do not belong together"
             )
         if not self.nested:
             return block, sizes
         outer = given["weight.nested_absmax"].to(share.device)
-        if nested[0] < 1 or len(outer) != -(-len(sizes) // nested[0]):
-            raise ModelError(f"its state says nested blocks of {nested[0]}, but the checkpoint has {len(outer)}")
-        values = given["weight.nested_quant_map"].to(share.device)[sizes.long()]
-        return block, values * outer.repeat_interleave(nested[0])[: len(sizes)] + nested[1]
+        if not _fill(len(sizes), nested_block, len(outer)):
+            raise ModelError(f"its state says nested blocks of {nested_block}, but the checkpoint has {len(outer)}")
+        table = given["weight.nested_quant_map"].to(share.device)
+        factors = outer.repeat_interleave(nested_block)[: len(sizes)]
+        return block, table[sizes.long()] * factors + offset
+
+
+def _fill(count: int, block: int, blocks: int) -> bool:
+    """Return whether ``count`` numbers in blocks of ``block`` numbers take ``blocks`` blocks."""
+    return block >= 1 and blocks == -(-count // block)
 
 
 def _codes(raw: Tensor) -> Tensor:
     """Unpack bytes u8 [..., n] to codes [..., 2 n], the high half first."""
-    return torch.stack((raw >> 4, raw & 15), dim=-1).flatten(-2)
+    halves = torch.stack((raw >> 4, raw & 15), dim=-1)
+    return halves.flatten(-2)
 
 
 class EightBits(PartLayout):
+    """The layout of an int8 weight with a scale for each output.
+
+    ``has`` has the tensors of the part by name, or is None if no checkpoint was read.
+    """
+
     def __init__(self, share: Share, has: Mapping[str, Any] | None) -> None:
         super().__init__(share)
-        self.scale = "weight.SCB" if has is not None and "weight.SCB" in has else "SCB"
-        self.want = {
-            "weight": Want(("I8",), ((share.outputs, share.inputs),)),
-            self.scale: Want(("F32",), ((share.outputs,),)),
-        }
-        self.order = next((n for n in ("weight_format", "weight.weight_format") if has is not None and n in has), "")
-        if self.order:
-            self.want[self.order] = Want(("U8",), ((), (1,)))
+        has = has or {}
+        self.scale = "weight.SCB" if "weight.SCB" in has else "SCB"
+        self.want = {"weight": Want("I8", (share.outputs, share.inputs))}
+        self.want[self.scale] = Want("F32", (share.outputs,))
+        self.order = ""
+        for name in ("weight_format", "weight.weight_format"):
+            if name in has and not self.order:
+                self.order = name
+                self.want[name] = Want("U8", (), (1,))
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
         share = self.share
-        if self.order and int(given[self.order]) != 0:
-            raise ModelError(f"{self.order}={int(given[self.order])}: expected 0, rows as they lie")
+        order = int(given[self.order]) if self.order else 0
+        if order != 0:
+            raise ModelError(f"{self.order}={order}: expected 0, rows as they lie")
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
-        return Numbers(codes, by_row(given[self.scale], share, 1) / 127, None, share.group_of(share.inputs))
+        scale = by_row(given[self.scale], share, 1) / 127
+        group_of = share.group_of(share.inputs)
+        return Numbers(codes, scale, None, group_of)
 
 
 class BitsAndBytes(CheckpointQuantizer):
     """The quantizer for modules with a quantization state, or with ``SCB``."""
 
-    method, packed_by = "bitsandbytes", (STATE + "nf4", "SCB")
+    method = "bitsandbytes"
+    packed_by = (STATE + "nf4", "SCB")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
-        self.eight = self.settings.flag("load_in_8bit")
-        self.settings.flag("load_in_4bit")
-        self.kind = self.settings.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
-        self.nested = self.settings.flag("bnb_4bit_use_double_quant")
+        settings = self.settings
+        self.eight = settings.flag("load_in_8bit")
+        settings.flag("load_in_4bit")
+        self.kind = settings.one_of("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        self.nested = settings.flag("bnb_4bit_use_double_quant")
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
         def note(what: str) -> None:
             self.tell(what, m.name)
 
         if source is None:
-            return EightBits(share, None) if self.eight else FourBits(share, self.kind, self.nested, None, note)
+            if self.eight:
+                return EightBits(share, None)
+            return FourBits(share, self.kind, self.nested, None, note)
         has = source.tensors
         if "SCB" in has or "weight.SCB" in has:
             return EightBits(share, has)
-        kind = next((name.removeprefix(STATE) for name in has if name.startswith(STATE)), None)
-        if kind is None:
+        kinds = [name.removeprefix(STATE) for name in has if name.startswith(STATE)]
+        if not kinds:
             return None
         if "weight" not in has:
             raise ModelError(f"the checkpoint lacks {source.name}.weight; download it again or check config.json")
-        return FourBits(share, kind, "weight.nested_absmax" in has, has, note)
+        nested = "weight.nested_absmax" in has
+        return FourBits(share, kinds[0], nested, has, note)

@@ -59,91 +59,130 @@ class ConfigGroup(NamedTuple):
 
 
 def config_group(settings: Settings, outer: str) -> ConfigGroup | None:
-    """Return the settings of a group of modules, None if its weights are not quantized."""
+    """Return the settings of a group of modules, None if its weights are not quantized.
+
+    ``outer`` is the format of groups that do not state one.
+    """
     written = settings.one_of("format", (None, *FORMATS), None) or outer
     if settings.given.get("weights") is None or written == "dense":
         return None
     weights = settings.part("weights")
     floating = weights.one_of("type", ("int", "float"), "int") == "float"
-    bits = weights.one_of("num_bits", (8,) if floating else (2, 3, 4, 5, 6, 7, 8), 8)
-    size = weights.given.get("group_size")
-    strategy = weights.one_of("strategy", STRATEGIES, None)
-    if strategy is None:
-        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    rows, columns = (0 if strategy == "tensor" else 1), 0
-    if strategy == "group":
+    widths = (8,) if floating else (2, 3, 4, 5, 6, 7, 8)
+    bits = weights.one_of("num_bits", widths, 8)
+    strategy = _strategy(weights)
+    rows, columns = 1, 0
+    if strategy == "tensor":
+        rows = 0
+    elif strategy == "group":
         columns = max(0, weights.group("group_size"))
-    if strategy == "block":
+    elif strategy == "block":
         rows, columns = weights.pair("block_structure")
-    packed = None if written in ("naive-quantized", "mixed-precision") else written == "pack-quantized"
+    packed: bool | None = written == "pack-quantized"
+    if written in ("naive-quantized", "mixed-precision"):
+        packed = None
     symmetric = weights.flag("symmetric", True)
-    return ConfigGroup(settings.names("targets"), bits, floating, symmetric, strategy, rows, columns, packed)
+    targets = settings.names("targets")
+    return ConfigGroup(targets, bits, floating, symmetric, strategy, rows, columns, packed)
+
+
+def _strategy(weights: Settings) -> str:
+    """Return the strategy of a group of modules; without this key it follows from the number of inputs per scale."""
+    strategy = weights.one_of("strategy", STRATEGIES, None)
+    if strategy is not None:
+        return strategy
+    size = weights.given.get("group_size")
+    if size is None:
+        return "tensor"
+    return "channel" if size == -1 else "group"
 
 
 def word_counts(fields: int, bits: int) -> tuple[int, ...]:
-    """Return the numbers of words for ``fields`` fields, first if they continue across words, then if they do not."""
-    return tuple(dict.fromkeys((-(-fields * bits // 32), -(-fields // (32 // bits)))))
+    """Return the numbers of words for ``fields`` fields, first if they continue across words, then if they do not.
+
+    A single number means that both are equal.
+    """
+    across = -(-fields * bits // 32)
+    within = -(-fields // (32 // bits))
+    return (across,) if across == within else (across, within)
 
 
 class FieldsLayout(PartLayout):
-    """The layout of ``weight_packed`` and its scales and zero points."""
+    """The layout of ``weight_packed`` and its scales and zero points.
+
+    ``has`` has the tensors of the part by name, or is None if no checkpoint was read.
+    """
 
     def __init__(self, share: Share, group: ConfigGroup, has: Mapping[str, Any] | None) -> None:
         super().__init__(share)
-        self.group, self.why, bits = group, group.why, group.bits
+        self.group = group
+        self.why = group.why
+        bits = group.bits
+        self.middle = 1 << (bits - 1)  # the field of the code 0
         self.rows, self.columns = group.blocks(share)
-        shapes = scale_shapes(share, self.rows, self.columns)
-        self.want = {
-            "weight_packed": Want(("I32",), tuple((share.outputs, n) for n in word_counts(share.inputs, bits))),
-            "weight_scale": Want(FLOATS, shapes),
-        }
+        scales = scale_shapes(share, self.rows, self.columns)
+        words = [(share.outputs, count) for count in word_counts(share.inputs, bits)]
+        self.want = {"weight_packed": Want("I32", *words)}
+        self.want["weight_scale"] = Want(FLOATS, *scales)
         if has is None or "weight_shape" in has:
-            self.want["weight_shape"] = Want(("I64", "I32"), ((2,),))
-        self.fields = group.strategy in ("group", "channel")  # zero points are
+            self.want["weight_shape"] = Want(("I64", "I32"), (2,))
+        self.packed_zeros = group.strategy in ("group", "channel")
         if not group.symmetric:
             groups = -(-share.inputs // self.columns)
-            words = tuple((n, groups) for n in word_counts(share.outputs, bits))
-            self.want["weight_zero_point"] = Want(("I32",), words) if self.fields else Want(("I8", "I32"), shapes)
+            zero_words = [(count, groups) for count in word_counts(share.outputs, bits)]
+            zeros = Want("I32", *zero_words) if self.packed_zeros else Want(("I8", "I32"), *scales)
+            self.want["weight_zero_point"] = zeros
         if has is not None and "weight_g_idx" in has:
-            self.want["weight_g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
+            self.want["weight_g_idx"] = Want(("I32", "I64"), (share.inputs,))
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
-        share, bits = self.share, self.group.bits
-        shape = given["weight_shape"].tolist() if "weight_shape" in given else [share.outputs, share.inputs]
-        if shape != [share.outputs, share.inputs]:
-            raise ModelError(f"weight_shape says {shape}, expected {[share.outputs, share.inputs]}")
+        share = self.share
+        bits = self.group.bits
+        wanted = [share.outputs, share.inputs]
+        shape = given["weight_shape"].tolist() if "weight_shape" in given else wanted
+        if shape != wanted:
+            raise ModelError(f"weight_shape says {shape}, expected {wanted}")
         words = given["weight_packed"][share.rows]
         if words.shape[1] == word_counts(share.inputs, bits)[0]:
             codes = share.taken(words, bits)
         else:
-            codes = forms.fields_within(words.to(share.device), bits, share.columns.stop)[:, share.columns.start :]
+            first, last = share.columns.start, share.columns.stop
+            codes = forms.fields_within(words.to(share.device), bits, last)[:, first:]
         scale = by_row(given["weight_scale"], share, self.rows)
-        return Numbers(codes, scale, self._zero(given), group_of(given, share, self.columns), bits, 1 << (bits - 1))
+        zero = self._zero(given)
+        groups = group_of(given, share, self.columns)
+        return Numbers(codes, scale, zero, groups, bits, self.middle)
 
     def _zero(self, given: Mapping[str, Tensor]) -> Tensor | None:
-        share, bits = self.share, self.group.bits
+        """Return the zero points f32 [this process's outputs, groups], None for a symmetric weight."""
+        share = self.share
         if self.group.symmetric:
-            words = given.get("weight_zero_point")
-            if words is not None and words.dim() == 2 and len(words) in word_counts(share.outputs, bits):
-                words = self._outputs(words).int() - (1 << (bits - 1))  # weights of other widths are not packed
-            want_symmetric(words)
+            zero = given.get("weight_zero_point")
+            packed = word_counts(share.outputs, self.group.bits)
+            if zero is not None and zero.dim() == 2 and len(zero) in packed:
+                zero = self._outputs(zero).int() - self.middle  # weights of other widths are not packed
+            want_symmetric(zero)
             return None
         zero = given["weight_zero_point"].to(share.device)
-        if not self.fields:
-            return by_row(zero, share, self.rows) + (1 << (bits - 1))
-        return self._outputs(zero)[:, share.rows].t().float()
+        if not self.packed_zeros:
+            return by_row(zero, share, self.rows) + self.middle
+        mine = self._outputs(zero)[:, share.rows]
+        return mine.t().float()
 
     def _outputs(self, words: Tensor) -> Tensor:
         """Return fields u8 [groups, outputs] of words [W, groups]."""
-        bits, outputs = self.group.bits, self.share.outputs
-        dense = len(words) == word_counts(outputs, bits)[0]
-        return (forms.fields if dense else forms.fields_within)(words.t(), bits, outputs)
+        bits = self.group.bits
+        outputs = self.share.outputs
+        across = len(words) == word_counts(outputs, bits)[0]
+        unpack = forms.fields if across else forms.fields_within
+        return unpack(words.t(), bits, outputs)
 
 
 class CompressedTensors(CheckpointQuantizer):
     """The quantizer for ``config_groups``.  Modules that ``ignore`` names stay unquantized."""
 
-    method, packed_by = "compressed-tensors", ("weight_packed", "weight_scale")
+    method = "compressed-tensors"
+    packed_by = ("weight_packed", "weight_scale")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -153,15 +192,18 @@ class CompressedTensors(CheckpointQuantizer):
             given = settings.part(key).given
             if given and given.get("format") != "dense":
                 raise settings.refuse(key, "none, because sparse or transformed weights are not supported")
-        groups, self.cache_alone = settings.part("config_groups"), False
-        if not groups.given:
-            if not settings.given.get("kv_cache_scheme"):
-                raise settings.refuse("config_groups", "an object of groups with targets and weights")
-            self.cache_alone = True  # keys and values are quantized, but no weights
-        found = (config_group(groups.part(name), outer) for name in groups.given)
-        self.groups = [group for group in found if group is not None]
+        groups = settings.part("config_groups")
+        quantizes_cache = bool(settings.given.get("kv_cache_scheme"))
+        self.cache_alone = not groups.given  # keys and values are quantized, but no weights
+        if self.cache_alone and not quantizes_cache:
+            raise settings.refuse("config_groups", "an object of groups with targets and weights")
+        self.groups = []
+        for name in groups.given:
+            group = config_group(groups.part(name), outer)
+            if group is not None:
+                self.groups.append(group)
         self.ignore = settings.names("ignore")
-        if settings.given.get("kv_cache_scheme"):
+        if quantizes_cache:
             what = "scales of keys and values are not used; kv_format=fp8 and int8 have their own"
             self.tell(what, "kv_cache_scheme")
 
@@ -180,18 +222,22 @@ class CompressedTensors(CheckpointQuantizer):
             raise ModelError(
                 f"the checkpoint has scales of {source.name}, but config_groups and ignore exclude it from quantization"
             )
-        if group.packed if has is None else "weight_packed" in has:
-            if group.floating:
-                raise ModelError(f"the weights of {m.name} are packed floating numbers: expected type=int")
-            made: PartLayout = FieldsLayout(share, group, has)
+        packed = group.packed if has is None else "weight_packed" in has
+        if packed and group.floating:
+            raise ModelError(f"the weights of {m.name} are packed floating numbers: expected type=int")
+        made: PartLayout
+        if packed:
+            made = FieldsLayout(share, group, has)
         else:
             dtype = "F8_E4M3" if group.floating else "I8"
-            made = BytesLayout(share, dtype, *group.blocks(share), group.why, "weight_scale", not group.symmetric)
+            rows, columns = group.blocks(share)
+            made = BytesLayout(share, dtype, rows, columns, group.why, "weight_scale", not group.symmetric)
             if has is not None and "weight_g_idx" in has:
-                made.want["weight_g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
+                made.want["weight_g_idx"] = Want(("I32", "I64"), (share.inputs,))
         for name in UNUSED:
             if has is not None and name in has and name not in made.want:
-                made.want[name] = Want((has[name][1],), (has[name][0],))
+                shape, dtype = has[name]
+                made.want[name] = Want(dtype, shape)
         return made
 
     def _group(self, m: ModuleInfo, name: str | None) -> ConfigGroup | None:
@@ -200,15 +246,21 @@ class CompressedTensors(CheckpointQuantizer):
         Groups that name modules precede groups with patterns, and both precede groups with classes.
         """
         if name is None:
-            names = [one for group in self.groups for one in (*group.targets, *self.ignore)]
-            if any(one.startswith("re:") or "." in one for one in names):
+            names = [*self.ignore]
+            for group in self.groups:
+                names += group.targets
+            if self.groups and any(one.startswith("re:") or "." in one for one in names):
                 raise ModelError(
                     "config_groups names modules, and this architecture does not give the names of its modules"
                 )
-            return next((g for g in self.groups if "Linear" in g.targets), None)
+            return next((group for group in self.groups if "Linear" in group.targets), None)
         if any(_names(target, name) for target in self.ignore):
             return None
-        for fits in (lambda t: t == name, lambda t: _names(t, name), lambda t: t == "Linear"):
+        for fits in (
+            lambda target: target == name,
+            lambda target: _names(target, name),
+            lambda target: target == "Linear",
+        ):
             for group in self.groups:
                 if any(fits(target) for target in group.targets):
                     return group

@@ -28,15 +28,20 @@ def quantized_rows(x: Tensor, dtype: torch.dtype, top: float) -> Tensor:
     """Round x [T, in] to the 8-bit dtype, row by row, and return the rounded numbers in the dtype of x."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True) / top
-    steps = wide / torch.where(scale > 0, scale, 1)
-    steps = steps.round_() if dtype == torch.int8 else steps.clamp_(-top, top).to(dtype).float()
-    return (steps * scale).to(x.dtype)
+    divisor = torch.where(scale > 0, scale, 1)
+    steps = wide / divisor
+    if dtype == torch.int8:
+        rounded = steps.round_()
+    else:
+        rounded = steps.clamp_(-top, top).to(dtype).float()
+    return (rounded * scale).to(x.dtype)
 
 
 class Fp8Weight(Int8Weight):
     """``weight`` float8_e4m3fn [out, in], ``scale`` float32 [out]."""
 
-    dtype, top = torch.float8_e4m3fn, 448.0
+    dtype = torch.float8_e4m3fn
+    top = 448.0
 
     def codes(self, steps: Tensor) -> Tensor:
         return steps.clamp_(-self.top, self.top).to(self.dtype)
@@ -58,8 +63,9 @@ class _Both(Int8Weight):
         no_adapter(self, adapter)
         if self.kernels is not None:
             return self.kernels(x, out)
-        y = self._product(quantized_rows(x, self.dtype, self.top), slice(0, len(self.weight)))
-        return y if out is None else out.copy_(y)
+        rounded = quantized_rows(x, self.dtype, self.top)
+        rows = slice(0, len(self.weight))
+        return self._product(rounded, rows, out)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return served_by(self.weight.dtype, device, sm, rounded=self.dtype)
@@ -103,34 +109,41 @@ class LlmInt8Weight(Int8Weight):
         if self.kernels is not None:
             from minivllm.device.kernels.scaled import rounded_but_large
 
-            return super().apply(rounded_but_large(x.contiguous(), self.threshold), out, adapter)
-        large = x.abs() >= self.threshold
-        small = quantized_rows(x.masked_fill(large, 0), self.dtype, self.top)
-        return super().apply(torch.where(large, x, small), out, adapter)
+            rounded = rounded_but_large(x.contiguous(), self.threshold)
+        else:
+            large = x.abs() >= self.threshold
+            others = x.masked_fill(large, 0)
+            small = quantized_rows(others, self.dtype, self.top)
+            rounded = torch.where(large, x, small)
+        return super().apply(rounded, out, adapter)
 
 
 class Fp8WeightOnly(Int8):
     """The quantizer with float8 weights and unquantized activations."""
 
-    name, scheme_type = "fp8-weight", Fp8Weight
+    name = "fp8-weight"
+    scheme_type = Fp8Weight
 
 
 class Fp8(Int8):
     """The quantizer with float8 weights and activations."""
 
-    name, scheme_type = "fp8", Fp8Both
+    name = "fp8"
+    scheme_type = Fp8Both
 
 
 class Int8W8A8(Int8):
     """The quantizer with int8 weights and activations."""
 
-    name, scheme_type = "int8-w8a8", Int8Both
+    name = "int8-w8a8"
+    scheme_type = Int8Both
 
 
 class LlmInt8(Int8):
     """The quantizer with int8 weights and activations, except large activations."""
 
-    name, options_type = "llm-int8", LlmInt8Options
+    name = "llm-int8"
+    options_type = LlmInt8Options
     options: LlmInt8Options
 
     def made(self, m: ModuleInfo) -> Int8Weight:

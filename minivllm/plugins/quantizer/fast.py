@@ -24,7 +24,9 @@ def kernels_of(
 
     None means that Triton or a suitable GPU is missing, or that 4-bit groups have a size outside GROUPS.
     """
-    if not _served(weight, LEAST.get(weight.dtype, OTHERS)) or (weight.dtype == torch.uint8 and group not in GROUPS):
+    if weight.dtype == torch.uint8 and group not in GROUPS:
+        return None
+    if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
     from minivllm.device.kernels.quant import Quantized
 
@@ -84,18 +86,27 @@ def served_by(
     ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.  ``native`` means that
     the native library of a CPU multiplies any number of rows.
     """
-    least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
-    beyond = rounded is not None and sm >= 120  # ``scaled_kernels_of``
-    if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or beyond or find_spec("triton") is None:
-        if native:
-            return {"any": "read as they lie by the native part"}
-        any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
-        if device == "cpu" and rounded is None and not table and dtype != FP8:
-            return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}
-        return any_rows
-    from minivllm.device.kernels.quant import described
+    if device.startswith("cuda") and _runs_kernels(dtype, sm, rounded):
+        from minivllm.device.kernels.quant import described
 
-    return described(dtype, sm, table, rounded)
+        return described(dtype, sm, table, rounded)
+    if native:
+        return {"any": "read as they lie by the native part"}
+    kernels = {}
+    if device == "cpu" and rounded is None and not table and dtype != FP8:
+        kernels[CAPTURED] = "read as they lie by the native part, where it is there"
+    kernels["any"] = "made numbers of the run's dtype, then the library's product"
+    return kernels
+
+
+def _runs_kernels(dtype: torch.dtype, sm: int, rounded: torch.dtype | None) -> bool:
+    """Return whether kernels of Triton multiply by a weight on a GPU of compute capability ``sm`` / 10."""
+    if find_spec("triton") is None:
+        return False
+    if rounded is not None:
+        return 90 <= sm < 120  # ``scaled_kernels_of``
+    major, minor = LEAST.get(dtype, OTHERS)
+    return sm >= 10 * major + minor
 
 
 def _served(weight: Tensor, least: tuple[int, int]) -> bool:

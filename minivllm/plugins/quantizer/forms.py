@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,9 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 
 from .fast import grouped_kernels_of
-from .int4 import BLOCK, CENTRE, Int4Rows
+from .int4 import CENTRE, Int4Rows
 from .int4 import pack as pack_int4
+from .int4 import unpack as unpack_int4
 from .int8 import ByteRows
 from .tiled import Tiled, WholeWeight
 
@@ -64,16 +65,23 @@ def fields(words: Tensor, bits: int, count: int) -> Tensor:
     Fields start at the low bits and continue across words.
     """
     # the flat view comes first, because a single column is contiguous with any stride
-    raw = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
+    flat = words.contiguous().view(-1)
+    raw = flat.view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return raw[:, :count]
     mask = (1 << bits) - 1
     if 8 % bits == 0:
         each = [(raw >> at) & mask for at in range(0, 8, bits)]
-        return torch.stack(each, dim=-1).flatten(1)[:, :count]
-    at = torch.arange(count, device=raw.device) * bits
-    low, high = raw[:, at // 8].int(), raw[:, (at // 8 + 1).clamp(max=raw.shape[1] - 1)].int()
-    return ((low | high << 8) >> at % 8 & mask).to(torch.uint8)
+        found = torch.stack(each, dim=-1).flatten(1)
+        return found[:, :count]
+    first_bit = torch.arange(count, device=raw.device) * bits
+    byte = first_bit // 8
+    last = raw.shape[1] - 1
+    following = (byte + 1).clamp(max=last)
+    low, high = raw[:, byte].int(), raw[:, following].int()
+    both = low | high << 8
+    found = both >> first_bit % 8 & mask
+    return found.to(torch.uint8)
 
 
 def fields_within(words: Tensor, bits: int, count: int) -> Tensor:
@@ -81,45 +89,59 @@ def fields_within(words: Tensor, bits: int, count: int) -> Tensor:
 
     A word holds 32 // ``bits`` fields, the first one in its lowest bits.  Its highest bits are unused if ``bits`` does
     not divide 32."""
-    at = torch.arange(32 // bits, device=words.device, dtype=torch.int32) * bits
-    found = (words.unsqueeze(-1) >> at) & ((1 << bits) - 1)
-    return found.flatten(1)[:, :count].to(torch.uint8)
+    per_word = 32 // bits
+    first_bit = torch.arange(per_word, device=words.device, dtype=torch.int32) * bits
+    shifted = words.unsqueeze(-1) >> first_bit
+    mask = (1 << bits) - 1
+    found = (shifted & mask).flatten(1)
+    return found[:, :count].to(torch.uint8)
 
 
 def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
     """Return the form with the fewest bits that holds these numbers exactly.  Only ``plain`` rounds, to ``dtype``."""
     if part.zero is not None and bool((part.zero == part.centre).all()):
         part = part._replace(zero=None)
+    form = "int4" if part.table is None else "table"
     unit, order = arranged(part.group_of, INT4_LEAST) if part.bits <= 4 else (0, None)
-    form = "int4" if unit else "grouped"
-    if part.table is not None:
-        form = "table"
-    elif not unit and part.zero is None and bool((part.group_of == part.group_of[0]).all()):
-        return HeldRows("rows", _signed(part), part.scale[:, part.group_of[0]].contiguous())
     if not unit and part.table is None:
+        first = part.group_of[0]
+        if part.zero is None and bool((part.group_of == first).all()):
+            scale = part.scale[:, first].contiguous()
+            return HeldRows("rows", _signed(part), scale)
+        form = "grouped"
         unit, order = arranged(part.group_of, BYTES_LEAST)
     if not unit:
         return HeldRows("plain", dequantized(part, dtype))
-    codes, groups = part.codes, part.group_of[::unit]
+    return _arranged_piece(part, form, unit, order)
+
+
+def _arranged_piece(part: Numbers, form: str, unit: int, order: Tensor | None) -> HeldRows:
+    """Return numbers in the form "int4", "table" or "grouped", with a scale for ``unit`` inputs in ``order``."""
+    codes, group_of = part.codes, part.group_of
     if order is not None:
-        codes, groups = codes[:, order.to(codes.device)], part.group_of[order][::unit]
-        order = order.int().to(codes.device)
-    groups = groups.to(codes.device)
-    scale, zero = part.scale[:, groups], None if part.zero is None else part.zero[:, groups]
-    if form == "table":
-        return HeldRows(form, pack_int4(codes.contiguous()), scale, None, unit, order, part.table)
-    if form == "int4":
-        weight = pack_int4((codes if zero is not None else codes + (CENTRE - part.centre)).contiguous())
+        group_of = group_of[order]
+        order = order.to(codes.device)
+        codes = codes[:, order]
+        order = order.int()
+    groups = group_of[::unit].to(codes.device)
+    scale = part.scale[:, groups]
+    zero = None if part.zero is None else part.zero[:, groups]
+    if form == "grouped":
+        weight = _signed(part._replace(codes=codes)) if zero is None else codes.contiguous()
     else:
-        weight = codes.contiguous() if zero is not None else _signed(part._replace(codes=codes))
-    return HeldRows(form, weight, scale, zero, unit, order)
+        if form == "int4" and zero is None:
+            codes = codes + (CENTRE - part.centre)
+        weight = pack_int4(codes.contiguous())
+    return HeldRows(form, weight, scale, zero, unit, order, part.table)
 
 
 def _signed(part: Numbers) -> Tensor:
     """Return codes as signed numbers.  Unsigned codes are reduced by ``centre``."""
-    if part.codes.dtype != torch.uint8:
-        return part.codes.contiguous()
-    return (part.codes ^ 128).view(torch.int8) + (128 - part.centre)
+    codes = part.codes
+    if codes.dtype != torch.uint8:
+        return codes.contiguous()
+    minus_128 = (codes ^ 128).view(torch.int8)
+    return minus_128 + (128 - part.centre)
 
 
 def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
@@ -138,54 +160,70 @@ def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
 
 def _unit(group_of: Tensor) -> int:
     """Return the largest of GROUPS that divides the length of every run of equal numbers, 0 if none does."""
-    ends = (group_of[1:] != group_of[:-1]).nonzero().flatten() + 1
+    changes = group_of[1:] != group_of[:-1]
+    ends = changes.nonzero().flatten() + 1
     common = math.gcd(len(group_of), *ends.tolist())
     return next((n for n in GROUPS if common % n == 0), 0)
 
 
 def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
     """Return the numbers [n, k], computed in float32 and rounded to ``dtype``."""
-    out = torch.empty(part.codes.shape, dtype=dtype, device=part.codes.device)
-    at = part.group_of.to(part.codes.device)
+    device = part.codes.device
+    out = torch.empty(part.codes.shape, dtype=dtype, device=device)
+    group_of = part.group_of.to(device)
     for i in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(i, i + ROWS_AT_ONCE)
-        zero = part.centre if part.zero is None else part.zero[rows][:, at]
         codes = part.codes[rows]
-        steps = codes.float() - zero if part.table is None else part.table[codes.long()]
-        out[rows] = (steps * part.scale[rows][:, at]).to(dtype)
+        if part.table is not None:
+            steps = part.table[codes.long()]
+        elif part.zero is not None:
+            steps = codes.float() - part.zero[rows][:, group_of]
+        else:
+            steps = codes.float() - part.centre
+        scale = part.scale[rows][:, group_of]
+        out[rows] = (steps * scale).to(dtype)
     return out
 
 
 def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
     """Join pieces along their rows.  Return None if they differ in more than the number of their scales."""
     first = pieces[0]
-    for one in pieces[1:]:
-        if (one.form, one.weight.dtype) != (first.form, first.weight.dtype):
-            return None
-        if (one.order is None) != (first.order is None):
-            return None
-        if one.order is not None and first.order is not None and not torch.equal(one.order, first.order):
-            return None
-        if one.table is not None and not torch.equal(one.table, first.table):  # type: ignore[arg-type]
-            return None
     if len(pieces) == 1:
         return first
-    weight = torch.cat([one.weight for one in pieces])
+    if not all(_fits(first, piece) for piece in pieces[1:]):
+        return None
+    weight = torch.cat([piece.weight for piece in pieces])
     if first.form == "plain":
         return HeldRows("plain", weight)
-    group = min(one.group for one in pieces)
-    scale = torch.cat([_repeated(one.scale, one.group, group) for one in pieces])
+    group = min(piece.group for piece in pieces)
+    scales = [_repeated(piece.scale, piece.group, group) for piece in pieces]
     zero = None
-    if any(one.zero is not None for one in pieces):
-        zero = torch.cat([_repeated(_zero(one), one.group, group) for one in pieces])
-    return HeldRows(first.form, weight, scale, zero, group, first.order, first.table)
+    if any(piece.zero is not None for piece in pieces):
+        zeros = [_repeated(_zero(piece), piece.group, group) for piece in pieces]
+        zero = torch.cat(zeros)
+    return HeldRows(first.form, weight, torch.cat(scales), zero, group, first.order, first.table)
+
+
+def _fits(first: HeldRows, other: HeldRows) -> bool:
+    """Return whether two pieces have the same form, dtype, order of inputs and table."""
+    if other.form != first.form or other.weight.dtype != first.weight.dtype:
+        return False
+    return _same(first.order, other.order) and _same(first.table, other.table)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors are equal, or both None."""
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
 
 
 def _zero(piece: HeldRows) -> Tensor:
     """Return the zero points of a piece.  Without its own, they are 8 in int4 and 0 in signed bytes."""
+    if piece.zero is not None:
+        return piece.zero
     assert piece.scale is not None
-    none = CENTRE if piece.form == "int4" else 0
-    return torch.full_like(piece.scale, none) if piece.zero is None else piece.zero
+    return torch.full_like(piece.scale, CENTRE if piece.form == "int4" else 0)
 
 
 def _repeated(x: Tensor | None, group: int, wanted: int) -> Tensor:
@@ -203,20 +241,26 @@ class GroupedBytes(Tiled):
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         super().__init__(info, weight=weight, scale=scale, zero=zero)
-        self.weight, self.scale, self.zero = weight, scale, zero
+        self.weight = weight
+        self.scale = scale
+        self.zero = zero
 
     def finish(self) -> None:
         self.kernels = grouped_kernels_of(self.weight, self.scale, self.zero)
 
     def stored(self) -> StoredWeight:
-        return StoredWeight(self.weight, self.scale, self.zero, self.weight.shape[1] // self.scale.shape[1])
+        group = self.weight.shape[1] // self.scale.shape[1]
+        return StoredWeight(self.weight, self.scale, self.zero, group)
 
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         scale = self.scale[rows]
-        steps = self.weight[rows].float().view(*scale.shape, -1)
+        codes = self.weight[rows].float()
+        steps = codes.view(*scale.shape, -1)
         if self.zero is not None:
-            steps.sub_(self.zero[rows][..., None])
-        return steps.mul_(scale[..., None]).to(dtype).flatten(1)
+            zero = self.zero[rows]
+            steps.sub_(zero[..., None])
+        steps.mul_(scale[..., None])
+        return steps.to(dtype).flatten(1)
 
 
 class TableRows(Tiled):
@@ -229,13 +273,16 @@ class TableRows(Tiled):
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, table: Tensor) -> None:
         super().__init__(info, weight=weight, scale=scale, table=table)
-        self.weight, self.scale, self.table = weight, scale, table
+        self.weight = weight
+        self.scale = scale
+        self.table = table
 
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
         scale = self.scale[rows]
-        halves = self.weight[rows].view(len(scale), -1, 1, BLOCK // 2)
-        codes = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
-        return self.table[codes.int()].mul_(scale[..., None]).to(dtype).flatten(1)
+        codes = unpack_int4(self.weight[rows], scale.shape[1])
+        numbers = self.table[codes.int()]
+        numbers.mul_(scale[..., None])
+        return numbers.to(dtype).flatten(1)
 
 
 class PlainRows(WholeWeight):
@@ -258,17 +305,14 @@ class PlainRows(WholeWeight):
 
 def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
     """Return the scheme that multiplies by a piece that has all rows of ``info``."""
-    given: Any = piece
+    if piece.scale is None:
+        return PlainRows(info, piece.weight)
+    scale = piece.scale.contiguous()
+    zero = None if piece.zero is None else piece.zero.contiguous()
     if piece.form == "int4":
-        return Int4Rows(info, given.weight, given.scale.contiguous(), _whole(given.zero), given.group)
+        return Int4Rows(info, piece.weight, scale, zero, piece.group)
     if piece.form == "rows":
-        return ByteRows(info, given.weight, given.scale)
-    if piece.form == "table":
-        return TableRows(info, given.weight, given.scale.contiguous(), given.table)
-    if piece.form == "grouped":
-        return GroupedBytes(info, given.weight, given.scale.contiguous(), _whole(given.zero))
-    return PlainRows(info, given.weight)
-
-
-def _whole(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+        return ByteRows(info, piece.weight, scale)
+    if piece.table is not None:
+        return TableRows(info, piece.weight, scale, piece.table)
+    return GroupedBytes(info, piece.weight, scale, zero)

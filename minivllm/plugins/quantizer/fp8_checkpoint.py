@@ -29,30 +29,40 @@ class Fp8Checkpoint(CheckpointQuantizer):
     The tensors decide, and must agree with ``modules_to_not_convert``.
     """
 
-    method, packed_by = "fp8", ("weight_scale_inv", "weight_scale")
+    method = "fp8"
+    packed_by = ("weight_scale_inv", "weight_scale")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
         settings = self.settings
         settings.one_of("fmt", (None, "e4m3", "float8_e4m3fn"), None)
         settings.one_of("activation_scheme", (None, "dynamic", "static"), None)
-        self.block = settings.pair("weight_block_size") if settings.given.get("weight_block_size") else None
-        self.left_out = tuple(name for key in LEFT_OUT for name in settings.names(key))
+        self.block = None
+        if settings.given.get("weight_block_size"):
+            self.block = settings.pair("weight_block_size")
+        self.left_out: list[str] = []
+        for key in LEFT_OUT:
+            self.left_out += settings.names(key)
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
         name = SCALES[0] if self.block else SCALES[1]
         rows, columns = self.block or (share.outputs, share.inputs)
         has = {} if source is None else source.tensors
         if source is not None:
-            name = next((one for one in SCALES if one in has), "")
-            if not name:
+            scales = [one for one in SCALES if one in has]
+            if not scales:
                 return None
+            name = scales[0]
             if source.name in self.left_out:
                 key = " or ".join(LEFT_OUT)
                 raise ModelError(f"the checkpoint has {source.name}.{name}, but {key} excludes it from quantization")
             if self.block is None and has[name][0] == (share.outputs, 1):
                 rows = 1
-        why = f" with weight_block_size={None if self.block is None else list(self.block)}"
+        size = None if self.block is None else list(self.block)
+        why = f" with weight_block_size={size}"
         made = BytesLayout(share, "F8_E4M3", rows, columns, why, name)
-        made.want |= {one: Want((has[one][1],), (has[one][0],)) for one in UNUSED if one in has}
+        for unused in UNUSED:
+            if unused in has:
+                shape, dtype = has[unused]
+                made.want[unused] = Want(dtype, shape)
         return made

@@ -45,40 +45,67 @@ class Blocks(NamedTuple):
 
 def _halves(raw: Tensor, at: int) -> Tensor:
     """Return the float16 at a byte of each block, as float32 [rows, blocks]."""
-    return raw[..., at : at + HALF].contiguous().view(torch.float16)[..., 0].float()
+    stop = at + HALF
+    both_bytes = raw[..., at:stop].contiguous()
+    numbers = both_bytes.view(torch.float16)
+    return numbers[..., 0].float()
 
 
 def _q8_0(raw: Tensor) -> Decoded:
     codes = raw[..., HALF:].contiguous().view(torch.int8)
-    return Decoded(codes.flatten(1), _halves(raw, 0), None, 8)
+    scale = _halves(raw, 0)
+    return Decoded(codes.flatten(1), scale, None, 8)
 
 
 def _q4_0(raw: Tensor) -> Decoded:
-    codes = torch.cat((raw[..., HALF:] & 15, raw[..., HALF:] >> 4), dim=-1)
-    return Decoded(codes.flatten(1), _halves(raw, 0), None, 4, 8)
+    packed = raw[..., HALF:]
+    codes = torch.cat((packed & 15, packed >> 4), dim=-1)
+    scale = _halves(raw, 0)
+    return Decoded(codes.flatten(1), scale, None, 4, centre=8)
 
 
 def _q4_k(raw: Tensor) -> Decoded:
-    d, least = _halves(raw, 0)[..., None], _halves(raw, HALF)[..., None]
     low, middle, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
-    steps = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=-1).float() * d
-    minima = torch.cat((middle & 63, (high >> 4) | (middle >> 6 << 4)), dim=-1).float() * least
-    bytes_of = raw[..., 16:].unflatten(-1, (4, 1, 32))
-    codes = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-2)  # [rows, blocks, 4 pairs, 2 groups, 32 codes]
+    d = _halves(raw, 0)
+    dmin = _halves(raw, HALF)
+    steps = _six_bits(low, high & 15) * d[..., None]
+    least = _six_bits(middle, high >> 4) * dmin[..., None]
+    packed = raw[..., 16:].unflatten(-1, (4, 1, 32))
+    codes = torch.cat((packed & 15, packed >> 4), dim=-2)  # [rows, blocks, 4 pairs, 2 groups, 32 codes]
     flat = steps == 0  # a group of equal numbers is stored as -1 step of that size from 1
-    codes = torch.where(flat.unflatten(-1, (4, 2))[..., None], 0, codes)
-    zero = torch.where(flat, 1.0, minima / torch.where(flat, 1.0, steps))
-    steps = torch.where(flat, minima, steps)
-    return Decoded(codes.flatten(1).to(torch.uint8), steps.flatten(1), zero.flatten(1), 4)
+    flat_pairs = flat.unflatten(-1, (4, 2))
+    codes = torch.where(flat_pairs[..., None], 0, codes)
+    divisor = torch.where(flat, 1.0, steps)
+    zero = torch.where(flat, 1.0, least / divisor)
+    scale = torch.where(flat, least, steps)
+    whole = codes.to(torch.uint8).flatten(1)
+    return Decoded(whole, scale.flatten(1), zero.flatten(1), 4)
+
+
+def _six_bits(first: Tensor, last: Tensor) -> Tensor:
+    """Return 8 numbers of 6 bits, f32 [..., 8].
+
+    ``first`` u8 [..., 4] has the first four numbers in its low 6 bits, and the high 2 bits of the other four numbers in
+    its high bits.  ``last`` has the low 4 bits of the other four numbers.
+    """
+    high = first >> 6
+    others = last | high << 4
+    numbers = torch.cat((first & 63, others), dim=-1)
+    return numbers.float()
 
 
 def _q6_k(raw: Tensor) -> Decoded:
-    low, high = raw[..., :128].unflatten(-1, (2, 2, 32)), raw[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = raw[..., :128].unflatten(-1, (2, 2, 32))
     lows = torch.cat((low & 15, low >> 4), dim=-2)  # [rows, blocks, 2 halves, 4 groups, 32 codes]
-    highs = torch.cat([high >> at & 3 for at in (0, 2, 4, 6)], dim=-2)
-    codes = (lows | highs << 4).view(torch.int8) - 32
-    scales = raw[..., 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208)[..., None]
-    return Decoded(codes.flatten(1), scales.flatten(1), None, 8)
+    high = raw[..., 128:192].unflatten(-1, (2, 1, 32))
+    pairs = [high >> at & 3 for at in (0, 2, 4, 6)]
+    highs = torch.cat(pairs, dim=-2)
+    codes = lows | highs << 4
+    signed = codes.view(torch.int8) - 32
+    factors = raw[..., 192:208].contiguous().view(torch.int8)
+    d = _halves(raw, 208)
+    scales = factors.float() * d[..., None]
+    return Decoded(signed.flatten(1), scales.flatten(1), None, 8)
 
 
 KEPT: Mapping[str, Blocks] = {
@@ -90,49 +117,69 @@ KEPT: Mapping[str, Blocks] = {
 
 
 class GgufLayout(PartLayout):
+    """The layout of a weight of a GGUF type; ``kind`` is the name of the type in lower case, such as "q4_k"."""
+
     def __init__(self, share: Share, kind: str, tell: Callable[[str], None]) -> None:
         super().__init__(share)
-        self.kind, self.tell = kind, tell
+        self.kind = kind
+        self.tell = tell
         inputs, size = _block(kind)
         if share.inputs % inputs:
             raise ModelError(f"{share.inputs} inputs of {kind.upper()}: expected a multiple of {inputs}")
-        self.want = {kind: Want(("U8",), ((share.outputs, share.inputs // inputs * size),))}
+        row_bytes = share.inputs // inputs * size
+        self.want = {kind: Want("U8", (share.outputs, row_bytes))}
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
-        share, raw = self.share, given[self.kind]
+        share = self.share
+        rows = given[self.kind][share.rows]
         if self.kind not in KEPT:
-            import gguf
+            return self._unpacked(rows)
+        kept = KEPT[self.kind]
+        blocks = rows.to(share.device).unflatten(1, (-1, kept.bytes))
+        found = kept.decode(blocks)
+        group = found.codes.shape[1] // found.scale.shape[1]
+        codes = found.codes[:, share.columns]
+        return Numbers(codes, found.scale, found.zero, share.group_of(group), found.bits, found.centre)
 
-            self.tell(f"{self.kind.upper()} is unpacked to {share.dtype}".replace("torch.", ""))
-            kind = gguf.GGMLQuantizationType[self.kind.upper()]
-            try:
-                whole = gguf.dequantize(raw[share.rows].cpu().numpy(), kind)
-            except NotImplementedError:
-                raise ModelError(f"type {kind.name}: the package gguf cannot unpack it; use another file") from None
-            return torch.from_numpy(whole)[:, share.columns].to(share.device, share.dtype).contiguous()
-        blocks = KEPT[self.kind]
-        rows = raw[share.rows].to(share.device).unflatten(1, (-1, blocks.bytes))
-        found = blocks.decode(rows)
-        group_of = share.group_of(found.codes.shape[1] // found.scale.shape[1])
-        return Numbers(found.codes[:, share.columns], found.scale, found.zero, group_of, found.bits, found.centre)
+    def _unpacked(self, rows: Tensor) -> Tensor:
+        """Return this process's columns of rows of blocks as numbers in the dtype of the run."""
+        import gguf
+
+        share = self.share
+        name = self.kind.upper()
+        dtype = str(share.dtype).removeprefix("torch.")
+        self.tell(f"{name} is unpacked to {dtype}")
+        kind = gguf.GGMLQuantizationType[name]
+        try:
+            whole = gguf.dequantize(rows.cpu().numpy(), kind)
+        except NotImplementedError:
+            raise ModelError(f"type {name}: the package gguf cannot unpack it; use another file") from None
+        mine = torch.from_numpy(whole)[:, share.columns]
+        return mine.to(share.device, share.dtype).contiguous()
 
 
 def _block(kind: str) -> tuple[int, int]:
-    """Return the inputs and the bytes of a block."""
+    """Return the number of inputs and the number of bytes of a block."""
     if kind in KEPT:
-        return KEPT[kind][:2]
+        kept = KEPT[kind]
+        return kept.inputs, kept.bytes
     import gguf
 
-    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    return gguf.GGML_QUANT_SIZES[number]
 
 
 class Gguf(CheckpointQuantizer):
     """The quantizer for modules with a parameter that has the name of a GGUF type."""
 
-    method, packed_by = "gguf", tuple(KEPT)
+    method = "gguf"
+    packed_by = tuple(KEPT)
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        kinds = ["q8_0"] if source is None else [name for name in source.tensors if name not in ("weight", "bias")]
-        if not kinds:
-            return None
-        return GgufLayout(share, kinds[0], lambda what: self.tell(what, m.name))
+        def tell(what: str) -> None:
+            self.tell(what, m.name)
+
+        kinds = ["q8_0"]
+        if source is not None:
+            kinds = [name for name in source.tensors if name not in ("weight", "bias")]
+        return GgufLayout(share, kinds[0], tell) if kinds else None

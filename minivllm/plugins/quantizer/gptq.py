@@ -46,41 +46,53 @@ class GptqKind(NamedTuple):
 
     @staticmethod
     def of(settings: Settings, default: GptqKind | None = None) -> GptqKind:
+        """Return the quantization that some settings describe, with the values of ``default`` for missing keys."""
         bits, size, order, symmetric = default or (None, -1, False, None)
-        return GptqKind(
-            settings.one_of("bits", BITS, bits),
-            settings.group("group_size", size),
-            settings.flag("desc_act", order),
-            settings.flag("sym") if "sym" in settings.given else symmetric,
-        )
+        bits = settings.one_of("bits", BITS, bits)
+        size = settings.group("group_size", size)
+        order = settings.flag("desc_act", order)
+        if "sym" in settings.given:
+            symmetric = settings.flag("sym")
+        return GptqKind(bits, size, order, symmetric)
 
 
 class GptqLayout(PartLayout):
     def __init__(self, share: Share, kind: GptqKind, old: bool, indexed: bool, tell: Any) -> None:
         super().__init__(share)
-        self.kind, self.old, self.tell = kind, old, tell
-        bits, size = kind.bits, share.inputs if kind.group_size == -1 else kind.group_size
-        self.size, groups = size, -(-share.inputs // size)
+        self.kind = kind
+        self.old = old
+        self.tell = tell
+        bits = kind.bits
         self.why = f" with bits={bits}, group_size={kind.group_size}"
-        for what, n in (("inputs", share.inputs), ("outputs", share.outputs)):
-            if n * bits % 32:
-                raise ModelError(f"{n} {what} of {bits} bits do not fill whole words: expected a multiple of 32 bits")
-        self.want = {
-            "qweight": Want(("I32",), ((share.inputs * bits // 32, share.outputs),)),
-            "qzeros": Want(("I32",), ((groups, share.outputs * bits // 32),)),
-            "scales": Want(FLOATS, ((groups, share.outputs),)),
-        }
+        for what, count in (("inputs", share.inputs), ("outputs", share.outputs)):
+            if count * bits % 32:
+                raise ModelError(
+                    f"{count} {what} of {bits} bits do not fill whole words: expected a multiple of 32 bits"
+                )
+        self.size = share.inputs if kind.group_size == -1 else kind.group_size
+        self.groups = -(-share.inputs // self.size)
+        input_words = share.inputs * bits // 32
+        output_words = share.outputs * bits // 32
+        self.want = {"qweight": Want("I32", (input_words, share.outputs))}
+        self.want["qzeros"] = Want("I32", (self.groups, output_words))
+        self.want["scales"] = Want(FLOATS, (self.groups, share.outputs))
         if indexed:
-            self.want["g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
-        self.groups = groups
+            self.want["g_idx"] = Want(("I32", "I64"), (share.inputs,))
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
-        share, bits = self.share, self.kind.bits
-        codes = share.taken(given["qweight"][:, share.rows].to(share.device).t(), bits)
-        zero = forms.fields(given["qzeros"].to(share.device), bits, share.outputs)[:, share.rows].t()
-        scale = given["scales"][:, share.rows].to(share.device).t().float()
-        centre, largest = 1 << (bits - 1), (1 << bits) - 1
-        if self.old and self.kind.symmetric and bool((zero == centre).all()):
+        share = self.share
+        bits = self.kind.bits
+        words = given["qweight"][:, share.rows].to(share.device)
+        codes = share.taken(words.t(), bits)
+        zero_words = given["qzeros"].to(share.device)
+        zeros = forms.fields(zero_words, bits, share.outputs)
+        zero = zeros[:, share.rows].t()
+        scales = given["scales"][:, share.rows].to(share.device)
+        scale = scales.t().float()
+        centre = 1 << (bits - 1)
+        largest = (1 << bits) - 1
+        in_the_middle = bool((zero == centre).all())
+        if self.old and self.kind.symmetric and in_the_middle:
             self.tell(MISNAMED)
         elif self.old:
             if bool((zero == largest).any()):
@@ -97,20 +109,25 @@ class GptqLayout(PartLayout):
 
     def _check_groups(self, index: Tensor) -> None:
         """Raise ModelError for groups without a scale, and for groups with an unexpected number of inputs."""
-        if bool(((index < 0) | (index >= self.groups)).any()):
+        outside = (index < 0) | (index >= self.groups)
+        if bool(outside.any()):
             raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: expected as many as there are scales")
         counts = torch.bincount(index, minlength=self.groups)
         wanted = torch.full_like(counts, self.size)
         wanted[-1] = len(index) - self.size * (self.groups - 1)
         if not torch.equal(counts, wanted):
-            at = int((counts != wanted).nonzero()[0])
-            raise ModelError(f"g_idx gives group {at} {int(counts[at])} inputs: expected {int(wanted[at])}{self.why}")
+            group = int((counts != wanted).nonzero()[0])
+            raise ModelError(
+                f"g_idx gives group {group} {int(counts[group])} inputs: expected {int(wanted[group])}{self.why}"
+            )
 
 
 class Gptq(CheckpointQuantizer):
     """The quantizer for modules with ``qweight``.  ``dynamic`` changes the settings of the modules that it names."""
 
-    method, packed_by, beside = "gptq", ("qweight",), ("qzeros", "scales", "g_idx")
+    method = "gptq"
+    packed_by = ("qweight",)
+    beside = ("qzeros", "scales", "g_idx")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -119,38 +136,38 @@ class Gptq(CheckpointQuantizer):
         if given.get("is_marlin_format"):
             written = "marlin"
         if written not in FORMATS:
-            instead = (
-                MARLIN if "marlin" in str(written) else f"expected {' or '.join(FORMATS)}, as GPTQModel writes them"
-            )
+            instead = f"expected {' or '.join(FORMATS)}, as GPTQModel writes them"
+            if "marlin" in str(written):
+                instead = MARLIN
             raise ModelError(f"the checkpoint is GPTQ of checkpoint_format={shown(written)}: {instead}")
         self.old = written == "gptq"
         self.kind = GptqKind.of(self.settings)
         self.head = self.settings.flag("lm_head")
-        self.dynamic = [_override(key, self.settings.part("dynamic"), self.kind) for key in _keys(self.settings)]
+        dynamic = self.settings.part("dynamic")
+        self.dynamic = [_override(key, dynamic, self.kind) for key in dynamic.given]
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        kind: GptqKind | None = self.kind
-        if source is not None:
-            kind = next((kind for pattern, kind in self.dynamic if pattern.match(source.name)), self.kind)
-            if not holds_words(source, self.beside):
-                return None
-            if kind is None:
+        def tell(what: str) -> None:
+            self.tell(what, m.name)
+
+        if source is None:
+            if self.dynamic:
                 raise ModelError(
-                    f"the checkpoint has {source.name}.qweight, but a pattern of dynamic excludes it from quantization"
+                    "dynamic names modules by patterns, and this architecture does not give the names of its modules"
                 )
-        elif self.dynamic:
+            return GptqLayout(share, self.kind, self.old, True, tell)
+        if not holds_words(source, self.beside):
+            return None
+        fitting = [kind for pattern, kind in self.dynamic if pattern.match(source.name)]
+        kind = fitting[0] if fitting else self.kind
+        if kind is None:
             raise ModelError(
-                "dynamic names modules by patterns, and this architecture does not give the names of its modules"
+                f"the checkpoint has {source.name}.qweight, but a pattern of dynamic excludes it from quantization"
             )
-        assert kind is not None
-        indexed = source is None or "g_idx" in source.tensors
+        indexed = "g_idx" in source.tensors
         if kind.act_order and not indexed and kind.group_size != -1:
-            raise ModelError(f"the checkpoint lacks {source.name}.g_idx, which desc_act=true needs")  # type: ignore[union-attr]
-        return GptqLayout(share, kind, self.old, indexed, lambda what: self.tell(what, m.name))
-
-
-def _keys(settings: Settings) -> list[str]:
-    return list(settings.part("dynamic").given)
+            raise ModelError(f"the checkpoint lacks {source.name}.g_idx, which desc_act=true needs")
+        return GptqLayout(share, kind, self.old, indexed, tell)
 
 
 def _override(key: str, dynamic: Settings, default: GptqKind) -> tuple[re.Pattern[str], GptqKind | None]:
@@ -159,8 +176,11 @@ def _override(key: str, dynamic: Settings, default: GptqKind) -> tuple[re.Patter
 
     "-:" before a pattern leaves its modules out; "+:" or no sign includes them.
     """
+    text = key.removeprefix("-:").removeprefix("+:")
     try:
-        pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
+        pattern = re.compile(text)
     except re.error as e:
         raise dynamic.refuse(key, f"a regular expression as its name ({e})") from None
-    return pattern, None if key.startswith("-:") else GptqKind.of(dynamic.part(key), default)
+    if key.startswith("-:"):
+        return pattern, None
+    return pattern, GptqKind.of(dynamic.part(key), default)

@@ -39,8 +39,19 @@ def pack(q: Tensor) -> Tensor:
 
     Byte j of a block of 16 has input j of 32 in its low half and input 16 + j in its high half.
     """
-    halves = q.view(len(q), -1, 2, BLOCK // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(q), -1)
+    rows = len(q)
+    halves = q.view(rows, -1, 2, BLOCK // 2)
+    low, high = halves.unbind(2)
+    packed = low | high << 4
+    return packed.view(rows, -1)
+
+
+def unpack(weight: Tensor, groups: int) -> Tensor:
+    """Return the codes u8 [n, groups, group] of a weight u8 [n, in / 2] that ``pack`` has packed."""
+    rows = len(weight)
+    halves = weight.view(rows, -1, 1, BLOCK // 2)
+    codes = torch.cat((halves & 15, halves >> 4), dim=2)
+    return codes.view(rows, groups, -1)
 
 
 def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -48,10 +59,14 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.
 
     ``scale`` and ``zero`` are f32 [n, in / group]. ``zero`` None means 8 for all groups.
     """
-    rows, halves = len(weight), weight.view(len(weight), -1, 1, BLOCK // 2)
-    q = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
-    steps = q.view(torch.int8).sub_(CENTRE).float() if zero is None else q.float().sub_(zero[..., None])
-    return steps.mul_(scale[..., None]).to(dtype).view(rows, -1)
+    codes = unpack(weight, scale.shape[1])
+    if zero is None:
+        steps = codes.view(torch.int8).sub_(CENTRE).float()
+    else:
+        steps = codes.float()
+        steps.sub_(zero[..., None])
+    steps.mul_(scale[..., None])
+    return steps.to(dtype).view(len(weight), -1)
 
 
 def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,30 +76,39 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
     """
     size = w.abs().amax(0)
     w = w / torch.where(size > 0, size, 1)  # the squares of very small numbers would be 0
-    middle, half = torch.zeros_like(size), 0.0
+    middle = torch.zeros_like(size)
+    half = 0.0
     if not symmetric:  # the grid has as many points above the middle of a group as below
-        middle, half = (w.amax(0) + w.amin(0)) / 2, 0.5
+        middle = (w.amax(0) + w.amin(0)) / 2
+        half = 0.5
         w -= middle
-    least, scale = torch.full_like(size, torch.inf), torch.full_like(size, torch.nan)
+    least = torch.full_like(size, torch.inf)
+    scale = torch.full_like(size, torch.nan)
     # allocated once, because an allocation takes longer than the computation on a CPU
-    steps, codes = torch.empty_like(w), torch.empty_like(w)
+    steps = torch.empty_like(w)
+    codes = torch.empty_like(w)
     moved = torch.empty_like(w) if half else steps
     for whole, factors in _ranges(w, symmetric, clip):
         torch.div(w, whole, out=steps)
         for factor in factors:
             given = torch.sub(steps, half * factor, out=moved) if half else steps
             _codes(given, 1 / factor, codes)
-            error = torch.sub(given, codes, alpha=factor, out=codes).square_().sum(0).mul_(whole.square())
+            torch.sub(given, codes, alpha=factor, out=codes)
+            error = codes.square_().sum(0).mul_(whole.square())
             better = error < least
             least = torch.where(better, error, least)
             scale = torch.where(better, whole * factor, scale)
-    q = _codes(w.sub_(half * scale), 1 / scale, codes).add_(CENTRE).to(torch.uint8)
-    return q, scale * size, CENTRE - half - middle / scale
+    w.sub_(half * scale)
+    best = _codes(w, 1 / scale, codes)
+    q = best.add_(CENTRE).to(torch.uint8)
+    zero = CENTRE - half - middle / scale
+    return q, scale * size, zero
 
 
 def _codes(w: Tensor, times: Tensor | float, out: Tensor) -> Tensor:
     """Round w * times to the steps -8 to 7."""
-    return torch.mul(w, times, out=out).round_().clamp_(-CENTRE, CENTRE - 1)
+    torch.mul(w, times, out=out)
+    return out.round_().clamp_(-CENTRE, CENTRE - 1)
 
 
 def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, list[float]]]:
@@ -95,13 +119,20 @@ def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, li
     ``clip`` the only factor is 1.
     """
     low, high = w.amin(0), w.amax(0)
-    wholes = [(high - low) / 15]
     if symmetric:
-        wholes = [torch.maximum(high / 7, low / -8), torch.maximum(high / 8, low / -7)]
-    tries = CANDIDATES // len(wholes)
-    factors = [1 - i * (1 - SHORTEST) / (tries - 1) for i in range(tries if clip else 1)]
-    for sign, whole in zip((1, -1), wholes, strict=False):
-        yield sign * whole.clamp(min=FLAT), factors
+        wide_below = torch.maximum(high / 7, low / -8)
+        wide_above = torch.maximum(high / 8, low / -7)
+        wholes = [wide_below.clamp(min=FLAT), -wide_above.clamp(min=FLAT)]
+    else:
+        spread = (high - low) / 15
+        wholes = [spread.clamp(min=FLAT)]
+    factors = [1.0]
+    if clip:
+        tries = CANDIDATES // len(wholes)
+        shortening = (1 - SHORTEST) / (tries - 1)
+        factors = [1 - i * shortening for i in range(tries)]
+    for whole in wholes:
+        yield whole, factors
 
 
 class Int4Rows(Tiled):
@@ -112,11 +143,15 @@ class Int4Rows(Tiled):
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor, zero: Tensor | None, group: int) -> None:
         super().__init__(info, weight=weight, scale=scale, zero=zero)
-        self.weight, self.scale, self.zero, self.group = weight, scale, zero, group
+        self.weight = weight
+        self.scale = scale
+        self.zero = zero
+        self.group = group
 
     def finish(self) -> None:
+        stored = StoredWeight(self.weight, self.scale, self.zero, self.group)
         self.kernels = kernels_of(self.weight, self.scale, self.zero, self.group)
-        self.native = self.native_product(StoredWeight(self.weight, self.scale, self.zero, self.group))
+        self.native = self.native_product(stored)
 
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale, self.zero, self.group)
@@ -125,28 +160,36 @@ class Int4Rows(Tiled):
         return joined(self.kernels, bias, mode, activation)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        return served_by(self.weight.dtype, device, sm, native=self.native is not None)
+        native = self.native is not None
+        return served_by(self.weight.dtype, device, sm, native=native)
 
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        weight, scale = self.weight[rows], self.scale[rows]
         zero = None if self.zero is None else self.zero[rows]
-        return dequantize(self.weight[rows], self.scale[rows], zero, dtype)
+        return dequantize(weight, scale, zero, dtype)
 
 
 class Int4Weight(MadeByTiles, Int4Rows):
     def __init__(self, info: ModuleInfo, group: int = 32, symmetric: bool = True, clip: bool = False) -> None:
-        out, groups = info.out_features, info.in_features // group
-        weight = torch.empty(out, info.in_features // 2, dtype=torch.uint8, device=info.device)
-        scale = torch.empty(out, groups, dtype=torch.float32, device=info.device)
-        super().__init__(info, weight, scale, None if symmetric else torch.empty_like(scale), group)
+        out, inp, device = info.out_features, info.in_features, info.device
+        weight = torch.empty(out, inp // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(out, inp // group, dtype=torch.float32, device=device)
+        zero = None if symmetric else torch.empty_like(scale)
+        super().__init__(info, weight, scale, zero, group)
         self.clip = clip
 
     def quantize(self, w: Tensor, rows: slice) -> None:
-        groups = w.to(self.weight.device).float().reshape(-1, self.group).t().contiguous()
-        q, scale, zero = fit(groups, self.zero is None, self.clip)
-        self.weight[rows] = pack(q.t().reshape(len(w), -1))
-        self.scale[rows] = scale.view(len(w), -1)
+        count = len(w)
+        wide = w.to(self.weight.device).float()
+        by_group = wide.reshape(-1, self.group)
+        groups = by_group.t().contiguous()
+        symmetric = self.zero is None
+        q, scale, zero = fit(groups, symmetric, self.clip)
+        codes = q.t().reshape(count, -1)
+        self.weight[rows] = pack(codes)
+        self.scale[rows] = scale.view(count, -1)
         if self.zero is not None:
-            self.zero[rows] = zero.view(len(w), -1)
+            self.zero[rows] = zero.view(count, -1)
 
     def stored(self) -> StoredWeight:
         return super().stored()  # only this class itself, because a subclass may multiply in another way
@@ -156,23 +199,26 @@ class Int4Weight(MadeByTiles, Int4Rows):
 
 
 class Int4(OnlineQuantizer):
-    name, options_type = "int4", Int4Options
+    name = "int4"
+    options_type = Int4Options
     options: Int4Options
 
     def made(self, m: ModuleInfo) -> WeightScheme:
-        group = self.options.group_size
+        options = self.options
+        group = options.group_size
         if m.in_features % group:
             raise does_not_divide("int4", m, group, GROUPS)
-        return Int4Weight(m, group, self.options.symmetric, self.options.clip)
+        return Int4Weight(m, group, options.symmetric, options.clip)
 
 
 def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[int]) -> OptionError:
     """Return the error for ``group`` inputs per scale, which do not divide a module's inputs; ``groups`` are
     possible values.
     """
-    fits = " or ".join(str(n) for n in groups if m.in_features % n == 0)
+    inputs = m.in_features
+    fits = " or ".join(str(n) for n in groups if inputs % n == 0)
     instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
     return OptionError(
-        f"{quantizer}: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: expected "
+        f"{quantizer}: {m.name} has {inputs} inputs here, which group_size={group} does not divide: expected "
         f"{instead}, or leave it out with skip=[{m.name!r}]"
     )

@@ -29,11 +29,13 @@ class ByteRows(WholeWeight):
 
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor) -> None:
         super().__init__(info, weight=weight, scale=scale)
-        self.weight, self.scale = weight, scale
+        self.weight = weight
+        self.scale = scale
 
     def finish(self) -> None:
+        stored = StoredWeight(self.weight, self.scale)
         self.kernels = kernels_of(self.weight, self.scale)
-        self.native = self.native_product(StoredWeight(self.weight, self.scale))
+        self.native = self.native_product(stored)
 
     def stored(self) -> StoredWeight:
         return StoredWeight(self.weight, self.scale)
@@ -42,46 +44,60 @@ class ByteRows(WholeWeight):
         return joined(self.kernels, bias, mode, activation)
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        return served_by(self.weight.dtype, device, sm, native=self.native is not None)
+        native = self.native is not None
+        return served_by(self.weight.dtype, device, sm, native=native)
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        return (self.weight[ids].float() * self.scale[ids, None]).to(dtype)
+        steps = self.weight[ids].float()
+        numbers = steps * self.scale[ids, None]
+        return numbers.to(dtype)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         weight, scale = self.weight[rows], self.scale[rows]
-        if x.device.type == "cpu" and widened(x.dtype):
-            y = F.linear(x.float(), weight.float()).mul_(scale).to(x.dtype)
-        elif x.dtype == torch.float16:  # sums of unscaled int8 products overflow float16
-            y = F.linear(x, (weight.float() * scale[:, None]).to(x.dtype))
+        dtype = x.dtype
+        if x.device.type == "cpu" and widened(dtype):
+            y = F.linear(x.float(), weight.float())
+            y = y.mul_(scale).to(dtype)
+        elif dtype == torch.float16:  # sums of unscaled int8 products overflow float16
+            numbers = weight.float() * scale[:, None]
+            y = F.linear(x, numbers.to(dtype))
         else:
-            y = F.linear(x, weight.to(x.dtype)).mul_(scale)
+            y = F.linear(x, weight.to(dtype))
+            y.mul_(scale)
         return y if out is None else out.copy_(y)
 
 
 class Int8Weight(ByteRows):
     """An int8 weight that is computed from floating-point numbers, one part at a time."""
 
-    dtype, top = torch.int8, 127.0
+    dtype = torch.int8
+    top = 127.0  # the largest code
 
     def __init__(self, info: ModuleInfo) -> None:
-        weight = torch.empty(info.out_features, info.in_features, dtype=self.dtype, device=info.device)
-        super().__init__(info, weight, torch.empty(info.out_features, dtype=torch.float32, device=info.device))
+        out, inp, device = info.out_features, info.in_features, info.device
+        weight = torch.empty(out, inp, dtype=self.dtype, device=device)
+        scale = torch.empty(out, dtype=torch.float32, device=device)
+        super().__init__(info, weight, scale)
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": tuple(self.weight.shape)}
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
         rows = part_rows(self.info, part)
-        check_shape(tensor, self.weight[rows].shape)
-        w = tensor.to(self.weight.device).float()
+        weight = self.weight
+        check_shape(tensor, weight[rows].shape)
+        w = tensor.to(weight.device).float()
         tiny = torch.finfo(torch.float32).tiny  # avoids a division by zero for a row of zeros
-        scale = w.abs().amax(dim=1).div_(self.top).clamp_(min=tiny)
+        largest = w.abs().amax(dim=1)
+        scale = largest.div_(self.top).clamp_(min=tiny)
+        steps = w / scale[:, None]
         self.scale[rows] = scale
-        self.weight[rows] = self.codes(w / scale[:, None])
+        weight[rows] = self.codes(steps)
 
     def codes(self, steps: Tensor) -> Tensor:
         """Round multiples of the scales, float32, to stored codes."""
-        return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
+        whole = steps.round_()
+        return whole.clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight:
         return super().stored()  # only this class itself, because a subclass may multiply in another way

@@ -24,14 +24,19 @@ from .forms import WITHOUT_KERNELS
 from .tiled import Tiled
 
 GROUP = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; the codes 8 to 15 have the negative values
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """Unpack blocks u8 [rows, groups, 16] with scales u8 [rows, groups] to float32 [rows, groups * 32]."""
-    table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=blocks.device)
-    elements = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    return torch.ldexp(table[elements.long()], (scales.int() - 127)[..., None]).flatten(1)
+    negative = [-value for value in VALUES]
+    table = torch.tensor([*VALUES, *negative], device=blocks.device)
+    halves = torch.stack([blocks & 15, blocks >> 4], dim=-1)
+    codes = halves.flatten(-2)
+    elements = table[codes.long()]
+    exponents = scales.int() - 127
+    numbers = torch.ldexp(elements, exponents[..., None])
+    return numbers.flatten(1)
 
 
 class UnpackedExperts(DenseExperts):
@@ -48,10 +53,13 @@ class UnpackedExperts(DenseExperts):
         rows = checked_rows(self.info, param, tensor, part)
         half = self._half.setdefault(part, {})
         half[param] = tensor
-        if len(half) == 2:
-            del self._half[part]
-            pair = (half[name].to(self.weight.device) for name in ("blocks", "scales"))
-            self.weight[rows] = unpack(*pair).to(self.weight.dtype)
+        if len(half) < 2:
+            return
+        del self._half[part]
+        weight = self.weight
+        blocks, scales = half["blocks"], half["scales"]
+        numbers = unpack(blocks.to(weight.device), scales.to(weight.device))
+        weight[rows] = numbers.to(weight.dtype)
 
 
 class KeptExperts(Tiled):
@@ -63,32 +71,42 @@ class KeptExperts(Tiled):
     elsewhere = WITHOUT_KERNELS
 
     def __init__(self, info: ModuleInfo) -> None:
-        made = {n: torch.empty(s, dtype=torch.uint8, device=info.device) for n, s in packed_shapes(info).items()}
+        made = {}
+        for name, shape in packed_shapes(info).items():
+            made[name] = torch.empty(shape, dtype=torch.uint8, device=info.device)
         super().__init__(info, **made)
-        self.blocks, self.scales = made["blocks"], made["scales"]
+        self.blocks = made["blocks"]
+        self.scales = made["scales"]
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return packed_shapes(self.info)
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
-        self.tensors[param][checked_rows(self.info, param, tensor, part)] = tensor.to(self.blocks.device)
+        rows = checked_rows(self.info, param, tensor, part)
+        kept = self.tensors[param]
+        kept[rows] = tensor.to(kept.device)
 
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        return unpack(self.blocks[rows], self.scales[rows]).to(dtype)
+        numbers = unpack(self.blocks[rows], self.scales[rows])
+        return numbers.to(dtype)
 
 
 def packed_shapes(info: ModuleInfo) -> dict[str, tuple[int, ...]]:
-    rows, groups = info.out_features, info.in_features // GROUP
+    """Return the shapes of ``blocks`` and ``scales`` for all experts of a layer."""
+    rows = info.out_features
+    groups = info.in_features // GROUP
     return {"blocks": (rows, groups, GROUP // 2), "scales": (rows, groups)}
 
 
 def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> slice:
     """Return the rows of a part.  Raise ModelError if the tensor has another shape or dtype."""
     rows = part_rows(info, part)
-    want = (rows.stop - rows.start, *packed_shapes(info)[param][1:])
-    if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:
+    _, *row_shape = packed_shapes(info)[param]
+    want = [rows.stop - rows.start, *row_shape]
+    shape = list(tensor.shape)
+    if shape != want or tensor.dtype != torch.uint8:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, expected {list(want)} and uint8")
+        raise ModelError(f"{param} of shape {shape} and {dtype}, expected {want} and uint8")
     return rows
 
 
@@ -106,10 +124,9 @@ class Mxfp4(Quantizer):
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         if m.kind != "experts":
             return None
-        if m.in_features % GROUP:
-            raise ModelError(
-                f"{m.name} has {m.in_features} inputs here: expected a multiple of {GROUP}, which share a scale"
-            )
+        inputs = m.in_features
+        if inputs % GROUP:
+            raise ModelError(f"{m.name} has {inputs} inputs here: expected a multiple of {GROUP}, which share a scale")
         return type(self).experts(m)
 
 

@@ -25,19 +25,30 @@ from .tiled import MadeByTiles
 
 
 class Nf4Weight(MadeByTiles, TableRows):
+    """A weight of 4 bits with a scale for each ``group`` inputs of a row, computed from floating-point numbers."""
+
     def __init__(self, info: ModuleInfo, group: int) -> None:
-        weight = torch.empty(info.out_features, info.in_features // 2, dtype=torch.uint8, device=info.device)
-        scale = torch.empty(info.out_features, info.in_features // group, dtype=torch.float32, device=info.device)
+        out, inp, device = info.out_features, info.in_features, info.device
+        weight = torch.empty(out, inp // 2, dtype=torch.uint8, device=device)
+        scale = torch.empty(out, inp // group, dtype=torch.float32, device=device)
         numbers = torch.tensor(NF4_TABLE, dtype=torch.float32)
-        super().__init__(info, weight, scale, torch.empty(len(numbers), dtype=torch.float32, device=info.device))
-        self._numbers, self._bounds = numbers, ((numbers[1:] + numbers[:-1]) / 2).to(info.device)
+        table = torch.empty_like(numbers, device=device)
+        super().__init__(info, weight, scale, table)
+        self._numbers = numbers
+        both = numbers[1:] + numbers[:-1]
+        middles = both / 2
+        self._bounds = middles.to(device)
 
     def quantize(self, w: Tensor, rows: slice) -> None:
-        blocks = w.to(self.weight.device).float().view(len(w), self.scale.shape[1], -1)
+        count, groups = len(w), self.scale.shape[1]
+        wide = w.to(self.weight.device).float()
+        blocks = wide.view(count, groups, -1)
         largest = blocks.abs().amax(2)
-        unit = blocks / torch.where(largest > 0, largest, 1)[..., None]
-        codes = torch.bucketize(unit, self._bounds, out_int32=True).to(torch.uint8)
-        self.weight[rows] = pack(codes.view(len(w), -1))
+        divisor = torch.where(largest > 0, largest, 1)
+        unit = blocks / divisor[..., None]
+        codes = torch.bucketize(unit, self._bounds, out_int32=True)
+        by_row = codes.to(torch.uint8).view(count, -1)
+        self.weight[rows] = pack(by_row)
         self.scale[rows] = largest
 
     def finish(self) -> None:
@@ -53,7 +64,8 @@ class Nf4Weight(MadeByTiles, TableRows):
 
 
 class Nf4(OnlineQuantizer):
-    name, options_type = "nf4", Nf4Options
+    name = "nf4"
+    options_type = Nf4Options
     options: Nf4Options
 
     def made(self, m: ModuleInfo) -> WeightScheme:

@@ -46,10 +46,11 @@ class OnlineQuantizer(Quantizer):
     options_type: type[WeightOnlyOptions] = WeightOnlyOptions
 
     def __init__(self, options: WeightOnlyOptions | None = None, checkpoint: Mapping[str, Any] | None = None) -> None:
-        super().__init__(options or self.options_type(), checkpoint)
+        own_options = options or self.options_type()
+        super().__init__(own_options, checkpoint)
         refuse_quantized(checkpoint, self.name)
-        self._skip = NamePatterns("skip", self.options.skip)
-        self._bits = NamePatterns("bits", self.options.bits)
+        self._skip = NamePatterns("skip", own_options.skip)
+        self._bits = NamePatterns("bits", own_options.bits)
         self._others: dict[str, OnlineQuantizer] = {}
         self._met_embedding = False
 
@@ -62,18 +63,24 @@ class OnlineQuantizer(Quantizer):
         wanted = {part: self._wanted(m, part) for part, _ in m.parts}
         kinds = sorted(set(wanted.values()))
         if len(kinds) == 1:
-            return None if kinds[0] == UNQUANTIZED else self._of(kinds[0], m, kinds[0])
+            kind = kinds[0]
+            return None if kind == UNQUANTIZED else self._of(kind, m, kind)
         if m.kind == "experts":
             raise OptionError(
                 f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; expected "
                 f"patterns of skip and bits that name all of it, such as {m.name!r}"
             )
         runs: list[tuple[ModuleInfo, WeightScheme]] = []
-        for kind, some in groupby(m.parts, key=lambda one: wanted[one[0]]):
-            mine = replace(m, parts=tuple(some))
-            runs.append((mine, Dense(mine) if kind == UNQUANTIZED else self._of(kind, mine)))
+        for kind, some in groupby(m.parts, key=lambda part: wanted[part[0]]):
+            info = replace(m, parts=tuple(some))
+            scheme = Dense(info) if kind == UNQUANTIZED else self._of(kind, info)
+            runs.append((info, scheme))
         split = SplitWeight(m, runs)
-        split.rule = " and ".join(f"{kind} ({', '.join(p for p in wanted if wanted[p] == kind)})" for kind in kinds)
+        rules = []
+        for kind in kinds:
+            parts = [part for part in wanted if wanted[part] == kind]
+            rules.append(f"{kind} ({', '.join(parts)})")
+        split.rule = " and ".join(rules)
         return split
 
     def _wanted(self, m: ModuleInfo, part: str) -> str:
@@ -89,8 +96,12 @@ class OnlineQuantizer(Quantizer):
         return NAMED[options] if isinstance(options, int) else options
 
     def _takes(self, m: ModuleInfo) -> bool:
-        of_choice = {"lm_head": self.options.lm_head, "embedding": self.options.embedding}
-        return m.kind in ("linear", "experts") or of_choice.get(m.kind, False)
+        """Return whether the quantizer may quantize a module of this kind."""
+        if m.kind == "lm_head":
+            return self.options.lm_head
+        if m.kind == "embedding":
+            return self.options.embedding
+        return m.kind in ("linear", "experts")
 
     def _of(self, kind: str, m: ModuleInfo, rule: str = "") -> WeightScheme:
         """Return the scheme of a quantizer for a module.
@@ -99,25 +110,29 @@ class OnlineQuantizer(Quantizer):
         """
         if kind == self.name:
             return self.made(m)
-        if kind in FLOAT8 and m.device.startswith("cuda") and torch.cuda.get_device_capability(m.device) < FLOAT8_LEAST:
-            have = ".".join(map(str, torch.cuda.get_device_capability(m.device)))
-            raise OptionError(
-                f"{self.name}: bits: {m.name} has {kind}, but this GPU has no float8 (compute capability {have}, "
-                "expected 8.9 or more); use 'int8'"
-            )
+        if kind in FLOAT8 and m.device.startswith("cuda"):
+            capability = torch.cuda.get_device_capability(m.device)
+            if capability < FLOAT8_LEAST:
+                have = ".".join(map(str, capability))
+                raise OptionError(
+                    f"{self.name}: bits: {m.name} has {kind}, but this GPU has no float8 (compute capability {have}, "
+                    "expected 8.9 or more); use 'int8'"
+                )
         if kind not in self._others:
             module, _, name = MADE_BY[kind].partition(":")
-            self._others[kind] = getattr(import_module(f".{module}", __package__), name)()
+            quantizer = getattr(import_module(f".{module}", __package__), name)
+            self._others[kind] = quantizer()
         scheme = self._others[kind].made(m)
         scheme.rule = rule  # type: ignore[attr-defined]
         return scheme
 
     def finish(self) -> None:
         self._skip.refuse_unused(self.name)
-        options = [f"{name}=true" for name in ("lm_head", "embedding") if not getattr(self.options, name)]
-        self._bits.refuse_unused(
-            self.name, "module that is quantized" + (f" (more are with {' and '.join(options)})" if options else "")
-        )
+        expected = "module that is quantized"
+        unset = [f"{name}=true" for name in ("lm_head", "embedding") if not getattr(self.options, name)]
+        if unset:
+            expected += f" (more are with {' and '.join(unset)})"
+        self._bits.refuse_unused(self.name, expected)
         if self.options.embedding and not self._met_embedding:
             raise OptionError(
                 f"{self.name}: embedding=true: transformers looks up the tokens of this model; set embedding=false"
@@ -133,15 +148,19 @@ class SplitWeight(WeightScheme):
     rule = ""  # the form of each part, as text
 
     def __init__(self, info: ModuleInfo, runs: Sequence[tuple[ModuleInfo, WeightScheme]]) -> None:
-        self.info, self.runs = info, runs
+        self.info = info
+        self.runs = runs
         self.schemes = [scheme for _, scheme in runs]
         self._of = {part: scheme for one, scheme in runs for part, _ in one.parts}
         self._name()
 
     def _name(self) -> None:
-        self.tensors = {
-            f"{one.parts[0][0]}.{name}": tensor for one, scheme in self.runs for name, tensor in scheme.tensors.items()
-        }
+        """Collect the tensors of all runs under their names."""
+        self.tensors = {}
+        for info, scheme in self.runs:
+            first = info.parts[0][0]
+            for name, tensor in scheme.tensors.items():
+                self.tensors[f"{first}.{name}"] = tensor
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.info.out_features, self.info.in_features)}
@@ -158,16 +177,17 @@ class SplitWeight(WeightScheme):
         no_adapter(self, adapter)
         y = x.new_empty(len(x), self.info.out_features) if out is None else out
         start = 0
-        for one, scheme in self.runs:
-            rows = one.out_features
-            y[:, start : start + rows] = scheme.apply(x)
-            start += rows
+        for info, scheme in self.runs:
+            stop = start + info.out_features
+            y[:, start:stop] = scheme.apply(x)
+            start = stop
         return y
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        return {
-            f"{rows} of {one.parts[0][0]}": how
-            for one, scheme in self.runs
-            for rows, how in scheme.served(device, sm).items()
-            if rows != CAPTURED
-        }
+        kernels = {}
+        for info, scheme in self.runs:
+            first = info.parts[0][0]
+            for rows, kernel in scheme.served(device, sm).items():
+                if rows != CAPTURED:
+                    kernels[f"{rows} of {first}"] = kernel
+        return kernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,29 @@ WHERE = "quantization_config of config.json"
 MARLIN = "use the same model as checkpoint_format=gptq, which GPTQModel writes with format=gptq"
 
 
-class Want(NamedTuple):
-    """The expected shapes and dtypes of a tensor of a checkpoint."""
+class Want:
+    """The expected dtypes and shapes of a tensor of a checkpoint.
 
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # one of these
+    ``dtypes`` are names as in safetensors, such as "F16".  The tensor has one of these dtypes and one of ``shapes``.
+    """
+
+    def __init__(self, dtypes: str | tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        self.dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+        self.shapes = shapes
 
     def refuse(self, shape: tuple[int, ...], dtype: str, why: str) -> None:
-        """Raise ModelError for a tensor of another shape or dtype."""
-        if shape not in self.shapes or dtype not in self.dtypes:
-            shapes = " or ".join(str(list(s)) for s in self.shapes)
-            raise ModelError(
-                f"shape {list(shape)} of {dtype}, expected {shapes} of {' or '.join(self.dtypes)}{why}; config.json "
-                "and the weights do not belong together"
-            )
+        """Raise ModelError for a tensor of another shape or dtype.
+
+        ``why`` is a text for the message: the settings from which the expected shapes follow.
+        """
+        if shape in self.shapes and dtype in self.dtypes:
+            return
+        shapes = " or ".join(str(list(one)) for one in self.shapes)
+        dtypes = " or ".join(self.dtypes)
+        raise ModelError(
+            f"shape {list(shape)} of {dtype}, expected {shapes} of {dtypes}{why}; config.json and the weights do not "
+            "belong together"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,41 +67,44 @@ class Share:
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
+        """Return this process's share of a part of a module."""
         own = part_rows(m, part)
-        rows, columns = own.stop - own.start, m.in_features
+        rows = own.stop - own.start
         names = _beside(m, part)
-        whole = {name: m.rows[name].stop - m.rows[name].start for name in names}
-        if m.split == "column":
-            whole = {name: count * m.share(name).size for name, count in whole.items()}
-        before = sum(whole[name] for name in names[: names.index(part)])
+        outputs = {name: _outputs_of_all(m, name) for name in names}
+        total = sum(outputs.values())
+        earlier = names[: names.index(part)]
+        before = sum(outputs[name] for name in earlier)
         rank = m.share(part).rank if m.split == "column" else 0
         first = before + rank * rows
         where: slice | Tensor = slice(first, first + rows)
-        groups = m.sources[part].groups if len(names) > 1 and m.sources is not None else 1
+        fused = len(names) > 1
+        groups = m.sources[part].groups if fused and m.sources is not None else 1
         if groups > 1:
-            table = torch.arange(sum(whole.values())).view(groups, -1)
-            mine = table[:, before // groups : (before + whole[part]) // groups].flatten()
-            where = mine[rank * rows : (rank + 1) * rows]
-        start = m.shard.rank * columns if m.split == "row" else 0
-        return Share(
-            sum(whole.values()),
-            columns * (m.shard.size if m.split == "row" else 1),
-            where,
-            slice(start, start + columns),
-            getattr(torch, m.dtype),
-            m.device,
-            len(names) > 1,
-        )
+            by_group = torch.arange(total).view(groups, -1)
+            start, stop = before // groups, (before + outputs[part]) // groups
+            of_part = by_group[:, start:stop].flatten()
+            where = of_part[rank * rows : (rank + 1) * rows]
+        processes = 1
+        start = 0
+        if m.split == "row":
+            processes = m.shard.size
+            start = m.shard.rank * m.in_features
+        columns = slice(start, start + m.in_features)
+        dtype = getattr(torch, m.dtype)
+        return Share(total, m.in_features * processes, where, columns, dtype, m.device, fused)
 
     def taken(self, words: Tensor, bits: int) -> Tensor:
         """Unpack rows of packed words i32 [rows, W], and return this process's columns, u8 [rows, columns].
 
         A row of words has one field of ``bits`` bits for each of the ``inputs`` of all processes.
         """
-        first = self.columns.start * bits // 32
-        last = -(-self.columns.stop * bits // 32)
-        at = first * 32 // bits if 32 % bits == 0 else 0
-        words = words[:, first:last] if 32 % bits == 0 else words
+        at = 0  # the input of the first field
+        if 32 % bits == 0:
+            first = self.columns.start * bits // 32
+            last = -(-self.columns.stop * bits // 32)
+            words = words[:, first:last]
+            at = first * 32 // bits
         found = forms.fields(words.to(self.device), bits, self.columns.stop - at)
         return found[:, self.columns.start - at :]
 
@@ -103,10 +115,18 @@ class Share:
 
 def _beside(m: ModuleInfo, part: str) -> list[str]:
     """Return the parts that share a tensor of the checkpoint, in their order."""
-    if m.sources is None or part not in m.sources:
+    sources = m.sources
+    if sources is None or part not in sources:
         return [part]
-    mine = m.sources[part].name
-    return [name for name, _ in m.parts if name in m.sources and m.sources[name].name == mine]
+    tensor = sources[part].name
+    return [name for name, _ in m.parts if name in sources and sources[name].name == tensor]
+
+
+def _outputs_of_all(m: ModuleInfo, part: str) -> int:
+    """Return the number of outputs of a part in all processes together."""
+    rows = m.rows[part]
+    count = rows.stop - rows.start
+    return count * m.share(part).size if m.split == "column" else count
 
 
 class PartLayout(ABC):
@@ -131,11 +151,12 @@ class PlainLayout(PartLayout):
 
     def __init__(self, share: Share) -> None:
         super().__init__(share)
-        self.want = {"weight": Want(FLOATS, ((share.outputs, share.inputs),))}
+        self.want = {"weight": Want(FLOATS, (share.outputs, share.inputs))}
 
     def numbers(self, given: Mapping[str, Tensor]) -> Tensor:
         share = self.share
-        return given["weight"][share.rows, share.columns].to(share.device, share.dtype).clone()
+        mine = given["weight"][share.rows, share.columns]
+        return mine.to(share.device, share.dtype).clone()
 
 
 @dataclass
@@ -173,12 +194,16 @@ class PackedWeight(WeightScheme):
         self._held: list[_Held] = []
 
     def params(self) -> dict[str, tuple[int, ...]]:
-        return {name: shape for part in self.layouts for name, shape in self.params_of(part).items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for part in self.layouts:
+            found |= self.params_of(part)
+        return found
 
     def params_of(self, part: str) -> dict[str, tuple[int, ...]]:
         layout = self.layouts[part]
+        share = layout.share
         found = {name: want.shapes[0] for name, want in layout.want.items()}
-        if found.get("weight") == (layout.share.outputs, layout.share.inputs) and not layout.share.fused:
+        if found.get("weight") == (share.outputs, share.inputs) and not share.fused:
             # the loader recognizes a whole weight by this shape
             found["weight"] = (self.info.out_features, self.info.in_features)
         return found
@@ -189,47 +214,59 @@ class PackedWeight(WeightScheme):
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
         part_rows(self.info, part)
-        layout, given = self.layouts[part], self._given[part]
+        layout = self.layouts[part]
         if param not in layout.want:
             raise ModelError(f"{self.info.name} takes no {param}, expected {', '.join(layout.want)}")
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         layout.want[param].refuse(tuple(tensor.shape), dtype, layout.why)
         if param == "bias" and bool(tensor.any()):
             raise ModelError("a bias that is not 0, but this architecture has no bias here")
+        given = self._given[part]
         given[param] = tensor
         if len(given) < len(layout.want):
             return
-        found = layout.numbers(given)
-        if isinstance(found, Tensor):
-            self._pieces[part] = HeldRows("plain", found)
-        else:
-            if not bool(torch.isfinite(found.scale).all()):
-                raise ModelError(f"{self.info.name}: scales that are inf or NaN, expected numbers: the file is damaged")
-            self._pieces[part] = piece = forms.piece_of(found, layout.share.dtype)
-            if piece.form == "plain":
-                what = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"
-                self.note(what, self.info.name)
+        self._pieces[part] = self._piece(layout, given)
         self._given[part] = {}
         if len(self._pieces) == len(self.layouts):
             self._hold()
 
+    def _piece(self, layout: PartLayout, given: Mapping[str, Tensor]) -> HeldRows:
+        """Return the rows of a part whose tensors are all loaded."""
+        found = layout.numbers(given)
+        if isinstance(found, Tensor):
+            return HeldRows("plain", found)
+        if not bool(torch.isfinite(found.scale).all()):
+            raise ModelError(f"{self.info.name}: scales that are inf or NaN, expected numbers: the file is damaged")
+        piece = forms.piece_of(found, layout.share.dtype)
+        if piece.form == "plain":
+            message = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"
+            self.note(message, self.info.name)
+        return piece
+
     def _hold(self) -> None:
-        pieces, self._pieces = self._pieces, {}
+        """Store the pieces of all parts, as one weight if they have the same form."""
         parts = tuple(name for name, _ in self.info.parts)
-        one = forms.merged([pieces[name] for name in parts])
-        if one is not None:
-            rows, scheme = slice(0, self.info.out_features), forms.scheme_of(one, self.info)
-            self._held = [_Held(parts, rows, scheme, one.order)]
-        else:
-            for name, rows in self.info.rows.items():
-                mine = replace(self.info, parts=((name, rows.stop - rows.start),), experts=0)
-                scheme = forms.scheme_of(pieces[name], mine)
-                self._held.append(_Held((name,), rows, scheme, pieces[name].order))
-        for held in self._held:
-            prefix = "" if one is not None else f"{held.parts[0]}."
-            self.tensors |= {prefix + name: tensor for name, tensor in held.scheme.tensors.items()}
-            if held.order is not None:
-                self.tensors[prefix + "order"] = held.order
+        pieces = {name: self._pieces[name] for name in parts}
+        self._pieces = {}
+        whole = forms.merged(list(pieces.values()))
+        if whole is not None:
+            rows = slice(0, self.info.out_features)
+            scheme = forms.scheme_of(whole, self.info)
+            self._keep("", _Held(parts, rows, scheme, whole.order))
+            return
+        for name, rows in self.info.rows.items():
+            size = rows.stop - rows.start
+            info = replace(self.info, parts=((name, size),), experts=0)
+            scheme = forms.scheme_of(pieces[name], info)
+            self._keep(f"{name}.", _Held((name,), rows, scheme, pieces[name].order))
+
+    def _keep(self, prefix: str, held: _Held) -> None:
+        """Add the scheme of some rows; ``prefix`` comes before the names of its tensors."""
+        self._held.append(held)
+        for name, tensor in held.scheme.tensors.items():
+            self.tensors[prefix + name] = tensor
+        if held.order is not None:
+            self.tensors[prefix + "order"] = held.order
 
     def finish(self) -> None:
         for held in self._held:
@@ -238,7 +275,8 @@ class PackedWeight(WeightScheme):
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
         if len(self._held) == 1:
-            return self._held[0].scheme.apply(self._held[0].inputs(x), out)
+            whole = self._held[0]
+            return whole.scheme.apply(whole.inputs(x), out)
         y = x.new_empty(len(x), self.info.out_features) if out is None else out
         for held in self._held:
             held.scheme.apply(held.inputs(x), y[:, held.rows])
@@ -246,9 +284,15 @@ class PackedWeight(WeightScheme):
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         if len(self._held) == 1:
-            return self._held[0].scheme.expert(self._held[0].inputs(x), e)
+            whole = self._held[0]
+            return whole.scheme.expert(whole.inputs(x), e)
         each = len(self._held) // self.info.experts
-        return torch.cat([h.scheme.apply(h.inputs(x)) for h in self._held[e * each : (e + 1) * each]], dim=1)
+        first = e * each
+        outputs = []
+        for held in self._held[first : first + each]:
+            output = held.scheme.apply(held.inputs(x))
+            outputs.append(output)
+        return torch.cat(outputs, dim=1)
 
     def stored(self) -> StoredWeight | None:
         whole = self._whole()
@@ -260,7 +304,10 @@ class PackedWeight(WeightScheme):
 
     def _whole(self) -> WeightScheme | None:
         """Return the scheme that holds the whole module and multiplies x without reordering, None if there is none."""
-        return self._held[0].scheme if len(self._held) == 1 and self._held[0].order is None else None
+        first = self._held[0]
+        if len(self._held) > 1 or first.order is not None:
+            return None
+        return first.scheme
 
 
 def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
@@ -268,15 +315,16 @@ def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
 
     ModelError for a part that lacks it but has a tensor of ``beside``, such as scales.
     """
-    if "qweight" in source.tensors:
+    tensors = source.tensors
+    if "qweight" in tensors:
         return True
-    alone = next((name for name in beside if name in source.tensors), None)
-    if alone is not None and "weight" not in source.tensors:
+    present = [name for name in beside if name in tensors]
+    if present and "weight" not in tensors:
         raise ModelError(
-            f"the checkpoint has {source.name}.{alone} and lacks {source.name}.qweight; expected both: download it "
-            "again"
+            f"the checkpoint has {source.name}.{present[0]} and lacks {source.name}.qweight; expected both: download "
+            "it again"
         )
-    if {"B", "s"} <= source.tensors.keys():
+    if {"B", "s"} <= tensors.keys():
         raise ModelError(f"the checkpoint has {source.name}.B, which is Marlin's order: {MARLIN}")
     return False
 
@@ -285,17 +333,22 @@ class Settings:
     """Access to ``quantization_config``, or a part of it, that checks values."""
 
     def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
-        self.given, self.where = given, where
+        self.given = given
+        self.where = where
 
     def refuse(self, key: str, wanted: str) -> ModelError:
-        return ModelError(f"{WHERE}: {self.where}{key}={shown(self.given.get(key))}: expected {wanted}")
+        """Return the error for the value of a key; ``wanted`` describes the accepted values."""
+        value = shown(self.given.get(key))
+        return ModelError(f"{WHERE}: {self.where}{key}={value}: expected {wanted}")
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any, instead: str = "") -> Any:
+        """Return the value of a key, one of ``allowed``; values of another type, such as True for 1, are refused."""
         value = self.given.get(key, default)
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            wanted = " or ".join("null" if one is None else shown(one) for one in allowed)
-            raise self.refuse(key, wanted + instead)
-        return value
+        for one in allowed:
+            if type(value) is type(one) and value == one:
+                return value
+        wanted = " or ".join("null" if one is None else shown(one) for one in allowed)
+        raise self.refuse(key, wanted + instead)
 
     def flag(self, key: str, default: bool = False) -> bool:
         return self.one_of(key, (True, False), default)
@@ -312,7 +365,8 @@ class Settings:
         value = self.given.get(key)
         if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
             raise self.refuse(key, "two numbers, of outputs and inputs that share a scale")
-        return value[0], value[1]
+        outputs, inputs = value
+        return outputs, inputs
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.given.get(key) or ()
@@ -339,12 +393,14 @@ class CheckpointQuantizer(Quantizer):
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
-        method = (checkpoint or {}).get("quant_method", "no method")
+        written = checkpoint or {}
+        method = written.get("quant_method", "no method")
         if method != self.method:
             raise ModelError(f"the checkpoint is quantized with {method}: expected {self.method} for this quantizer")
-        self.settings = Settings(checkpoint or {})
+        self.settings = Settings(written)
         self._met: dict[str, list[str]] = {}
-        self._modules_seen = self._found = 0
+        self._modules_seen = 0
+        self._found = 0
 
     @abstractmethod
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
@@ -356,15 +412,24 @@ class CheckpointQuantizer(Quantizer):
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         if m.kind == "embedding":
             return None
-        layouts = {part: self._layout(m, part) for part, _ in m.parts}
         self._modules_seen += m.sources is not None
-        if not any(layouts.values()):
+        layouts: dict[str, PartLayout] = {}
+        quantized = False
+        for part, _ in m.parts:
+            share = Share.of(m, part)
+            layout = self._layout(m, part, share)
+            quantized |= layout is not None
+            layouts[part] = layout or PlainLayout(share)
+        if not quantized:
             return None
         self._found += 1
-        return PackedWeight(m, {p: made or PlainLayout(Share.of(m, p)) for p, made in layouts.items()}, self.tell)
+        return PackedWeight(m, layouts, self.tell)
 
-    def _layout(self, m: ModuleInfo, part: str) -> PartLayout | None:
-        share = Share.of(m, part)
+    def _layout(self, m: ModuleInfo, part: str, share: Share) -> PartLayout | None:
+        """Return the layout of a part, None if it is not quantized.
+
+        Raise ModelError if the tensors of the checkpoint differ from the layout.
+        """
         if m.sources is None:
             packed = m.kind in ("linear", "experts") or (m.kind == "lm_head" and self.head)
             return self.layout(m, None, share) if packed else None
@@ -373,27 +438,25 @@ class CheckpointQuantizer(Quantizer):
             return None
         made = self.layout(m, source, share)
         if made is None:
-            if "weight" in source.tensors and source.tensors["weight"][1] not in FLOATS:
-                raise ModelError(
-                    f"the checkpoint has {source.name}.weight of {source.tensors['weight'][1]} and no scales for it; "
-                    "download it again or check config.json"
-                )
+            _check_plain(source)
             return None
         if not m.bias and "bias" in source.tensors:
-            made.want["bias"] = Want(FLOATS, ((share.outputs,),))
+            made.want["bias"] = Want(FLOATS, (share.outputs,))
         for param, want in made.want.items():
             name = f"{source.name}.{param}"
             if param not in source.tensors:
                 raise ModelError(f"the checkpoint lacks {name}; download it again or check config.json")
+            shape, dtype = source.tensors[param]
             try:
-                want.refuse(*source.tensors[param], made.why)
+                want.refuse(shape, dtype, made.why)
             except ModelError as e:
                 raise ModelError(f"tensor {shown(name)}: {e}") from None
         return made
 
     def tell(self, what: str, module: str) -> None:
         """Add a note for the user, once for all modules that it concerns."""
-        self._met.setdefault(what, []).append(module)
+        modules = self._met.setdefault(what, [])
+        modules.append(module)
         self.notes[:] = [f"{message}: {_listed(modules)}" for message, modules in self._met.items()]
 
     def finish(self) -> None:
@@ -404,6 +467,21 @@ class CheckpointQuantizer(Quantizer):
             )
 
 
+def _check_plain(source: PartSource) -> None:
+    """Raise ModelError if the weight of a part without a layout is not floating-point."""
+    if "weight" not in source.tensors:
+        return
+    dtype = source.tensors["weight"][1]
+    if dtype not in FLOATS:
+        raise ModelError(
+            f"the checkpoint has {source.name}.weight of {dtype} and no scales for it; download it again or check "
+            "config.json"
+        )
+
+
 def _listed(modules: list[str]) -> str:
+    """Return the first two names in one text, and the number of further names."""
     names = list(dict.fromkeys(modules))
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    text = ", ".join(names[:2])
+    more = len(names) - 2
+    return f"{text} and {more} more" if more > 0 else text

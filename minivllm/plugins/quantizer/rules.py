@@ -20,7 +20,8 @@ class NamePatterns:
     """
 
     def __init__(self, option: str, patterns: Iterable[str]) -> None:
-        self.option, self.patterns = option, tuple(patterns)
+        self.option = option
+        self.patterns = tuple(patterns)
         self.unused = set(self.patterns)
         self._fits = {pattern: self._matcher(pattern) for pattern in self.patterns}
 

@@ -20,16 +20,20 @@ def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...]
 
     A single scale for all elements may have several shapes.
     """
-    shape = (-(-share.outputs // rows), -(-share.inputs // columns))
-    one = rows == share.outputs and columns == share.inputs
-    return ((1,), (1, 1), ()) if one else (shape,)
+    if rows == share.outputs and columns == share.inputs:
+        return (1,), (1, 1), ()
+    row_blocks = -(-share.outputs // rows)
+    column_blocks = -(-share.inputs // columns)
+    return ((row_blocks, column_blocks),)
 
 
 def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
     """Return scales or zero points of blocks as float32 [this process's outputs, groups]."""
-    table = scales.to(share.device).float().reshape(-(-share.outputs // rows), -1)
-    at = torch.arange(share.outputs)[share.rows] // rows
-    return table[at.to(table.device)]
+    blocks = -(-share.outputs // rows)
+    table = scales.to(share.device).float().reshape(blocks, -1)
+    outputs = torch.arange(share.outputs)[share.rows]
+    block_of = outputs // rows
+    return table[block_of.to(table.device)]
 
 
 def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
@@ -41,10 +45,11 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
     if "weight_g_idx" not in given:
         return plain
     found = given["weight_g_idx"][share.columns].long().cpu()
-    groups = -(-share.inputs // columns)
     if bool((found == -1).all()):  # -1 marks groups that have not been sorted
         return plain
-    if bool(((found < 0) | (found >= groups)).any()):
+    groups = -(-share.inputs // columns)
+    outside = (found < 0) | (found >= groups)
+    if bool(outside.any()):
         raise ModelError(f"weight_g_idx has groups beyond 0 to {groups - 1}, as many as there are scales")
     return found
 
@@ -65,18 +70,25 @@ class BytesLayout(PartLayout):
         self, share: Share, dtype: str, rows: int, columns: int, why: str, scale_name: str, zero: bool = False
     ) -> None:
         super().__init__(share)
-        self.rows, self.columns, self.why, self.scale_name = rows, columns, why, scale_name
-        shapes = scale_shapes(share, rows, columns)
-        self.want = {"weight": Want((dtype,), ((share.outputs, share.inputs),)), scale_name: Want(SCALES, shapes)}
+        self.rows = rows
+        self.columns = columns
+        self.why = why
+        self.scale_name = scale_name
         self.zero = zero
+        shapes = scale_shapes(share, rows, columns)
+        self.want = {"weight": Want(dtype, (share.outputs, share.inputs))}
+        self.want[scale_name] = Want(SCALES, *shapes)
         if zero:
-            self.want["weight_zero_point"] = Want(("I8", "I32", *FLOATS), shapes)
+            self.want["weight_zero_point"] = Want(("I8", "I32", *FLOATS), *shapes)
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
         share = self.share
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
         scale = by_row(given[self.scale_name], share, self.rows)
-        zero = by_row(given["weight_zero_point"], share, self.rows) if self.zero else None
-        if not self.zero:
+        zero = None
+        if self.zero:
+            zero = by_row(given["weight_zero_point"], share, self.rows)
+        else:
             want_symmetric(given.get("weight_zero_point"))
-        return Numbers(codes, scale, zero, group_of(given, share, self.columns))
+        groups = group_of(given, share, self.columns)
+        return Numbers(codes, scale, zero, groups)

@@ -50,13 +50,17 @@ class WholeWeight(WeightScheme):
         return self._product(x, slice(0, self.info.out_features), out)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
-        rows = self.info.out_features // self.info.experts
-        product = self._product if self.native is None else self.native
-        return product(x, slice(e * rows, (e + 1) * rows))
+        count = self.info.out_features // self.info.experts
+        rows = slice(e * count, (e + 1) * count)
+        if self.native is not None:
+            return self.native(x, rows)
+        return self._product(x, rows)
 
     def native_product(self, stored: StoredWeight) -> StoredProduct | None:
         """Return the native product of a weight for this module's activations, or None if torch's is faster."""
-        return stored_product(stored, self.info.out_features, self.info.in_features, getattr(torch, self.info.dtype))
+        info = self.info
+        dtype = getattr(torch, info.dtype)
+        return stored_product(stored, info.out_features, info.in_features, dtype)
 
 
 class Tiled(WholeWeight):
@@ -66,8 +70,9 @@ class Tiled(WholeWeight):
 
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
         super().__init__(info, **tensors)
-        kind = next(iter(self.tensors.values())).device.type
-        self._tile = max(1, AT_ONCE.get(kind, self.elsewhere) // info.in_features)  # rows
+        first = next(iter(self.tensors.values()))
+        elements = AT_ONCE.get(first.device.type, self.elsewhere)
+        self._tile = max(1, elements // info.in_features)  # rows
 
     @abstractmethod
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,12 +82,15 @@ class Tiled(WholeWeight):
         return self.numbers(ids, dtype)
 
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        y = x.new_empty(len(x), rows.stop - rows.start) if out is None else out
+        first, last = rows.start, rows.stop
+        y = x.new_empty(len(x), last - first) if out is None else out
         if x.device.type == "cpu" and widened(x.dtype):
             x = x.float()
-        for start in range(rows.start, rows.stop, self._tile):
-            tile = slice(start, min(start + self._tile, rows.stop))
-            y[:, tile.start - rows.start : tile.stop - rows.start] = F.linear(x, self.numbers(tile, x.dtype))
+        for start in range(first, last, self._tile):
+            stop = min(start + self._tile, last)
+            numbers = self.numbers(slice(start, stop), x.dtype)
+            columns = slice(start - first, stop - first)
+            y[:, columns] = F.linear(x, numbers)
         return y
 
 
@@ -98,8 +106,9 @@ class MadeByTiles(Tiled):
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
         rows = part_rows(self.info, part)
-        check_shape(tensor, (rows.stop - rows.start, self.info.in_features))
-        at = rows.start
+        start = rows.start
+        check_shape(tensor, (rows.stop - start, self.info.in_features))
         for some in tensor.split(self._tile):
-            self.quantize(some, slice(at, at + len(some)))
-            at += len(some)
+            stop = start + len(some)
+            self.quantize(some, slice(start, stop))
+            start = stop
