@@ -310,7 +310,7 @@ class AsyncLLM(FrontDoor):
         self._loop.inbox.close()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s")
+            raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s; call close again later")
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._close_pool()
         self.engine.stop()

@@ -56,8 +56,8 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
 
 
 def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Build the engine as ``build_engine``, but pass exceptions of plug-ins on.  ``times`` counts the parts of the
-    start."""
+    """Build the engine as ``build_engine``, but pass exceptions of plug-ins on.  ``times`` records the seconds of each
+    part of the start."""
     with times.of("imports"):
         from minivllm.core.engine.engine import Engine
         from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -73,7 +73,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
     with times.of("tokenizer"):
         tokenizer, eos_ids = open_tokenizer(resolved)
     config = loaded.engine
-    # created before the model is loaded, so that errors are reported early
+    # hooks are constructed before the model is loaded, so that their errors are reported early
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None
     grammars: Any = None
     executor, capacity, resolved = start_executor(resolved, eos_ids, live, times)
@@ -117,7 +117,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
 
 
 def choose_parts(loaded: Loaded, times: StartTimes) -> Resolved:
-    """Choose the plug-ins of a configuration, and count the parts of the time that this takes."""
+    """Choose the plug-ins of a configuration, and record in ``times`` the seconds of each part of this work."""
     with times.of("imports"):
         from minivllm.config.resolve import resolve
         from minivllm.registry import Catalog
@@ -157,7 +157,10 @@ def start_executor(
 
 
 def started(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
-    """Start an executor, and count the parts that it reports; "executor" is the rest of its time."""
+    """Start an executor, and record in ``times`` the seconds of the parts that it reports.
+
+    The part "executor" has the rest of the time.
+    """
     with times.of("executor"):
         capacity = executor.start(wiring)
         with contextlib.suppress(NotImplementedError):

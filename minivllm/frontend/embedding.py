@@ -133,7 +133,7 @@ def listed(prompts: Any) -> list[Any]:
 def embed_requests(
     door: FrontDoor, prompts: Sequence[Any], options: EmbedOptions, done: Callable[[Tracked], None] | None = None
 ) -> list[Tracked]:
-    """Return a request for each prompt, which ``done`` is called with when it has ended."""
+    """Return a request for each prompt.  ``done`` is called with each request once it has ended."""
     params = SamplingParams(max_tokens=1, detokenize=False)
     made = []
     for number, prompt in enumerate(tokenized(prompts, door.tokenizer), 1):

@@ -135,6 +135,8 @@ class FrontDoor:
         return SamplingParams.make(**{**self.resolved.sampling, **self._loaded.sampling})
 
     def tap_points(self) -> dict[str, int]:
-        """Return the width of each point of the model that a ``Tap`` may name.  It is empty for a model without
-        points."""
+        """Return the width of each tap point (named tensor of the model) that a ``Tap`` may read.
+
+        It is empty for a model without tap points.
+        """
         return dict(self.engine.capacity.taps or {})

@@ -375,7 +375,7 @@ class LLM(FrontDoor):
         self._recorder.write(path)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the stored steps as a Chrome trace, part by part."""
+        """Write the times of the stored steps as a Chrome trace, with a bar for each part of a step."""
         self.engine.clock.chrome_trace(os.fspath(path))
 
     def check(self) -> None:
@@ -418,23 +418,25 @@ class LLM(FrontDoor):
         return self.engine.named_prefixes().tokens()
 
     def block_keys(self, prompt: Any, tenant: str = "", cache_salt: str | None = None) -> list[str]:
-        """Return the keys (hex) of the whole blocks of a prompt, as of a request for one token.
+        """Return the prefix-cache keys (hex) of the full KV blocks of a prompt.
 
-        They are the same in every process with the same model and options.  RequestError without tiers."""
+        The keys are those of a request that generates one token.  They are the same in every process with the same
+        model and options.  RequestError if the engine has no tiers (option ``kvstore``).
+        """
         from minivllm.core.interfaces.params import SamplingParams
 
         from .prompts import read_prompt
 
         tiers = self.engine.cache.tiers
         if tiers is None:
-            raise RequestError("the keys of blocks need a tier: set kvstore")
+            raise RequestError("the engine has no tier of the KV cache, so blocks have no keys: set kvstore")
         ids = read_prompt(prompt, self.tokenizer).ids
         salt = self._salt(ids, SamplingParams(max_tokens=1, tenant=tenant, cache_salt=cache_salt))
         keys = tiers.keys_of(ids, salt, [], len(ids) // tiers.cache.block)
         return [key.hex() for key in keys]
 
     def _salt(self, ids: np.ndarray, params: SamplingParams) -> tuple[str, ...]:
-        """Return the salt of a request for one token after a prompt i32 [n]."""
+        """Return the texts on which the block keys of a prompt i32 [n] depend besides its tokens."""
         from minivllm.core.engine.request_checks import salt_of_prompt
 
         return self.engine.weights.salted(salt_of_prompt(ids, params, self.engine.wiring))

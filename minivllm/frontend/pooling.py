@@ -41,7 +41,7 @@ class PromptPooling:
 
     def restart(self) -> None:
         """Forget all values that were read, for a prompt that is computed again with other weights."""
-        self._upto = 0  # the positions below were planned
+        self._upto = 0  # number of leading positions whose computation was planned
         self._sum: np.ndarray | float = 0.0
 
     def most_cached(self, most: int) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
-# largest number of characters; limited, because a server encodes negative prompts between two steps
+# largest number of characters of a negative prompt, because a server encodes it between two steps
 MOST_NEGATIVE = 32768
 MOST_WORDS = 1024  # number of ``bad_words`` that are encoded here; the processor refuses longer lists
 

@@ -67,7 +67,7 @@ class Tracked(RequestText):
         params = with_salt(with_token_ids(params, tokenizer), salt)
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
-        self.ended = False  # the last piece was passed on
+        self.ended = False  # whether the last piece was passed on
         self._energy: Any = None  # energy.account.EnergyAccount
         # Some branches may not be outputs, so no output is streamed before all branches have ended.
         self.late = params.width > params.n or params.beam_width is not None

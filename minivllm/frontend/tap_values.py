@@ -1,4 +1,5 @@
-"""The values that a request has read at points of the model, as arrays, for results and for the server's frames."""
+"""The values that a request has read at tap points (named tensors) of the model, as arrays, for results and for the
+server's frames."""
 
 from __future__ import annotations
 

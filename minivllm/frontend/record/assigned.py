@@ -42,7 +42,7 @@ class Assigned:
 
 
 def of_module(module: str) -> Assigned:
-    """Return the names of a loaded module, none if it has no file."""
+    """Return the analysis of a loaded module, which is empty for a module without a file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
         return _of_file(file, os.stat(file).st_mtime_ns) if file else Assigned()
@@ -52,7 +52,7 @@ def of_module(module: str) -> Assigned:
 
 @functools.lru_cache(maxsize=256)
 def _of_file(file: str, changed_ns: int) -> Assigned:
-    """Return the names of a file.  ``changed_ns`` is its modification time, which makes the cache notice changes."""
+    """Return the analysis of a file.  ``changed_ns`` is its modification time, which makes the cache notice changes."""
     try:
         with open(file, "rb") as opened:
             tree = ast.parse(opened.read())

@@ -53,7 +53,7 @@ def make(
 
     ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
     ``changed_sources``, because the running code may be older than their text.  ``first`` means that the engine is the
-    first of its process and has had no request, so that the values its parts read are as the start left them.
+    first of its process and has had no request, so that the values its plug-ins read are as the start left them.
     """
     import minivllm
 
@@ -153,7 +153,8 @@ def _part(seam: str, selection: Selection, part: Part) -> Entries:
 
 
 def _replaced(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the functions of the engine and of torch that a program replaced, except in modules of parts."""
+    """Return the functions of the engine and of torch that a program replaced, except in modules of the plug-ins
+    ``parts``."""
     part_modules = {module for part in parts for module in part["values_of"]}
     modules = [name for name in replaced.engine_modules() if name not in part_modules]
     return {**replaced.of_modules(modules), **replaced.of_torch()}
@@ -353,11 +354,11 @@ def read(path: str | os.PathLike[str]) -> Entries:
             f"it was written by minivllm {found.get('minivllm', {}).get('version', '?')}"
         )
     if missing := [key for key in KEYS if key not in found]:
-        raise ConfigError(f"{path}: not a whole record: it lacks {', '.join(missing)}")
+        raise ConfigError(f"{path}: not a whole record: it lacks the keys {', '.join(missing)}")
     from .nodes import fingerprint
 
     try:
         fingerprint(found)
     except (LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise ConfigError(f"{path}: not a whole record, edited by hand? {type(exc).__name__}: {exc}") from None
+        raise ConfigError(f"{path}: not a whole record ({type(exc).__name__}: {exc}); record the run again") from None
     return found

@@ -4,8 +4,8 @@ A path may be built in any way (``__file__``, ``importlib.resources``, a format,
 not follow it.  A file counts if a text of the module contains its name, and if it is in the module's folder, in a
 folder below that another text names, or in a folder above up to the top of the package.  ``{}``, ``%s`` and the
 replacement fields of f-strings match anything.  If the module lists a folder, all files in it count.  Files that the
-module writes do not count.  Too many files can only show a difference that is none.  A missing file
-would hide a difference.
+module writes do not count.  A superfluous file can only show a difference that does not matter.  A missing file would
+hide a difference.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
-MOST_NAMED = 6  # largest number of differing parts that the verdict names; the list below names all
+MOST_NAMED = 6  # largest number of differing plug-ins that the verdict names; the list below names all
 MOST_VALUES = 2  # values that the verdict shows
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
@@ -45,8 +45,9 @@ class Comparison:
     tokens_text: str
     results: tuple[tuple[str, Any, Any], ...]  # (name, a, b) of measurements that differ
     warnings: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # parts without known source or values, which may hide a change
-    values: tuple[str, ...] = ()  # "name: a -> b" for each value that a part read, if the part differs in nothing else
+    unknown: tuple[str, ...] = ()  # plug-ins without known source or values, which may hide a change
+    # "name: a -> b" for each value that a plug-in read, if the plug-in differs in nothing else
+    values: tuple[str, ...] = ()
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -226,18 +227,19 @@ def _leaves(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _unknown(a: JsonObject, b: JsonObject) -> list[str]:
-    """Return the seams whose parts affect tokens and have an unknown or incomplete source."""
+    """Return the seams (kinds) of the plug-ins that affect tokens and have an unknown or incomplete source."""
     parts = [*a["parts"], *b["parts"]]
     return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and _decides(p["seam"])))
 
 
 def _decides(seam: str) -> bool:
-    """Return whether a part of a seam can change tokens.  Hooks, named ``hooks.NAME``, only observe."""
+    """Return whether a plug-in of a seam (kind of plug-in) can change tokens.  Hooks, named ``hooks.NAME``, only
+    observe."""
     return seam.partition(".")[0] not in LOOK_ON
 
 
 def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, list[str]]]:
-    """Compare the values that the code of common parts reads.
+    """Compare the values that the code of plug-ins in both bills reads.
 
     Returns the values that differ, and by seam sentences about values that cannot be compared.
     """
@@ -267,7 +269,7 @@ def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, l
 
 
 def _value_pairs(x: JsonObject, y: JsonObject, same_source: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value in x, value in y) of the values of a part in two bills, None for a missing value.
+    """Yield (name, value in x, value in y) of the values of a plug-in in two bills, None for a missing value.
 
     Skips values of modules that one run had not loaded.  If the sources differ, skips names that only one has, because
     the other source does not contain them.
@@ -282,12 +284,12 @@ def _value_pairs(x: JsonObject, y: JsonObject, same_source: bool) -> Iterator[tu
 
 
 def _has_loaded(part: JsonObject, name: str) -> bool:
-    """Return whether a part had loaded the module of a value."""
+    """Return whether a plug-in had loaded the module of a value."""
     return any(name.startswith(f"{module}.") for module in part["values_of"])
 
 
 def _hidden(source: JsonObject) -> bool:
-    """Return whether a part may have changed in something that its hash does not cover."""
+    """Return whether a plug-in may have changed in something that its hash does not cover."""
     return not source["hash"] or "missing" in source
 
 

@@ -1,4 +1,4 @@
-"""Environment variables that the text of a part reads, found in its syntax tree.
+"""Environment variables that the source of a plug-in reads, found in its syntax tree.
 
 ``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")`` and ``"X" in os.environ`` name a variable.  The name
 may also be a constant of the module.  Any other use of ``environ`` reads a variable whose name is not known.
@@ -21,7 +21,7 @@ COMPUTED = "?"  # placeholder for a name that the code computes
 
 
 def values(texts: Mapping[str, str]) -> dict[str, Entries]:
-    """Return the known facts about each variable, as ``values.of_part`` does: ``{"own.environ[X]": {...}}``.
+    """Return the facts about each variable in the form of ``values.of_part``: ``{"own.environ[X]": {...}}``.
 
     ``texts`` is the source of each module by name.  A variable whose name is computed has the digest "".
     """
@@ -31,7 +31,7 @@ def values(texts: Mapping[str, str]) -> dict[str, Entries]:
             key = f"{module.partition(':')[0]}.environ[{name}]"
             known = {"begins": "computed", "own": True, "scalar": True}
             if name == COMPUTED:
-                found[key] = {"digest": "", "shown": "a variable whose name its text computes", **known}
+                found[key] = {"digest": "", "shown": "a variable whose name the code computes", **known}
                 continue
             value = os.environ.get(name)
             digest = hashlib.sha256(repr(value).encode()).hexdigest()[:16]

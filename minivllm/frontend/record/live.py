@@ -1,6 +1,6 @@
-"""The source of a class object: one that was typed into a notebook or prompt, made by a function, or changed later.
+"""The source of a class object that was typed into a notebook or prompt, made by a function, or changed later.
 
-The file of a module is the source of a class that nothing has changed.  Besides the files (``sources``) this module
+For a class that nothing has changed, the file of its module is the source.  Besides the files (``sources``) this module
 includes
 
     the text of classes and functions that no file has, from the lines that Python keeps of cells and prompts
@@ -8,8 +8,8 @@ includes
     values of closures and of class attributes, and constants of modules that differ from the file
     (but not names that functions of the module change; ``values`` handles these)
 
-``missing`` names the parts that cannot be known: a prompt whose lines are not kept, ``exec``, an object without a plain
-value.  A record with missing parts is never equal to another record.
+``missing`` names the sources and values that cannot be found: a prompt whose lines are not kept, ``exec``, an object
+without a plain value.  A record with missing parts is never equal to another record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .plain_values import UnknownValueError, ValueText
 from .replaced import closure_values
 from .sources import PLUGINS, Source, known_without
 
-MOST_TEXT = 1 << 18  # characters of a text that a record keeps
+MOST_TEXT = 1 << 18  # largest number of characters of a text that a record keeps
 HOLDERS = (staticmethod, classmethod, property, functools.cached_property, functools.partialmethod)
 SILENT = (logging.Logger, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
@@ -143,7 +143,7 @@ class _Walk:
         if text is not None:
             self._text(name, text)
         else:
-            self.missing.append(f"nobody keeps the lines of {name}")
+            self.missing.append(f"Python has not kept the source lines of {name}")
 
     def _files(self, module: str, name: str) -> None:
         """Add the files of a module, or note that it has none."""
@@ -196,7 +196,7 @@ class _Walk:
                 self.found[name] = (text.digest(value), 0.0)
             except UnknownValueError as exc:
                 if needed:
-                    self.missing.append(f"the value of {name} is {exc}, and what is in it is not known")
+                    self.missing.append(f"the value of {name} is {exc}, and its content is not known")
                 return
             for thing in text.code:  # functions that the value contains, for example a table of functions
                 self.add_value(f"{name}, {thing.__name__}", thing, needed)

@@ -100,7 +100,7 @@ def nodes(bill: JsonObject) -> dict[str, DiffNode]:
 
 
 def fingerprint(bill: JsonObject) -> str:
-    """Return the SHA-256 over the groups of ``IDENTITY`` and the values that parts read."""
+    """Return the SHA-256 over the groups of ``IDENTITY`` and the values that plug-ins read."""
     covered: dict[str, Any] = {}
     for node in nodes(bill).values():
         if node.counts and node.group in IDENTITY:

@@ -25,7 +25,7 @@ from typing import Any
 from . import sources
 
 DEEPEST = 12  # nested containers
-LARGEST = 1 << 26  # bytes of arrays and texts
+LARGEST = 1 << 26  # largest number of bytes of arrays and texts in a value
 MOST = 300_000  # members of containers
 SHOWN = 40  # characters of a value that are shown to readers
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray, type(...)))
@@ -49,8 +49,8 @@ class ValueText:
     """Converts one value to text.
 
     ``code`` collects the functions and classes in the value; the text has their names, and the caller records their
-    sources.  ``folders`` are written as ".", because a part is the same in any folder.  With ``objects`` an instance of
-    any class is described by its attributes; otherwise it is unknown.
+    sources.  ``folders`` are written as ".", because a plug-in is the same in any folder.  With ``objects`` an instance
+    of any class is described by its attributes; otherwise it is unknown.
     """
 
     def __init__(self, folders: Sequence[str] = (), objects: bool = True) -> None:
@@ -91,7 +91,7 @@ class ValueText:
         return f"{text} ({digest[:8]})"
 
     def here(self, text: str) -> str:
-        """Return a text with "." for the folders of the part."""
+        """Return a text with "." for the folders of the plug-in."""
         for folder in self.folders:
             text = text.replace(folder, ".")
         return text
@@ -210,7 +210,7 @@ class ValueText:
             raise UnknownValueError(f"more than {LARGEST >> 20} MiB")
 
     def _text(self, text: str) -> str:
-        """Count a text and return it without the folders of the part."""
+        """Count a text and return it without the folders of the plug-in."""
         self._take(len(text))
         return self.here(text)
 

@@ -1,9 +1,9 @@
-"""Values that the code of a part reads and that its text does not contain.
+"""Values that the code of a plug-in reads and that its text does not contain.
 
 ``SCALE = float(open(path).read())`` is one text that can give many values.  So a record has the values of the globals,
-class attributes and defaults that the functions of a part read, as they were when the engine had been built.  For each
-it has a digest, a few characters, and how the file gives it its value (``assigned``): by a literal or an empty
-container (``unchanged``), by the time of day (``clock``), or in another way (``computed``).
+class attributes and defaults that the functions of a plug-in read, as they were when the engine had been built.  For
+each it has a digest, a few characters, and how the file gives it its value (``assigned``): by a literal or an empty
+container (``said``), by the time of day (``clock``), or in another way (``computed``).
 
 A counter or a cache changes during a run, and a later engine of the process finds the content that an earlier one left.
 So a value is ``moving`` if functions of its module change it, or if it has another digest at the end of the run.
@@ -29,16 +29,16 @@ from .machine import SECRET
 from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
 from .sources import PLUGINS, Source, known_without
 
-MOST = 2000  # values of a part that are recorded
+MOST = 2000  # largest number of recorded values of a plug-in
 NOT_THERE = "what its file says"  # text for a value that is missing in one of two records
 SAME, OTHER, UNKNOWN, IGNORED = "same", "other", "unknown", "ignored"
 
 
 def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str], dict[str, Entries]]:
-    """Return the modules that were read, and the known facts about each value of a part by name.
+    """Return the modules that were read, and the known facts about each value of a plug-in by name.
 
-    ``files`` contains the names of the part's modules.  Nothing is returned for a part that is not loaded and cannot be
-    imported.  A ``digest`` of "" stands for a value that cannot be compared; ``shown`` is then the reason.
+    ``files`` contains the names of the plug-in's modules.  Nothing is returned for a plug-in that is not loaded and
+    cannot be imported.  A ``digest`` of "" stands for a value that cannot be compared; ``shown`` is then the reason.
     """
     cls = _class(target, builtin)
     if cls is None:
@@ -52,9 +52,9 @@ def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str]
 
 
 def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, Entries]:
-    """Return more values of a part: its functions that were replaced at run time, and environment variables.
+    """Return more values of a plug-in: its functions that were replaced at run time, and environment variables.
 
-    Only the variables that the text of a part of another package reads are returned.
+    Variables are returned only for plug-ins of other packages.
     """
     found = {}
     for name, text in replaced.of_modules(modules).items():
@@ -70,7 +70,7 @@ def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, E
 
 
 def look_again(parts: Iterable[JsonObject]) -> None:
-    """Mark the values in ``parts`` of a bill of materials that have changed since the bill was made as ``moving``."""
+    """Mark as ``moving`` the values of the plug-ins ``parts`` of a bill that have changed since the bill was made."""
     for part in parts:
         before = part.get("values")
         if not before:
@@ -102,10 +102,10 @@ def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
 
 
 def settled(part: JsonObject) -> dict[str, str]:
-    """Return value name -> digest for the constant values of a part, which a fingerprint covers.
+    """Return value name -> digest for the constant values of a plug-in, which a fingerprint covers.
 
-    Only replaced functions of built-in parts are included: their loaded modules depend on earlier work of the process,
-    and their text is part of minivllm's hash.
+    Only replaced functions of built-in plug-ins are included: their loaded modules depend on earlier work of the
+    process, and their text is part of minivllm's hash.
     """
     known = part.get("values") or {}
     if part["distribution"] == "minivllm":
@@ -118,14 +118,14 @@ def settled(part: JsonObject) -> dict[str, str]:
 
 
 def _class(target: str, builtin: bool) -> type | None:
-    """Return the class of a part, None if it is not loaded and cannot be imported."""
+    """Return the class of a plug-in, None if it is not loaded and cannot be imported."""
     if (found := given.find(target)) is not None:
         return found.cls
     module, _, path = target.partition(":")
-    if module not in sys.modules and not builtin:  # the part may run in another process only
+    if module not in sys.modules and not builtin:  # the plug-in may run in another process only
         try:
             importlib.import_module(module)
-        except Exception:  # the engine reports this error when it loads the part
+        except Exception:  # the engine reports this error when it loads the plug-in
             return None
     cls: Any = sys.modules.get(module)
     for name in path.split("."):
@@ -134,7 +134,7 @@ def _class(target: str, builtin: bool) -> type | None:
 
 
 class _Reads:
-    """A walk from a class over all values that its functions read.  ``scope`` has the modules of the part."""
+    """A walk from a class over all values that its functions read.  ``scope`` has the modules of the plug-in."""
 
     def __init__(self, scope: set[str]) -> None:
         self.scope = scope
@@ -145,7 +145,7 @@ class _Reads:
         self._folders = sorted({folder for name in scope if (folder := _folder(name))}, key=len, reverse=True)
 
     def _new(self, thing: Any) -> bool:
-        """Return whether a class or function belongs to the part and is seen for the first time."""
+        """Return whether a class or function belongs to the plug-in and is seen for the first time."""
         fresh = id(thing) not in self._seen and getattr(thing, "__module__", None) in self.scope
         self._seen[id(thing)] = thing
         return fresh
@@ -228,7 +228,7 @@ class _Reads:
             self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
 
     def _text_of(self, module: str, key: str) -> tuple[str, JsonObject]:
-        """Return the kind of a name's first value, and the literals of the module of the part that assigns it."""
+        """Return the kind of a name's first value, and the literals of the module of the plug-in that assigns it."""
         for name in (module, *sorted(self.scope)):
             known = assigned.of_module(name)
             if key in known.begins:
@@ -236,9 +236,9 @@ class _Reads:
         return assigned.COMPUTED, {}
 
     def mark(self, own: set[str]) -> None:
-        """Mark values that functions of the part change as ``moving``, and values of the modules ``own`` as ``own``.
+        """Mark values that functions of the plug-in change as ``moving``, and values of the modules ``own`` as ``own``.
 
-        Modules in ``own`` define the class, so they are loaded in every process that has the part.
+        Modules in ``own`` define the class, so they are loaded in every process that has the plug-in.
         """
         changed = self._changed.union(*(assigned.of_module(name).changed for name in self.scope))
         for name, (module, key) in self._where.items():

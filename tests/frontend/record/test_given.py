@@ -172,7 +172,7 @@ def test_lines_that_nobody_keeps_are_unknown_and_end_diff_with_6(notebook, tmp_p
     assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 6
     out = capsys.readouterr().out
     assert out.startswith("unknown whether evictor differs; nothing else differs\n")
-    assert "nobody keeps the lines of book_of_mine:Mine" in out
+    assert "Python has not kept the source lines of book_of_mine:Mine" in out
 
 
 def test_a_base_class_of_another_cell_counts_as_much_as_the_class_itself(notebook):
@@ -232,7 +232,7 @@ def test_a_class_typed_behind_a_script_is_not_taken_for_one_of_the_script(tmp_pa
     module = write(tmp_path, "script_of_mine", PLAIN)
     exec(compile(PLAIN.partition(HEAD)[2].replace("victims(n)", "victims(0)"), "<stdin>", "exec"), module.__dict__)
     source = source_of_class(module.Mine)
-    assert "nobody keeps the lines of script_of_mine:Mine" in source.missing
+    assert "Python has not kept the source lines of script_of_mine:Mine" in source.missing
     exec("class Bare(Lru): pass", module.__dict__)
     assert source_of_class(module.Bare).missing
 

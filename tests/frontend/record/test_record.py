@@ -77,7 +77,7 @@ def test_a_class_without_a_file_has_no_hash_and_the_diff_says_so(made, monkeypat
     source = sources.plugin_source("typed_in:Mine")
     assert (source.hash, source.missing) == ("", "typed_in has no source file")
     one = made(evictor="typed_in:Mine", allow_targets=["typed_in"])
-    why = "nobody keeps the lines of typed_in:Mine"
+    why = "Python has not kept the source lines of typed_in:Mine"
     text = f"a: the source of evictor is not known ({why}), so a change in it cannot be seen"
     assert text in lines(one, one)
 
