@@ -329,7 +329,9 @@ def without_slash(scope: Any) -> Any:
 
 
 def _unavailable(why: str) -> ApiError:
-    return ApiError(503, why or "the engine does not answer; the server's log says why", headers={"Retry-After": "5"})
+    return ApiError(
+        503, why or ("the engine does not answer; the server's log has the reason"), headers={"Retry-After": "5"}
+    )
 
 
 def _answer(error: ApiError, scope: Any = None) -> Response:

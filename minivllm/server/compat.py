@@ -27,7 +27,7 @@ async def props(request: Request, service: Service) -> Any:
         "default_generation_settings": generation,
         "total_slots": info.max_num_seqs,
         "model_alias": service.names[0],
-        "model_path": service.names[0],  # no path of this machine
+        "model_path": service.names[0],  # the served name, because clients must not see a path of this machine
         "chat_template": template or "",
         "bos_token": special.get("bos_token") or "",
         "eos_token": special.get("eos_token") or "",

@@ -34,7 +34,7 @@ CLOSE = {"Connection": "close"}  # header of an answer that ends the connection
 MESSAGES = "/v1/messages"
 ANTHROPIC = re.compile(r"(/v1)?/v1/messages(/.*)?")
 OLLAMA = re.compile(r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete)")
-INTERNAL = "the server failed on this request; its log says why"
+INTERNAL = "the server failed on this request; its log has the reason"
 
 
 class ApiError(Exception):
@@ -102,5 +102,5 @@ def of(exc: BaseException) -> ApiError:
     if isinstance(exc, RequestError):
         return ApiError(400, str(exc), exc.param)
     if isinstance(exc, EngineDeadError):
-        return ApiError(503, "the engine is not running; the server's log says why", headers={"Retry-After": "5"})
+        return ApiError(503, "the engine is not running; the server's log has the reason", headers={"Retry-After": "5"})
     return ApiError(500, INTERNAL)

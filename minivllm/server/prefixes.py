@@ -49,7 +49,8 @@ async def save(request: Request, service: Service) -> Any:
 
 
 def _client(service: Service) -> Any:
-    """Return the client of the engine.  ApiError (400) if there are several engines, of which each has own names."""
+    """Return the client of the engine.  ApiError (400) if there are several engines, each of which has its own
+    names."""
     if service.server.replicas > 1:
         raise ApiError(400, "prefixes have names only with one engine: start the server with server.replicas=1")
     return service.client

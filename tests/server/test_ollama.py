@@ -338,7 +338,7 @@ def test_an_error_in_the_middle_of_a_stream_is_the_last_line(server, monkeypatch
 
         server.do(fail)
         *_, last = (json.loads(line) for line in found)
-    assert last == {"error": "the engine is not running; the server's log says why"} and script.texts == []
+    assert last == {"error": "the engine is not running; the server's log has the reason"} and script.texts == []
 
 
 def test_a_silent_stream_sends_lines_that_clients_can_read(server):

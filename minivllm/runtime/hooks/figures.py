@@ -111,7 +111,7 @@ class PluginFigures:
             try:
                 self._last = self._worker("figures")
             except Exception as e:  # the engine has ended, so the last figures are used
-                log.debug("the worker's figures cannot be had: %s", describe_error(e))
+                log.debug("the worker's figures cannot be read: %s", describe_error(e))
         named = []
         ranks: dict[str, int] = {}
         for entry in self._last:

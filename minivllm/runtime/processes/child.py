@@ -41,7 +41,7 @@ class Words(threading.Thread):
 
     def __init__(self, pipe: int) -> None:
         """Take over the reading end of a pipe."""
-        super().__init__(name="minivllm: what a worker says", daemon=True)
+        super().__init__(name="minivllm: output of a worker", daemon=True)
         self._pipe = pipe
         self.last = b""
 

@@ -10,7 +10,7 @@ from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.generate import Service
 
-LIMIT, MOST = 20, 1000  # models of a page
+LIMIT, MOST = 20, 1000  # default and largest number of models on a page
 
 
 def is_meant(request: Request) -> bool:
@@ -56,7 +56,7 @@ def page(request: Request, service: Service) -> JsonObject:
 
 
 def _place(names: list[str], field: str, name: str) -> int:
-    """Return the place of a name.  ApiError (400) for a name that is not served."""
+    """Return the index of the served name ``name`` in ``names``.  ApiError (400) for a name that is not served."""
     if name not in names:
         raise ApiError(400, f"{field}={name[:64]!r}: expected the name of a served model", field)
     return names.index(name)

@@ -20,8 +20,8 @@ from minivllm.server.serve import check_config, fair_to, in_time, open_service
 from . import plan
 
 LOOK = 0.1  # seconds between two looks at the engine
-RESTARTS = 3  # of the engine of a replica, after which the replica ends
-LAST = 0.5  # seconds for the streams of an ended engine to receive its error
+RESTARTS = 3  # largest number of restarts of a replica's engine; then the replica ends
+LAST = 0.5  # seconds in which the streams of an ended engine can receive its error
 
 
 def build(args: Mapping[str, Any]) -> Any:
@@ -81,7 +81,8 @@ class EngineReplica:
         if loaded.server.api_key_file is not None:
             accepted += read_keys(loaded.server.api_key_file)
         loaded = fair_to(accepted, in_time(loaded))
-        # 0, because a response would be stored by one replica while the next request may reach another one
+        # no responses are stored, because one replica would store a response while the next request may reach another
+        # one
         server = loaded.server.model_copy(update={"max_responses": 0})
         self.application = Application(server, accepted)
         self.engine = ProcessClient(loaded, server.stuck_after, RESTARTS)

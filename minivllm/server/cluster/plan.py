@@ -17,7 +17,8 @@ DEPLOYMENT = "Engine"
 BUILDER = "minivllm.server.cluster.deployment:build"
 HEALTH_PERIOD = 1.0  # seconds between two checks of a replica
 HEALTH_TIMEOUT = 10.0
-SESSIONS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"  # reads the header X-Session-Id
+# Ray Serve's router that sends all requests with the same X-Session-Id header to one replica
+SESSIONS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 STARTS = 2  # tries to start a replica, after which the deployment has failed
 
 

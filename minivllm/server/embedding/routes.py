@@ -45,7 +45,7 @@ async def rerank(request: Request, service: Service) -> Any:
 
 
 async def _answered(request: Request, service: Service, model: Any, kind: type[PooledTexts]) -> Any:
-    """Return the answer to a request whose body is of a model."""
+    """Return the answer to a request whose body the pydantic class ``model`` describes."""
     body = await read_body(request, service, model)
     work: Any = kind(service, body, request.scope["state"])
     return await respond(request, service, False, seconds_of(service, body.timeout_s), work)
@@ -79,7 +79,7 @@ class PooledTexts:
         return found
 
     def head(self) -> JsonObject:
-        """Return the members before the results."""
+        """Return the members of the JSON answer that precede the results."""
         name = f"{self.prefix}-{self.state['request_id']}"
         return {"id": name, "object": "list", "created": int(time.time()), "model": self.model}
 
@@ -88,7 +88,7 @@ class PooledTexts:
         raise NotImplementedError
 
     def tail(self, answer: Embedded) -> JsonObject:
-        """Return the members that follow the results, at least one."""
+        """Return the members of the JSON answer that follow the results, at least one."""
         return {"usage": answer.usage()}
 
     results_name = "data"
@@ -165,7 +165,7 @@ class ScoredTexts(PooledTexts):
         self.options = EmbedFields.of(body, places=places)
 
     def _places(self, pairs: int) -> list[str]:
-        """Return the first place of each prompt in the body."""
+        """Return the place in the body at which each prompt first occurs, such as "documents[3]"."""
         places: dict[int, str] = {}
         for number, index in enumerate(self.index):
             name = "text_1" if number < pairs else "text_2"
@@ -201,7 +201,7 @@ class Ranking(PooledTexts):
         self.options = EmbedFields.of(body, places=places)
 
     def head(self) -> JsonObject:
-        """Return the members before the results."""
+        """Return the members of the JSON answer that precede the results."""
         name = f"{self.prefix}-{self.state['request_id']}"
         return {"id": name, "model": self.model}
 

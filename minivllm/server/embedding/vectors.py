@@ -260,5 +260,5 @@ class _Batch:
         found = stream.tapped.get(0)
         if not found:
             logs.event("the engine failed on a request", 40, answer=name, reason=error)
-            raise ApiError(500, "the engine failed on this request; the server's log says why")
+            raise ApiError(500, "the engine failed on this request; the server's log has the reason")
         return vector_of(found[0], options.normalize, options.dimensions)

@@ -273,7 +273,8 @@ class WatchedConnection(_Connection):
         self._last = status, what
         self._stop()
         cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_complete:  # the error is in this body
+        # the error is in the body of this request
+        if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is not self._answered:
                 self.pipeline.popleft()
             elif cycle.response_started:

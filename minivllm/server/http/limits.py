@@ -30,7 +30,7 @@ class Door:
         self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
-        # done when requests that still run must be ended
+        # a future that is done when requests that still run must be ended
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.refused = 0
 

@@ -15,7 +15,7 @@ from .connection import read_little
 
 # number of bytes that are read in one round of the event loop; as empty frames they take tens of milliseconds
 READ = 4 << 10
-DROPPED = 256 << 10  # the same once the data is dropped
+DROPPED = 256 << 10  # number of bytes that are read in one round once the data is dropped
 PATIENCE = 3.0  # seconds for a close frame to be sent and answered
 PIECES = 4096  # largest number of frames of one message
 BAD_TEXT, LATE, TOO_BIG, FULL = 1007, 1008, 1009, 1013  # close codes (RFC 6455)
@@ -38,9 +38,10 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self.close_timeout = PATIENCE
         self._held = _HELD.setdefault(server_state, Counter())
         self._fragments = 0  # bytes of the complete frames of an incomplete message
-        self._kept = 0  # the same with the bytes of an incomplete frame, as counted in ``_held``
+        # bytes of an incomplete message, including those of an incomplete frame, as counted in ``_held``
+        self._kept = 0
         self._late: Any = None  # timer for an incomplete message
-        self._failed = False  # the close frame with an error was sent; data that arrives is dropped
+        self._failed = False  # whether the close frame with an error was sent; data that arrives is then dropped
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -65,7 +66,10 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self._refuse(FULL, "too many of your messages are being received")
 
     def _hold(self, size: int) -> None:
-        """Count ``size`` bytes as kept of an incomplete message, 0 for none.  Start or stop the message's timer."""
+        """Record that ``size`` bytes of an incomplete message are held; 0 means that there is none.
+
+        Start or stop the timer of the message.
+        """
         self._held[self._owner] += size - self._kept
         self._kept = size
         if not self._held[self._owner]:

@@ -35,7 +35,7 @@ HEADERS = [
 
 
 class Gone(Exception):
-    """The client has left, or does not read the answer."""
+    """Error of an answer whose client has left or does not read it."""
 
 
 def dump(value: Any) -> bytes:
@@ -131,8 +131,8 @@ class EventStream(Response):
         self.server = server
         self.seconds = seconds
         self._sent = time.monotonic()  # when the last event was sent, or began to be sent
-        self._writing = False  # an event is being sent
-        self._started = False  # the status line has been sent
+        self._writing = False  # whether an event is being sent
+        self._started = False  # whether the status line has been sent
         self._direct: Direct | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -144,7 +144,7 @@ class EventStream(Response):
             except Gone:
                 scope["state"]["log"]["gone"] = True
                 if not self._started:
-                    # for the log only, since the client has left
+                    # the client has left, so the status 499 is for the log only
                     await Response(status_code=499)(scope, receive, send)
                 return
             except Exception as exc:

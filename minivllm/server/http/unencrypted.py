@@ -15,7 +15,8 @@ WANTED = "this port serves HTTPS: expected a URL that begins with https:// (wss:
 
 
 async def speaks_http(link: socket.socket) -> bool:
-    """Wait for the first byte and return whether it is a letter, as in an HTTP method.  A TLS handshake has another.
+    """Wait for the first byte and return whether it is a letter, as in an HTTP method.  A TLS handshake begins with
+    another byte.
 
     The byte is not removed from the socket.  Raise OSError if the connection breaks.
     """

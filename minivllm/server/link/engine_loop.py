@@ -125,7 +125,7 @@ class EngineLoop(TurnLoop):
         self.turned = time.monotonic()  # time at which the last turn began
         self.accepted = 0  # requests that the engine accepted; as many have finished once none runs
         self.turns = 0  # turns with a frame
-        self.own_seconds = 0.0  # time of commands and frames in these turns
+        self.own_seconds = 0.0  # seconds of commands and frames in the turns with a frame
         self.arriving: FairQueue[Frame] = FairQueue()  # new requests that have not been read
         budget = engine.planner.max_tokens
         device = engine.wiring.device
@@ -136,7 +136,7 @@ class EngineLoop(TurnLoop):
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
         self.prompt_tokens = 0  # computed prompt tokens
         self.decode_seconds = 0.0  # time of the last step without prompt tokens
-        self.decode_rows = 1  # rows of that step
+        self.decode_rows = 1  # number of rows of the last step without prompt tokens
         self._collected: list[StepPlan] = []  # plans of the steps whose results were collected in this turn
         engine.events.publishing.subscribe(self._published)
         grammars = engine.grammars

@@ -316,7 +316,7 @@ class ProcessClient(EngineClient):
             cause += f" ({why})"
         last = "; ".join(line.strip() for line in self._printed.last_output.splitlines()[-3:] if line.strip())
         if last:
-            cause += f"; it said: {last}"
+            cause += f"; the end of its output: {last}"
         return cause
 
     def _kill(self) -> None:

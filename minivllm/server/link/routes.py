@@ -18,7 +18,7 @@ from minivllm.frontend.tap_values import routes_of
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Request
 
-WIDTH = 6  # numbers of a row
+WIDTH = 6  # number of integers in a row of ``route_rows``
 
 
 class ReadRoutes(NamedTuple):

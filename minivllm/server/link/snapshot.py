@@ -228,14 +228,14 @@ def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
 
 
 def _ages(times: list[float | None], now: float) -> list[float | None]:
-    """Return the seconds from each time until now, as ``_before`` does, at once."""
+    """Return the seconds from each time until ``now``, or None for a missing time."""
     if None in times:
         return [_before(at, now) for at in times]
     return np.round(now - np.array(times, np.float64), 3).tolist()
 
 
 def _before(at: float | None, now: float) -> float | None:
-    """Return the seconds from a time until now, None without a time."""
+    """Return the seconds from a time until ``now``, or None for a missing time."""
     return None if at is None else round(now - at, 3)
 
 

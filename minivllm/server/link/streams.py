@@ -90,13 +90,13 @@ class Stream(RequestText):
         # branch that ended without an error -> its routes, if the request reads them
         self.routes: dict[int, ReadRoutes] = {}
         self.moves = 0  # number of times that the request was sent to another engine after the end of its engine
-        self._drop = drop  # aborts the request
-        self._cut = cut  # ends a branch in the engine
+        self._drop = drop  # function that aborts the request
+        self._cut = cut  # function that ends a branch in the engine
         self._read = read  # the client's set of streams that a task waits for
         self._pending: dict[int, TextPiece] = {}
         self._fed: dict[int, float] = {}  # branch -> time of its last tokens
         self._error: Exception | None = None
-        self._done = False  # True after the last piece has arrived
+        self._done = False  # whether the last piece has arrived
         self._tell: Tell | None = None  # set only while the reader waits in ``take``
         self._wake: asyncio.Future[None] | None = None
         self._until: Callable[[int, str], bool] | None = None

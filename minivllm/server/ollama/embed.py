@@ -92,7 +92,7 @@ class Vectors(Embeddings):
                 self.warnings.append({"field": field, "message": f"{field} has no effect on embeddings"})
 
     def head(self) -> JsonObject:
-        """Return the members before the vectors."""
+        """Return the members of the JSON answer that precede the vectors."""
         return {"model": self.shown}
 
     def results(self, answer: Embedded) -> Iterator[Any]:
@@ -101,7 +101,7 @@ class Vectors(Embeddings):
             yield vector.tolist()
 
     def tail(self, answer: Embedded) -> JsonObject:
-        """Return the members behind the vectors."""
+        """Return the members of the JSON answer that follow the vectors."""
         duration = nanoseconds(time.monotonic() - self.begun)
         return {"total_duration": duration, "load_duration": 0, "prompt_eval_count": answer.prompt_tokens}
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service
 
 VERSION = "0.18.2"  # the version of Ollama whose API these routes follow, because clients require a least version
-# clients look for the last three words, or for any answer at all
+# text of the route /; clients look for its last three words, or for any answer at all
 GREETING = "minivllm is running. To clients of Ollama's API: Ollama is running\n"
-FOREVER = "2318-01-01T00:00:00+00:00"  # when the model is unloaded; Ollama has such a year for "never"
+FOREVER = "2318-01-01T00:00:00+00:00"  # time at which the model is unloaded; Ollama has such a year for "never"
 LINES = "application/x-ndjson"
 # template variables that switch reasoning on or off
 THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minivllm.server.link.client import EngineClient
 
 MOST_PATH = 1024  # characters
-MOST = 4096  # adapters that a server has names for
+MOST = 4096  # largest number of adapters that a server has names for
 
 
 class ServedAdapters:

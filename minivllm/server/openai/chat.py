@@ -94,7 +94,7 @@ class Chat(Work):
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         self.parser = service.parser()
         self.marks = marks_of(self.tools, self.parser, service.tokens.tokenizer)
-        self.opened = False  # the prompt ends within the reasoning
+        self.opened = False  # whether the prompt ends within the reasoning
         self.shows_reasoning = reasoning.shows_reasoning(body)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
@@ -223,7 +223,7 @@ class Chat(Work):
         return Reader(self.tools, self.parser, self.marks, self.shows_reasoning, self._context())
 
     def _context(self) -> ReplyContext:
-        """Return the request of the answer for the parser."""
+        """Return the facts about the request that the parser of the answer needs."""
         tokenizer = self.service.tokens.tokenizer
         hidden = hidden_tags(self.marks, tokenizer, self.params.skip_special_tokens)
         context = replace(context_of(self.tools, self.marks, hidden), opened=self.opened)

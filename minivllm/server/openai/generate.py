@@ -147,7 +147,7 @@ class ProtocolWork(Protocol):
 
     speller: Speller
     empty_choice: Mapping[str, Any]  # the part of a stream's choice that has no text
-    sends_empty: bool  # a stream sends pieces with empty text
+    sends_empty: bool  # whether a stream sends pieces with empty text
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the streams of the request, to be closed by ``held``."""
@@ -190,15 +190,16 @@ class Answer:
     model: str
     streams: list[Stream]
     n: int
-    include_usage: bool = False  # a stream ends with a chunk of the usage
-    continuous: bool = False  # every chunk of a stream has the usage so far
+    include_usage: bool = False  # whether a stream ends with a chunk that has the usage
+    continuous: bool = False  # whether every chunk of a stream has the usage so far
     warnings: Warnings = field(default_factory=list)
     more: JsonObject = field(default_factory=dict)  # further members of an answer, or of a stream's first chunks
-    hidden: bool = False  # the answer does not show the generated text
-    reads: Sequence[tuple[str, str]] = ()  # points of the model that the request reads, and the kind of pooling
+    hidden: bool = False  # whether the answer hides the generated text
+    # tap points (named tensors of the model) that the request reads, and the kind of pooling
+    reads: Sequence[tuple[str, str]] = ()
     routes: RouteParams | None = None  # set if the request reads or counts expert routes
-    energy: bool = False  # the usage reports joules
-    timed: bool = False  # the answer has llama.cpp's timings, in a stream every chunk
+    energy: bool = False  # whether the usage reports joules
+    timed: bool = False  # whether the answer, or every chunk of a stream, has llama.cpp's timings
     sent: int = 0  # tokens in the chunks of a stream so far
     # choice -> number of tokens of its reasoning; None for answers without reasoning
     thought: dict[int, int] | None = None
@@ -270,7 +271,7 @@ class Answer:
                 if piece.param is not None:
                     raise ApiError(400, piece.error or "", piece.param)
                 logs.event("the engine failed on a request", 40, answer=self.id, reason=piece.error)
-                raise ApiError(500, "the engine failed on this request; the server's log says why")
+                raise ApiError(500, "the engine failed on this request; the server's log has the reason")
         return found
 
     async def events(self, work: ProtocolWork, direct: Direct | None = None) -> AsyncIterator[bytes]:
@@ -574,7 +575,7 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             return LongAnswer(_resumed(begun, written), held.pop_all(), service.door, service.server, left, headers)
         except Gone:
             state["log"]["gone"] = True
-            return Response(status_code=499)  # for the log only
+            return Response(status_code=499)  # the client has left, so the status 499 is for the log only
 
 
 async def _begin(written: AsyncIterator[bytes]) -> list[bytes]:

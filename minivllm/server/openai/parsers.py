@@ -140,7 +140,7 @@ def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: 
 
 
 def context_of(offered: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[str] = frozenset()) -> ReplyContext:
-    """Return the request of an answer for a parser."""
+    """Return the facts about a request that the parser of its answer needs."""
     functions = {}
     for tool in offered.listed:
         function = tool["function"]

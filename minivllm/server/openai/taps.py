@@ -1,4 +1,5 @@
-"""The field ``taps`` of a request: points of the model that an operator reads, or adds a vector of the server to.
+"""The field ``taps`` of a request: tap points (named tensors of the model) that an operator reads, or adds a vector of
+the server to.
 
 "taps": [{"point": "layers.3.residual", "read": "mean"}, {"point": "layers.5.residual", "add": "calm", "scale": 2}]
 """
@@ -37,8 +38,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 def read_taps(taps: Any, state: Mapping[str, Any], server: ServerConfig, params: SamplingParams) -> PooledTaps:
     """Return the taps of a body.
 
-    ``state`` is whether the client is an operator.  ApiError: 403 for other clients, 404 for an unknown vector, 400 for
-    malformed taps.
+    ``state`` contains whether the client is an operator.  ApiError: 403 for other clients, 404 for an unknown vector,
+    400 for malformed taps.
     """
     if taps is None or taps == []:
         return NOTHING

@@ -1,4 +1,5 @@
-"""Reasoning before a form of the answer: the tags of the parser, and the parser of forced calls behind reasoning."""
+"""Reasoning before a constrained answer (a form): the tags of the parser, and the parser of forced calls behind
+reasoning."""
 
 from __future__ import annotations
 
@@ -79,5 +80,5 @@ class AfterThought:
 
     @property
     def repeated(self) -> bool:
-        """Return whether the calls have a repeated one."""
+        """Return whether the model has repeated a call."""
         return bool(self._calls.repeated)

@@ -150,7 +150,9 @@ class Connection(Socket):
             raise ApiError(400, f"id={ident!r}: a request with this id is running", "id")
         most = self.server.max_socket_requests
         if len(self.running) >= most:
-            raise ApiError(429, f"{most} requests run on this connection; expected at most {most}")
+            raise ApiError(
+                429, (f"{most} requests run on this connection; expected at most {most}: wait until one has ended")
+            )
         body = message.get("body")
         if not isinstance(body, dict):
             raise ApiError(400, "body: expected an object, as over HTTP", "body")

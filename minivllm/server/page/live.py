@@ -83,7 +83,8 @@ class LiveSocket(Socket):
 
     async def receive(self, raw: str) -> None:
         """Refuse a message."""
-        await asyncio.sleep(self.server.live_interval)  # a client that sends without end costs little
+        # a delay, so that a client that sends messages without end costs little
+        await asyncio.sleep(self.server.live_interval)
         await self.out.put(self.refusal(ApiError(400, NOT_READ)))
 
     async def end(self) -> None:

@@ -64,14 +64,16 @@ class ReplicaClient(EngineClient):
         self.moved = 0  # number of moves of requests
         self._updating = asyncio.Lock()
         self._expected: EngineInfo | None = None  # facts that all engines have
-        self._files: dict[str, tuple[int, int]] = {}  # of the model, when the replicas were started or updated
+        # file of the model -> its size and time of change when the replicas were last started or updated
+        self._files: dict[str, tuple[int, int]] = {}
         numbers = itertools.count(1)
         hooks = (self._move_requests, self._use_started, self._verify)
         self.replicas: list[Replica] = []
         for number, environ in enumerate(environments(loaded)):
             self.replicas.append(Replica(number, loaded, environ, numbers, self._read, *hooks))
         self._weights = ReplicatedWeights(self.replicas, loaded.server.stuck_after)
-        self._changes: set[asyncio.Task[Any]] = set()  # of weights, which go on when the caller is cancelled
+        # tasks that change the weights; they go on when the caller is cancelled
+        self._changes: set[asyncio.Task[Any]] = set()
 
     # ---- start and end -------------------------------------------------------------------------------------------
 

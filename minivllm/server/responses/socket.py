@@ -1,12 +1,12 @@
 """The WebSocket ``/v1/responses``: many responses on one connection, with the events of a stream.
 
-    from the client   {"type": "response.create", ...}         the fields of a body; stream_id: a lane of the connection
+    from the client   {"type": "response.create", ...}         the fields of a body; stream_id: a logical stream
                                                                generate: false makes a response without an answer
-    to the client     the events of the response               with the stream_id of its lane, if it has one
+    to the client     the events of the response               with its stream_id, if it has one
                       {"type": "error", "status", "error"}     the response could not begin
 
-The responses of a lane are generated one after another, those of different lanes together.  A later response can
-continue an earlier one of the connection even if it is not stored.
+The responses with the same stream_id are generated one after another, those with different ones at the same time.  A
+later response can continue an earlier one of the connection even if it is not stored.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .work import ResponseWork
 
 PATH = "/v1/responses"
 CREATE = "response.create"
-LONGEST_LANE = 128  # characters of a stream_id
-MOST_LOCAL = 64  # responses that a connection keeps
+LONGEST_LANE = 128  # largest number of characters of a stream_id
+MOST_LOCAL = 64  # largest number of responses that a connection keeps
 
 
 class ResponsesSocket(Socket):
@@ -46,7 +46,8 @@ class ResponsesSocket(Socket):
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
-        self.running: dict[asyncio.Task[None], str] = {}  # task of a response -> its lane, in the order of requests
+        # task of a response -> its stream_id, in the order of requests
+        self.running: dict[asyncio.Task[None], str] = {}
         self._local: LocalStore | None = None
 
     def refusal(self, error: ApiError, stream_id: str = "") -> JsonObject:
@@ -89,7 +90,9 @@ class ResponsesSocket(Socket):
                 raise ApiError(400, f"type={shown(kind)}: expected {CREATE}", "type")
             most = self.server.max_socket_requests
             if len(self.running) >= most:
-                raise ApiError(429, f"{most} responses run on this connection; expected at most {most}")
+                raise ApiError(
+                    429, (f"{most} responses run on this connection; expected at most {most}: wait until one has ended")
+                )
         except Exception as exc:
             await self.out.put(dump(self.refusal(self.error_of(exc), stream_id)))
             return
@@ -152,7 +155,10 @@ class ResponsesSocket(Socket):
 
 
 def _stream_of(message: JsonObject) -> str:
-    """Remove the lane from a message and return it, or "".  ApiError (400) for a malformed one."""
+    """Remove the field ``stream_id`` from a message and return it, or "" without one.
+
+    ApiError (400) for a malformed stream_id.
+    """
     stream_id = message.pop("stream_id", None)
     if stream_id is None:
         return ""

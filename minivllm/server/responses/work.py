@@ -33,7 +33,7 @@ ECHOED = (
     "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
     "prompt_cache_key", "safety_identifier", "tool_choice", "tools", "top_logprobs", "truncation", "user",
 )  # fmt: skip
-# a response without the values of a request
+# default members of a response, without the values of a request
 BLANK: JsonObject = {
     "id": "", "object": "response", "created_at": 0, "completed_at": None, "status": "", "background": False,
     "error": None, "incomplete_details": None, "instructions": None, "max_output_tokens": None, "max_tool_calls": None,
