@@ -68,6 +68,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("model", "lfm2", "minivllm.plugins.model.spec:LFM2"),
     ("model", "lfm2_moe", "minivllm.plugins.model.spec:LFM2_MOE"),
     ("model", "llama", "minivllm.plugins.model.spec:LLAMA"),
+    ("model", "ministral3", "minivllm.plugins.model.spec:MINISTRAL3"),
     ("model", "mistral", "minivllm.plugins.model.spec:MISTRAL"),
     ("model", "mixtral", "minivllm.plugins.model.spec:MIXTRAL"),
     ("model", "mpt", "minivllm.plugins.model.spec:MPT"),

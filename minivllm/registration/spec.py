@@ -179,7 +179,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
-                api=(2, 7),
+                api=(2, 8),
                 changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
                 "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),

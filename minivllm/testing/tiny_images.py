@@ -41,8 +41,11 @@ VISION["mistral3"] = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "image_size": 140, "patch_size": 7,
 }  # fmt: skip
+# families of the model type mistral3 -> the type of their text model
+PIXTRAL = {"mistral3": "mistral", "ministral3": "ministral3"}
+VISION["ministral3"] = VISION["mistral3"]
 CLASSES = {
-    "mistral3": "Mistral3ForConditionalGeneration",
+    **dict.fromkeys(PIXTRAL, "Mistral3ForConditionalGeneration"),
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -66,8 +69,12 @@ def config_of(family: str) -> Any:
     text = {**TEXT, **(EXPERTS if family.endswith("moe") else {})}
     if family == "gemma3":
         return CONFIG_MAPPING[family].from_dict({**_gemma_fields(text), "vision_config": dict(VISION[family])})
-    if family == "mistral3":
-        text |= {"model_type": "mistral", "sliding_window": None, "rope_parameters": rope}
+    if family in PIXTRAL:
+        if family == "ministral3":
+            growth = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
+            rope = {**rope, "rope_type": "yarn", "factor": 4.0, **growth}
+        text |= {"model_type": PIXTRAL[family], "sliding_window": None, "rope_parameters": rope}
+        family = "mistral3"
         whole = {"image_token_index": IMAGE, "tie_word_embeddings": False, "text_config": text}
     elif family == "llava":
         whole = {"image_token_index": IMAGE, "text_config": {**text, "model_type": "llama", "rope_parameters": rope}}
@@ -104,7 +111,7 @@ def make(path: Path, family: str, seed: int = 0) -> Any:
     write_processor(path, family)
     if family == "gemma3":
         write_lines(path)
-    if family == "mistral3":
+    if family in PIXTRAL:
         write_tokens(path, ROWS)
     return hf
 
@@ -115,7 +122,7 @@ def write_processor(path: Path, family: str) -> None:
         fields = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
         (path / "preprocessor_config.json").write_text(json.dumps(fields))
         return
-    if family == "mistral3":
+    if family in PIXTRAL:
         patch = {"height": 7, "width": 7}
         fields = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": patch}
     elif family == "llava":

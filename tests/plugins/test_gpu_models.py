@@ -107,23 +107,29 @@ def test_a_router_hook_and_taps_of_experts_run_in_captured_steps(tmp_path):
 
 
 WAYS = [{}, {"max_num_batched_tokens": 40}, {"graph": "off"}, {"kv_format": "int8"}]
-OLDER = {
+FAMILIES = {
     "BloomForCausalLM": {"hidden_size": 192, "num_attention_heads": 3},
     "FalconForCausalLM": {"hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "alibi": True,
                           "new_decoder_architecture": True},
     "MptForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "max_seq_len": 512},
     "GPTNeoForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20},
     "StableLmForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "Ministral3ForCausalLM": {
+        "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 16.0, "llama_4_scaling_beta": 0.5,
+                            "original_max_position_embeddings": 32}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 40}, {"graph": "off"}, {"kv_format": "int8"}], ids=str
 )
-@pytest.mark.parametrize("architecture", OLDER)
-def test_slopes_groups_and_unscaled_windows_give_the_tokens_of_transformers(architecture, options, tmp_path):
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_slopes_groups_unscaled_windows_and_growing_queries_give_the_tokens_of_transformers(
+    architecture, options, tmp_path
+):
     cls = getattr(transformers, architecture)
-    config = small_config(cls.config_class, max_position_embeddings=512, **OLDER[architecture])
+    config = small_config(cls.config_class, max_position_embeddings=512, **FAMILIES[architecture])
     model = tiny_model(config, 0, cls)
     save(model, tmp_path)
     items = prompts(61, (5, 33, 70, 301))

@@ -16,6 +16,7 @@ from minivllm.core.interfaces.quantizer import Shard
 from minivllm.device.layers.decoder import Decoder
 from minivllm.device.loading.weights import as_halves
 from minivllm.errors import ModelError
+from minivllm.plugins.model.mistral import Ministral3
 from minivllm.plugins.specs import BUILTINS
 from minivllm.testing import ModelConformance
 from minivllm.testing.harness import Harness
@@ -228,3 +229,36 @@ def test_drafts_of_a_row_near_its_end_beside_one_with_many():
             speculating = llm.engine.speculation
             assert speculating is None or not speculating.failed, "speculation is off"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("beta", [0.7, 0, None])
+def test_queries_of_ministral3_grow_with_their_position_as_in_transformers(beta, tmp_path):
+    """The prompt is longer than the trained length, so a missing factor changes the logits."""
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4}
+    path, cfg, hf = tiny_dir(tmp_path, "ministral3", rope_parameters={**rope, "llama_4_scaling_beta": beta or 0.0})
+    if beta is None:
+        del cfg.rope_parameters["llama_4_scaling_beta"]
+        with pytest.raises(ModelError, match="llama_4_scaling_beta=None: expected a number >= 0"):
+            Harness(path, Ministral3(), cfg)
+        return
+    harness = Harness(path, Ministral3(), cfg)
+    assert (harness.step({0: PROMPT})[0] - reference(hf, PROMPT)).abs().max() < 1e-4
+    factors = harness.model.blocks[0].attn.factors
+    assert (factors is None) == (beta == 0)
+    if factors is not None:
+        harness.model.blocks[0].attn.factors = torch.ones_like(factors)
+        assert (harness.step({1: PROMPT})[1] - reference(hf, PROMPT)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("change", [{"llama_4_scaling_beta": "1"}, {"original_max_position_embeddings": 2.5}])
+def test_wrong_numbers_of_the_growth_of_queries_are_refused(change):
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 8,
+    }
+    cfg = tiny_config("ministral3")
+    cfg.rope_parameters = {**rope, **change}
+    with pytest.raises(ModelError, match=next(iter(change))):
+        Ministral3().describe(cfg)

@@ -68,6 +68,9 @@ class Rope:
     # The checkpoint rotates the pairs (0, 1), (2, 3) ... of a head.  The loader reorders the rows of q and k
     # into halves, which the engine's kernels expect.
     interleaved: bool = False
+    # (beta, length): a rotated query at position p is multiplied by 1 + beta * ln(1 + floor(p / length)), as in Llama 4
+    # and Ministral 3.  None means that queries keep their length.
+    query_growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)

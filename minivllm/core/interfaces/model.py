@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
 # 2.5: decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv
 # 2.6: StepTensors.watch, StepTensors.hidden and Model.state_points
-# 2.7: StepTaps.given and Model.given_points
-API = (2, 7)
+# 2.7: StepTaps.given and Model.given_points; 2.8: decoder.Rope.query_growth
+API = (2, 8)
 
 
 @dataclass(frozen=True)

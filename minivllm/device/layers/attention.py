@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, QKPre
+from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta, QKPre
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 
@@ -24,6 +24,8 @@ class AttentionLayer(Module):
         super().__init__(name)
         self.layer, self.backend, self.shard = layer, backend, shard
         self.pre: QKPre | None = None  # the operations before attention in the last call
+        # [rows of the rotary tables], the factor of each query by position; None means that queries have none
+        self.factors: Tensor | None = None
         if layer.spec.sinks:
             layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
         if layer.spec.alibi is not None:
@@ -46,6 +48,8 @@ class AttentionLayer(Module):
         k = k.view(tokens, spec.kv_heads, spec.dim_qk)
         v = v.view(tokens, spec.kv_heads, spec.dim_v)
         q = self.backend.write(self.layer, q, k, v, step.meta, pre)
+        if self.factors is not None:
+            q = q * self._factors(self.factors, step.meta)
         if step.queries is not None:
             step.queries.keep(self.layer.index, q)
         out = q.new_empty(tokens, spec.heads, spec.dim_v)
@@ -54,3 +58,11 @@ class AttentionLayer(Module):
         if step.sums is not None:
             step.sums.add(self.layer, q, step.meta, norms)
         return out.view(tokens, spec.heads * spec.dim_v)
+
+    def _factors(self, factors: Tensor, meta: AttnMeta) -> Tensor:
+        """Return the factors [T, 1, 1] of the step's queries.  The first layer of a step stores them for the others."""
+        key = ("query factors", id(factors))
+        if key not in meta.work:
+            meta.work[key] = factors.index_select(0, meta.position).view(-1, 1, 1)
+        found: Tensor = meta.work[key]
+        return found

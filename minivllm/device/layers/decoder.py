@@ -229,6 +229,7 @@ class DecoderBlock:
         cos = sin = None
         if layer.rope is not None:
             cos, sin = parts.rotations[self.attn.layer.index] = parts.rotary(layer.rope, twice)
+            self.attn.factors = parts.query_factors(layer.rope, twice)
         self.pre = QKPre(cos, sin, norms[0], norms[1], spec.norm.eps)
         if layer.rope is not None and layer.rope.interleaved:
             back = order_of_halves(a.dim_qk, layer.rope.dim)

@@ -7,7 +7,7 @@ which names the field.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
@@ -29,6 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ORIGINAL = "original_max_position_embeddings"
+BETA = "llama_4_scaling_beta"  # see ``query_growth``
 ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ("factor",)),
     "linear": (("factor",), ()),
@@ -192,12 +193,13 @@ def sparse_layers(cfg: Any) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in layers]
 
 
-def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:
+def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored: Collection[str] = ()) -> Rope:
     """Return the rotary embedding of the layers of ``layer_type``.
 
     It is read from ``rope_parameters``, which is one table or one table for each layer type, or from ``rope_scaling``
     and ``rope_theta`` of an older config.  ``partial`` means that the architecture may rotate only the part of a head
-    that ``partial_rotary_factor`` sets.  ModelError for a type that is not implemented, a missing number, or an unknown
+    that ``partial_rotary_factor`` sets.  ``ignored`` are entries that the architecture reads itself, or that have no
+    effect.  ModelError for a type that is not implemented, a missing number, or an unknown
     entry.
     """
     found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
@@ -221,7 +223,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
             _check_number(name, params.get(name), kind)
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
         raise ModelError("rope_parameters: expected high_freq_factor above low_freq_factor")
-    known = HARMLESS | set(needs) | set(takes)
+    known = HARMLESS | set(needs) | set(takes) | set(ignored)
     extra = sorted(str(k) for k, v in params.items() if v is not None and k not in known)
     if extra:
         raise ModelError(f"rope_parameters: {', '.join(extra)} not known for rope_type={shown(kind)}; remove it")
@@ -234,6 +236,19 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
         what = f"head_dim={size} (of num_attention_heads={cfg.num_attention_heads})"
         raise ModelError(f"partial_rotary_factor={shown(share)}: expected an even part of {what}, got {turned}")
     return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
+
+
+def query_growth(cfg: Any) -> tuple[float, int] | None:
+    """Return ``Rope.query_growth`` of an architecture whose ``rope_parameters`` have ``llama_4_scaling_beta``.
+
+    None means that the factor is always 1.  ModelError for a missing or invalid number."""
+    found = getattr(cfg, "rope_parameters", None) or {}
+    beta, trained = found.get(BETA), found.get(ORIGINAL)
+    if not isinstance(beta, int | float) or isinstance(beta, bool) or not 0 <= beta < math.inf:
+        raise ModelError(f"rope_parameters: {BETA}={shown(beta)}: expected a number >= 0")
+    if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
+        raise ModelError(f"rope_parameters: {ORIGINAL}={shown(trained)}: expected a whole number >= 1")
+    return (float(beta), trained) if beta else None
 
 
 def _trained_length(cfg: Any, params: Mapping[str, Any], nested: bool) -> Any:

@@ -147,6 +147,8 @@ class Lowering:
             raise NotLowered(
                 f"layer {i} has slopes of distance, a clip of q, k and v, or a norm with weights of each head"
             )
+        if layer.rope is not None and layer.rope.query_growth is not None:
+            raise NotLowered(f"layer {i} multiplies queries by a factor of their position")
         if a.v_in_k or set(cache) not in ({"k", "v"}, {"k", "v", *SCALES}):
             raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
         k, v = cache["k"], cache["v"]

@@ -29,7 +29,7 @@ from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear, NormFu
 from .linear import Dense, Linear
 from .module import Module, Tensors
 from .norm import HeadsNorm, LayerNorm, RMSNorm, SplitNorm
-from .rotary import rotary_tables
+from .rotary import query_factors, rotary_tables
 from .short_conv import ShortConvolution
 from .state_layer import StateLayer
 
@@ -86,6 +86,7 @@ class ModuleParts:
         self._geometries: list[tuple] = []
         self.free_rows = 0  # number of rows of the rotary tables after the rows of positions, for parts of images
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
+        self._factors: dict[tuple[Rope, bool], Tensor | None] = {}
         # number of an attention layer -> its cos and sin tables, for layers that rotate keys
         self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -432,6 +433,18 @@ class ModuleParts:
                 cos, sin = torch.cat((cos, free)), torch.cat((sin, free))
             self._tables[key] = cos, sin
         return self._tables[key]
+
+    def query_factors(self, rope: Rope, twice: bool = False) -> Tensor | None:
+        """Return the factors of ``rotary.query_factors`` for the rows of ``rotary``.  Layers of equal ``rope`` share
+        them."""
+        key = (rope, twice)
+        if key not in self._factors:
+            length = self.backend.ctx.max_len + 1
+            factors = query_factors(rope, length, self.device, self.dtype, twice)
+            if factors is not None and self.free_rows:
+                factors = torch.cat((factors, factors.new_ones(self.free_rows)))
+            self._factors[key] = factors
+        return self._factors[key]
 
     def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
         """Return the cos and sin of all rotary tables.  ``free_rows`` rows of zeros follow the rows of positions."""

@@ -115,6 +115,18 @@ def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> 
     return cos.to(device), sin.to(device)
 
 
+def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twice: bool = False) -> Tensor | None:
+    """Return the factor of a query by position, [length] in ``dtype``, or None if ``rope`` has no ``query_growth``.
+
+    ``twice`` returns [2 * length], whose second half is equal to the first, for the rows of ``rotary_tables``."""
+    if rope.query_growth is None:
+        return None
+    beta, trained = rope.query_growth
+    position = torch.arange(length)
+    factors = 1 + beta * torch.log(1 + torch.floor(position / trained))
+    return factors.repeat(2 if twice else 1).to(device, dtype)
+
+
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, dim] at ``position`` i64 [T]; the first half of sin is negated, as ``rotate`` needs."""
     # the caller has checked that there are tables

@@ -1,4 +1,4 @@
-"""The image encoder of Mistral 3: a tower of Pixtral, and a projector that merges squares of patches.
+"""The image encoder of Mistral 3 and Ministral 3: a tower of Pixtral, and a projector that merges squares of patches.
 
 In a prompt ``[IMG]`` stands for an image.  It becomes a token for each merged patch, a ``[IMG_BREAK]`` behind each row
 of them, and ``[IMG_END]`` in place of the last break.  The tokens of an image are in a row, so the features have the
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+TEXT_MODELS = ("mistral", "ministral3")
 TOKENIZER = "tokenizer.json"
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 EMBEDDINGS = (
@@ -38,13 +39,8 @@ class Pixtral(TowerEncoder):
         another text model than Mistral."""
         check_tower(self.whole, ("pixtral",))
         kind = self.whole.text_config.model_type
-        if kind == "ministral3":
-            raise ModelError(
-                "text_config.model_type=ministral3: the scale of queries by position (llama_4_scaling_beta) is not "
-                "implemented with images; expected mistral"
-            )
-        if kind != "mistral":
-            raise ModelError(f"text_config.model_type={shown(kind)}: expected mistral")
+        if kind not in TEXT_MODELS:
+            raise ModelError(f"text_config.model_type={shown(kind)}: expected {' or '.join(TEXT_MODELS)}")
         self._id(BREAK)
         return ImageFacts(token, after=(self._id(END),))
 

@@ -65,7 +65,7 @@ def family(target: str, summary: str, architecture: str, model_type: str) -> Spe
     limits |= {"device": ANY, "dtype": ANY}
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 7),
+        api=(2, 8),
         summary=summary,
         limits=limits,
         features=frozenset({"batch_invariant"}),  # all layers of the families support it
@@ -88,6 +88,7 @@ GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite"
 LFM2 = family("lfm2:Lfm2", "LFM2, text", "Lfm2ForCausalLM", "lfm2")
 LFM2_MOE = family("lfm2:Lfm2Moe", "LFM2, mixture of experts, text", "Lfm2MoeForCausalLM", "lfm2_moe")
 LLAMA = family("llama:Llama", "Llama 2 and 3", "LlamaForCausalLM", "llama")
+MINISTRAL3 = family("mistral:Ministral3", "Ministral 3", "Ministral3ForCausalLM", "ministral3")
 MISTRAL = family("mistral:Mistral", "Mistral and Nemo", "MistralForCausalLM", "mistral")
 MIXTRAL = family("mixtral:Mixtral", "Mixtral", "MixtralForCausalLM", "mixtral")
 MPT = family("mpt:Mpt", "MPT", "MptForCausalLM", "mpt")
@@ -119,7 +120,7 @@ def _requested_for_any(query: PluginQuery) -> list[Reason]:
 
 TRANSFORMERS = Spec(
     impl="minivllm.plugins.model.fallback.arch:TransformersArch",
-    api=(2, 7),
+    api=(2, 8),
     summary="Any other causal language model of transformers, with the engine's attention and layers inside",
     limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
     features=frozenset({"any_architecture"}),

@@ -4,7 +4,7 @@ from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(2, 7),
+    api=(2, 8),
     summary="Arcee: Llama with squared ReLU in the MLP",
     limits={"architecture": {"ArceeForCausalLM"}, "model_type": {"arcee"}, "device": ANY, "dtype": ANY},
 )
