@@ -126,9 +126,12 @@ def contract(kind: Kind) -> Iterator[str]:
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     prefixes = {name: "" if name == base else f"{name}." for name in implemented}
     members = [member for name, prefix in prefixes.items() for member in members_of(classes[name], source, prefix)]
-    for head, wanted in (("Required:", True), ("Optional:", False)):
-        if lines := [line for required, line in members if required is wanted]:
-            yield from ("", head, "", *lines)
+    required = [line for wanted, line in members if wanted]
+    if required:
+        yield from ("", "Required:", "", *required)
+    optional = [name_of(line) for wanted, line in members if not wanted]
+    if optional:
+        yield from ("", *wrapped(f"Optional (docstrings in {link(file)} explain them): {', '.join(optional)}."))
     hidden = {*implemented, *ELSEWHERE.get(kind.name, ())}
     others = {file: [name for name in classes if name not in hidden and not name.startswith("_")]}
     for path, names in MORE.get(kind.name, ()):
@@ -167,6 +170,11 @@ def members_of(node: ast.ClassDef, source: str, prefix: str) -> Iterator[tuple[b
         marks = {ast.unparse(mark) for mark in item.decorator_list}
         required = protocol or "abstractmethod" in marks
         yield required, f"* `{prefix}{item.name}({arguments(item)})`: {first_sentence(item)}."
+
+
+def name_of(line: str) -> str:
+    """Return the code at the beginning of a list item: a method with its arguments, or an attribute."""
+    return re.match(r"\* (`[^`]+`)", line)[1]  # type: ignore[index]
 
 
 def comment(item: ast.AnnAssign, source: str) -> str:
