@@ -106,7 +106,8 @@ def identity(kind: Kind) -> Iterator[str]:
     """Yield the names of a seam and its template."""
     base, option = kind.base.partition(":")[2], OPTION_OF.get(kind.name, kind.name)
     yield ""
-    names = f"Base class `{base}`, option `{option}`, entry-point group `{kind.group}`"
+    source = f"Base class `{base}` of {link(interface(kind))}, whose docstrings state the contract"
+    names = f"{source}; option `{option}`, entry-point group `{kind.group}`"
     contract = f"contract {kind.api[0]}.{kind.api[1]}"
     yield from wrapped(f"{names}, {contract}. {TEMPLATE}: {about(kind.name)['summary']}.")
     yield ""
@@ -115,11 +116,15 @@ def identity(kind: Kind) -> Iterator[str]:
 # ---- the contract --------------------------------------------------------------------------------------------------
 
 
+def interface(kind: Kind) -> Path:
+    """Return the file with the base class of a seam."""
+    file = ROOT / (kind.base.partition(":")[0].replace(".", "/") + ".py")
+    return file if file.is_file() else file.with_suffix("") / "contract.py"
+
+
 def contract(kind: Kind) -> Iterator[str]:
     """Yield the methods that a plug-in implements, and the other names of the contract."""
-    module, _, base = kind.base.partition(":")
-    file = ROOT / (module.replace(".", "/") + ".py")
-    file = file if file.is_file() else file.with_suffix("") / "contract.py"
+    base, file = kind.base.partition(":")[2], interface(kind)
     source = file.read_text(encoding="utf-8")
     tree = ast.parse(source)
     implemented = (base, *IMPLEMENTED.get(kind.name, ()))
@@ -131,7 +136,7 @@ def contract(kind: Kind) -> Iterator[str]:
         yield from ("", "Required:", "", *required)
     optional = [name_of(line) for wanted, line in members if not wanted]
     if optional:
-        yield from ("", *wrapped(f"Optional (docstrings in {link(file)} explain them): {', '.join(optional)}."))
+        yield from ("", *wrapped(f"Optional: {', '.join(optional)}."))
     hidden = {*implemented, *ELSEWHERE.get(kind.name, ())}
     others = {file: [name for name in classes if name not in hidden and not name.startswith("_")]}
     for path, names in MORE.get(kind.name, ()):

@@ -42,7 +42,7 @@ def test_a_page_has_every_method(make):
     from minivllm.core.interfaces.evictor import Evictor
 
     text = "\n".join(make.tables(KINDS["evictor"])["contract"])
-    required, optional = text.partition("Optional (")[::2]
+    required, optional = text.partition("Optional: ")[::2]
     for name in (n for n in vars(Evictor) if not n.startswith("_")):
         assert text.count(f"`{name}(") == 1, name
         assert f"`{name}(" in (required if name in Evictor.__abstractmethods__ else optional), name
