@@ -1,8 +1,8 @@
 """The ``minivllm`` command.
 
-Parsing the command line imports nothing heavy, so that ``--help`` and ``--version`` return at once.  An error is one
-line on standard error and an exit code: 2 configuration or command line, 3 model, 4 plug-in, 5 machine, 7 engine, 130
-interrupted.  ``--debug`` prints the traceback instead.
+Parsing the command line imports no large package, so that ``--help`` and ``--version`` return at once.  An error is
+one line on standard error and an exit code: 2 for configuration or command line, 3 model, 4 plug-in, 5 machine, 7
+engine, 130 interrupted.  ``--debug`` prints the traceback instead.
 """
 
 from __future__ import annotations
@@ -43,26 +43,29 @@ from minivllm.cli.common import SAMPLING, add_quiet, add_switch, config_flags
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
 from minivllm.validation import is_text
 
-UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # errors of a full or broken output
-LONGEST_MESSAGE = 4000  # length in characters; all candidates of a seam with their reasons fit
+# error numbers of a write to an output that is full or broken
+UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}
+# length in characters, enough for all candidates of a seam (kind of plug-in) with the reasons against them
+LONGEST_MESSAGE = 4000
 LONGEST_USAGE_MESSAGE = 600  # characters of a message about the command line
 
-# These commands keep all objects that they import and build. Garbage collection would scan these objects repeatedly,
+# Commands that keep all objects that they import and build. Garbage collection would scan these objects repeatedly,
 # which takes a tenth of the start, so it is off until ``common.open_llm`` has excluded them.
 COLLECT_LATE = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.cli.commands:run")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that reports wrong arguments in one line.
+    """A parser of the command line that reports wrong arguments in one line.
 
-    ``read`` rewrites the arguments of a command before they are parsed.  ``fill`` adds the arguments of a command whose
-    defaults and choices come from a module that other commands do not import.  It runs when the command is used."""
+    ``read`` rewrites the arguments of a command before they are parsed.  ``fill`` adds the arguments of a command
+    whose defaults and choices come from a module that other commands do not import.  It runs when the command is used.
+    """
 
     read: Callable[[Sequence[str]], list[str]] | None = None
     fill: Callable[[CommandParser], None] | None = None
 
     def filled(self) -> CommandParser:
-        """Return the parser with all its arguments."""
+        """Add the arguments of ``fill`` if that has not happened yet, and return the parser."""
         if self.fill is not None:
             fill, self.fill = self.fill, None
             fill(self)
@@ -79,12 +82,13 @@ class CommandParser(argparse.ArgumentParser):
             except ConfigError as exc:
                 self.error(str(exc))
         parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown and self._subparsers is None:  # reported here, because only this parser has the flags of the command
+        # reported by this parser, because only it has the flags of the command
+        if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return parsed, unknown
 
     def _hint(self, unknown: str) -> str:
-        """Return advice for an unknown argument: the argument of this program to use instead, or ""."""
+        """Return advice for an unknown argument, such as the argument to use instead, or ""."""
         flag = unknown.partition("=")[0]
         if flag in ("--dataset", "--trace"):
             return f"; {where_requests_go()}"
@@ -97,7 +101,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def wiring_flags() -> argparse.ArgumentParser:
-    """Return a parent parser with the flags of commands that build an engine."""
+    """Return a parser with the flags of commands that build an engine, for use as an argparse parent."""
     wiring = argparse.ArgumentParser(add_help=False)
     text = "a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
     wiring.add_argument("--model", help=text)
@@ -108,7 +112,7 @@ def wiring_flags() -> argparse.ArgumentParser:
 
 
 def sampling_flags() -> argparse.ArgumentParser:
-    """Return a parent parser with the sampling flags."""
+    """Return a parser with the sampling flags, for use as an argparse parent."""
     sampling = argparse.ArgumentParser(add_help=False)
     for name, kind, text in SAMPLING:
         sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
@@ -165,7 +169,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: argparse.ArgumentParser) -> None:
-    """Add ``generate``, ``chat`` and ``run``.  ``command`` makes a subparser."""
+    """Add the commands ``generate``, ``chat`` and ``run``.
+
+    ``command(name, ...)`` makes the parser of a command; ``wiring`` and ``record`` have flags for these commands.
+    """
     sampling = sampling_flags()
     text = "Complete a prompt; the text streams to standard output."
     sub = command("generate", "cli.commands:generate", text, wiring, sampling, record)
@@ -217,7 +224,8 @@ def _run(argv: Sequence[str] | None) -> int:
             return _fail(message, ConfigError.exit_code)
     args = make_parser().parse_args(plugins.with_verb(words))
     debug = getattr(args, "debug", False)
-    if argv is None and args.run in COLLECT_LATE:  # never in a process that called ``main`` from Python
+    # garbage collection stays on in a program that called ``main`` from Python
+    if argv is None and args.run in COLLECT_LATE:
         gc.disable()
     try:
         module, _, function = args.run.partition(":")
@@ -244,7 +252,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _report_bug(exc: Exception, debug: bool) -> int:
-    """Report an unexpected exception and return the exit code.  With ``debug`` raise it instead."""
+    """Report an unexpected exception on standard error and return the exit code; with ``debug`` raise it instead."""
     if debug:
         raise exc
     if broken := broken_metadata(exc):
@@ -254,9 +262,10 @@ def _report_bug(exc: Exception, debug: bool) -> int:
 
 
 def broken_metadata(exc: Exception) -> str:
-    """Return which installed packages have unreadable metadata if that caused the exception, else "".
+    """Return a sentence about installed packages with unreadable metadata if these caused the exception, else "".
 
-    minivllm's own search for plug-ins tolerates such a package, but pydantic and torch search for plug-ins too."""
+    minivllm's own search for plug-ins tolerates such a package, but pydantic and torch search for plug-ins too.
+    """
     frames = traceback.walk_tb(exc.__traceback__)
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     if not any(module.startswith("importlib.metadata") for module in modules):

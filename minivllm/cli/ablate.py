@@ -1,6 +1,6 @@
-"""``minivllm ablate``: measure how much each part of a configuration contributes.
+"""``minivllm ablate``: measure how much each part of a configuration (such as prefix caching) contributes.
 
-Parsing the command imports nothing heavy.
+Parsing the command imports no large package.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.trials import Cell
 
 BASELINE = "baseline"
-AGAIN = "nothing (again)"  # the row of the second baseline, which has every part
+AGAIN = "nothing (again)"  # name of the second measurement of the baseline, from which no part is removed
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``ablate``.  ``command`` makes a subparser of ``minivllm``; ``parents`` have flags for it."""
+    """Add the command ``ablate``.
+
+    ``command(name, ...)`` makes the parser of a command; ``parents`` have flags for it.
+    """
     text = "Remove one part of a configuration at a time and measure the difference, with error bars."
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
     text = "measure only these parts; default: all parts of the configuration"
@@ -54,7 +57,8 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
 def ablate(args: argparse.Namespace) -> int:
     """Run ``minivllm ablate`` and return its exit code.
 
-    The baseline is measured at the beginning and at the end.  The difference of the two shows noise and drift.
+    The baseline, which has every part, is measured at the beginning and at the end.  The difference of the two shows
+    noise and drift.
     """
     from minivllm.lab.bench import ablate as parts
     from minivllm.lab.bench import limits, repeats, trials
@@ -88,7 +92,11 @@ def ablate(args: argparse.Namespace) -> int:
 
 
 def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[JsonObject]]) -> list[JsonObject]:
-    """Return a row for each removed part.  ``runs[0]`` is the baseline; a part of None is the second baseline."""
+    """Return the result row of each removed part.
+
+    ``runs[0]`` has the runs of the baseline, and ``runs[1:]`` those without one of ``parts``.  The part None is the
+    second baseline.
+    """
     from minivllm.lab.bench import repeats, trials
 
     baseline, *others = runs
@@ -120,20 +128,20 @@ def check_defined(args: argparse.Namespace, defined: Sequence[Ablation], loaded:
 
 
 def _with_settings(args: argparse.Namespace, sets: Sequence[str]) -> argparse.Namespace:
-    """Return a copy of the arguments with more ``--set`` settings."""
+    """Return a copy of the command's arguments with more ``--set`` settings."""
     changed = copy(args)
     changed.set = [*args.set, *sets]
     return changed
 
 
 def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:
-    """Open the engine of the configuration with ``sets`` applied on top."""
+    """Build the engine of the configuration with the settings ``sets`` applied on top."""
     changed = _with_settings(args, sets)
     return open_llm(load(changed), changed)
 
 
 def _generate(part: Ablation) -> Any:
-    """Return the function that runs the requests of a part's cell."""
+    """Return the function that runs the requests on an engine from which a part is removed."""
     from minivllm.lab.bench import ablate as parts
     from minivllm.lab.bench import offline
 
@@ -141,7 +149,7 @@ def _generate(part: Ablation) -> Any:
 
 
 def measure(args: argparse.Namespace, cells: Sequence[Cell], requests: RequestsBySeed) -> list[list[JsonObject]]:
-    """Return the runs of each cell, without the warm-up runs."""
+    """Measure each cell (an engine to compare), and return the runs of each without the warm-up runs."""
     from minivllm.lab.bench import trials
 
     def run(cell: Cell, llm: Any, seed: int) -> JsonObject:
@@ -164,7 +172,8 @@ def measure(args: argparse.Namespace, cells: Sequence[Cell], requests: RequestsB
 def lines(title: str, result: JsonObject, repeats: int) -> list[str]:
     """Return the lines of the printed table.
 
-    The worth of a part is a throughput of the baseline over that without the part; for times it is the inverse.
+    The worth of a part is the throughput of the baseline divided by that without the part; for times it is the
+    inverse.
     """
     from minivllm.runtime.hooks.figures import text
 
@@ -186,7 +195,7 @@ def lines(title: str, result: JsonObject, repeats: int) -> list[str]:
 
 
 def _line(name: str, row: JsonObject, worth: str, rest: str) -> str:
-    """Return a line of the table from the figures of ``row``."""
+    """Return a line of the table: the name, the figures of ``row``, and the texts ``worth`` and ``rest``."""
     from minivllm.lab.bench.repeats import with_bounds
 
     speed = with_bounds(row, "output_throughput")
@@ -196,7 +205,7 @@ def _line(name: str, row: JsonObject, worth: str, rest: str) -> str:
 
 
 def _part_line(row: JsonObject) -> str:
-    """Return the line of a removed part, with the share of tokens that stayed the same and the verdict."""
+    """Return the table's line of a removed part, with the share of equal tokens and the verdict."""
     from minivllm.lab.bench.trials import ratio_text
 
     worth = row["worth"]["output_throughput"]

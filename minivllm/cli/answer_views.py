@@ -1,7 +1,7 @@
-"""Show an answer in the terminal while it is generated: as markdown with rich, or as plain text.
+"""Show an answer in the terminal while it is generated: as markdown with the package rich, or as plain text.
 
-The text of a model never controls the terminal: on one, control characters are replaced by visible ones.  Text that is
-written to a file or a pipe stays as the model wrote it.
+The text of a model never controls the terminal: control characters are replaced by visible ones there.  Text that goes
+to a file or a pipe stays as the model wrote it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-PICTURES = 0x2400  # code point of the visible sign of control character 0
+PICTURES = 0x2400  # code point of the visible sign of control character 0; those of the others follow
 REPLACED = {code: chr(PICTURES + code) for code in range(0x20) if chr(code) not in "\t\n"}
-REPLACED |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}  # DEL, and the controls of 8 bits
+# the character DEL, and the control characters from 0x80 to 0x9F
+REPLACED |= {0x7F: "\u2421", **dict.fromkeys(range(0x80, 0xA0), "\ufffd")}
 # Bidirectional control characters can change the order in which a text is shown.
 REPLACED |= dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd")
 REPLACED[0x0D] = ""  # of line ends
-# time between two drawings: least seconds, factor of the last drawing's seconds, most seconds
+# time between two drawings of an unfinished answer: at least, in seconds; as a multiple of the time of the last
+# drawing; at most, in seconds
 LEAST_WAIT, SHARE, MOST_WAIT = 0.08, 8.0, 0.5
-LONG = 60_000  # characters of an unfinished paragraph or code block that is shown as plain text
+LONG = 60_000  # characters of an unfinished paragraph or code block, from which on it is shown as plain text
 THOUGHT_LINES = 6  # number of last lines of the reasoning that are shown while it is generated
 FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.M)
-# the start of a paragraph that cannot belong to a preceding list: neither an item's marker nor the first part of one
+# the start of a paragraph that cannot continue a list: it begins neither with an item's marker nor with a part of one
 PARAGRAPH = re.compile(r"\n\n+(?=[^\s\d*+-]|[*+-]\S|\d+[^\d.)]|\d+[.)]\S)")
 
 
@@ -43,25 +45,27 @@ def for_output(text: str) -> str:
 
 
 class Answered(Protocol):
-    """Receives the text of an answer."""
+    """A receiver of the pieces of an answer's text."""
 
     def text(self, piece: str) -> None:
         """Take a piece of the answer."""
 
     def end(self) -> None:
-        """End the answer, also one that was stopped or has failed."""
+        """Finish the answer, also an answer that was stopped or has failed."""
 
 
 class AnswerView(Answered, Protocol):
-    """Shows one answer after another."""
+    """A receiver of answers that shows them on standard output, one after another."""
 
     def thought(self, piece: str) -> None:
         """Show a piece of the reasoning."""
 
 
 class PlainView:
-    """Writes the pieces of an answer to standard output as they arrive.  Reasoning that is separate from the answer
-    is not shown."""
+    """Write the pieces of an answer to standard output as they arrive.
+
+    Reasoning that is separate from the answer is not shown.
+    """
 
     def __init__(self) -> None:
         self._written = False
@@ -76,7 +80,7 @@ class PlainView:
         """Ignore a piece of the reasoning."""
 
     def end(self) -> None:
-        """Write a line break behind an answer that has a text."""
+        """Write a line break after an answer that has any text."""
         if self._written:
             self._written = False
             sys.stdout.write("\n")
@@ -84,9 +88,10 @@ class PlainView:
 
 
 def markdown(text: str) -> Any:
-    """Return a text as markdown for rich.  Tags of HTML and addresses of links are shown, not hidden.
+    """Parse a text as markdown for rich; HTML tags and the addresses of links are shown, not hidden.
 
-    Entities of HTML are decoded, so characters that control a terminal are replaced after that."""
+    HTML entities are decoded by the parser, so characters that control a terminal are replaced after that.
+    """
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 
@@ -101,7 +106,7 @@ def markdown(text: str) -> Any:
 
 
 class LastLines:
-    """The last lines of a renderable that fit on the screen."""
+    """The last lines of a rich renderable, at most ``most``, so that they fit on the screen."""
 
     def __init__(self, shown: Any, most: int) -> None:
         self.shown, self.most = shown, most
@@ -116,10 +121,11 @@ class LastLines:
 
 
 class MarkdownView:
-    """Shows an answer as markdown.
+    """Show an answer as markdown.
 
     Finished paragraphs are printed once.  Only the unfinished end is drawn again, in the last lines of the screen, so
-    an answer may be longer than the screen.  Reasoning is dim while it is generated, and folded to one line after it.
+    an answer may be longer than the screen.  Reasoning is dim while it is generated, and is replaced by one line after
+    it.
     """
 
     def __init__(self, console: Console) -> None:
@@ -177,7 +183,7 @@ class MarkdownView:
         self._stop()
 
     def _print(self, text: str) -> None:
-        """Print a finished text above the unfinished one."""
+        """Print a finished text above the drawing of the unfinished one."""
         if text.strip():
             self._stop()
             self._console.print(self._rendered(text))
@@ -189,7 +195,7 @@ class MarkdownView:
         return markdown(text) if len(text) <= LONG else Text(text)
 
     def _draw(self) -> None:
-        """Draw the unfinished end, unless it was drawn a moment ago."""
+        """Draw the unfinished end of the answer, unless it was drawn a moment ago."""
         from rich.live import Live
         from rich.text import Text
 
@@ -223,7 +229,10 @@ class MarkdownView:
 
 
 def view_of(plain: bool) -> AnswerView:
-    """Return the view for standard output: markdown on a terminal with rich, unless ``plain``."""
+    """Return the view for standard output.
+
+    It shows markdown on a terminal if rich is installed, unless ``plain``.
+    """
     installed = importlib.util.find_spec("rich") is not None
     if plain or not installed or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return PlainView()

@@ -1,4 +1,7 @@
-"""``minivllm run-batch``: its flags, and the run of a batch file.  Parsing the flags imports nothing heavy."""
+"""``minivllm run-batch``: its flags, and the run of a batch file of OpenAI's API.
+
+Parsing the flags imports no large package.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ INTERRUPTED = 130  # exit status
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
-    """Add ``run-batch``.  ``command`` makes a subparser of ``minivllm``; ``wiring`` has flags for it."""
+    """Add the command ``run-batch``.
+
+    ``command(name, ...)`` makes the parser of a command; ``wiring`` has flags for it.
+    """
     text = "Run the requests of an OpenAI batch file, without a server."
     sub = command("run-batch", "cli.batch:run", text, wiring)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
@@ -30,7 +36,10 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``minivllm run-batch`` and return its exit code: 0, 1 if a request failed, or 130 if it was interrupted."""
+    """Run ``minivllm run-batch`` and return its exit code.
+
+    It is 0, 1 if a request failed, or 130 if the run was interrupted.
+    """
     serve.check_packages("run-batch")
     check_one_model(args)
     if args.concurrency is not None and args.concurrency < 1:

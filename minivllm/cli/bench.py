@@ -1,4 +1,7 @@
-"""``minivllm bench``: the command group, and its measurement ``profile``.  Parsing it imports nothing heavy."""
+"""``minivllm bench``: the command group, and its measurement ``profile``.
+
+Parsing it imports no large package.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.limits import EngineLimits
 
 WARM = 2  # decode steps before the profiled steps
-SPARE = 2  # tokens of an answer that are never drawn, so that no row ends during the profile
+SPARE = 2  # tokens of an answer that are requested and never drawn, so that no row ends during the profile
 
 
 def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argparse.ArgumentParser) -> None:
-    """Add ``bench`` with all its measurements.  ``command`` makes a subparser of ``minivllm``.
+    """Add ``bench`` with all its measurements.
 
-    Each measurement gets the flags of ``parents``.  Only ``profile`` gets those of ``record``: the results of the other
-    measurements contain the bill of materials already.
+    ``command(name, ...)`` makes the parser of a command.  Each measurement gets the flags of ``parents``.  Only
+    ``profile`` gets those of ``record``: the results of the other measurements contain the bill of materials (versions
+    and hashes of all parts) already.
     """
     group = command("bench", "cli.bench:profile", "Measure the speed and the memory of a configuration.")
     verbs = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
@@ -51,7 +55,7 @@ def profile(args: argparse.Namespace) -> int:
             problem = f"--trace {args.trace}: this flag names the Chrome trace to write; expected a .json file"
             raise ConfigError(f"{problem}; {where_requests_go()}")
         files.check_output(args.trace)
-    # The profiler cannot divide a captured step, which is a single launch, or separate steps that overlap.
+    # the profiler cannot divide a captured step, which is a single launch, nor separate steps that overlap
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
     with open_llm(replace(loaded, engine=engine), args) as llm:
         batch, length, steps = profile_sizes(args, of_engine(llm))
@@ -61,10 +65,10 @@ def profile(args: argparse.Namespace) -> int:
 
 
 def profile_sizes(args: argparse.Namespace, limits: EngineLimits) -> tuple[int, int, int]:
-    """Return requests, prompt tokens and decode steps of ``bench profile``.
+    """Return the number of requests, prompt tokens and decode steps of ``bench profile``.
 
-    The engine must hold all requests at once, so sizes that the user left out shrink to fit.  ConfigError if the user's
-    sizes do not fit.
+    The engine must hold all requests at once, so sizes that the user left out shrink to fit.  ConfigError if the
+    user's sizes do not fit.
     """
     from minivllm.lab.bench.limits import fitted
 
@@ -96,7 +100,7 @@ def profile_sizes(args: argparse.Namespace, limits: EngineLimits) -> tuple[int, 
 
 
 def _default_batch(limits: EngineLimits) -> int:
-    """Return the largest batch of at most 8 requests for which each request may have more than 16 tokens."""
+    """Return the largest number of requests, at most 8, for which each may have more than 16 tokens."""
     for batch in range(min(8, limits.rows), 1, -1):
         if limits.room(batch) > 16:
             return batch
@@ -104,9 +108,9 @@ def _default_batch(limits: EngineLimits) -> int:
 
 
 def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
-    """Return the answer tokens that keep every row busy until the profile ends.
+    """Return the number of answer tokens that keeps every request running until the profile ends.
 
-    The first row decodes while later prompts are computed, so it needs a token for each prefill step as well.
+    The first request decodes while later prompts are computed, so it needs a token for each prefill step as well.
     """
     prefill_steps = -(-batch * length // max(1, limits.step - batch))
     return prefill_steps + steps + WARM + SPARE
@@ -115,8 +119,8 @@ def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
 def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> JsonObject:
     """Profile prefill and ``steps`` decode steps of ``batch`` requests with ``length`` prompt tokens each.
 
-    Returns ``{"prefill": {"steps", "ms": {seam: milliseconds a step}}, "decode": ..., "host_ms": ..., ...}``.
-    ``trace`` is the file of the Chrome trace, "" for none.
+    Return ``{"prefill": {"steps", "ms": {seam: milliseconds per step}}, "decode": ..., "host_ms": ..., ...}``; a seam
+    is a kind of plug-in.  ``trace`` is the file of the Chrome trace, "" for none.
     """
     from minivllm.lab.bench.limits import of_engine
 
@@ -132,7 +136,7 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> J
             engine.step()
 
     phases: JsonObject = {}
-    # The first round is a warm-up, because first calls compile, allocate and fill caches.
+    # the first round is a warm-up, because first calls compile, allocate and fill caches
     for measured in (False, True):
         names = _add_requests(llm, batch, length, answer, 1 + measured)
         phases["prefill"] = _phase(llm, measured, prefill)
@@ -174,7 +178,10 @@ def _add_requests(llm: Any, batch: int, length: int, answer: int, seed: int) -> 
 
 
 def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -> JsonObject:
-    """Call ``run`` and return the steps that the engine made, with each seam's milliseconds a step if ``measured``."""
+    """Call ``run`` and return how many steps the engine made.
+
+    If ``measured``, the result also has the milliseconds per step of each seam (kind of plug-in).
+    """
     engine = llm.engine
     before = engine.clock.count
     if measured:
@@ -186,7 +193,7 @@ def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -
 
 
 def table(figures: JsonObject) -> str:
-    """Return the figures of a profile as a table, sorted by decode time, the largest first."""
+    """Return the figures of a profile as a text table, sorted by decode time, the largest first."""
     phases = {name: figures[name]["ms"] for name in ("prefill", "decode")}
     totals = {name: sum(ms.values()) or 1.0 for name, ms in phases.items()}
     unit = "device ms" if figures["device"].startswith("cuda") else "CPU ms"
@@ -213,5 +220,5 @@ def table(figures: JsonObject) -> str:
 
 
 def _steps_text(name: str, steps: int) -> str:
-    """Return the head of a phase's column: ``decode, 16 steps``."""
+    """Return the column head of a phase, such as ``decode, 16 steps``."""
     return f"{name}, {steps} step" if steps == 1 else f"{name}, {steps} steps"

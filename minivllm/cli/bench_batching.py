@@ -1,4 +1,7 @@
-"""``minivllm bench batching``: compare ways to form batches.  ``bench_runs`` parses its flags."""
+"""``minivllm bench batching``: compare scheduling policies, which form batches in different ways.
+
+``bench_runs`` parses its flags.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ def batching(args: argparse.Namespace) -> int:
             f"{args.dataset}: its requests have arrival times (at); remove them, or use bench serve, which keeps them"
         )
     policies = [(way, _loaded(args, way)) for way in lab.ways(args.batch, args.timeout_ms, args.policy)]
-    bills = {way.name: bill_of_config(loaded) for way, loaded in policies}  # refuses bad settings before any run
+    # made before any run, so that bad settings are refused at once
+    bills = {way.name: bill_of_config(loaded) for way, loaded in policies}
     rows: list[JsonObject] = []
     states: list[JsonObject] = []
     title = ""
@@ -67,7 +71,10 @@ def batching(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a policy that is measured anyway, a timeout that is too long, or a set scheduler."""
+    """Raise ConfigError for wrong flags.
+
+    They are a policy that is measured in any case, a timeout that is too long, or a scheduler that is set.
+    """
     if twice := sorted({"static", "fcfs", "adaptive"} & set(args.policy)):
         raise ConfigError(f"--policy {','.join(twice)}: measured anyway; leave it out")
     if args.timeout_ms > LONGEST_TIMEOUT:
@@ -126,7 +133,7 @@ async def measure(
 
 
 async def _runs_at(load: Any, ways: Sequence[BatchingWay], benches: Sequence[Any], repeats: int) -> list[list[Any]]:
-    """Return ``repeats`` runs of each policy under one load: (figures, answers) of each run."""
+    """Return ``repeats`` runs of each policy at one request rate: (figures, answers) of each run."""
     runs: list[list[Any]] = [[] for _ in ways]
     for turn in range(repeats):
         for place in range(len(ways)):
@@ -139,7 +146,7 @@ async def _runs_at(load: Any, ways: Sequence[BatchingWay], benches: Sequence[Any
 
 
 def _row(load: Any, way: BatchingWay, runs: Sequence[Any]) -> JsonObject:
-    """Return the row of a policy under one load.  MinivllmError if a request of its runs failed."""
+    """Return the result row of a policy at one request rate.  MinivllmError if a request of its runs failed."""
     from minivllm.lab.bench.loads import row_of
 
     row = row_of(load, [figures for figures, _ in runs], runs[-1][1])
@@ -150,7 +157,7 @@ def _row(load: Any, way: BatchingWay, runs: Sequence[Any]) -> JsonObject:
 
 
 def lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args: argparse.Namespace) -> list[str]:
-    """Return the lines of the printed table, by rate."""
+    """Return the lines of the printed table, grouped by request rate."""
     out = [
         f"{title}: {result['num_prompts']} requests, {args.repeats} runs each by one engine a policy, paired by seed; "
         f"batches of {args.batch}, timeout {args.timeout_ms:g} ms; medians, ± half the 95 % interval",
@@ -163,7 +170,7 @@ def lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args: argp
 
 
 def _line(rate: float, row: JsonObject) -> str:
-    """Return the line of a rate and a policy."""
+    """Return the table's line of a policy at one request rate."""
     from minivllm.lab.bench.repeats import with_bounds
     from minivllm.lab.bench.trials import ratio_text
 

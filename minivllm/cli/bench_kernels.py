@@ -1,4 +1,7 @@
-"""``minivllm bench kernels``: time each operation of a step.  ``bench_runs`` parses its flags."""
+"""``minivllm bench kernels``: time each operation of an engine's step.
+
+``bench_runs`` parses its flags.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.kernels import Operation
     from minivllm.lab.bench.limits import EngineLimits
 
-FAILED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # the errors that torch and kernels raise
+# errors that torch and kernels raise for an operation that cannot run
+FAILED = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
 def kernels(args: argparse.Namespace) -> int:
@@ -74,7 +78,7 @@ def kernels(args: argparse.Namespace) -> int:
 
 
 def _loads(args: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """Return (rows, new tokens of a row, context) of each step to measure: decode steps first, then prefill steps."""
+    """Return (rows, new tokens per row, context tokens) of each step to measure: decode steps, then prefill steps."""
     decode = [(batch, 1, context) for context in args.context_len for batch in args.batch_size]
     prefill = [(1, length, length) for length in args.input_len]
     return decode + prefill
@@ -112,7 +116,7 @@ def explained_memory_error() -> Iterator[None]:
 
 
 class Measured:
-    """An operation with the prepared calls that time it and torch's version of it.
+    """An operation with the prepared calls that time it, and its equivalent in torch.
 
     ``failure`` is the error of a call that cannot run, "" if all can.
     """
@@ -124,7 +128,7 @@ class Measured:
         self.torch = self._prepared(clock, operation.torch, True) if self.ours else None
 
     def _prepared(self, clock: OperationClock, calls: Sequence[Any], captured: bool) -> RepeatedRound | None:
-        """Return a repeatable round of calls, or None if there are none or one of them fails."""
+        """Return a repeatable round of timed calls, or None if there are none or one of them fails."""
         if not calls:
             return None
         try:
@@ -135,7 +139,7 @@ class Measured:
             return None
 
     def row(self, merged: JsonObject, peaks: MachinePeaks) -> JsonObject:
-        """Return the result row: microseconds of a call with their interval, the lower bound, and torch's time."""
+        """Return the result row: microseconds of a call, their interval, the lower bound, and torch's time."""
         operation = self.operation
         own_key = f"{operation.key}: us"
         torch_key = f"{operation.key}: torch us"
@@ -169,7 +173,7 @@ class Measured:
 def time_all(measured: Sequence[Measured]) -> JsonObject:
     """Time each operation of a step once, in microseconds.
 
-    A run goes through all operations before the next run begins, so that drift of the machine affects all of them.
+    The caller repeats this, so that drift of the machine affects all operations alike.
     """
     run: JsonObject = {}
     for operation in measured:
@@ -182,7 +186,7 @@ def time_all(measured: Sequence[Measured]) -> JsonObject:
 
 
 def lines(title: str, rows: Sequence[JsonObject], peaks: MachinePeaks) -> list[str]:
-    """Return the lines of the printed table."""
+    """Return the lines of the printed table of operations."""
     roofs = f"{peaks.bytes_per_s / 1e9:.1f} GB/s of memory, {peaks.flops_per_s / 1e9:.0f} Gflop/s of a product"
     out = [
         title,
@@ -194,7 +198,7 @@ def lines(title: str, rows: Sequence[JsonObject], peaks: MachinePeaks) -> list[s
 
 
 def _line(row: JsonObject) -> str:
-    """Return the line of an operation."""
+    """Return the table's line of an operation."""
     from minivllm.lab.bench.repeats import with_bounds
 
     name = f"{row['operation']:26} {row['batch_size']:>5}"

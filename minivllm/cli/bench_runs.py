@@ -1,6 +1,6 @@
-"""The flags of ``minivllm bench`` and its measurements ``latency``, ``throughput``, ``memory`` and ``startup``.
+"""The flags of ``minivllm bench``, and its measurements ``latency``, ``throughput``, ``memory`` and ``startup``.
 
-Importing this module imports nothing heavy, because every ``minivllm`` command imports it.
+Importing this module imports no large package, because every ``minivllm`` command imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.limits import EngineLimits
     from minivllm.lab.bench.workload import BenchAsk
 
-    RequestsBySeed = Callable[[int], Sequence[BenchAsk]]  # from a seed to the requests of a run
+    RequestsBySeed = Callable[[int], Sequence[BenchAsk]]  # function from a seed to the requests of a run
 
 COMPONENTS = {  # figures of ``bench memory``, in the order of the printed rows
     "weight_bytes": "weights",
@@ -41,9 +41,9 @@ VOCAB = 1000  # random prompts use token ids below this number, so that models o
 IN_TURNS = "alternate between the engines, one run each, and build a new engine for each run: evens out drift"
 SHARE = 0.9  # default share of requests that must meet the latency targets
 TARGETS = ("ttft", "tpot", "e2el")
-# measurements that are implemented in a separate module ``cli/bench_NAME.py``
+# measurements whose function is in a module of its own, ``cli/bench_NAME.py``
 OWN_FILES = ("serve", "kernels", "batching")
-DRAWN = {  # defaults of random requests; a command may replace some of them
+DRAWN = {  # sizes of random requests by default; a command may replace some of them
     "num_prompts": 32,
     "input_len": 64,
     "range_ratio": 0.0,
@@ -99,7 +99,7 @@ def output_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def repeat_flags(sub: argparse.ArgumentParser, repeats: int = 3, warmups: int = 1) -> None:
-    """Add the flags for the number of runs and warm-up runs, and for the output of the result."""
+    """Add the flags for the number of runs and of warm-up runs, and for the output of the result."""
     add_value(sub, "--repeats", count, "N", f"runs (default {repeats})", repeats)
     text = f"warm-up runs, which are not counted (default {warmups})"
     add_value(sub, "--warmups", non_negative, "N", text, warmups)
@@ -141,7 +141,7 @@ def drawing_flags(sub: argparse.ArgumentParser, seed: int | None = 0) -> None:
 
 
 def add_commands(verbs: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add the measurements to ``verbs``, the subparsers of ``bench``.  Each gets the flags of ``parents``."""
+    """Add the measurements of ``bench`` to ``verbs``, its subparsers.  Each gets the flags of ``parents``."""
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text, parents=parents)
@@ -229,7 +229,7 @@ def _kernel_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def requests_by_seed(args: argparse.Namespace, limits: EngineLimits | None) -> RequestsBySeed:
-    """Return a function from a seed to the requests of its run; requests of a file are the same for each seed.
+    """Return a function from a seed to the requests of its run; the requests of a file are the same for each seed.
 
     ``limits`` are those of the engine that answers; None stands for a server with unknown limits.  Sizes that the user
     left out shrink to the limits and are written into ``args``.  ConfigError for flags that contradict each other or
@@ -300,14 +300,15 @@ def _file_requests(args: argparse.Namespace, limits: EngineLimits | None, vocab:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a parsed argument: ``--input-len`` for ``input_len``."""
+    """Return the flag of an attribute of the parsed arguments: ``--input-len`` for ``input_len``."""
     return f"--{name.replace('_', '-')}"
 
 
 def shrink(args: argparse.Namespace, chosen: Mapping[str, Any], limits: EngineLimits) -> None:
-    """Scale down the lengths in ``args`` that are None in ``chosen``, until the longest request fits.
+    """Scale down the lengths that the user left out (None in ``chosen``) until the longest request fits the engine.
 
-    Reports each smaller length on stderr.  ConfigError if the lengths of the user do not fit.
+    The new lengths are written into ``args`` and reported on standard error.  ConfigError if the lengths of the user
+    do not fit.
     """
     from minivllm.lab.bench.limits import fitted
 
@@ -338,7 +339,10 @@ def shrink(args: argparse.Namespace, chosen: Mapping[str, Any], limits: EngineLi
 def report_smaller(
     chosen: Mapping[str, Any], sizes: Mapping[str, int], defaults: Mapping[str, int], reason: str
 ) -> None:
-    """Report on stderr each size below its default that the user did not choose, with the reason."""
+    """Report on standard error each size that is below its default, with the reason.
+
+    Sizes that the user chose are not reported.
+    """
     smaller = [name for name, value in chosen.items() if value is None and sizes[name] < defaults[name]]
     if smaller:
         texts = [f"{flag_of(name)} {sizes[name]} (not {defaults[name]})" for name in smaller]
@@ -346,7 +350,7 @@ def report_smaller(
 
 
 def workload_text(args: argparse.Namespace, requests: Sequence[BenchAsk]) -> str:
-    """Describe the requests of an offline run in one line."""
+    """Describe the requests of a measurement in one line of text."""
     temperature = f"temperature {args.temperature:g}"
     if args.dataset:
         timed = any(request.at is not None for request in requests)
@@ -363,13 +367,13 @@ def workload_text(args: argparse.Namespace, requests: Sequence[BenchAsk]) -> str
 
 
 def settings(args: argparse.Namespace) -> JsonObject:
-    """Return the flags of a measurement, which are part of the result."""
+    """Return the flags of a measurement by name, for the result."""
     outside = ("run", "debug", "json", "output_json", "config", "set", "allow_target", "drawn")
     return {key: value for key, value in sorted(vars(args).items()) if key not in outside}
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the file of ``--output-json`` cannot be written.  Called before the measurement."""
+    """Raise ConfigError if the file of ``--output-json`` cannot be written, before the measurement begins."""
     if args.output_json:
         files.check_output(args.output_json)
 
@@ -377,7 +381,7 @@ def check_output(args: argparse.Namespace) -> None:
 def print_result(
     result: JsonObject, args: argparse.Namespace, lines: Sequence[str], states: Sequence[JsonObject] = ()
 ) -> int:
-    """Print a result as lines of text or as JSON, write the file of ``--output-json``, and return exit code 0.
+    """Print a result as text or as JSON, write the file of ``--output-json``, and return exit code 0.
 
     The text ends with the energy and the state of the machine if there are ``states`` of it.
     """
@@ -392,21 +396,21 @@ def print_result(
 
 
 def progress(text: str) -> None:
-    """Print a line about finished work to stderr if that is a terminal."""
+    """Print a line about finished work to standard error if that is a terminal."""
     if sys.stderr.isatty():
         report(f"{text}")
 
 
 def bill_of(llm: Any, args: argparse.Namespace) -> Any:
-    """Return the bill of materials of an engine, or None for a result that is printed as text.
+    """Return the bill of materials (versions and hashes of all parts) of an engine.
 
-    Text does not show the bill, and hashing the sources for it takes a moment.
+    It is None for a result that is printed as text, which does not show it: hashing the sources for it takes a moment.
     """
     return llm.bill_of_materials() if args.json or args.output_json else None
 
 
 def planned_bill(loaded: Loaded, args: argparse.Namespace) -> Any:
-    """Return the bill of materials of an engine in another process, or None for a result that is printed as text."""
+    """Return the bill of materials of an engine in another process; None for a result that is printed as text."""
     return bill_of_config(loaded) if args.json or args.output_json else None
 
 
@@ -423,7 +427,7 @@ def bill_of_config(loaded: Loaded) -> JsonObject:
 
 
 def energy_line(result: JsonObject, states: Sequence[JsonObject]) -> str:
-    """Return the joules of a token as a line, or the reason why they are unknown."""
+    """Return a line with the joules per token, or with the reason why they are unknown."""
     from minivllm.lab.bench.repeats import with_bounds
 
     if result.get("joules_per_output_token") is not None:
@@ -435,7 +439,7 @@ def energy_line(result: JsonObject, states: Sequence[JsonObject]) -> str:
 
 
 def machine_line(states: Sequence[JsonObject]) -> str:
-    """Return a line about other load, clocks and throttling of the machine during the runs."""
+    """Return a line about foreign load, clock rates and throttling of the machine during the runs."""
     parts = []
     others = [state["cores_of_others"] for state in states if state.get("cores_of_others") is not None]
     if others:
@@ -508,7 +512,7 @@ def latency(args: argparse.Namespace) -> int:
 
 
 def _latency_line(row: JsonObject) -> str:
-    """Return the printed line of a prompt length and batch size."""
+    """Return the table's line of a prompt length and batch size."""
     from minivllm.lab.bench.repeats import with_bounds
 
     intervals = {key: [1e3 * bound for bound in bounds] for key, bounds in row["intervals"].items()}
@@ -592,7 +596,8 @@ def memory(args: argparse.Namespace) -> int:
     check_output(args)
     loaded = load(args)
     requests = requests_by_seed(args, limits.planned(loaded))
-    importlib.import_module("minivllm.frontend.llm")  # first, so that no component is charged for torch's import
+    # imported first, so that the memory of torch is not counted for a component
+    importlib.import_module("minivllm.frontend.llm")
 
     def build() -> Any:
         return open_llm(loaded, args)

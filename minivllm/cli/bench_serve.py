@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from minivllm.cli.bench_runs import RequestsBySeed
     from minivllm.config import Loaded
 
-LATE = 20.0  # milliseconds of delay in sending requests that the result warns about
-FEWEST = 24  # requests of a run, without which the knee is too uncertain
+LATE = 20.0  # delay of sending a request in milliseconds from which on the result has a warning
+# fewest requests of a run with which the search for the knee (the highest rate that the server keeps up with) is exact
+# enough
+FEWEST = 24
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -92,7 +94,10 @@ def _check_server(args: argparse.Namespace) -> None:
 
 
 async def serve_async(args: argparse.Namespace, requests: RequestsBySeed, loaded: Loaded | None) -> int:
-    """Measure the server at ``--url``, or an engine of ``loaded`` with or without HTTP; return the exit code."""
+    """Measure the server at ``--url``, or the engine of ``loaded``, and return the exit code.
+
+    With ``--direct`` the engine is measured without HTTP.
+    """
     from minivllm.lab.bench import state
     from minivllm.lab.bench.client import TIMEOUT, HttpServer
     from minivllm.lab.bench.direct import DirectEngine, started
@@ -132,7 +137,7 @@ def _device(loaded: Loaded) -> str:
 async def measure_serve(
     args: argparse.Namespace, requests: Any, server: Any, watch: Any, title: str, bill: Any, reset: Any
 ) -> int:
-    """Measure ``server`` under each load of the flags, print the result, and return the exit code.
+    """Measure a server under each load (rate or concurrency), print the result, and return the exit code.
 
     ``reset`` is awaited before each run; None leaves the server as it is.  MinivllmError if every request failed.
     """
@@ -171,7 +176,7 @@ async def measure_serve(
 
 
 def serve_lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args: argparse.Namespace) -> list[str]:
-    """Return the lines of the printed result: the table of loads, the knee, and notes."""
+    """Return the lines of the printed result: a table of loads, the highest rate of ``--find-knee``, notes."""
     from minivllm.lab.bench.serving import knee_text
 
     goodput = " goodput/s" if args.goodput else ""
@@ -200,7 +205,7 @@ def serve_lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args
 
 
 def _load_line(row: JsonObject, goodput: bool) -> str:
-    """Return the line of a load, with the answers a second that met the targets if ``goodput``."""
+    """Return the table's line of a load; with ``goodput`` it has the answers per second that met the targets."""
     from minivllm.lab.bench.repeats import with_bounds
 
     rate = row["request_rate"]

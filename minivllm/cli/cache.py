@@ -1,4 +1,4 @@
-"""``minivllm cache``: the files of the tier on a disk."""
+"""``minivllm cache``: list and verify the files of the KV cache on a disk, export and import prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT = "~/.cache/minivllm/kv"
 
 
 def add_commands(command: Any) -> None:
-    """Add ``cache``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``cache``; ``command(name, ...)`` makes its parser."""
     text = "List and verify the files of the store disk, and move saved prefixes to another machine."
     sub = command("cache", "cli.cache:cache", text)
     sub.add_argument("verb", choices=VERBS, help="export NAME FILE, import FILE")
@@ -51,7 +51,7 @@ def cache(args: argparse.Namespace) -> int:
 
 
 def _line(one: Any, verify: bool) -> str:
-    """Return the line about the files of a model."""
+    """Return the line about the cache files of a model; with ``verify`` it has the number of damaged pages."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
     text = f"{one.folder.name[:12]}  {one.pages:,} pages  {one.bytes / 1e6:,.1f} MB in {one.files} files  {when}"
     if verify:

@@ -50,23 +50,23 @@ def say(text: str) -> None:
 
 @dataclass
 class TerminalChat:
-    """The messages of a conversation.  ``ended`` is True once /exit was typed."""
+    """The messages of a conversation so far.  ``ended`` is True once the user has typed /exit."""
 
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
     ended: bool = False
 
     def with_question(self, text: str) -> list[dict[str, str]]:
-        """Return the messages of a request: system message, earlier turns and the question."""
+        """Return the messages of a request: the system message, the earlier turns and the question."""
         begin = [{"role": "system", "content": self.system}] if self.system else []
         return [*begin, *self.turns, {"role": "user", "content": text}]
 
     def keep(self, question: str, answer: str) -> None:
-        """Add a finished turn."""
+        """Add a finished turn, a question with its answer, to the conversation."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str, source: ChatSource) -> bool:
-        """Run a line that is a command.  Returns False for a line that is a message."""
+        """Run a line if it is a command such as /save; return False for a line that is a message."""
         word, _, rest = line.partition(" ")
         word, rest = ALIASES.get(word, word), rest.strip()
         run = {"/set": self._set, "/save": self._save, "/load": self._load}.get(word)
@@ -93,14 +93,14 @@ class TerminalChat:
             say(_table(source.stats()))
         elif word == "/exit":
             self.ended = True
-        elif re.fullmatch(r"/[A-Za-z?]+", line):  # a path or a sentence is a message
+        elif re.fullmatch(r"/[A-Za-z?]+", line):  # a line that looks like a path or a sentence is a message
             say(f"There is no command {shown(line)}.\n{HELP}")
         else:
             return False
         return True
 
     def _set(self, rest: str, source: ChatSource) -> None:
-        """Show or change the sampling parameters."""
+        """Show the sampling parameters, or change one of them as ``rest`` says."""
         name, _, text = rest.partition(" ")
         text = text.strip()
         if not name:
@@ -119,7 +119,7 @@ class TerminalChat:
         say(f"{name} is {text or 'default'}.")
 
     def _save(self, path: str, source: ChatSource) -> None:
-        """Write the conversation to a file that is not there yet."""
+        """Write the conversation to a new file; an existing file is not overwritten."""
         if not path:
             raise ConfigError("/save: expected the name of a file")
         data = {"system": self.system, "messages": self.turns, "sampling": source.sampling}
@@ -133,7 +133,7 @@ class TerminalChat:
         say(f"{len(self.turns)} messages are in {path}.")
 
     def _load(self, path: str, source: ChatSource) -> None:
-        """Read a conversation, in place of the present one."""
+        """Read a conversation from a file, in place of the present one."""
         if not path:
             raise ConfigError("/load: expected the name of a file")
         text = files.read_given(path, name=f"/load {shown(path)}")
@@ -151,7 +151,7 @@ class TerminalChat:
 
 
 def _number(name: str, text: str) -> Any:
-    """Return the value of a sampling parameter.  RequestError for another text."""
+    """Return the value of a sampling parameter in a text.  RequestError for a wrong text."""
     try:
         return KINDS[name](text)
     except ValueError:
@@ -160,7 +160,7 @@ def _number(name: str, text: str) -> Any:
 
 
 def _table(values: dict[str, Any]) -> str:
-    """Return the plain values as aligned lines.  Values that are tables or lists are left out."""
+    """Return the values that are numbers or texts, by name, as aligned lines; tables and lists are left out."""
     plain = {name: value for name, value in values.items() if not isinstance(value, (dict, list))}
     width = max(map(len, plain), default=0)
     return "\n".join(f"{name:{width}}  {value}" for name, value in plain.items())
@@ -179,7 +179,7 @@ def chat(args: argparse.Namespace) -> int:
     local = LocalSource(None, dict(loaded.sampling), view_of(args.plain))
     local.check(local.sampling)  # raises for wrong parameters before the model is loaded
     with open_llm(loaded, args) as llm:
-        # without a limit, so that an answer ends at its end token or at the end of the context
+        # no limit on its length, so that an answer ends at its end token or at the end of the context
         sampling = {"max_tokens": None}
         local.sampling = {**sampling, **llm.resolved.sampling, **loaded.sampling}
         local.llm = llm
@@ -188,7 +188,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def server_of(args: argparse.Namespace) -> Server:
-    """Return the server of ``--url``.  ConfigError for flags of an engine."""
+    """Return the server of ``--url`` as a source of answers.  ConfigError for flags that are for an engine."""
     engine_flags = {"--config": args.config, "--set": args.set, "--allow-target": args.allow_target}
     engine_flags |= {"--hf-overrides": args.hf_overrides, "--record": args.record, "--regex": args.regex}
     for flag, value in engine_flags.items():
@@ -207,7 +207,7 @@ def server_of(args: argparse.Namespace) -> Server:
 
 
 def talk(args: argparse.Namespace, source: ChatSource) -> None:
-    """Read messages and answer them until the input ends."""
+    """Read messages and show an answer to each until the input ends."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     conversation = TerminalChat(args.system or "")
     read = make_reader(terminal, COMMANDS)

@@ -15,18 +15,18 @@ from pathlib import Path
 from minivllm.cli.commands import read_stdin
 
 QUOTES = '"""'
-# largest size in bytes of a history file that is read; a longer file is replaced by a new one
+# largest size in bytes of a file of earlier messages that is read; a larger file is replaced by a new one
 LONGEST_HISTORY = 1 << 20
 
 
 def history_path() -> Path:
-    """Return the file of earlier messages."""
+    """Return the path of the file with earlier messages."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "minivllm" / "chat_history"
 
 
 class InputLines:
-    """Messages of standard input.  ``terminal`` shows a prompt."""
+    """Read messages from standard input.  ``terminal`` means that a prompt is shown."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal
@@ -50,7 +50,7 @@ class InputLines:
         return text.strip()
 
     def _quoted(self) -> str:
-        """Return the lines up to the next three quotes."""
+        """Return the lines of a message up to the line with three quotes."""
         lines = []
         while line := self._line(". "):
             if line.strip() == QUOTES:
@@ -60,7 +60,7 @@ class InputLines:
 
 
 class Toolkit:
-    """Messages of a terminal, read by prompt_toolkit."""
+    """Read messages on a terminal with the package prompt_toolkit."""
 
     def __init__(self, commands: Sequence[str]) -> None:
         from prompt_toolkit import PromptSession

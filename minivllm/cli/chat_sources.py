@@ -1,4 +1,4 @@
-"""Where the answers of ``minivllm chat`` come from: an engine in this process, or a server with OpenAI's API."""
+"""The sources of answers for ``minivllm chat``: an engine in this process, or a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm.errors import ConfigError, ResourceError, shown
 
 Messages = list[dict[str, str]]
 TIMEOUT = 600.0  # seconds without a byte from a server
-MOST_ERROR = 100_000  # bytes of a server's error that are read
+MOST_ERROR = 100_000  # number of bytes of a server's error response that are read
 # sampling parameters that /set can change -> their names in a request of OpenAI's API
 KINDS: dict[str, type] = {
     "max_tokens": int,
@@ -33,7 +33,7 @@ KINDS: dict[str, type] = {
 
 @dataclass
 class Facts:
-    """Token counts and times of an answer.  Times are in seconds, None if the source has none."""
+    """Token counts and times of an answer, in seconds; a time is None if the source does not report it."""
 
     prompt: int = 0
     cached: int = 0
@@ -45,7 +45,7 @@ class Facts:
     thought: str = ""  # the reasoning, if the source returns it apart from the answer
 
     def why(self) -> str:
-        """Return the figures as sentences."""
+        """Return the counts and times as lines of text, for the command /why."""
         rate = (self.tokens - 1) / (self.seconds - self.first) if self.seconds > self.first and self.tokens > 1 else 0.0
         lines = [f"prompt     {self.prompt} tokens, of which {self.cached} were a prefix hit and were not computed"]
         if self.waited is not None:
@@ -58,14 +58,17 @@ class Facts:
 
 
 class ChatSource(Protocol):
-    """Answers conversations.  ``last`` has the figures of the last answer, ``partial`` its text so far."""
+    """A source of answers.
+
+    ``last`` has the counts and times of the last answer, ``partial`` its text so far.
+    """
 
     last: Facts | None
     partial: str
     sampling: dict[str, Any]
 
     def answer(self, messages: Messages) -> str:
-        """Show an answer while it is generated, and return it.  A KeyboardInterrupt ends the answer."""
+        """Show an answer while it is generated, and return its text.  A KeyboardInterrupt stops the answer."""
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         """Raise RequestError for sampling parameters that are not valid."""
@@ -75,11 +78,11 @@ class ChatSource(Protocol):
 
 
 class LocalSource:
-    """Answers by an engine in this process."""
+    """Answer with an engine in this process."""
 
     def __init__(self, llm: Any, sampling: dict[str, Any], view: AnswerView) -> None:
         self.llm, self.sampling, self._view = llm, sampling, view
-        self._parser: Any = None  # the parser of replies with reasoning
+        self._parser: Any = None  # the parser that separates the reasoning from a reply, None if the model has none
         self._parser_found = False
         self.last: Facts | None = None
         self.partial = ""
@@ -105,7 +108,10 @@ class LocalSource:
             facts.thought = view.thoughts
 
     def _separated(self, messages: Messages) -> Separated:
-        """Return the receiver of an answer.  A plain view shows reasoning as the model wrote it."""
+        """Return an object that passes the pieces of an answer to the view.
+
+        It separates the reasoning, except for a plain view, which shows reasoning as the model wrote it.
+        """
         if isinstance(self._view, PlainView):
             return Separated(self._view, None)
         if not self._parser_found:
@@ -116,7 +122,7 @@ class LocalSource:
         return Separated(self._view, self._parser, self._parser.opens(prompt[-TAIL:]))
 
     def _noted(self, pieces: Iterator[Any], facts: Facts) -> Iterator[Any]:
-        """Yield pieces, and note their text and facts."""
+        """Yield the pieces of an answer, and add their text to ``partial`` and their counts to ``facts``."""
         begin = time.monotonic()
         self.partial = ""
         for piece in pieces:
@@ -135,7 +141,7 @@ class LocalSource:
 
 
 def _note_output(output: Any, facts: Facts) -> None:
-    """Note the figures of a finished request."""
+    """Copy the counts and times of a finished request to ``facts``."""
     metrics = output.metrics
     facts.prompt = len(output.prompt_token_ids)
     facts.cached = output.num_cached_tokens
@@ -145,7 +151,7 @@ def _note_output(output: Any, facts: Facts) -> None:
 
 
 class Server:
-    """Answers by a server with OpenAI's API.  ``url`` ends with or without /v1."""
+    """Answer with a server that has OpenAI's API.  ``url`` ends with or without /v1."""
 
     def __init__(self, url: str, key: str, model: str | None, sampling: dict[str, Any], view: AnswerView) -> None:
         parts = urlsplit(url)
@@ -162,7 +168,7 @@ class Server:
         self.model = model if model is not None else self._first_model()
 
     def _first_model(self) -> str:
-        """Return the first model of the server."""
+        """Return the name of the first model that the server lists."""
         with self._open("/models") as answer:
             found = json.load(answer)
         names = [card["id"] for card in found.get("data", [])]
@@ -171,7 +177,7 @@ class Server:
         return names[0]
 
     def _open(self, path: str, body: Any = None) -> Any:
-        """Send a request and return the open answer.  ResourceError with the server's message."""
+        """Send a request, and return its open HTTP response.  ResourceError with the server's message if it fails."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, self._headers)
         try:
@@ -214,7 +220,7 @@ class Server:
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a stream of server-sent events."""
+    """Yield the JSON objects of a stream of server-sent events."""
     for line in lines:
         if not line.startswith(b"data:"):
             continue
@@ -225,7 +231,7 @@ def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> tuple[str, str]:
-    """Note the figures of an event of a stream, and return its text and its reasoning."""
+    """Copy the counts and times in an event to ``facts``, and return the text and the reasoning of the event."""
     usage = event.get("usage") or {}
     if usage:
         facts.prompt = usage.get("prompt_tokens", 0)
@@ -243,7 +249,7 @@ def _note_event(event: Mapping[str, Any], facts: Facts, seconds: float) -> tuple
 
 
 def _message(text: str) -> str:
-    """Return the message of an error in JSON, else the text's beginning."""
+    """Return the message in the JSON of a server's error, or the start of the text if it is no JSON."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

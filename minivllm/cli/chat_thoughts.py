@@ -13,11 +13,11 @@ from minivllm.runtime.replies import ReplyContext, ReplyParser, Said, Thought, d
 if TYPE_CHECKING:
     from minivllm.cli.answer_views import AnswerView
 
-TAIL = 400  # number of last characters of a prompt that are searched for the start of the reasoning
+TAIL = 400  # number of last characters of a prompt in which the start of the reasoning is searched
 
 
 def parser_of(tokenizer: Any) -> ReplyParser | None:
-    """Return the parser of a model's replies, None if they have no reasoning that it finds."""
+    """Return a parser that separates the reasoning of a model's replies; None if the format is unknown or has none."""
     name, _ = detect(tokenizer.written, tokenizer.response_template)
     registry = Catalog.discover()["parser"]
     try:
@@ -29,9 +29,9 @@ def parser_of(tokenizer: Any) -> ReplyParser | None:
 
 
 class Separated:
-    """Passes the text and the reasoning of an answer on to a view.
+    """Separate the reasoning from the pieces of an answer, and pass both on to a view.
 
-    ``reported`` and ``thoughts`` have them so far.  ``opened`` means that the prompt ends within the reasoning.
+    ``thoughts`` has the reasoning so far.  ``opened`` means that the prompt ends within the reasoning.
     """
 
     def __init__(self, view: AnswerView, parser: ReplyParser | None, opened: bool = False) -> None:
@@ -40,19 +40,19 @@ class Separated:
         self.thoughts = ""
 
     def text(self, piece: str) -> None:
-        """Pass on a piece of an answer as the model wrote it."""
+        """Take a piece of an answer as the model wrote it."""
         if self._reply is None:
             self._view.text(piece)
         else:
             self._pass(self._reply.feed(piece))
 
     def thought(self, piece: str) -> None:
-        """Pass on a piece of the reasoning."""
+        """Pass a piece of the reasoning on to the view."""
         self.thoughts += piece
         self._view.thought(piece)
 
     def end(self) -> None:
-        """Pass on the rest."""
+        """Pass the rest of the answer on to the view, and end the answer."""
         reply, self._reply = self._reply, None
         try:
             if reply is not None:

@@ -29,7 +29,7 @@ LONGEST_INPUT = 1 << 24  # largest number of characters of a prompt from standar
 
 
 def with_flags(args: argparse.Namespace, loaded: Loaded) -> Loaded:
-    """Return the configuration with the sampling flags laid over its ``[sampling]`` table."""
+    """Return the configuration with the values of the sampling flags in its ``[sampling]`` table."""
     names = [name for name, _, _ in SAMPLING]
     flags = {name: getattr(args, name) for name in (*names, "stop") if getattr(args, name) is not None}
     if args.json_schema is not None or args.regex is not None:
@@ -55,14 +55,14 @@ def failure(message: str, engine: Any = None) -> MinivllmError:
 def write_stream(
     pieces: Iterable[Any], engine: Any = None, most: int | None = None, view: Answered | None = None
 ) -> str:
-    """Show the pieces of an answer as they arrive, then write figures to standard error; return the text.
+    """Show an answer as its pieces arrive, then write its counts and times to standard error; return its text.
 
     ``most`` is max_tokens of the request.  ``view`` None writes plain text to standard output.  The error of a failed
     request is raised as ``failure`` makes it.
     """
     view = PlainView() if view is None else view
     start = time.perf_counter()
-    first = 0.0  # seconds until the first token
+    first = 0.0  # seconds until the first token arrived
     tokens = 0
     text = ""
     last = None
@@ -87,7 +87,7 @@ def write_stream(
 
 
 def cut_off(tokens: int, most: int | None, engine: Any) -> str:
-    """Return a message that an answer was cut off after ``tokens`` tokens, and which limit it reached."""
+    """Return a message that an answer was cut off after ``tokens`` tokens, with the limit that it reached."""
     if tokens == most or engine is None:
         return f"the answer was cut off after {tokens} tokens; --max-tokens N allows more"
     room = f"max_model_len={engine.wiring.max_model_len}, a KV cache of {engine.cache.pools[0].total - 1} blocks"
@@ -99,7 +99,7 @@ def generate(args: argparse.Namespace) -> int:
     from minivllm.core.interfaces.params import SamplingParams
 
     loaded = with_flags(args, load(args))
-    SamplingParams.make(**loaded.sampling)  # raises for wrong parameters before the model is loaded
+    SamplingParams.make(**loaded.sampling)  # raises an error for wrong parameters before the model is loaded
     prompt = args.prompt
     if prompt is None:
         if sys.stdin.isatty():
@@ -109,7 +109,7 @@ def generate(args: argparse.Namespace) -> int:
     with open_llm(loaded, args) as llm:
         params = llm.get_default_sampling_params()
         question: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
-        if params.n > 1:  # Several texts are printed one after another, because their pieces would be mixed.
+        if params.n > 1:  # several texts are printed one after another, because their pieces would be mixed
             complete = llm.chat if args.chat else llm.generate
             answer = complete(question, params, use_tqdm=False)[0]
             if answer.error:
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     loaded, batches = workload(loaded, record, args.file)
     path = loaded.run.output
     if path:
-        # checked before the work starts; the content of an existing file stays until results are written
+        # checked before the work starts; an existing file keeps its content until results are written
         files.check_output(path)
     if record is not None:
         recording.check_recorded(record, loaded, args)
@@ -179,10 +179,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple[list[Any], Any, Any]]]:
-    """Return the configuration with all prompts in it, and (prompts, sampling parameters, taps) of each engine call.
+    """Return the configuration with all prompts, and (prompts, sampling parameters, taps) of each engine call.
 
-    ``record`` is the recorded run to repeat, None for an experiment file.  Reading taps of recorded requests are set
-    again, because they change how a request is computed; the results do not show their values.  ConfigError if the
+    ``record`` is the recorded run to repeat, None for an experiment file.  Taps that the recorded requests read are
+    set again, because they change how a request is computed; the results do not show their values.  ConfigError if the
     file names no prompts.
     """
     from minivllm.core.interfaces.params import SamplingParams
@@ -197,7 +197,7 @@ def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple
         if run.chat:
             questions = [[{"role": "user", "content": prompt}] for prompt in prompts]
         run = run.model_copy(update={"prompts": prompts, "prompts_file": None})
-        SamplingParams.make(**loaded.sampling)  # raises for wrong parameters before the model is loaded
+        SamplingParams.make(**loaded.sampling)  # raises an error for wrong parameters before the model is loaded
         return replace(loaded, run=run), [(questions, None, None)]
     if record is None:
         raise ConfigError(f"{path}: nothing to run: expected prompts or prompts_file in the [run] table")
@@ -211,7 +211,7 @@ def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple
 
 
 def result(prompt: str, output: Any) -> dict[str, Any]:
-    """Return the JSON object of a line of results."""
+    """Return the result of a request as a JSON object, for a line of the result file."""
     texts = []
     for sequence in output.outputs:
         texts.append(
@@ -229,7 +229,10 @@ def result(prompt: str, output: Any) -> dict[str, Any]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Return the prompts of a file, one a line; a line of a .jsonl file is a string or an object with a ``prompt``."""
+    """Read the prompts of a file, one per line.
+
+    A line of a .jsonl file is a string or an object with a ``prompt``.
+    """
     prompts = []
     for number, line in enumerate(files.read_lines(path), 1):
         if not line.strip():

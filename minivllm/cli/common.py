@@ -1,6 +1,6 @@
-"""Functions of several commands: add common flags, read the configuration, show warnings, open an engine.
+"""Functions that several commands use: add common flags, read the configuration, show warnings, open an engine.
 
-Importing this module imports nothing heavy, because every command imports it to parse the command line.
+Importing this module imports no large package, because every command imports it to parse the command line.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def report(text: str) -> None:
 def config_flags(
     parser: argparse.ArgumentParser, files: str = "later ones win", example: str = "e.g. scheduler.name=fcfs"
 ) -> None:
-    """Add ``--config``, ``--set`` and ``--allow-target``.
+    """Add the flags ``--config``, ``--set`` and ``--allow-target``.
 
-    ``files`` describes in the help how several files are used; ``example`` is the help of ``--set``.
+    ``files`` is a part of the help, about the use of several files; ``example`` is the help of ``--set``.
     """
     add_repeatable(parser, "--config", "FILE", f"TOML, YAML or JSON; {files}")
     add_repeatable(parser, "--set", "KEY=VALUE", example)
@@ -93,10 +93,10 @@ def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, A
 
 
 def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
-    """Return the configuration of a command and print its notes to standard error.
+    """Read the configuration of a command, and print its notes to standard error.
 
-    ``files`` are configuration files among the command's positional arguments.  Only these may have a [run]
-    table, which is for `minivllm run`.
+    ``files`` are configuration files among the command's positional arguments.  Only these may have a [run] table,
+    which is for `minivllm run`.
     """
     flags: JsonObject = {"model": args.model} if args.model is not None else {}
     flags |= target_flags(args)
@@ -109,7 +109,7 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print the notes of a configuration to standard error."""
+    """Print the notes (hints about settings) of a configuration to standard error."""
     for note in notes:
         report(note)
 
@@ -159,7 +159,7 @@ def split_at_commas(text: str, flag: str) -> list[str]:
     """
     parts = [""]
     depth = 0  # of brackets
-    quote = ""  # the quote character that is open
+    quote = ""  # the quote character that is open, "" for none
     escaped = False
     for char in text:
         if quote:
@@ -206,7 +206,7 @@ def show_warnings() -> None:
 
 
 def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
-    """Return the file for the record of this run, None for no record.
+    """Return the file in which this run is recorded, None for no record.
 
     ConfigError if it cannot be written, or if it is the record that `minivllm run` repeats.
     """
@@ -225,12 +225,16 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
-    """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
-    # ``minivllm`` instead of ``minivllm.frontend.llm``, because it sets up the environment before torch is imported
+    """Build the engine of a command.
+
+    Its run is recorded if ``--record`` or the ``[run]`` table names a file.
+    """
+    # imported from ``minivllm``, not ``minivllm.frontend.llm``, because that sets up the environment before torch is
+    # imported
     from minivllm import LLM
     from minivllm.frontend.progress_display import shown
 
-    if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs
+    if logging.lastResort is not None:  # print the errors of hooks, which the engine itself only logs
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
     with shown(getattr(args, "quiet", False)):
         llm = LLM(config=loaded, record=record_path(args, loaded))

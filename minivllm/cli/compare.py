@@ -1,6 +1,6 @@
-"""``minivllm compare``: measure several configurations over the same seeds and compare them with the first.
+"""``minivllm compare``: measure several configurations with the same seeds and compare them with the first one.
 
-Parsing the command imports nothing heavy.
+Parsing the command imports no large package.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.trials import Cell
 
 
-CASES = 20  # default number of cases of a task and seed
+CASES = 20  # number of cases of a task per seed, by default
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``compare``.  ``command`` makes a subparser of ``minivllm``; ``parents`` have flags for it."""
+    """Add the command ``compare``.
+
+    ``command(name, ...)`` makes the parser of a command; ``parents`` have flags for it.
+    """
     text = "Compare configurations over seeds: speed, memory, energy and quality, with tests against the first."
     sub = command("compare", "cli.compare:compare", text, *parents)
     sub.add_argument("file", nargs="*", help="TOML, YAML or JSON, one configuration each")
@@ -77,7 +80,11 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Contender:
-    """A configuration to compare.  ``bill`` is its bill of materials; ``key`` identifies its runs in the store."""
+    """A configuration to compare.
+
+    ``bill`` is its bill of materials (versions and hashes of all parts).  ``key`` identifies its runs in the result
+    store.
+    """
 
     name: str
     args: argparse.Namespace
@@ -115,7 +122,10 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def _identify(found: Sequence[Contender], work: ContenderWork) -> None:
-    """Fill in the bill of materials and the key of each contender.  ConfigError if two are the same configuration."""
+    """Set the bill of materials and the key of each contender (configuration to compare).
+
+    ConfigError if two are the same configuration.
+    """
     by_key: dict[str, str] = {}
     for contender in found:
         contender.bill, contender.key = work.identity(contender)
@@ -127,9 +137,9 @@ def _identify(found: Sequence[Contender], work: ContenderWork) -> None:
 
 
 def _measure(found: Sequence[Contender], work: ContenderWork) -> dict[str, str]:
-    """Make the missing runs and return the error of each contender that failed.
+    """Make the missing runs, and return the error of each contender (configuration to compare) that failed.
 
-    Raises the error of the first contender, because the others are compared with it.
+    Raise the error of the first contender, because the others are compared with it.
     """
     from minivllm.lab.bench import trials
 
@@ -137,7 +147,7 @@ def _measure(found: Sequence[Contender], work: ContenderWork) -> dict[str, str]:
     first = found[0]
     todo = [contender for contender in found if not work.done(contender)]
     if todo and args.quality_tokens and work.reference() is None and first not in todo:
-        # the token distributions of the first contender are the reference for the quality of the others
+        # the token distributions of the first configuration are the reference for the quality of the other ones
         todo.insert(0, first)
     by_name = {contender.name: contender for contender in found}
     # error texts instead of exceptions, because an exception would keep the memory of its engine alive
@@ -164,13 +174,13 @@ def _measure(found: Sequence[Contender], work: ContenderWork) -> dict[str, str]:
     cells = []
     for contender in todo:
         cells.append(trials.Cell(contender.name, functools.partial(open_llm, contender.loaded, contender.args)))
-    # With a store, each run gets a new engine: a later call cannot continue with the state of an earlier engine.
+    # with a result store, each run gets a new engine: a later call cannot continue with the state of an earlier engine
     trials.Trials(once, warm, stored, failing).measure(cells, args.seeds, args.in_turns, apart=bool(args.results))
     return failed
 
 
 def _print(found: Sequence[Contender], work: ContenderWork, failed: dict[str, str]) -> int:
-    """Print the table of the contenders that did not fail, and return the exit code."""
+    """Print the table of the configurations that did not fail, and return the exit code."""
     from minivllm.frontend.record import diff
     from minivllm.lab.bench import comparing, trials
 
@@ -212,13 +222,13 @@ def check(args: argparse.Namespace) -> None:
 
 @dataclass
 class ContenderWork:
-    """The measurements of each contender.  Each result is stored as soon as it is measured."""
+    """The measurements of all compared configurations.  Each result is stored as soon as it is measured."""
 
     args: argparse.Namespace
     requests: RequestsBySeed
     store: Store
     text: str  # text whose perplexity is measured; "" measures none
-    first: Contender  # the contender with which the others are compared
+    first: Contender  # the configuration with which the other ones are compared
     lm_eval: JsonObject = field(default_factory=dict)  # the loaded tasks of lm-eval
     scores: TextScores | None = None  # those of ``first``
 
@@ -230,7 +240,7 @@ class ContenderWork:
         return lm_tasks.identity(self.lm_eval)
 
     def identity(self, contender: Contender) -> tuple[JsonObject, str]:
-        """Return the bill of materials of a contender, and the digest of the bill and of the work to measure."""
+        """Return the bill of materials of a configuration, and a digest of the bill and of the work to measure."""
         from minivllm.lab.bench.store import digest
 
         args = self.args
@@ -249,7 +259,7 @@ class ContenderWork:
         return bill, digest(bill, work)
 
     def stored(self, found: Sequence[Contender]) -> list[JsonObject]:
-        """Return the runs of each contender, and its quality relative to the first."""
+        """Return the stored runs of each configuration, and its quality relative to the first one."""
         results = []
         for contender in found:
             stored = self.store.of(contender.key)
@@ -257,14 +267,14 @@ class ContenderWork:
         return results
 
     def done(self, contender: Contender) -> bool:
-        """Return whether the store has all runs of a contender, and its quality if a text is scored."""
+        """Return whether the store has all runs of a configuration, and its quality if a text is scored."""
         stored = self.store.of(contender.key)
         if any(str(seed) not in stored["runs"] for seed in self.args.seeds):
             return False
         return not self.text or self.first.key in stored["quality"]
 
     def reference(self) -> TextScores | None:
-        """Return the token distributions of the first contender over the text, or None before they are measured."""
+        """Return the token distributions of the first configuration over the text, or None before they are measured."""
         from minivllm.lab.bench.quality import TextScores
 
         if self.scores is None:
@@ -274,19 +284,24 @@ class ContenderWork:
         return self.scores
 
     def complete(self, contender: Contender, seed: int) -> bool:
-        """Return whether nothing is left to measure for a seed.  Quality is measured with the first seed."""
+        """Return whether nothing is left to measure of a configuration for a seed.
+
+        Quality is measured with the first seed.
+        """
         if str(seed) not in self.store.of(contender.key)["runs"]:
             return False
         return seed != self.args.seeds[0] or not self.text or self.scored(contender)
 
     def scored(self, contender: Contender) -> bool:
-        """Return whether the quality of a contender is measured.  For the first contender this includes its token
-        distributions."""
+        """Return whether the quality of a configuration is stored.
+
+        For the first configuration this includes its token distributions.
+        """
         known = self.first.key in self.store.of(contender.key)["quality"]
         return known and (contender is not self.first or self.reference() is not None)
 
     def warm(self, contender: Contender, llm: Any) -> None:
-        """Measure the quality of a contender if it is not stored, then make the warm-up runs."""
+        """Measure the quality of a configuration unless it is stored, then make the warm-up runs."""
         from minivllm.lab.bench import trials
 
         if not self.scored(contender):
@@ -297,7 +312,7 @@ class ContenderWork:
             trials.run(llm, self.requests(seed), self.args.temperature, seed, watch)
 
     def once(self, contender: Contender, llm: Any, seed: int) -> None:
-        """Make and store the run of a seed, unless the store has it."""
+        """Make and store the run of a seed on the engine of a configuration, unless the store has it."""
         from minivllm.lab.bench import lm_tasks, quality, trials
 
         args = self.args
@@ -321,7 +336,7 @@ class ContenderWork:
         progress(f"{brief(contender.name)}, seed {seed}: {figures['output_throughput']:.1f} tokens/s")
 
     def _quality(self, contender: Contender, llm: Any) -> None:
-        """Score the text with a contender's engine and store the summary relative to the first contender."""
+        """Score the text with the engine of a configuration, and store the summary relative to the first."""
         from minivllm.lab.bench import quality
 
         if not self.text:
@@ -340,7 +355,7 @@ class ContenderWork:
         reference = self.reference()
         if reference is not None:
             summary = quality.summary(scores, reference)
-        else:  # the first contender could not be scored; a perplexity needs no reference
+        else:  # the first configuration could not be scored; a perplexity needs no reference
             summary = quality.summary(scores, scores)
             summary = {key: value for key, value in summary.items() if key not in quality.RELATIVE}
         self.store.keep_quality(contender.key, first, summary)
@@ -373,7 +388,10 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 def _cases(args: argparse.Namespace) -> list[tuple[str, list[str], list[str]]]:
-    """Return (name, files, ``--set`` settings) of each configuration.  Raise the ConfigErrors of ``contenders``."""
+    """Return (name, files, ``--set`` settings) of each configuration to compare.
+
+    ConfigError if there are fewer than two, or if two are equal.
+    """
     if args.sweep and len(args.file) > 1:
         raise ConfigError(f"--sweep: expected at most one file to begin with, not {len(args.file)}")
     if not args.sweep and len(args.file) < 2:
@@ -404,7 +422,7 @@ def unused_tables(loaded: Loaded) -> str:
 
 
 def _values(text: str) -> list[str]:
-    """Return ``key=value`` settings from a ``--sweep`` argument ``key=value,value``.  ConfigError."""
+    """Return the ``key=value`` settings of a ``--sweep`` argument ``key=value,value``.  ConfigError."""
     key, equals, values = text.partition("=")
     choices = split_at_commas(values, f"--sweep {shown(text)}")
     if not equals or not key.strip() or not all(choices):

@@ -1,6 +1,6 @@
-"""``minivllm compare-hf``: compare a model's operations with those of transformers.
+"""``minivllm compare-hf``: compare the outputs of a model's operations with those of transformers.
 
-Parsing the command imports nothing heavy.
+Parsing the command imports no large package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_commands(command: Any) -> None:
-    """Add ``compare-hf``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``compare-hf``; ``command(name, ...)`` makes its parser."""
     text = "Compare each operation of a model with that of transformers; exit code 5 if an error is above its bound."
     sub = command("compare-hf", "cli.compare_hf:compare", text)
     sub.add_argument("model", help="a directory, a Hugging Face id, or pocket")

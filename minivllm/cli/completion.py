@@ -32,7 +32,10 @@ ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def add_commands(command: Any, parser: argparse.ArgumentParser) -> None:
-    """Add ``completion``.  ``command`` makes a subparser of ``parser``, whose words are completed."""
+    """Add the command ``completion``.
+
+    ``command(name, ...)`` makes its parser; the script completes the words of ``parser``.
+    """
     text = 'Print a script that completes commands and flags: eval "$(minivllm completion bash)".'
     sub = command("completion", "cli.completion:completion", text)
     sub.add_argument("shell", choices=SHELLS)
@@ -47,7 +50,7 @@ def completion(args: argparse.Namespace) -> int:
 
 
 def words_of(parser: Any) -> dict[str, list[str]]:
-    """Return the words that may follow each command: its flags, choices and subcommands."""
+    """Return the words that may follow each command, by command: its flags, choices and subcommands."""
     found = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -57,7 +60,7 @@ def words_of(parser: Any) -> dict[str, list[str]]:
 
 
 def _words(parser: Any) -> list[str]:
-    """Return the words of one command."""
+    """Return the flags, choices and subcommands of one parser."""
     words: list[str] = []
     for action in parser.filled()._actions:
         words += [flag for flag in action.option_strings if flag.startswith("--")]
@@ -67,14 +70,14 @@ def _words(parser: Any) -> list[str]:
 
 
 def bash(words: dict[str, list[str]], zsh: bool = False) -> str:
-    """Return the script of bash, which zsh runs too."""
+    """Return the completion script for bash; ``zsh`` adds the lines with which zsh can run it."""
     cases = [f'      {name}) words="{" ".join(found)}" ;;' for name, found in words.items()]
     script = BASH.format(commands=" ".join(words), cases="\n".join(cases))
     return ZSH + script if zsh else script
 
 
 def fish(words: dict[str, list[str]]) -> str:
-    """Return the script of fish."""
+    """Return the completion script for fish."""
     lines = [f"complete -c minivllm -f -n __fish_use_subcommand -a '{' '.join(words)}'"]
     for name, found in words.items():
         for word in found:

@@ -1,6 +1,6 @@
-"""The commands about configuration: ``minivllm config show`` and ``minivllm schema``.
+"""The commands ``minivllm config show`` and ``minivllm schema``.
 
-Parsing them imports nothing heavy.  Running them imports no torch.
+Parsing them imports no large package.  Running them imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add ``config`` and ``schema``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the commands ``config`` and ``schema``.
+
+    ``command(name, ...)`` makes the parser of a command; ``wiring`` and ``common`` have flags for them.
+    """
     group = command("config", "cli.config:show", "Show a configuration with its files, settings and defaults merged.")
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
     text = "Every option with its value, as TOML that can be read again or as JSON."
@@ -59,10 +62,10 @@ def show(args: argparse.Namespace) -> int:
 
 
 def plugin_finder(allow_targets: list[str]) -> Callable[[ShownValue], Entry | str | None]:
-    """Return a function from a configuration value to the entry of the plug-in that the value names.
+    """Return a function that finds the registry entry of the plug-in that a configuration value names.
 
-    The function returns None for ``auto`` and for values that are not plug-in names, and the reason as a text if the
-    plug-in cannot be found.
+    It returns None for ``auto`` and for values that are not plug-in names, and the reason as a text if the plug-in
+    cannot be found.
     """
     from minivllm.registration.spec import KINDS, OPTION_OF
     from minivllm.registry import Catalog

@@ -2,8 +2,8 @@
 
 device     the devices, and which of them can read each other's memory
 memory     shared memory, which carries plans and results between processes
-processes  messages to another process and back, in the way of a step's plan and result
-ranks      several processes meet and sum; the sums are checked
+processes  messages to another process and back, like a step's plan and result
+ranks      several processes connect and sum tensors; the sums are checked
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from minivllm.runtime.processes.channel import shared_file
 from minivllm.runtime.processes.child import Child, ChildEnded
 
 PROBE = "minivllm.plugins.executor.probe:main"
-ECHO, MEET = 1, 2  # kinds of the probe's messages
+ECHO, MEET = 1, 2  # kinds of messages to a probe process: send the message back, and connect with the other processes
 SIZE = 64 << 20  # bytes of shared memory that are written
 ECHOES = 200
 STARTING = 60.0  # time limit in seconds for the first message of a process
 MOST = 8  # ranks
-Lines = Iterator[tuple[str, str]]  # (name of the check, text); a further line of the same check has the name ""
+# (name of the check, line of its report); a further line of the same check has the name ""
+Lines = Iterator[tuple[str, str]]
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add ``doctor``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``doctor``; ``command(name, ...)`` makes its parser."""
     text = "Test and measure the parts of this machine that an engine of several processes uses."
     sub = command("doctor", "cli.doctor:doctor", text)
     sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -66,7 +67,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _versions(device: Device, ranks: int, seconds: float) -> Lines:
-    """Check the versions, and that torch has the library by which processes sum."""
+    """Report the versions, and fail unless torch has the library by which processes sum tensors."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +118,7 @@ def _memory(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _processes(device: Device, ranks: int, seconds: float) -> Lines:
-    """Start a process for each rank and time messages to the first; with several ranks check their sums."""
+    """Start a process per rank, and time messages to the first one; with several ranks check their sums."""
     children: list[Child] = []
     try:
         begun = time.monotonic()
@@ -142,8 +143,10 @@ def _processes(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _sums(children: list[Child], device: Device, seconds: float) -> Lines:
-    """Run the meeting and the sums of the processes, and report the times of the slowest process.  ResourceError if
-    a process failed."""
+    """Make the processes connect and sum tensors, and report the times of the slowest one.
+
+    ResourceError if a process failed.
+    """
     size = len(children)
     file = shared_file(0)
     try:
@@ -165,13 +168,16 @@ def _sums(children: list[Child], device: Device, seconds: float) -> Lines:
 
 
 def _request(child: Child, kind: int, data: bytes, rank: int, seconds: float) -> bytearray:
-    """Send a message to a process and return its answer."""
+    """Send a message of a kind to a process, and return its answer."""
     child.send(kind, [data])
     return _answer(child, rank, seconds)
 
 
 def _answer(child: Child, rank: int, seconds: float) -> bytearray:
-    """Wait for the next message of a process and return it.  ResourceError after ``seconds``; ChildEnded if it died."""
+    """Wait for the next message of a process, and return it.
+
+    ResourceError after ``seconds``; ChildEnded if the process died.
+    """
     end = time.monotonic() + seconds
     while (message := child.receive(wait=False)) is None:
         if (ended := child.ended()) is not None:

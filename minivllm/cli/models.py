@@ -14,13 +14,13 @@ from minivllm.cli.common import add_switch, add_value
 from minivllm.errors import ConfigError, shown
 
 GIB = 1 << 30
-USED = 0.9  # share of a device's memory for weights and the KV cache, the default of the option gpu_memory_utilization
-LEAST_TOKENS = 2048  # tokens of KV cache that a model should have room for
+USED = 0.9  # default of the option gpu_memory_utilization: share of a device's memory for weights and the KV cache
+LEAST_TOKENS = 2048  # tokens for which the KV cache should have room, at least
 KV_BYTES = 2  # bytes of an element of the KV cache
 PACKAGED = {"pocket": "model", "pocket-draft": "draft"}
 WEIGHTS = {"safetensors": "*.safetensors", "pt": "pytorch_model*.bin", "gguf": "*.gguf"}
-DEPTH = 3  # number of levels of subfolders that are searched for models
-MOST = 1000  # models that are listed
+DEPTH = 3  # number of levels of subfolders in which models are searched
+MOST = 1000  # most models that are listed
 
 
 @dataclass
@@ -37,7 +37,7 @@ class LocalModel:
 
 
 def add_commands(command: Any) -> None:
-    """Add ``models``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``models``; ``command(name, ...)`` makes its parser."""
     text = "List the models on this machine: packaged, in the cache of the Hugging Face hub, and in folders."
     sub = command("models", "cli.models:models", text)
     sub.add_argument("folders", nargs="*", metavar="FOLDER", help="folders in which models are searched, too")
@@ -75,7 +75,7 @@ def memory_of_device() -> tuple[int, str]:
 
 
 def fits(model: LocalModel, memory: int) -> str:
-    """Return whether a model fits into so many bytes, and why."""
+    """Return whether a model fits into ``memory`` bytes, and why, as a text."""
     if not model.complete:
         return "no: files of its weights are missing; load it once with a network"
     room = memory - model.bytes
@@ -90,12 +90,12 @@ def fits(model: LocalModel, memory: int) -> str:
 
 
 def size_of(count: int) -> str:
-    """Return a number of bytes in MiB or GiB."""
+    """Return a number of bytes as a text in MiB or GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 def local_models(folders: list[str], download_dir: str | None) -> Iterator[LocalModel]:
-    """Yield the packaged models, the models in the cache of the hub, and the models in folders.
+    """Yield the models on this machine: the packaged ones, those in the hub's cache, and those in folders.
 
     ConfigError for a missing folder.
     """
@@ -112,7 +112,7 @@ def local_models(folders: list[str], download_dir: str | None) -> Iterator[Local
 
 
 def hub_cache(download_dir: str | None) -> Path:
-    """Return the cache of the Hugging Face hub."""
+    """Return the cache folder of the Hugging Face hub, which is ``download_dir`` if that is set."""
     if download_dir is not None:
         return Path(download_dir)
     if named := os.environ.get("HF_HUB_CACHE"):
@@ -122,7 +122,7 @@ def hub_cache(download_dir: str | None) -> Path:
 
 
 def _cached(cache: Path) -> Iterator[LocalModel]:
-    """Yield the models of the hub's cache, each with its newest snapshot."""
+    """Yield the models in the hub's cache, each in its newest snapshot."""
     for folder in sorted(cache.glob("models--*--*")):
         snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
         if snapshots:
@@ -131,7 +131,7 @@ def _cached(cache: Path) -> Iterator[LocalModel]:
 
 
 def _below(folder: Path, depth: int) -> Iterator[LocalModel]:
-    """Yield the models in a folder and in the folders below it."""
+    """Yield the models in a folder and in its subfolders, ``depth`` levels deep."""
     for path in sorted(folder.glob("*.gguf")):
         yield LocalModel(str(path), str(path), "-", "gguf", path.stat().st_size, 0, True)
     if (folder / "config.json").is_file():
@@ -142,7 +142,7 @@ def _below(folder: Path, depth: int) -> Iterator[LocalModel]:
 
 
 def _model(name: str, folder: Path) -> Iterator[LocalModel]:
-    """Yield the model of a folder, if there is a description of one."""
+    """Yield the model of a folder if it has a config.json, else nothing."""
     config = _json(folder / "config.json")
     if not config:
         return
@@ -162,7 +162,7 @@ def _model(name: str, folder: Path) -> Iterator[LocalModel]:
 
 
 def _complete(folder: Path, weights: list[Path]) -> bool:
-    """Return whether all files of the weights are there, by the index if there is one."""
+    """Return whether all weight files of a model are there, by the index file if there is one."""
     shards = _json(folder / "model.safetensors.index.json").get("weight_map")
     if not isinstance(shards, dict):
         return bool(weights)
@@ -170,7 +170,7 @@ def _complete(folder: Path, weights: list[Path]) -> bool:
 
 
 def _kv_token(config: Mapping[str, Any]) -> int:
-    """Return the bytes of the keys and values of a token in all layers, 0 if the configuration lacks a size."""
+    """Return the bytes of a token's keys and values in all layers, 0 if the configuration lacks a size."""
     text = config.get("text_config")
     about = text if isinstance(text, dict) else config
     layers, heads = about.get("num_hidden_layers"), about.get("num_attention_heads")
@@ -182,7 +182,7 @@ def _kv_token(config: Mapping[str, Any]) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, {} if there is none."""
+    """Read the JSON object in a file, {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

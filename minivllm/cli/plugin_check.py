@@ -1,4 +1,4 @@
-"""``minivllm plugins check``: import each plug-in in a new process, and report faults and times.
+"""``minivllm plugins check``: import each plug-in in a new process, and report faults and import times.
 
 The new process may crash, hang or print.  This process only receives its report.
 """
@@ -40,8 +40,8 @@ class Report:
 
     entry: Entry
     faults: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()  # packages to install first, which is no fault of the plug-in
-    outdated: tuple[str, ...] = ()  # old import paths in use, which still work, so that is no fault either
+    missing: tuple[str, ...] = ()  # packages to install first; a missing one is no fault of the plug-in
+    outdated: tuple[str, ...] = ()  # old import paths that the plug-in uses; they still work, so this is no fault
     spec_ms: float | None = None
     impl_ms: float | None = None
     heavy_ms: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +69,10 @@ class Report:
 
 
 def check(entries: Sequence[Entry], timeout: float = TIMEOUT, jobs: int = 2) -> Iterable[Report]:
-    """Yield a report for each entry, in order.  ``timeout`` is in seconds for each; ``jobs`` run at once."""
+    """Yield a report for each registry entry, in order.
+
+    ``timeout`` is in seconds for each; ``jobs`` run at once.
+    """
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda entry: check_one(entry, timeout), entries)
 
@@ -103,7 +106,7 @@ def _tail(text: str) -> str:
 
 @dataclass
 class _Findings:
-    """The fields of a report, filled in as the import proceeds."""
+    """The fields of a report, which the new process fills in while it imports the plug-in."""
 
     faults: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -130,12 +133,12 @@ def main(text: str) -> None:
 
 
 def _import(entry: Entry, found: _Findings) -> None:
-    """Import the spec and the implementation of an entry and add what is wrong to ``found``."""
+    """Import the spec and the implementation of an entry, and add the faults to ``found``."""
     kind = KINDS[entry.kind]
     registry = Registry(kind, [entry], [entry.target])
     spec, found.spec_ms = _timed(lambda: registry.spec(entry))
     heavy = [module for module in HEAVY if module in sys.modules]
-    # The target of a local entry is a class, so its spec is in the module of the implementation.
+    # a local entry names a class, so its spec is in the module of the class
     if heavy and entry.dist != "local":
         found.faults.append(f"its spec imports {', '.join(heavy)}: keep the module of the spec, and its package, light")
     found.faults += spec_faults(spec, kind)
@@ -159,14 +162,17 @@ def _import(entry: Entry, found: _Findings) -> None:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of a call and its milliseconds."""
+    """Return the result of a call and its time in milliseconds."""
     start = time.perf_counter()
     result = work()
     return result, round((time.perf_counter() - start) * 1e3, 1)
 
 
 class _Clock:
-    """An import finder that times big libraries.  A library that imports another counts the time of both."""
+    """An import finder that times the import of big libraries.
+
+    A library that imports another one counts the time of both.
+    """
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
@@ -194,7 +200,7 @@ class _Clock:
 
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
-    """Return the faults of a spec: entries that its seam does not declare, and limits that refuse every query."""
+    """Return the faults of a spec: names that its seam does not declare, and limits that refuse every query."""
     from minivllm.core.interfaces.params import is_own  # imports numpy, which must not count as the spec's import
 
     accepting = replace(spec, limits=ANY, needs=(), check=None)

@@ -1,7 +1,7 @@
-"""The commands about plug-ins: ``minivllm plugins ...`` and ``minivllm explain``.  Parsing them imports nothing heavy.
+"""The commands about plug-ins: ``minivllm plugins ...`` and ``minivllm explain``.
 
-A verb of ``plugins`` is a parser and a function that takes the parsed arguments and returns the exit code.  The
-module of the function is imported when the verb is used.
+Parsing them imports no large package.  A verb of ``plugins``, such as ``list``, is a parser and a function that takes
+the parsed arguments and returns the exit code.  The module of the function is imported when the verb is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERBS = {
 
 
 def with_verb(argv: Sequence[str]) -> list[str]:
-    """Return the command line with the verb that it left out: ``plugins SEAM`` is short for ``plugins list SEAM``.
+    """Return the command line with the omitted verb: ``plugins SEAM`` is short for ``plugins list SEAM``.
 
     The same holds for ``plugins`` alone and for ``plugins --flag``.
     """
@@ -48,9 +48,10 @@ def with_verb(argv: Sequence[str]) -> list[str]:
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add the commands ``plugins`` and ``explain``.  ``command`` adds a subparser to ``minivllm``.
+    """Add the commands ``plugins`` and ``explain``.
 
-    ``wiring`` and ``common`` are parent parsers: the flags of the configuration, and ``--debug``.
+    ``command(name, ...)`` makes the parser of a command.  ``wiring`` and ``common`` are parent parsers: the flags of
+    the configuration, and ``--debug``.
     """
     from minivllm.registration.spec import KINDS
 
@@ -93,8 +94,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 def listing(args: argparse.Namespace) -> int:
     """Run ``minivllm plugins list`` and return its exit code.
 
-    Imports the specs of the built-in plug-ins, and those of other packages only with ``--specs``.  A plug-in that is
-    broken is a line of the list, not an error.
+    It imports the specs of the built-in plug-ins, and those of other packages only with ``--specs``.  A plug-in that
+    is broken is a line of the list, not an error.
     """
     from minivllm.registration.spec import check_seam
     from minivllm.registry import Catalog
@@ -150,7 +151,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
-    """Return the entries with a name or package/name, one of each seam that has such an entry.
+    """Return the registry entries with a name or package/name, at most one per seam (kind of plug-in).
 
     PluginError if there is none, or if several packages have the name in one seam.
     """
@@ -170,7 +171,10 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run ``minivllm plugins show`` and return its exit code.  Imports the spec and the model of its options."""
+    """Run ``minivllm plugins show`` and return its exit code.
+
+    It imports the spec of the plug-in and the model of its options.
+    """
     from minivllm.registry import Catalog
 
     catalog = Catalog.discover()
@@ -251,7 +255,7 @@ def _print_report(report: Report) -> None:
 
 
 def _print_end(reports: Sequence[Report], faults: Sequence[Any]) -> None:
-    """Print the faults of packages, and how to test plug-ins further."""
+    """Print the faults of packages, and the command that tests plug-ins further."""
     for fault in faults:
         print(f"{'FAULTY':28}{fault}")
     if not reports:
@@ -264,7 +268,7 @@ def _print_end(reports: Sequence[Report], faults: Sequence[Any]) -> None:
 def explain(args: argparse.Namespace) -> int:
     """Run ``minivllm explain`` and return its exit code.
 
-    If the choice of a seam fails, print the choices before it and the reasons.
+    If the choice of a plug-in for a seam fails, the choices before it and the reasons are printed.
     """
     from minivllm.device.hardware import prepare_environment
     from minivllm.frontend.explaining import explain_loaded
@@ -280,10 +284,10 @@ def explain(args: argparse.Namespace) -> int:
         chosen = choose(loaded.server, tokenizer, loaded.engine.allow_targets)
         return f"{chosen.name}: {chosen.reason}"
 
-    with contextlib.redirect_stdout(sys.stderr):  # keeps prints of imported plug-ins out of the result
+    with contextlib.redirect_stdout(sys.stderr):  # keeps text that imported plug-ins print out of the result
         found = explain_loaded(loaded, weights=weights, parser=None if seam not in (None, "parser") else parser)
         answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
     if found.error is not None and all(seam.chosen is not None for seam in found.of(args.seam)):
-        raise found.error  # the error belongs to another seam than the named one
+        raise found.error  # the error belongs to another seam than the one that the user named
     print(json.dumps(answer, indent=1) if args.json else answer)
     return found.error.exit_code if found.error is not None else 0

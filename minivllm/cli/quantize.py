@@ -1,4 +1,7 @@
-"""``minivllm quantize``: write a model with weights of 4 or 8 bits.  Parsing it imports nothing heavy."""
+"""``minivllm quantize``: write a model with weights of 4 or 8 bits.
+
+Parsing it imports no large package.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from minivllm.cli.common import add_repeatable, add_switch, add_value, report
 
 
 def add_commands(command: Any) -> None:
-    """Add ``quantize``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``quantize``; ``command(name, ...)`` makes its parser."""
     text = "Write a model directory whose linear layers are packed in 4 or 8 bits, as GPTQ's or compressed-tensors'."
     command("quantize", "cli.quantize:quantize", text).fill = _add_arguments
 
@@ -93,7 +96,10 @@ def quantize(args: argparse.Namespace) -> int:
 
 
 def _device(wanted: str | None) -> str:
-    """Return the device to compute on.  None means a GPU if there is one.  ResourceError if a GPU is missing."""
+    """Return the device to compute on; ``wanted`` None means a GPU if there is one.
+
+    ResourceError if a wanted GPU is missing.
+    """
     import torch
 
     from minivllm.errors import ResourceError
@@ -105,6 +111,6 @@ def _device(wanted: str | None) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """Return the first two names, and the number of the others."""
+    """Return the first two names as a text, with the number of the remaining ones."""
     text = ", ".join(names[:2])
     return f"{text} and {len(names) - 2} more" if len(names) > 2 else text

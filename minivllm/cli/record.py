@@ -1,4 +1,4 @@
-"""Records of runs on the command line: ``minivllm diff``, the flag ``--record``, and repeating a recorded run."""
+"""Commands about recorded runs: ``minivllm diff``, the flag ``--record``, and the repetition of a recorded run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 
-UNKNOWN_EXIT = 6  # exit code of diff if the source of a part is unknown, so that a difference would not be seen
+# exit code of ``diff`` if the source of a part is unknown, so that a difference in it would not be seen
+UNKNOWN_EXIT = 6
 
 
 class DifferenceError(MinivllmError):
-    """Two runs differ in more than ``--only`` allows."""
+    """The error of ``diff``: two runs differ in more than ``--only`` allows."""
 
 
 def record_flag() -> argparse.ArgumentParser:
-    """Return a parent parser with ``--record``, for commands that run an engine."""
+    """Return a parser with ``--record``, as an argparse parent for commands that run an engine."""
     parser = argparse.ArgumentParser(add_help=False)
     text = "write the record of this run: its plug-ins with their sources and why they were chosen, and its results"
     add_value(parser, "--record", str, "RUN.JSON", text)
@@ -30,7 +31,7 @@ def record_flag() -> argparse.ArgumentParser:
 
 
 def add_commands(command: Any) -> None:
-    """Add ``diff``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``diff``; ``command(name, ...)`` makes its parser."""
     text = "Print the differences between two recorded runs; the first line is a summary."
     sub = command("diff", "cli.record:diff", text)
     sub.add_argument("a", metavar="A.JSON", help="a record of a run")
@@ -41,7 +42,10 @@ def add_commands(command: Any) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Run ``minivllm diff`` and return its exit code.  DifferenceError if more differs than ``--only`` allows."""
+    """Run ``minivllm diff`` and return its exit code.
+
+    DifferenceError if the runs differ in more than ``--only`` allows.
+    """
     from minivllm.frontend.record import bill
     from minivllm.frontend.record.diff import compare
     from minivllm.frontend.record.diff import report as difference_text
@@ -62,7 +66,10 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _check_only(subjects: Sequence[str], allowed: set[str]) -> None:
-    """Raise DifferenceError if one of ``subjects`` differs that is not allowed.  Report names that do not differ."""
+    """Raise DifferenceError if two runs differ in a subject that is not in ``allowed``.
+
+    ``subjects`` are the differing parts.  Allowed names that do not differ are reported.
+    """
     same = sorted(allowed - set(subjects))
     others = [subject for subject in subjects if subject not in allowed]
     if others:
@@ -75,12 +82,12 @@ def _check_only(subjects: Sequence[str], allowed: set[str]) -> None:
 
 
 def _title(path: str, record: Mapping[str, Any]) -> str:
-    """Return the path, the date and the start of the fingerprint of a record."""
+    """Return the path, the date and the start of the fingerprint of a recorded run, as a title."""
     return f"{path}   {record['created']}   fingerprint {record['fingerprint'][:12]}"
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """Return the record in a file of `minivllm run`, None if the file is an experiment."""
+    """Read the record of a run from a file; None if the file is an experiment for `minivllm run`."""
     from minivllm.frontend.record import bill
 
     return bill.read(path) if path.lower().endswith(".json") and bill.is_record(path) else None
@@ -89,8 +96,8 @@ def read_record(path: str) -> dict[str, Any] | None:
 def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Namespace) -> None:
     """Compare a recorded run with the run that would start now, before a model is loaded.
 
-    Prints notes to standard error.  ConfigError for a difference that the user did not choose, unless
-    ``--force`` is used.
+    Notes are printed to standard error.  ConfigError for a difference that the user did not choose, unless ``--force``
+    is used.
     """
     from minivllm.device.hardware import prepare_environment
 
@@ -105,7 +112,7 @@ def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Nam
 
 
 def print_tokens(record: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
-    """Print whether a repeated run generated the tokens of its record."""
+    """Print whether a repeated run ``now`` generated the tokens of its record."""
     from minivllm.frontend.record.diff import compare
 
     report(f"compared with {path}: {compare(record, now).tokens_text}")

@@ -1,6 +1,6 @@
-"""``minivllm replay``: run a trace through the scheduler and the evictor, without a model.
+"""``minivllm replay``: run a trace of requests through the scheduler and the evictor, without a model.
 
-Parsing the command imports nothing heavy.  Running it imports no torch.
+Parsing the command imports no large package.  Running it imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(command: Any) -> None:
-    """Add ``replay``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``replay``; ``command(name, ...)`` makes its parser."""
     text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
     sub = command("replay", "cli.replay:replay", text)
     sub.add_argument("trace", help="a .csv, a .jsonl, sample:NAME, or synthetic:requests=5000,seed=0,...")
@@ -47,7 +47,7 @@ def add_commands(command: Any) -> None:
 
 
 def part_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags for a part of the trace and for the output of the figures."""
+    """Add the flags that select requests of a trace, and those for the output of the result."""
     add_value(sub, "--requests", str, "A:B", "use only requests A to B-1, by arrival", "")
     text = "write the figures as JSON, for `minivllm report`"
     add_value(sub, "--output-json", str, "FILE", text, "")
@@ -94,7 +94,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def print_figures(row: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Print the figures that hooks added to a run, if there are any."""
+    """Print the figures that hooks plug-ins added to a run, if there are any."""
     from minivllm.runtime.hooks.figures import text
 
     if figures := text(row):
@@ -102,7 +102,7 @@ def print_figures(row: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
-    """Return the plug-ins of ``--evictor`` or ``--scheduler``, read as ``--set`` would read them."""
+    """Return the plug-ins of ``--evictor`` or ``--scheduler``, with the options that ``--set`` gives them."""
     from minivllm.config import load_config
 
     choices = []
@@ -115,7 +115,7 @@ def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
 
 
 def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> list[str]:
-    """Return the ``--set`` argument that names the plug-in of the options in ``sets``, if no other argument names it.
+    """Return the ``--set`` argument that names the plug-in to which the options in ``sets`` belong, if it is missing.
 
     The options belong to the only plug-in of ``--evictor`` or ``--scheduler``, or to the plug-in of ``--set
     SEAM.name``.  ConfigError if several plug-ins are possible, or if the flag also has options of this plug-in.
@@ -140,9 +140,9 @@ def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> l
 
 
 def configs_of(args: argparse.Namespace, printed: set[str] | None = None) -> list[tuple[str, Loaded]]:
-    """Return (label, configuration) of each ``--config`` file, or the defaults if there is none.
+    """Read each ``--config`` file, or the defaults if there is none, and return (label, configuration) of each.
 
-    Prints the notes of each configuration, except those in ``printed``, and adds them to it.
+    The notes of each configuration are printed, except those in ``printed``, and added to it.
     """
     if not args.config:
         return [("defaults", read_config([], args.set, target_flags(args)))]
@@ -163,7 +163,7 @@ def configs_of(args: argparse.Namespace, printed: set[str] | None = None) -> lis
 
 
 def sizes(trace: Trace) -> dict[str, Any]:
-    """Return the fields of a result that describe the trace.  ``seconds`` is the arrival of the last request."""
+    """Return the sizes of a trace for a result.  ``seconds`` is the arrival of the last request."""
     return {
         "trace": trace.name,
         "requests": len(trace),
@@ -174,7 +174,10 @@ def sizes(trace: Trace) -> dict[str, Any]:
 
 
 def part_of(trace: Trace, text: str) -> Trace:
-    """Return the requests ``A:B`` of a trace, or all for "".  ConfigError for a range outside the trace."""
+    """Return the requests ``A:B`` of a trace, or all for "".
+
+    ConfigError for a range outside of the trace.
+    """
     if not text:
         return trace
     first, colon, last = text.partition(":")

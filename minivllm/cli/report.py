@@ -1,4 +1,7 @@
-"""``minivllm report``: show results as an HTML page, a PNG or an SVG.  Parsing it imports nothing heavy."""
+"""``minivllm report``: show the results of measurements as an HTML page, a PNG or an SVG.
+
+Parsing it imports no large package.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PAGES = ("html", "htm")
 
 
 def add_commands(command: Any) -> None:
-    """Add ``report``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``report``; ``command(name, ...)`` makes its parser."""
     text = "Draw results of bench, ablate, compare, replay and simulate as one self-contained HTML file, PNG or SVG."
     sub = command("report", "cli.report:report", text)
     sub.add_argument("result", nargs="+", metavar="RESULT.JSON", help="a file that --output-json wrote")
@@ -44,7 +47,10 @@ def report(args: argparse.Namespace) -> int:
 
 
 def draw(charts: list[Any], path: str) -> int:
-    """Draw charts with matplotlib and return the exit code.  ConfigError without matplotlib, or without charts."""
+    """Draw charts into a file with matplotlib, and return the exit code.
+
+    ConfigError without matplotlib, or without charts.
+    """
     from minivllm.lab.bench import plot
 
     plot.require()

@@ -1,4 +1,7 @@
-"""``minivllm serve``: its flags, and the start of the server.  Parsing the flags imports nothing heavy."""
+"""``minivllm serve``: its flags, and the start of the server.
+
+Parsing the flags imports no large package.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
-# (name, type, help) of flags; each sets the option of the same name in [server] or of the engine
+# (name, type, help) of flags; each sets the option of the same name, in [server] or of the engine
 SERVER = (
     ("host", str, "address to listen on (default 127.0.0.1; 0.0.0.0: all networks)"),
     ("port", int, "default 8000"),
@@ -90,7 +93,7 @@ SWITCHES = (
     ("enforce_eager", "run no captured graphs"),
     ("skip_tokenizer_init", "load no tokenizer: requests and answers are token ids"),
 )
-ALSO = {  # more names of a flag, from vLLM
+ALSO = {  # flag -> other names of it, from vLLM
     "tool_parser": ["--tool-call-parser"],
     "kvcache_block_size": ["--block-size"],
     "num_kvcache_blocks": ["--num-gpu-blocks-override"],
@@ -99,11 +102,15 @@ ALSO = {  # more names of a flag, from vLLM
     "tensor_parallel_size": ["-tp"],
 }
 KV_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-GENERATION = {"max_new_tokens": "max_tokens"}  # names of generation_config.json that differ from ours
+# names in generation_config.json that differ from the names of sampling parameters here
+GENERATION = {"max_new_tokens": "max_tokens"}
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
-    """Add ``serve``.  ``command`` makes a subparser of ``minivllm``; ``wiring`` has flags for it."""
+    """Add the command ``serve``.
+
+    ``command(name, ...)`` makes the parser of a command; ``wiring`` has flags for it.
+    """
     sub = command("serve", "cli.serve:serve", "Serve a model over HTTP with OpenAI's API.", wiring)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     _add_flags(sub, SERVER)
@@ -135,7 +142,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(sub: argparse.ArgumentParser, flags: Iterable[tuple[str, Any, str]]) -> None:
-    """Add flags of ``SERVER`` or ``ENGINE``."""
+    """Add the flags of the table ``SERVER`` or ``ENGINE`` to a parser."""
     for name, kind, text in flags:
         names = (f"--{name.replace('_', '-')}", *ALSO.get(name, ()))
         metavar = name.split("_")[-1].upper()
@@ -143,7 +150,7 @@ def _add_flags(sub: argparse.ArgumentParser, flags: Iterable[tuple[str, Any, str
 
 
 def add_engine_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of the engine, which ``run-batch`` has too."""
+    """Add the flags of the table ``ENGINE``, for ``serve`` and ``run-batch``."""
     _add_flags(sub, ENGINE)
     for name, text in SWITCHES:
         flag = f"--{name.replace('_', '-')}"
@@ -153,7 +160,7 @@ def add_engine_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the flags of the engine set."""
+    """Return the engine options that flags of the command line set."""
     flags = _used(args, [name for name, *_ in (*ENGINE, *SWITCHES)])
     if "kv_cache_dtype" in flags:
         flags["kv_cache_dtype"] = KV_DTYPES.get(flags["kv_cache_dtype"], flags["kv_cache_dtype"])
@@ -174,11 +181,11 @@ def check_packages(command: str) -> None:
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """Return the configuration, with flags laid over files."""
+    """Return the configuration of the server, with the flags laid over the files."""
     check_one_model(args)
     server = _used(args, [name for name, _, _ in SERVER] + ["admin", "page", "served_model_name", "allowed_hosts"])
     flags = engine_options(args)
-    if "max_logprobs" in flags:  # the server checks this limit of the engine as well
+    if "max_logprobs" in flags:  # the server has an option of this name too, and checks the limit itself
         server["max_logprobs"] = flags["max_logprobs"]
     if args.lora_modules is not None:
         server["lora_modules"] = [_module(value) for value in args.lora_modules]
@@ -192,13 +199,16 @@ def load(args: argparse.Namespace) -> Loaded:
 
 
 def _used(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """Return the flags among ``names`` that the user gave, with their values."""
+    """Return the values of the flags among ``names`` that the user gave, by name."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def generation(text: str) -> dict[str, Any]:
-    """Return sampling parameters from a JSON object with the names of generation_config.json.  ConfigError."""
+    """Return sampling parameters from a JSON object with the names of generation_config.json.
+
+    ConfigError for a wrong object.
+    """
     flag = f"--override-generation-config {text[:80]}"
     found = json_table("--override-generation-config", text)
     params = {str(GENERATION.get(name, name)): value for name, value in found.items()}
@@ -214,7 +224,7 @@ def generation(text: str) -> dict[str, Any]:
 
 
 def _origins(values: list[str]) -> list[str]:
-    """Return the URLs of ``--allowed-origins``, written as ``A B`` or, as vLLM has it, ``'["A", "B"]'``."""
+    """Return the URLs of ``--allowed-origins``, written as ``A B`` or, as in vLLM, as ``'["A", "B"]'``."""
     if len(values) != 1 or not values[0].startswith("["):
         return values
     try:
@@ -225,7 +235,10 @@ def _origins(values: list[str]) -> list[str]:
 
 
 def _module(value: str) -> str:
-    """Return an adapter as NAME=FOLDER, which vLLM also writes as a JSON object.  ConfigError for another object."""
+    """Return an adapter as NAME=FOLDER, which may also be a JSON object as in vLLM.
+
+    ConfigError for another object.
+    """
     if not value.startswith("{"):
         return value
     table = json_table("--lora-modules", value)
@@ -254,7 +267,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve_on_ray(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Run the server on a Ray cluster, or write its configuration, and return the exit code."""
+    """Start the server on a Ray cluster, or write its Ray configuration, and return the exit code."""
     from minivllm.server import logs
     from minivllm.server.cluster.run import serve_on_ray, write_file
     from minivllm.server.serve import given_keys
@@ -271,5 +284,5 @@ def _serve_on_ray(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def _module_of(name: str) -> str:
-    """Return the module of a middleware, written ``module:attribute`` or ``module.attribute``."""
+    """Return the module of a middleware, which is written ``module:attribute`` or ``module.attribute``."""
     return name.partition(":")[0] if ":" in name else name.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """``minivllm calibrate`` and ``minivllm simulate``: predict how configurations serve a trace, on a virtual clock.
 
-Parsing the commands imports nothing heavy.  Simulating imports no torch.
+Parsing the commands imports no large package.  Simulating imports no torch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from minivllm.cli.replay import choices_of, configs_of, part_flags, part_of, pri
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
-REPEATS = 3  # runs of the real engine; fewer give no useful interval
+REPEATS = 3  # number of runs of the real engine; fewer give no useful interval
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
-    """Add both commands.  ``command`` makes a subparser of ``minivllm``; ``wiring`` has flags for ``calibrate``."""
+    """Add the commands ``calibrate`` and ``simulate``.
+
+    ``command(name, ...)`` makes the parser of a command; ``wiring`` has flags for ``calibrate``.
+    """
     text = "Measure how long the steps of a configuration take on this machine, for `minivllm simulate`."
     sub = command("calibrate", "cli.simulate:calibrate", text, wiring)
     sub.add_argument("-o", "--output", default="costs.json", metavar="FILE", help="table of costs (default costs.json)")
@@ -93,7 +96,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def _without_drafts(loaded: Any) -> Any:
-    """Return a configuration whose automatic choice of a drafter is none, because drafts have no table of costs."""
+    """Return a configuration whose drafter is none instead of automatic, because the cost table has no drafts."""
     config = loaded.engine
     choice = type(config.drafter)
     if config.drafter != choice():
@@ -116,7 +119,10 @@ def _refuse_sim(loaded: Any) -> None:
 
 
 def fit_table(fit: Any) -> str:
-    """Return the errors of the cost table as text.  The phase ``check`` has steps that the fit did not use."""
+    """Return the errors of a fitted cost table as text.
+
+    The phase ``check`` has steps that the fit did not use.
+    """
     lines = ["steps        number   error: median      90 %    of the sum"]
     for phase, errors in fit.items():
         median = f"{100 * errors['median_error']:>12.1f} %"
@@ -171,7 +177,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace, trace: Any, costs: Any, goals: Any, rates: Any, scales: Any) -> list[Any]:
-    """Simulate each configuration at each rate and return the rows of the result.
+    """Simulate each configuration at each request rate, and return the rows of the result.
 
     ``scales`` are factors of the step costs; each gives one more run for the error band of the row.
     """
@@ -219,7 +225,7 @@ def _check(args: argparse.Namespace) -> None:
 def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tuple[str, str]]]:
     """Return (label, configuration) for each file and each pair of ``--scheduler`` and ``--evictor``, file by file.
 
-    The second list has the options of (evictor, scheduler) of each, as the table prints them.
+    The second list has the options of (evictor, scheduler) of each as text, for the table.
     """
     from minivllm.lab.replay.compare import options_text
 
@@ -244,7 +250,7 @@ def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tupl
 
 
 def _really(case: Any, trace: Any, goals: Any, count: int) -> JsonObject:
-    """Run a trace ``count`` times on the real engine, with a new engine each; return medians and 95 % intervals."""
+    """Run a trace ``count`` times, each on a new real engine; return medians and 95 % intervals of the figures."""
     from minivllm import LLM
     from minivllm.lab.bench import repeats
     from minivllm.lab.simulate import cases, figures
@@ -259,7 +265,10 @@ def _really(case: Any, trace: Any, goals: Any, count: int) -> JsonObject:
 
 
 def _rate(text: str) -> float:
-    """Return the factor of a ``--rate`` argument such as ``x2``.  ConfigError if it is not above 0."""
+    """Return the factor of a ``--rate`` argument such as ``x2``.
+
+    ConfigError if it is not above 0.
+    """
     try:
         factor = float(text.removeprefix("x"))
     except ValueError:
@@ -270,7 +279,10 @@ def _rate(text: str) -> float:
 
 
 def _watts(text: str) -> dict[str, float]:
-    """Return busy and idle watts of a ``--watts`` argument, nothing for "".  ConfigError for wrong numbers."""
+    """Return the busy and idle watts of a ``--watts`` argument, an empty dict for "".
+
+    ConfigError for wrong numbers.
+    """
     if not text:
         return {}
     try:
@@ -301,9 +313,10 @@ COLUMNS = {
 
 
 def table(rows: list[JsonObject]) -> str:
-    """Return the runs as a text table.
+    """Return the simulated runs as a text table.
 
-    Below a run are the bounds of its error band, and with ``--real`` the real figures and the error of the simulation.
+    Below a run are the bounds of its error band, and with ``--real`` the figures of the real engine and the error of
+    the simulation.
     """
     keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     if not any(row["failed"] for row in rows):
@@ -321,8 +334,7 @@ def table(rows: list[JsonObject]) -> str:
 
 
 def _row_lines(row: JsonObject, keys: list[str]) -> list[list[str]]:
-    """Return the cells of a run's line and of the lines below it: the error band, the real figures and the
-    differences."""
+    """Return the table cells of a run: its line, the error band, the real figures and the differences."""
     names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
     lines = [[*names, *(_cell(key, row.get(key)) for key in keys)]]
 
@@ -344,13 +356,13 @@ def _row_lines(row: JsonObject, keys: list[str]) -> list[list[str]]:
 
 
 def _half(key: str, real: JsonObject) -> str:
-    """Return half the width of the interval of a real figure."""
+    """Return half the width of the interval of a real figure, as text."""
     bounds = real["intervals"].get(key)
     return _cell(key, (bounds[1] - bounds[0]) / 2) if bounds else ""
 
 
 def _off(row: JsonObject, key: str) -> str:
-    """Return the relative error of a simulated figure, with its interval if the real figure has one."""
+    """Return the relative error of a simulated figure as text, with its interval if the real figure has one."""
     if key not in row["off"]:
         return ""
     bounds = row["off_intervals"].get(key)

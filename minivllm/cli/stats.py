@@ -1,4 +1,4 @@
-"""``minivllm stats``: usage statistics, which stay on this machine."""
+"""``minivllm stats``: show the usage statistics, which stay on this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from minivllm.cli.common import add_switch
 
 VERBS = ("show", "on", "off", "delete")
-SHOWN = 8  # models, and plug-ins of a seam, that are printed
+SHOWN = 8  # number of models, and of plug-ins of a seam (kind of plug-in), that are printed
 
 
 def add_commands(command: Any) -> None:
-    """Add ``stats``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the command ``stats``; ``command(name, ...)`` makes its parser."""
     text = "Print sums over the runs on this machine: models, plug-ins, tokens, joules.  Off by default, never sent."
     sub = command("stats", "cli.stats:stats", text)
     sub.add_argument("verb", nargs="?", choices=VERBS, default="show", help="default show")
@@ -39,7 +39,10 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def _lines(kept: Mapping[str, Any] | None, path: str) -> Iterator[str]:
-    """Yield the printed lines.  ``kept`` is the content of the file at ``path``, None if there is no file."""
+    """Yield the printed lines of the statistics.
+
+    ``kept`` is the content of the file at ``path``, None if there is no file.
+    """
     on = kept is not None and kept["on"]
     state = f"kept in {path}" if kept is not None else "nothing is kept"
     yield f"usage statistics: {'on' if on else 'off'}; {state}; nothing leaves this machine"
@@ -59,7 +62,7 @@ def _lines(kept: Mapping[str, Any] | None, path: str) -> Iterator[str]:
 
 
 def _most_used(sums_of: Mapping[str, Mapping[str, float]]) -> list[tuple[str, Mapping[str, float]]]:
-    """Return the ``SHOWN`` items with the most output tokens, the largest first."""
+    """Return the ``SHOWN`` names with the most output tokens, the largest first, each with its sums."""
     order = sorted(sums_of.items(), key=lambda item: -item[1].get("output_tokens", 0))
     return order[:SHOWN]
 

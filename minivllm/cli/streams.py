@@ -16,7 +16,7 @@ NAMES = ("stdin", "stdout", "stderr")
 
 
 class Lost(io.TextIOBase):
-    """A replacement for closed standard output.  ``written`` is whether a text was written to it."""
+    """A replacement for closed standard output.  ``written`` is True once a text was written to it."""
 
     written = False
     encoding = "utf-8"

@@ -1,7 +1,7 @@
-"""Translation of the flags of ``vllm serve`` that ``minivllm serve`` does not have by the same name.
+"""Translate the flags of ``vllm serve`` that ``minivllm serve`` does not have by the same name.
 
-No flag is accepted and ignored.  A flag for behaviour that minivllm always has is dropped with a note.  All others are
-refused with a message that names the replacement.
+No flag is accepted and ignored.  A flag for behaviour that minivllm always has is dropped with a note.  All other ones
+are refused with a message that names the replacement.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import cache
 
 from minivllm.errors import ConfigError, suggest
 
-# Lines "fact <- flags": because of the fact these flags have no effect. Each flag has the value for which the fact
-# holds; a flag without a value is a switch.
+# lines "fact <- flags": because of the fact these flags have no effect; each flag has the value for which the fact
+# holds, and a flag without a value is a switch
 _SETTLED = """\
 tool_choice=auto is always served <- enable-auto-tool-choice
 usage always has them <- enable-prompt-tokens-details
@@ -26,7 +26,7 @@ parts of text are joined, or kept where the template reads parts <- chat-templat
 uvicorn's warnings are logged <- uvicorn-log-level=warning
 system_fingerprint is null <- fingerprint-mode=none
 """
-# Each line: the replacement <- the refused flags of vLLM. A final * stands for all flags with this beginning.
+# lines "replacement <- refused flags of vLLM"; a final * stands for all flags with this beginning
 _REFUSED = """\
 the code of a model's directory is never run, and README.md names the models that are built in <- trust-remote-code
 a package adds a parser (docs/plugins/parser.md), and --tool-parser names it <- tool-parser-plugin \
@@ -98,7 +98,7 @@ reasoning needs no further setting: leave it out <- reasoning-*
 
 
 def _rows(text: str) -> list[tuple[str, str]]:
-    """Return (flag, reason) for each flag in a table above."""
+    """Return (flag, text before the arrow) for each flag in a table of lines ``text <- flags``."""
     rows = []
     for line in text.splitlines():
         reason, flags = line.split(" <- ")
@@ -107,7 +107,7 @@ def _rows(text: str) -> list[tuple[str, str]]:
 
 
 def _as_flag(name: str, values: list[str], reason: str) -> tuple[str, tuple[list[str], str]]:
-    """Return the flag of an option that has no effect, with (the accepted values, the reason).
+    """Return the flag of an option without effect, with (the accepted values, the reason).
 
     An option that accepts only True or only False becomes a switch.
     """
@@ -119,12 +119,13 @@ def _as_flag(name: str, values: list[str], reason: str) -> tuple[str, tuple[list
     return flag, (values, reason)
 
 
-SERVER_ONLY = ("disable_log_requests", "disable_log_stats")  # as flags of a server, these have another meaning
+# as flags of a server, these names have another meaning than as options
+SERVER_ONLY = ("disable_log_requests", "disable_log_stats")
 
 
 @cache
 def settled() -> dict[str, tuple[list[str], str]]:
-    """Return (accepted values, reason) of each flag for behaviour that minivllm always has."""
+    """Return (accepted values, reason) of each flag for behaviour that minivllm always has, by flag."""
     from minivllm.config.other_names import NEUTRAL  # imported here, because the module imports pydantic
 
     flags = dict(_as_flag(name, *neutral) for name, neutral in NEUTRAL.items() if name not in SERVER_ONLY)
@@ -148,7 +149,7 @@ def translate(argv: Sequence[str], known: Collection[str], note: Callable[[str],
     """Return the arguments of ``serve`` with ``-`` for ``_`` in flags, and without vLLM's flags that have no effect.
 
     ``known`` are the flags of ``minivllm serve``.  ``note`` is called with a sentence for each flag that is dropped.
-    ConfigError for the other flags of vLLM, and for unknown flags.
+    ConfigError for all other flags of vLLM, and for unknown flags.
     """
     kept: list[str] = []
     words = list(argv)
@@ -182,7 +183,7 @@ def translate(argv: Sequence[str], known: Collection[str], note: Callable[[str],
 
 
 def _instead_of(flag: str) -> str:
-    """Return what to do instead of a flag of vLLM, "" for a flag that vLLM does not have."""
+    """Return advice that replaces a flag of vLLM, "" for a flag that vLLM does not have."""
     if reason := REFUSED.get(flag):
         return reason
     for start, reason in FAMILIES:

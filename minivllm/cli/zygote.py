@@ -1,4 +1,4 @@
-"""``minivllm zygote``: run commands in forks of a process that has imported torch and minivllm already."""
+"""``minivllm zygote``: run commands in forks of a process (the zygote) that has already imported torch and minivllm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = "`minivllm zygote start` starts one"
 
 
 def add_commands(command: Any) -> None:
-    """Add ``zygote``.  ``command`` makes a subparser."""
+    """Add the command ``zygote``; ``command(name, ...)`` makes its parser."""
     text = "Start commands faster: in forks of a process that has imported torch already (Linux)."
     sub = command("zygote", "cli.zygote:zygote", text)
     sub.add_argument("verb", choices=["start", "stop", "status", "run"], help="run: `zygote run generate TEXT`")
@@ -50,7 +50,7 @@ def zygote(args: argparse.Namespace) -> int:
 
 
 def ask(verb: str) -> dict[str, Any] | None:
-    """Return the zygote's answer to "stop" or "status", None if none is running."""
+    """Send "stop" or "status" to the zygote process and return its answer; None if no zygote is running."""
     from minivllm.runtime.processes import zygote as server
 
     end = server.connect()
@@ -65,7 +65,7 @@ def ask(verb: str) -> dict[str, Any] | None:
 
 
 def start(idle: float) -> int:
-    """Start the zygote, and return when it can run commands."""
+    """Start the zygote process, and return the exit code when it can run commands."""
     from minivllm.registration import fresh
 
     if not 0 < idle < float("inf"):
@@ -86,7 +86,7 @@ def start(idle: float) -> int:
     if answer != "ready":
         process.wait()
         raise ResourceError(f"the zygote could not start: {answer or f'exit status {process.returncode}'}")
-    process.returncode = 0  # the process continues without this one
+    process.returncode = 0  # keeps Python from warning that the process still runs
     return 0
 
 
@@ -116,7 +116,7 @@ def run(words: list[str]) -> int:
 
 
 def waited(end: socket.socket) -> dict[str, Any]:
-    """Return the zygote's last message, and pass the signals of this process to the command until then."""
+    """Return the zygote's last message; until then pass the signals of this process to the command."""
     from minivllm.runtime.processes import zygote as server
 
     def passed(number: int, _: Any) -> None:
@@ -136,7 +136,7 @@ def waited(end: socket.socket) -> dict[str, Any]:
 
 
 def ended(status: int) -> int:
-    """Return the exit code of a command, or end this process by the signal that ended the command."""
+    """Return the exit code of a command; if a signal ended the command, end this process by the same signal."""
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
