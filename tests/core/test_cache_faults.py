@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cache_machine import drive
 
+from minivllm.core.engine import publication
 from minivllm.core.engine.blocks import BlockPool
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.planner import Planner
@@ -13,14 +14,14 @@ from minivllm.core.engine.planner import Planner
 FAULTS = {}
 
 
-def fault(cls):
-    """Return a decorator for a method of ``cls``.
+def fault(owner):
+    """Return a decorator for a method of a class, or a function of a module.
 
-    The decorated function replaces the method, and gets it as first argument.
+    The decorated function replaces it, and gets it as first argument.
     """
 
     def plant(fn):
-        FAULTS[fn.__name__] = (cls, fn.__doc__.split("``")[1], fn)
+        FAULTS[fn.__name__] = (owner, fn.__doc__.split("``")[1], fn)
         return fn
 
     return plant
@@ -133,28 +134,28 @@ def a_partial_hit_counts_a_token_too_many(real, self, parent, tokens):
     return block, min(shared + 1, len(tokens)) if shared else 0
 
 
-@fault(KVCache)
-def a_tail_holds_the_token_that_was_never_read(real, self, slot, seq):
+@fault(publication)
+def a_tail_holds_the_token_that_was_never_read(real, cache, slot, seq):
     """In ``publish_tail``, the last token drawn is included, which has no KV yet."""
-    more = int(self.slots.collected[slot] % self.block > 1)
-    self.slots.collected[slot] += more
-    real(self, slot, seq)
-    self.slots.collected[slot] -= more
+    more = int(cache.slots.collected[slot] % cache.block > 1)
+    cache.slots.collected[slot] += more
+    real(cache, slot, seq)
+    cache.slots.collected[slot] -= more
 
 
-@fault(KVCache)
-def a_block_is_published_before_it_is_full(real, self, rows):
+@fault(publication)
+def a_block_is_published_before_it_is_full(real, cache, rows):
     """In ``publish``, the block that is being written counts as full."""
-    real(self, [(slot, done + self.block - 1) for slot, done in rows])
+    real(cache, [(slot, done + cache.block - 1) for slot, done in rows])
 
 
-@fault(KVCache)
-def a_twin_leaves_the_row_its_own_block(real, self, g, slot, i, parent, key, row):
+@fault(publication)
+def a_twin_leaves_the_row_its_own_block(real, cache, g, slot, i, parent, key, row):
     """In ``_publish_one``, a block that the row has already published gets one reference too many."""
-    before = int(self.slots.table[g, slot, i])
-    real(self, g, slot, i, parent, key, row)
-    if self.slots.table[g, slot, i] != before:
-        self.slots.table[g, slot, i] = before
+    before = int(cache.slots.table[g, slot, i])
+    real(cache, g, slot, i, parent, key, row)
+    if cache.slots.table[g, slot, i] != before:
+        cache.slots.table[g, slot, i] = before
 
 
 @fault(KVCache)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from compression_machine import CompressionMachine, PressureMachine, SummedMachine, drive
 
+from minivllm.core.engine import publication
 from minivllm.core.engine.blocks import NO_BLOCKS, BlockPool
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.compaction import Compaction
@@ -218,14 +219,14 @@ def test_sums_of_attention_are_those_of_the_prompt_after_preemptions():
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_the_last_block_of_a_compressed_row_is_not_published(planted, monkeypatch):
-    real = KVCache.publish_tail
+    real = publication.publish_tail
 
     def publish_tail(cache, slot, seq):
         cache.slots.dropped[:, slot] = 0
         real(cache, slot, seq)
 
     if planted:
-        monkeypatch.setattr(KVCache, "publish_tail", publish_tail)
+        monkeypatch.setattr(publication, "publish_tail", publish_tail)
     made = engine(compress=(1, 1))
     first = request(made, "a", [7], max_tokens=3, ignore_eos=True)
     run(made)

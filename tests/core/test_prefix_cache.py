@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minivllm.core.engine import cache
+from minivllm.core.engine import publication
 from minivllm.core.engine.engine import CHECK
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 
@@ -136,7 +136,7 @@ def test_blocks_published_at_once_are_cached_like_blocks_published_one_by_one(sa
     for at_once in (True, False):
         with monkeypatch.context() as patched:
             if not at_once:
-                patched.setattr(cache, "RUN", 1 << 30)
+                patched.setattr(publication, "RUN", 1 << 30)
             engine, runs = sim_engine(), []
             pool = engine.cache.pools[0]
             publish_run, info = pool.publish_run, []

@@ -9,6 +9,7 @@ from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, par
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.checkpoints import Checkpoints
 from minivllm.core.engine.forks import fork_ready
+from minivllm.core.engine.newcomers import enter
 from minivllm.core.engine.tier_choice import CopyPace
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
@@ -263,7 +264,7 @@ def test_a_row_that_leaves_before_its_delta_takes_its_writes_with_it():
     bench.engine._turn_loads()
     planner = bench.engine.planner
     assert planner.n_waiting == 1
-    assert planner._enter(again.sequences[0], 0)
+    assert enter(planner, again.sequences[0], 0)
     assert [f[0] for f in bench.tiers.fills] == [0, 0, 0, RELEASE, RELEASE, RELEASE]
     planner.preempt(again.sequences[0].slot)
     assert [f[0] for f in bench.tiers.fills] == [RELEASE] * 3
@@ -280,7 +281,7 @@ def test_blocks_that_a_branch_shares_are_filled_when_its_parent_is_preempted():
     bench.work()
     bench.engine._turn_loads()
     planner = bench.engine.planner
-    assert planner._enter(again.sequences[0], 0)
+    assert enter(planner, again.sequences[0], 0)
     fork_ready(planner)
     assert again.sequences[1].slot >= 0
     planner.preempt(again.sequences[0].slot)

@@ -101,7 +101,7 @@ def test_requests_do_not_wait_for_a_row_that_is_gone(end):
 
 
 def test_a_plan_passes_over_a_bounded_number_of_requests(monkeypatch):
-    monkeypatch.setattr("minivllm.core.engine.planner.MOST_PASSED", 3)
+    monkeypatch.setattr("minivllm.core.engine.newcomers.MOST_PASSED", 3)
     engine = sim_engine(depth=1, blocks=100, budget=200)
     for i in range(6):
         request(engine, f"r{i}", prompt(30 + i), max_tokens=2)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.interfaces.evictor import BlockInfo, Evictor
+from minivllm.core.interfaces.evictor import Evictor
+
+from .evicted import block_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,20 +48,14 @@ class ResidentSet:
     """
 
     def __init__(self, size: int, evictor: Evictor) -> None:
-        self.size, self.evictor = size, evictor
+        self.size = size
+        self.evictor = evictor
         self.adapters: dict[int, Adapter] = {}  # by number
         self._released: set[int] = set()
 
     def add(self, adapter: Adapter) -> None:
         """Add an adapter as in use."""
-        one = np.ones(1, np.int32)
-        info = BlockInfo(
-            one.astype(np.uint64) * 0,
-            one * 0,
-            one.astype(np.int64),
-            one.astype(np.float64),
-            one * 0,
-        )
+        info = block_info([(0, 0, 1, 1.0, 0, 0, 0, False)])
         self.adapters[adapter.number] = adapter
         self.evictor.add(adapter.key, info)
 

@@ -48,7 +48,10 @@ class EngineAdapters:
     ) -> None:
         """Start without adapters.  ``check`` checks a folder without reading its weights (RequestError), and
         ``evictor`` makes the evictor of a memory."""
-        self.limits, self.slots, self.check, self.now = limits, slots, check, now
+        self.limits = limits
+        self.slots = slots
+        self.check = check
+        self.now = now
         self.device = ResidentSet(
             limits.max_loras, evictor(EvictorContext(limits.max_loras, 1, "device"))
         )
@@ -186,7 +189,8 @@ class EngineAdapters:
         """
         # no row uses an adapter, so no delta may follow and no step reads the freed ones
         if at_rest and self.freed and not self.rows:
-            numbers, self.freed = self.freed, []
+            numbers = self.freed
+            self.freed = []
             self._note_ended(call(VERB, {"free": numbers}))
         if not self.waits and not self.loading and not self.preloads:
             return [], []
@@ -267,7 +271,8 @@ class EngineAdapters:
         return leaving
 
     def _poll(self, call: Callable[..., Any]) -> None:
-        orders, self.orders = self.orders, []
+        orders = self.orders
+        self.orders = []
         answers: Sequence[Iterable[Any]] = call(VERB, {"load": orders})
         for number, _ in orders:
             self.loading[number].waiting = len(answers)
@@ -313,7 +318,8 @@ class EngineAdapters:
         at = self._make_place()
         if at is None:
             return False
-        adapter.place, self.by_place[at] = at, adapter
+        adapter.place = at
+        self.by_place[at] = adapter
         self.rows[at] = adapter.number
         self.device.add(adapter)
         self.host.use(adapter)
@@ -336,14 +342,16 @@ class EngineAdapters:
     def _leave_place(self, adapter: Adapter) -> None:
         if adapter.place >= 0:
             self.rows.pop(adapter.place, None)
-            self.by_place[adapter.place], adapter.place = None, -1
+            self.by_place[adapter.place] = None
+            adapter.place = -1
 
     def changes(self) -> list[tuple[int, int]]:
         """Return the rows of ``Delta.adapter`` since the last delta, and clear them."""
         if not self.rows and not self.freed:
             return []
         rows = [*self.rows.items(), *((FREE, number) for number in self.freed)]
-        self.rows, self.freed = {}, []
+        self.rows = {}
+        self.freed = []
         return rows
 
     def repeat(self, rows: Iterable[Iterable[int]]) -> None:

@@ -52,8 +52,10 @@ class LazyView(QueueView):
 def row_of(seq: Seq) -> bytes:
     """Return a sequence without a slot as one row (bytes) of ``QueueView``.  The row stays valid while the sequence
     waits."""
-    r, n = seq.request, len(seq.request.prompt)
-    ttft, at = r.params.ttft_ms, r.arrival
+    r = seq.request
+    n = len(seq.request.prompt)
+    ttft = r.params.ttft_ms
+    at = r.arrival
     due = np.inf if ttft is None else at + ttft / 1e3
     facts: list[Any] = list(ABSENT.values())
     if r.turn is not None:

@@ -206,7 +206,8 @@ class Beams:
         if token not in grown[p.branch].tokens:
             raise ValueError(f"token {token} is no candidate of branch {p.branch}")
         ids, values = self._candidates[beam]
-        at, k = int(np.flatnonzero(ids == token)[0]), self.request.logprobs
+        at = int(np.flatnonzero(ids == token)[0])
+        k = self.request.logprobs
         rank = 1 + int((values > values[at]).sum())
         entry = TokenLogprobs(float(values[at]), rank, ids[:k].tolist(), values[:k].tolist())
         return SearchNode(self.tail[beam], token, entry)
@@ -217,7 +218,8 @@ class Beams:
         ``cut`` is the reason if the search ends early, else None.  Live branches then complete the outputs to n.
         ValueError if a finished search has no output.
         """
-        n, last = self.request.params.n, len(self.kept) - 1
+        n = self.request.params.n
+        last = len(self.kept) - 1
         order = dict.fromkeys(
             checks.whole(i, 0, last, "result() gave") for i in self.search.result()
         )
@@ -241,7 +243,8 @@ class Beams:
         for beam, node in self.pending.append:
             self.tail[beam] = node
         self.live = [beam for beam, _ in self.pending.append]
-        self.length, self.pending = self.length + 1, None
+        self.length = self.length + 1
+        self.pending = None
 
     def leave(self) -> list[Survivor]:
         """Remove all beams from their slots, and return the live beams in order.
@@ -257,7 +260,8 @@ class Beams:
             ]
             tails = [node for _, node in self.pending.append]
             self.length += 1
-        self.live, self.pending = list(range(len(found))), None
+        self.live = list(range(len(found)))
+        self.pending = None
         self.tail[: len(tails)] = tails
         self._candidates.clear()
         return found

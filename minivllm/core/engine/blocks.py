@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.attention import NULL_BLOCK
-from minivllm.core.interfaces.evictor import BlockInfo
 from minivllm.errors import EngineDeadError, describe_error
 
-from .evicted import EvictedKeys, reads_turns
+from .evicted import EvictedKeys, block_info, reads_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.timing import SeamTimes
 
     from .events import EngineEvents
+    from .evicted import InfoRow
     from .request import Seq
 
 # When more salts than this are stored, the salts without a cached block are removed.
@@ -66,6 +66,15 @@ def owner_of(salt: Salt) -> int:
     return key - (1 << 64) if key >= 1 << 63 else key
 
 
+def _within(lookups: Mapping[int, int], first: int, end: int) -> int:
+    """Count the blocks at the depths ``first`` to ``end`` - 1 of lookups.  ``lookups`` maps a number of blocks from the
+    first one on to the number of lookups."""
+    blocks = 0
+    for depth, n in lookups.items():
+        blocks += n * max(0, min(depth, end) - first)
+    return blocks
+
+
 class BlockPool:
     """Pool of ``total`` KV blocks of ``block`` tokens each.  Block 0 is the null block, which no sequence owns.
 
@@ -84,8 +93,14 @@ class BlockPool:
         kv_group: int = 0,
         hash_fn: Callable[[int, bytes], int] = chain_key,
     ) -> None:
-        self.total, self.block, self.block_bytes, self.hash_fn = total, block, block_bytes, hash_fn
-        self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group
+        self.total = total
+        self.block = block
+        self.block_bytes = block_bytes
+        self.hash_fn = hash_fn
+        self.evictor = evictor
+        self.seams = seams
+        self.events = events
+        self.kv_group = kv_group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
         # parent block; a negative number below -1 is the root of a salt, or identifies a block of the leading group
@@ -96,7 +111,8 @@ class BlockPool:
         # (parent, first token) -> the child published last
         self.youngest: dict[tuple[int, int], int] = {}
         # linked list of siblings, 0 = end; Python lists, because single elements are read
-        self.older, self.younger = [0] * total, [0] * total
+        self.older = [0] * total
+        self.younger = [0] * total
         # token ids of published blocks; a partial block is filled up with -1
         self.tokens = np.zeros((total, block), np.int32)
         # first token id of each block, in an array because numpy reads single elements slowly
@@ -110,8 +126,8 @@ class BlockPool:
         self.roots: dict[Salt, tuple[int, int]] = {}  # includes each root that has a cached child
         self.most_roots = MAX_ROOTS
         self.next_root = -1
-        # blocks published but not yet reported: (key, parent key, depth, cost, tenant, session, kind, evicted)
-        self.new: list[tuple[int, int, int, float, int, int, int, bool]] = []
+        # blocks published but not yet reported: the key of each, and its properties
+        self.new: list[tuple[int, InfoRow]] = []
         self.lost = EvictedKeys(total)
         self.reads_turns = reads_turns(evictor)
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
@@ -215,7 +231,8 @@ class BlockPool:
         self.held -= len(gone)
         cached = self.key[gone] != 0
         if np.count_nonzero(cached):
-            kept, gone = gone[cached], gone[~cached]
+            kept = gone[cached]
+            gone = gone[~cached]
             self.idle += len(kept)
             self._tell("free", self.key[kept])
         self._free[self.free : self.free + len(gone)] = gone
@@ -229,9 +246,8 @@ class BlockPool:
         full = len(tokens) // self.block
         if len(keys) < full:
             parent = keys[-1] if keys else self.root(salt)[1]
-            raw = np.ascontiguousarray(
-                tokens[len(keys) * self.block : full * self.block], np.int32
-            ).tobytes()
+            new = tokens[len(keys) * self.block : full * self.block]
+            raw = np.ascontiguousarray(new, np.int32).tobytes()
             step = 4 * self.block
             for at in range(0, len(raw), step):
                 parent = self.hash_fn(parent, raw[at : at + step])
@@ -245,11 +261,13 @@ class BlockPool:
         Only keys are compared.  ``keys`` has the known keys of the sequence, and each newly computed key is appended to
         it.
         """
-        raw, size = np.ascontiguousarray(tokens, np.int32), self.block
+        raw = np.ascontiguousarray(tokens, np.int32)
+        size = self.block
         for i in range(most):
             if i == len(keys):
                 before = keys[-1] if keys else self.root(salt)[1]
-                keys.append(self.hash_fn(before, raw[i * size : (i + 1) * size].tobytes()))
+                part = raw[i * size : (i + 1) * size]
+                keys.append(self.hash_fn(before, part.tobytes()))
             block = self.index.get(keys[i])
             if block is None:
                 return
@@ -262,13 +280,17 @@ class BlockPool:
         found = list(self.chain(tokens, salt, keys, most))
         if not found:
             return NO_BLOCKS
-        blocks, n = np.array(found, np.int32), len(found)
+        blocks = np.array(found, np.int32)
+        n = len(found)
         wanted = tokens[: n * self.block].reshape(n, self.block)
         before = [self.root(salt)[0], *found[:-1]]
-        there, parents = self.tokens.take(blocks, 0), self.parent.take(blocks)
+        there = self.tokens.take(blocks, 0)
+        parents = self.parent.take(blocks)
         if np.array_equal(there, wanted) and parents.tolist() == before:
             return blocks
-        return blocks[: int(np.argmin((there == wanted).all(axis=1) & (parents == before)))]
+        same = (there == wanted).all(axis=1)
+        same &= parents == before
+        return blocks[: int(np.argmin(same))]
 
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
         """Return (block, n): the cached child of ``parent`` that shares most leading tokens with ``tokens``, and the
@@ -291,13 +313,9 @@ class BlockPool:
         ``leader`` is the result of ``follower_of`` of the leading group's block with the same content; the pool stores
         it as the block's parent."""
         block = self.index.get(key, -1)
-        if (
-            block < 0
-            or self.parent[block] != leader
-            or not np.array_equal(self.tokens[block], tokens)
-        ):
+        if block < 0 or self.parent[block] != leader:
             return -1
-        return block
+        return block if np.array_equal(self.tokens[block], tokens) else -1
 
     def follower_of(self, block: int) -> int:
         """Return a negative number that identifies the current publication of ``block``.  Blocks of other KV groups
@@ -318,6 +336,20 @@ class BlockPool:
         """
         self.queried[queried] += 1
         self.found[found] += 1
+
+    def by_depth(self) -> dict[str, dict[str, int]]:
+        """Return the blocks that prefix lookups looked for and found, by depth in the prompt.  The keys are ranges of
+        block indices: "0" is the first block, then "1", "2-3", "4-7" and so on."""
+        out: dict[str, dict[str, int]] = {}
+        first = 0
+        end = 1
+        while queries := _within(self.queried, first, end):
+            name = str(first) if end == first + 1 else f"{first}-{end - 1}"
+            hits = _within(self.found, first, end)
+            out[name] = {"queries": queries, "hits": hits}
+            first = end
+            end *= 2
+        return out
 
     def publish(
         self,
@@ -350,14 +382,21 @@ class BlockPool:
         self.index[key] = block
         if key in self.watch:
             self.void(key)
-        self.key[block], self.parent[block], self.tokens[block] = key, parent, tokens
+        self.key[block] = key
+        self.parent[block] = parent
+        self.tokens[block] = tokens
         self.stamps += 1
         self.stamp[block] = self.stamps
         self._link(block, parent, int(tokens[0]))
-        cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
+        filled = self.block
+        if tokens[-1] < 0:
+            filled = int((tokens >= 0).sum())
+        cost = depth * self.block + filled
         parent_key = int(self.key[parent]) if parent >= 0 else 0
         evicted = self.lost.take(key)
-        self.new.append((key, parent_key, depth, cost, tenant, session, kind, evicted))
+        size = self.block_bytes
+        row = (parent_key, depth, size, cost, tenant, session, kind, evicted)
+        self.new.append((key, row))
         return block
 
     def publish_run(
@@ -381,8 +420,9 @@ class BlockPool:
         block], without -1.  ``kinds`` has the kind of each block; None means 0.
         """
         n = len(keys)
-        known = not self.index.keys().isdisjoint(keys) or len(set(keys)) < n
-        if known or np.count_nonzero(blocks) < n or np.count_nonzero(self.key[blocks]):
+        if not self.index.keys().isdisjoint(keys) or len(set(keys)) < n:
+            return False
+        if np.count_nonzero(blocks) < n or np.count_nonzero(self.key[blocks]):
             return False
         numbers = blocks.tolist()
         parents = [parent, *numbers[:-1]]
@@ -390,21 +430,23 @@ class BlockPool:
         self.index.update(zip(keys, numbers, strict=True))
         for key in self.watch.keys() & set(keys) if self.watch else ():
             self.void(key)
-        self.key[blocks], self.parent[blocks], self.tokens[blocks] = (
-            np.array(keys, np.uint64),
-            parents,
-            tokens,
-        )
-        self.stamp[blocks] = np.arange(self.stamps + 1, self.stamps + 1 + n)
+        self.key[blocks] = np.array(keys, np.uint64)
+        self.parent[blocks] = parents
+        self.tokens[blocks] = tokens
+        first_stamp = self.stamps + 1
         self.stamps += n
-        for block, before, first in zip(numbers, parents, tokens[:, 0].tolist(), strict=True):
-            self._link(block, before, first)
-        for i, key in enumerate(keys):
-            before = keys[i - 1] if i else parent_key
-            cost, kind = (depth + i + 1) * self.block, 0 if kinds is None else kinds[i]
-            self.new.append(
-                (key, before, depth + i, cost, tenant, session, kind, self.lost.take(key))
-            )
+        self.stamp[blocks] = np.arange(first_stamp, self.stamps + 1)
+        first_tokens = tokens[:, 0].tolist()
+        for block, above, first in zip(numbers, parents, first_tokens, strict=True):
+            self._link(block, above, first)
+        size = self.block_bytes
+        before = parent_key
+        for at, key in enumerate(keys, depth):
+            cost = (at + 1) * self.block
+            kind = 0 if kinds is None else kinds[at - depth]
+            row = (before, at, size, cost, tenant, session, kind, self.lost.take(key))
+            self.new.append((key, row))
+            before = key
         return True
 
     def _link(self, block: int, parent: int, first: int) -> None:
@@ -412,7 +454,8 @@ class BlockPool:
         self.first[block] = first
         self.children[parent] = self.children.get(parent, 0) + 1
         sibling = self.youngest.get((parent, first), 0)
-        self.older[block], self.younger[block] = sibling, 0
+        self.older[block] = sibling
+        self.younger[block] = 0
         if sibling:
             self.younger[sibling] = block
         self.youngest[parent, first] = block
@@ -422,19 +465,9 @@ class BlockPool:
         of the evictor about these blocks."""
         if not self.new:
             return
-        key, parent, depth, cost, tenant, session, kind, evicted = zip(*self.new, strict=True)
+        keys = np.array([key for key, _ in self.new], np.uint64)
+        info = block_info([row for _, row in self.new])
         self.new.clear()
-        info = BlockInfo(
-            parent=np.array(parent, np.uint64),
-            depth=np.array(depth, np.int32),
-            bytes=np.array([self.block_bytes] * len(key), np.int64),
-            cost=np.array(cost, np.float64),
-            tenant=np.array(tenant, np.int32),
-            session=np.array(session, np.int64),
-            kind=np.array(kind, np.int8),
-            evicted=np.array(evicted, np.bool_),
-        )
-        keys = np.array(key, np.uint64)
         self._tell("add", keys, info)
         self.events.blocks_stored(self.kv_group, keys, info)
 
@@ -452,22 +485,20 @@ class BlockPool:
         for key in keys.tolist():
             block = self.index.get(key)
             if block is None or self.ref[block] or block in self.children:
-                why = (
-                    "unknown"
-                    if block is None
-                    else "in use"
-                    if self.ref[block]
-                    else "the parent of a cached block"
-                )
-                raise EngineDeadError(
-                    f"evictor {type(self.evictor).__name__} gave up a block that is {why}"
-                )
+                who = type(self.evictor).__name__
+                why = self._why_not_evictable(block)
+                raise EngineDeadError(f"evictor {who} gave up a block that is {why}")
             if self.evicted is not None:
                 self.evicted(block)
             self._forget(key, block)
         self.lost.add(keys.tolist())
         self.evictions += n
         self.events.blocks_evicted(self.kv_group, keys)
+
+    def _why_not_evictable(self, block: int | None) -> str:
+        if block is None:
+            return "unknown"
+        return "in use" if self.ref[block] else "the parent of a cached block"
 
     def void(self, key: int) -> None:
         """Clear the stored prefix-hit estimate (``hint``) of each waiting sequence that depends on this key, so that
@@ -480,11 +511,9 @@ class BlockPool:
 
         No other row holds the blocks from there on, and their cached children are among them.
         """
-        numbers, refs, parents = (
-            blocks.tolist(),
-            self.ref[blocks].tolist(),
-            self.parent[blocks].tolist(),
-        )
+        numbers = blocks.tolist()
+        refs = self.ref[blocks].tolist()
+        parents = self.parent[blocks].tolist()
         following = -2  # parent of the next block in the loop; -2 is the number of no block
         for i in range(len(numbers) - 1, -1, -1):
             own = int(following == numbers[i])
@@ -521,7 +550,9 @@ class BlockPool:
             self.forgotten(block)
         if key in self.watch:
             self.void(key)
-        parent, older, younger = int(self.parent[block]), self.older[block], self.younger[block]
+        parent = int(self.parent[block])
+        older = self.older[block]
+        younger = self.younger[block]
         self.children[parent] -= 1
         if not self.children[parent]:
             del self.children[parent]
@@ -533,7 +564,8 @@ class BlockPool:
             self.youngest[parent, self.first[block]] = older
         else:
             del self.youngest[parent, self.first[block]]
-        self.key[block], self.parent[block] = 0, -1
+        self.key[block] = 0
+        self.parent[block] = -1
 
     def reset(self) -> None:
         """Remove every idle block from the prefix index.  Blocks in use stay cached."""
@@ -547,10 +579,9 @@ class BlockPool:
     def audit(self, at_rest: bool) -> None:
         """Raise EngineDeadError if the counts of free, held and idle blocks do not add up.  It is cheap enough for
         every step.  ``at_rest`` means that no row runs, so that no block may be held."""
-        if (
-            self.free + self.held + self.idle != self.total - 1
-            or min(self.free, self.held, self.idle) < 0
-        ):
+        blocks = self.free + self.held + self.idle
+        least = min(self.free, self.held, self.idle)
+        if blocks != self.total - 1 or least < 0:
             raise EngineDeadError(
                 f"the KV blocks do not add up: {self.free} free, {self.held} in use and {self.idle} cached of "
                 f"{self.total - 1}"

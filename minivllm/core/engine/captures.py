@@ -31,14 +31,17 @@ class IdleCaptures:
         if not self._implemented:
             return
         if tokens != self._tokens:
-            self._tokens, self.pause = tokens, QUIET
+            self._tokens = tokens
+            self.pause = QUIET
             return
         try:
             answer = call(VERB)
-            self.left, worked = int(answer["left"]), bool(answer["worked"])
+            self.left = int(answer["left"])
+            worked = bool(answer["worked"])
         except EngineDeadError:
             raise
         except Exception:  # an executor without this verb captures at the start
-            self._implemented, self.pause = False, None
+            self._implemented = False
+            self.pause = None
             return
         self.pause = None if not self.left else 0.0 if worked else COMPILING

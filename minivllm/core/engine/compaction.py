@@ -44,6 +44,24 @@ class Compaction:
         return max(0, self.lacking - (len(self.blocks) - self.used))
 
     @property
+    def gone(self) -> np.ndarray:
+        """Return the blocks i32 with stored tokens that the row gives up."""
+        n = len(self.own)
+        shared = self.blocks[:n][~self.own]
+        return np.concatenate([shared, self.blocks[n : self.used]])
+
+    def blocks_after(self, fresh: np.ndarray) -> np.ndarray:
+        """Return the row's block table i32 after the compression.
+
+        The kept tokens move to the row's own blocks, to blocks reserved for it, and to the new blocks ``fresh`` i32.
+        """
+        new = self.blocks[: len(self.own)].copy()
+        spare = self.blocks[self.used :]
+        n = self.lacking - len(fresh)
+        new[~self.own] = np.concatenate([spare[:n], fresh])
+        return np.concatenate([new, spare[n:]])
+
+    @property
     def row(self) -> tuple[int, int, int, int, int]:
         """Return the row of ``plan.Delta.compact``."""
         return self.group, self.slot, self.stored, self.kept, self.computed

@@ -64,8 +64,12 @@ class Compression:
         shares: bool,
         pressure: Pressure | None,
     ) -> None:
-        self.budget, self.every, self.observed, self.shares = budget, every, observed, shares
-        self.sums, self.pressure = sums, pressure
+        self.budget = budget
+        self.every = every
+        self.observed = observed
+        self.shares = shares
+        self.sums = sums
+        self.pressure = pressure
         self.compressions = self.dropped = 0
 
     @classmethod
@@ -84,12 +88,14 @@ class Compression:
                 "process, multiprocess, ray or sim, or compressor=none"
             )
         cache.compacts = True
-        options, observed = wiring.cache, capacity.compresses
+        options = wiring.cache
+        observed = capacity.compresses
         pressure = None
         if options.pressure_budget:
             pressure = Pressure(options.pressure_budget, capacity.depth, observed > 0)
             cache.margin = 1 + pressure.horizon // wiring.block
-        every, sums = options.compress_every, capacity.sums
+        every = options.compress_every
+        sums = capacity.sums
         return cls(options.kv_budget, every, observed, sums, cache.prefix, pressure)
 
     def bind(self, request: Request) -> None:
@@ -120,7 +126,8 @@ class Compression:
 
     def settle(self, request: Request) -> None:
         """Leave a request uncompressed if it ends before its first compression removes a token."""
-        n, keep = len(request.prompt), request.keep
+        n = len(request.prompt)
+        keep = request.keep
         last = request.end - 1  # the last token is drawn and not computed
         if keep and (request.first_compression > last or (n <= keep and not self.every)):
             request.keep = 0
@@ -133,7 +140,8 @@ class Compression:
         A compression needs additional blocks if the prompt's blocks may be cached prefixes or are shared by branches,
         because the kept tokens are then copied.
         """
-        n, keep = len(request.prompt), request.keep
+        n = len(request.prompt)
+        keep = request.keep
         if not keep or request.first_compression >= end:
             return end
         grown = min(self.every, end - n) if self.every else end - n
@@ -277,7 +285,8 @@ class Compression:
 
         Under memory pressure the row's own blocks leave the prefix cache, so that the kept tokens move to them.  The
         oldest row preempts others for blocks."""
-        s, cache = planner.slots, planner.cache
+        s = planner.slots
+        cache = planner.cache
         found = cache.to_compact(slot, keep)
         if self.pressure is not None and not cache.can_take(_taken(found, len(cache.pools))):
             found = cache.to_compact(slot, keep, private=True)

@@ -37,6 +37,7 @@ from minivllm.errors import (
     shown,
 )
 
+from . import publication
 from .adapters import VERB as ADAPTERS
 from .adapters import EngineAdapters
 from .blocks import BlockPool
@@ -44,6 +45,7 @@ from .cache import KVCache
 from .captures import IdleCaptures
 from .checkpoints import Checkpoints
 from .compression import Compression
+from .engine_stats import engine_stats
 from .flight import Flight
 from .guides import add_guide
 from .images import Images, check_images
@@ -101,21 +103,62 @@ class Engine:
         parts: EngineParts,
         caching: CacheOptions,
     ) -> None:
-        self.wiring, self.executor, self.capacity = wiring, executor, capacity
-        self.events, self.now, self.energy = parts.events, parts.now, parts.energy
+        self.wiring = wiring
+        self.executor = executor
+        self.capacity = capacity
+        self.events = parts.events
+        self.now = parts.now
+        self.energy = parts.energy
         self.within = ""  # name of the method that is running (see ``external_calls.alone``)
         self.clock = StepClock()
-        self.processors, self.strategies = parts.processors, parts.strategies
+        self.processors = parts.processors
+        self.strategies = parts.strategies
         self.host_sampler = parts.host_sampler
         self.eos_ids = eos_within(wiring.eos_ids, capacity.vocab_size)
         groups = len(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
-        self.adapters, self.images = self._adapters(parts), Images.of(wiring, capacity)
+        self.adapters = self._adapters(parts)
+        self.images = Images.of(wiring, capacity)
         self.predictions = Predictions.of(parts, wiring, self.clock.seams.run)
         self.speculation = Speculation.of(wiring, capacity)
         self.compression = Compression.of(wiring, capacity, executor, self.cache)
-        self.planner = Planner(
+        self.planner = self._planner(parts)
+        self.publisher = Publisher(
+            self.slots,
+            self.cache,
+            self.planner,
+            self.finish,
+            self.events,
+            self.now,
+            self.speculation,
+            TapLimits.of(capacity, wiring),
+        )
+        self.grammars = parts.grammars
+        self.masks = RowMasks(
+            self.slots,
+            capacity.vocab_size,
+            parts.grammars,
+            self.finish,
+            self.clock.seams,
+            executor.mask_memory,
+        )
+        self.binders = binders(parts.processors)
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[Flight] = deque()
+        self.tenants: dict[str, int] = {}
+        self._tenant = itertools.count()
+        self.finished = self.failed_steps = 0
+        self.weights = Weights(self)
+        self.captures = IdleCaptures()
+        self.checked = os.environ.get(CHECK, "") not in ("", "0")
+        self._ids = itertools.count()
+        self._seeds = random.Random(wiring.seed)
+
+    def _planner(self, parts: EngineParts) -> Planner:
+        """Build the planner with the scheduling policy."""
+        wiring = self.wiring
+        return Planner(
             self.slots,
             self.cache,
             parts.policy(scheduler_context(wiring, self.predictions)),
@@ -127,41 +170,20 @@ class Engine:
             self.adapters,
             self.compression,
             self.images,
-            StepBudget.of(wiring, capacity.step_sizes),
-            StepLimit.of(capacity, wiring.max_num_seqs),
+            StepBudget.of(wiring, self.capacity.step_sizes),
+            StepLimit.of(self.capacity, wiring.max_num_seqs),
         )
-        self.publisher = Publisher(
-            self.slots,
-            self.cache,
-            self.planner,
-            self.finish,
-            self.events,
-            self.now,
-            self.speculation,
-            TapLimits.of(capacity, wiring),
-        )
-        self.grammars, memory = parts.grammars, executor.mask_memory
-        self.masks = RowMasks(
-            self.slots, capacity.vocab_size, parts.grammars, self.finish, self.clock.seams, memory
-        )
-        self.binders = binders(parts.processors)
-        self.requests: dict[str, Request] = {}
-        self.in_flight: deque[Flight] = deque()
-        self.tenants: dict[str, int] = {}
-        self._tenant = itertools.count()
-        self.finished = self.failed_steps = 0
-        self.weights, self.captures = Weights(self), IdleCaptures()
-        self.checked = os.environ.get(CHECK, "") not in ("", "0")
-        self._ids, self._seeds = itertools.count(), random.Random(wiring.seed)
 
     def _cache(self, parts: EngineParts, caching: CacheOptions) -> KVCache:
         """Build the KV cache with one block pool per KV group, and with checkpoints if the model has recurrent
         states."""
         pools = [self._pool(g, parts.evictor) for g in range(len(caching.windows))]
-        count, checkpoints = self.capacity.checkpoints, None
+        count = self.capacity.checkpoints
+        checkpoints = None
         if count is not None:
             checkpoints = Checkpoints(self.wiring.max_num_seqs + 1, count)
-        windows, prefix = list(caching.windows), caching.prefix_caching
+        windows = list(caching.windows)
+        prefix = caching.prefix_caching
         cache = KVCache(pools, windows, self.slots, prefix, caching.partial_hits, checkpoints)
         if self.wiring.cache.stores and cache.prefix:
             self._add_tiers(cache, parts)
@@ -192,21 +214,18 @@ class Engine:
                 f"kvstore={', '.join(names)}: the executor {who} keeps no tiers; use local, process, multiprocess, ray "
                 "or sim, or leave kvstore out"
             ) from e
-        block = self.wiring.block
-        Tiers(
-            cache,
-            opened,
-            names,
-            parts.evictor,
-            lambda name, pages: EvictorContext(pages, block, name, self.now),
-            self.now,
-        )
+
+        def context(name: str, pages: int) -> EvictorContext:
+            return EvictorContext(pages, self.wiring.block, name, self.now)
+
+        Tiers(cache, opened, names, parts.evictor, context, self.now)
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
-        made: Evictor = evictor(EvictorContext(total - 1, self.wiring.block, "device", self.now))
         size = self.capacity.block_bytes[group]
-        return BlockPool(total, self.wiring.block, made, size, self.clock.seams, self.events, group)
+        block = self.wiring.block
+        made: Evictor = evictor(EvictorContext(total - 1, block, "device", self.now))
+        return BlockPool(total, block, made, size, self.clock.seams, self.events, group)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +306,8 @@ class Engine:
                     self.cache.tiers.leave(seq)
                 if self.adapters is not None:
                     self.adapters.leave(seq)
-            who, why = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
+            who = type(self.planner.policy).__name__
+            why = describe_error(e, self.planner.policy)
             raise RequestError(f"scheduler {who} failed on this request: {why}") from e
         self.requests[request.id] = request
         self.planner.limit.enter(request)
@@ -322,9 +342,10 @@ class Engine:
             self.publisher.flush(seq)  # deliver the tokens generated so far
             if seq.status == FINISHED:
                 return
+        cacheable = seq.slot >= 0 and reason != "error"
         try:
-            for one in seq.pair if seq.slot >= 0 and reason != "error" else ():
-                self.cache.publish_tail(one.slot, one)
+            for one in seq.pair if cacheable else ():
+                publication.publish_tail(self.cache, one.slot, one)
             report_turn(self.cache, seq, "ended")
             self.planner.end(seq)
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
@@ -345,7 +366,9 @@ class Engine:
         self.masks.forget(seq)
         # Branches that have not forked yet end together with their prompt.
         for b in (*seq.branches, *seq.pair[1:]):
-            b.status, b.finish_reason, b.error = FINISHED, reason, error
+            b.status = FINISHED
+            b.finish_reason = reason
+            b.error = error
         request = seq.request
         if request.done and request.finished is None:
             request.answer = self.clock.seams.run("strategy", answer, request)
@@ -406,9 +429,10 @@ class Engine:
                 raise
             plan = None
         self.clock.lap(PUBLISH)
-        self.clock.end(
-            0 if plan is None else len(plan.slots), 0 if plan is None else int(plan.q_len.sum())
-        )
+        if plan is None:
+            self.clock.end(0, 0)
+        else:
+            self.clock.end(len(plan.slots), int(plan.q_len.sum()))
         self.events.turn_ended()
         return True
 
@@ -483,7 +507,8 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as e:
-            who, message = type(self.executor).__name__, describe_error(e, self.executor)
+            who = type(self.executor).__name__
+            message = describe_error(e, self.executor)
             raise EngineDeadError(f"executor {who} failed: {message}") from e
 
     def watch(self) -> None:
@@ -505,7 +530,8 @@ class Engine:
         """Return the seconds to wait after a ``step`` that found no work: until the scheduler's hold ends, and at most
         ``IDLE``."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
-        tiers, adapters = self.cache.tiers, self.adapters
+        tiers = self.cache.tiers
+        adapters = self.adapters
         loads = adapters is not None and bool(adapters.loading)
         longest = POLL if loads or (tiers is not None and tiers.active) else IDLE
         return min(max(hold, 0.0), longest)
@@ -641,43 +667,10 @@ class Engine:
         return self.executor.call(verb, args)
 
     def stats(self) -> dict[str, Any]:
-        lead, tiers, checkpoints = self.cache.pools[0], self.cache.tiers, self.cache.checkpoints
-        stats = {
-            "running": self.slots.n_running,
-            "waiting": self.planner.n_waiting + self._loading,
-            "finished": self.finished,
-            **self.publisher.stats(),
-            "preemptions": self.planner.preemptions,
-            "blocks_total": lead.total - 1,
-            "blocks_free": lead.free,
-            "blocks_cached": lead.idle,
-            "prefix_queries": lead.queries,
-            "prefix_hits": lead.hits,
-            "prefix_hits_copied": self.cache.copied,
-            "prefix_by_depth": self.cache.by_depth(),
-            "prefix_waits": self.planner.underway.waits,
-            "weights": self.weights.stats(),
-            **self.clock.summary(),
-            "evictions": sum(p.evictions for p in self.cache.pools),
-            "evicted_needed": sum(p.lost.needed for p in self.cache.pools),
-            **({"speculation": self.speculation.summary()} if self.speculation else {}),
-            **({"predictor": self.predictions.stats()} if self.predictions else {}),
-            **({"compression": self.compression.stats()} if self.compression else {}),
-            **({} if checkpoints is None else checkpoints.stats(self.capacity.state_bytes)),
-            **({} if tiers is None else tiers.stats()),
-            **({} if self.adapters is None else self.adapters.stats()),
-            **({} if self.images is None else self.images.stats()),
-        }
+        """Return the figures of the engine by name.  Listeners of ``stats_asked`` may add some."""
+        stats = engine_stats(self)
         self.events.stats_asked(stats)
         return stats
-
-    @property
-    def _loading(self) -> int:
-        """Count the sequences that wait for an adapter or for pages of a tier."""
-        tiers, adapters = self.cache.tiers, self.adapters
-        return (0 if tiers is None else len(tiers.waits)) + (
-            0 if adapters is None else len(adapters.waits)
-        )
 
     def fail_all(self, message: str) -> None:
         """End every request with an error and refuse new ones."""

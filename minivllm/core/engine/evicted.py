@@ -3,9 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minivllm.core.interfaces.evictor import Evictor
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# the columns of ``BlockInfo`` in order, and their types
+COLUMNS = {
+    "parent": np.uint64,
+    "depth": np.int32,
+    "bytes": np.int64,
+    "cost": np.float64,
+    "tenant": np.int32,
+    "session": np.int64,
+    "kind": np.int8,
+    "evicted": np.bool_,
+}
+# the values of one block, in the order of ``COLUMNS``
+InfoRow = tuple[int, int, int, float, int, int, int, bool]
+
+
+def block_info(rows: Sequence[InfoRow]) -> BlockInfo:
+    """Return the columns of ``BlockInfo`` for at least one block."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, values in zip(COLUMNS, zip(*rows, strict=True), strict=True):
+        arrays[name] = np.array(values, COLUMNS[name])
+    return BlockInfo(**arrays)
 
 
 def reads_turns(evictor: Evictor) -> bool:
@@ -22,7 +49,8 @@ class EvictedKeys:
     """
 
     def __init__(self, most: int) -> None:
-        self.most, self.needed = most, 0
+        self.most = most
+        self.needed = 0
         self.order: deque[int] = deque()
         self.first = 0
         self.number: dict[int, int] = {}

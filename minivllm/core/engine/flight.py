@@ -31,7 +31,9 @@ class Flight:
     def of(cls, plan: StepPlan, slots: Slots, read: list[Compaction]) -> Flight:
         """Make the flight of a step that was just planned, while the slots still hold its rows.  Its compactions of
         ``plan.delta.kept`` are moved from ``read``."""
-        at, after, pick = plan.slots.astype(np.intp), plan.computed + plan.q_len, plan.samples
+        at = plan.slots.astype(np.intp)
+        after = plan.computed + plan.q_len
+        pick = plan.samples
         drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
         kept = read.copy()
         read.clear()

@@ -73,13 +73,15 @@ def fork_ready(planner: ForkPlanner) -> None:
                 s.ready[beam.slot] = True
                 # the tokens have changed since the fork, so the row joins anew
                 planner.joins.append((beam.slot, beam))
-        s.forking[slot], s.schedulable[slot] = False, s.known[slot]
+        s.forking[slot] = False
+        s.schedulable[slot] = s.known[slot]
 
 
 def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
     """Return True if ``copies`` blocks are available in each KV group for a fork of this row.  The oldest row preempts
     others for them."""
-    s, cache = planner.slots, planner.cache
+    s = planner.slots
+    cache = planner.cache
     need = np.full((len(cache.pools), 1), copies)
     while not cache.can_take(need):
         if s.id[slot] != s.id[s.running].min() or planner.make_room(slot, 1) == slot:
@@ -90,10 +92,13 @@ def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
 def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
     """Assign a slot to each further beam of a request, where it stays idle.  The first beam has just entered its
     slot."""
-    s, first = planner.slots, beams.seqs[0]
+    s = planner.slots
+    first = beams.seqs[0]
     for seq in beams.seqs[1:]:
         slot = s.enter(seq)
-        s.id[slot], s.ready[slot], seq.status = s.id[first.slot], False, RUNNING
+        s.id[slot] = s.id[first.slot]
+        s.ready[slot] = False
+        seq.status = RUNNING
     if len(beams.live) > 1:
         s.forking[first.slot], s.schedulable[first.slot] = True, beams.common()
 
@@ -134,18 +139,22 @@ def _fits(planner: ForkPlanner, beams: Beams) -> bool:
     """Return whether there are blocks for the copies that the pending forks need."""
     if beams.pending is None:
         return False  # these beams were preempted
-    s, cache = planner.slots, planner.cache
+    s = planner.slots
+    cache = planner.cache
     partly = (len(beams.request.prompt) + beams.length) % s.block > 0
     return cache.can_take(np.full((len(cache.pools), 1), len(beams.pending.fork) * partly))
 
 
 def apply(planner: ForkPlanner, beams: Beams) -> None:
     """Apply the forks and tokens of the pending step to slots, blocks and the next delta."""
-    s, step, seqs = planner.slots, beams.pending, beams.seqs
+    s = planner.slots
+    step = beams.pending
+    seqs = beams.seqs
     assert step is not None
     n = len(beams.request.prompt) + beams.length
     for fork in step.fork:
-        child, source = seqs[fork.beam], seqs[fork.parent]
+        child = seqs[fork.beam]
+        source = seqs[fork.parent]
         planner.cache.fork(source.slot, child.slot, n)
         s.tokens[child.slot, :n] = s.tokens[source.slot, :n]
         child.keys = list(source.keys)
@@ -162,7 +171,8 @@ def apply(planner: ForkPlanner, beams: Beams) -> None:
 
 def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
     """Remove all beams of a request from their slots together.  The first beams keep the tokens of the live ones."""
-    s, seqs = planner.slots, beams.seqs
+    s = planner.slots
+    seqs = beams.seqs
     if beams.pending is not None:
         planner.searches.remove(beams)
     tokens = []
@@ -175,6 +185,8 @@ def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
         planner.leave(seq.slot)
         seq.status = WAITING
     for seq, ids in zip(seqs, tokens, strict=False):
-        seq.tokens, seq.known = ids, len(ids)
-        seq.keys, seq.page_keys = [], []
+        seq.tokens = ids
+        seq.known = len(ids)
+        seq.keys = []
+        seq.page_keys = []
         seq.hint = None

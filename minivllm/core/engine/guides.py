@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     """Attach a guide to the sequence of a new request.  RequestError if the request cannot have a guide, or if both do
     not fit the KV cache."""
-    request, p, cache = lead.request, lead.request.params, engine.cache
+    request = lead.request
+    p = lead.request.params
+    cache = engine.cache
     for name in ("choose_fn", "logits_processors"):
         if getattr(p, name):
             what = f"{name} chooses from the logits of one row; use it without {guide.param}"
@@ -65,10 +67,12 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     request.stops = replace(request.stops, end=request.end)
     further = len(prompt) - len(request.prompt)
     beside.stops = replace(request.stops, end=beside.end, min_end=request.stops.min_end + further)
-    beside.lora, beside.adapter = request.lora, request.adapter
+    beside.lora = request.lora
+    beside.adapter = request.adapter
     for one in (request, beside):
         one.salt = engine.weights.salted(salt_of(one, engine.wiring))
-    beside.rows, beside.tenant = (None,) * len(request.rows), request.tenant
+    beside.rows = (None,) * len(request.rows)
+    beside.tenant = request.tenant
     beside.owner_number = request.owner_number
     request.speculates = False
     lead.scale = guide.scale
@@ -98,8 +102,10 @@ def enter_guide(
         cache.reserve(slot, guide.request.end)
     pair = [lead.slot, slot]
     s.partner[pair] = slot, lead.slot
-    s.leads[lead.slot], s.scale[lead.slot] = True, lead.scale
-    s.forking[pair], s.schedulable[pair] = True, s.known[pair] - 1
+    s.leads[lead.slot] = True
+    s.scale[lead.slot] = lead.scale
+    s.forking[pair] = True
+    s.schedulable[pair] = s.known[pair] - 1
     s.paired += 2
 
 
@@ -107,7 +113,8 @@ def release(s: Slots, slot: int) -> None:
     """Release a row and its partner for sampling once each of them lacks only one token."""
     pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
-        s.forking[pair], s.schedulable[pair] = False, s.known[pair]
+        s.forking[pair] = False
+        s.schedulable[pair] = s.known[pair]
 
 
 def guided_rows(s: Slots, drawn: np.ndarray) -> dict[str, np.ndarray]:

@@ -44,7 +44,9 @@ class Images:
 
     def __init__(self, wiring: ImageWiring, vocab: int, token_bytes: int) -> None:
         """Start without images.  ``token_bytes`` are the bytes of the features of one token."""
-        self.wiring, self.vocab, self.token_bytes = wiring, vocab, token_bytes
+        self.wiring = wiring
+        self.vocab = vocab
+        self.token_bytes = token_bytes
         self.limit = wiring.cache_mb << 20
         # the contents that are listed, the least recently requested first
         self.contents: OrderedDict[ContentKey, Content] = OrderedDict()
@@ -283,7 +285,8 @@ class Images:
         ]
         parts = [values.view(np.uint8) for values in arrays]
         pixels = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
-        self.encodes, self.frees = [], []
+        self.encodes = []
+        self.frees = []
         return {"image": np.array(rows, np.int32), "pixels": pixels}
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:

@@ -46,7 +46,8 @@ class KeptReader:
     ``most`` is the limit of the bytes that a request reads."""
 
     def __init__(self, wiring: Wiring, capacity: Capacity) -> None:
-        self.heads, self.layers = capacity.kept_heads, wiring.cache.groups
+        self.heads = capacity.kept_heads
+        self.layers = wiring.cache.groups
         self.most = wiring.max_tap_bytes
 
     def keep(self, compactions: Sequence[Compaction], values: np.ndarray) -> list[Seq]:
@@ -54,7 +55,8 @@ class KeptReader:
         read more bytes than it may.
 
         ``values`` i32 is ``StepResult.kept``, which is empty if the step failed."""
-        over, at = [], 0
+        over = []
+        at = 0
         for one in compactions if len(values) else ():
             seq = one.reader
             assert seq is not None

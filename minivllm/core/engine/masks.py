@@ -72,7 +72,8 @@ class _Late:
 
     def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
         # serial number of each row's stay in its slot, -1 if the row has left
-        self.slots, self.stays = slots, stays
+        self.slots = slots
+        self.stays = stays
         stay = np.flatnonzero(stays >= 0).tolist()
         there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in stay]  # type: ignore[misc]
         self.functions = [
@@ -80,7 +81,8 @@ class _Late:
         ]
         ruled = [(j, seq) for j, seq in there if seq.request.grammar is not None]
         # rows with a grammar
-        self.at, self.seqs = [j for j, _ in ruled], [seq for _, seq in ruled]
+        self.at = [j for j, _ in ruled]
+        self.seqs = [seq for _, seq in ruled]
         self.at_slots = slots[self.at]
         self.matchers: list[Any] = []  # matchers of these rows, from the first mask on
         self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
@@ -146,7 +148,8 @@ class RowMasks:
 
         The results of all earlier steps have been processed.  The array is reused for the next step with masks.  Rows
         that have ended meanwhile are not restricted, because their tokens are dropped."""
-        s, plan = self.slots, flight.plan
+        s = self.slots
+        plan = flight.plan
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]
         if self._held is None or len(rows) > len(self._held):
@@ -167,14 +170,18 @@ class RowMasks:
     def forget(self, seq: Seq) -> None:
         """Drop all data of a sequence that has ended."""
         if seq.masked:
-            self._late, seq.matcher = None, None
+            self._late = None
+            seq.matcher = None
 
     def _by_grammar(self, late: _Late, mask: np.ndarray) -> None:
         """Pass the newly drawn tokens to the matchers and fill their rows of the mask.  A plug-in that raises ends all
         its sequences.  A token that a matcher refuses ends that sequence only."""
         plugin: Grammar = self.grammars.plugin
         known = self.slots.collected[late.at_slots].astype(np.int64)
-        seqs, matchers, at, sound = late.seqs, late.matchers, late.at, True
+        seqs = late.seqs
+        matchers = late.matchers
+        at = late.at
+        sound = True
         try:
             if not matchers:
                 self.seams.run("grammar", late.start, plugin)

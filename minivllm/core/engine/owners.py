@@ -63,7 +63,8 @@ class OwnerShares:
 
         Return False if nothing is left, or if the budget was not divided.
         """
-        divided, self._each = self._each < sys.maxsize, sys.maxsize
+        divided = self._each < sys.maxsize
+        self._each = sys.maxsize
         return divided and self.left > 0
 
 
@@ -135,7 +136,8 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
 
     Usually few of them have room, so the policy's order is computed only as far as it is read.
     """
-    p, queue = planner, planner.waiting
+    p = planner
+    queue = planner.waiting
     turns = len(queue.lanes) > 1 and not p.divides
     if not p.orders and not turns:
         while (first := queue.head()) is not None:
@@ -167,7 +169,8 @@ def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[S
 
 def make_way(planner: OwnersPlanner) -> None:
     """Preempt one row in favour of an owner without a row, if the last plan had no room for this owner."""
-    s, seq = planner.slots, planner.stuck
+    s = planner.slots
+    seq = planner.stuck
     planner.stuck = None
     if seq is None or not seq.queued:
         return
@@ -206,7 +209,8 @@ def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
 
     ``refused`` is the sequence that had no room in this plan, or None; then the heads of the owners' lanes are
     searched."""
-    s, rows = planner.slots, rows_of(planner.slots)
+    s = planner.slots
+    rows = rows_of(planner.slots)
     if refused is not None:
         return None if rows[refused.request.owner_number] else refused
     if len(s.free) > planner.reserved or s.cooling:

@@ -29,10 +29,9 @@ class Pace:
         self.budget = budget
         # limit of the tokens of the next step from the largest step so far (``GROWTH``)
         self.reach = min(first, budget)
-        self.each, self.key = (
-            0.0,
-            0.0,
-        )  # seconds per token, and per key that it attends to; 0 means unknown
+        # seconds per token, and per key that a token attends to; 0 means unknown
+        self.each = 0.0
+        self.key = 0.0
         self.mean = 0.0  # recent mean seconds of a token
         self._bound = self.reach  # tokens of a step of full size
         # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token
@@ -49,14 +48,21 @@ class Pace:
         self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
         n, sx, sy, sxx, sxy = self._sums.tolist()
         far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior assumes key = each / CONTEXT
-        a, b, c = n + far / CONTEXT**2, sx - far / CONTEXT, sxx + far
+        a = n + far / CONTEXT**2
+        b = sx - far / CONTEXT
+        c = sxx + far
         det = a * c - b * b
-        each, key = (c * sy - b * sxy) / det, (a * sxy - b * sy) / det
+        each = (c * sy - b * sxy) / det
+        key = (a * sxy - b * sy) / det
         if key < 0.0:
-            each, key = sy / n, 0.0
+            each = sy / n
+            key = 0.0
         elif each < 0.0:
-            each, key = 0.0, sxy / sxx
-        self.each, self.key, self.mean = max(each, 1e-12), key, sy / n
+            each = 0.0
+            key = sxy / sxx
+        self.each = max(each, 1e-12)
+        self.key = key
+        self.mean = sy / n
         self.reach = max(self.reach, min(GROWTH * tokens, self.budget))
 
     def fit(

@@ -33,7 +33,8 @@ def step_rows(
     drafts (see ``plan.with_drafts``).  ``n`` has the number of drafts of each of these slots, and ``draft`` numbers the
     drafts; both are empty without drafts.  ``chunks`` maps a slot to its tokens.
     """
-    slots, q_len = decode, np.ones(len(decode), np.int32)
+    slots = decode
+    q_len = np.ones(len(decode), np.int32)
     if chunks:
         slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])
         q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
@@ -70,7 +71,8 @@ def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
     """Return ``topk``, ``late``, ``host`` and ``held`` of a StepPlan.  ``drawn`` i64 [N] are the slots that sample.
     The new token of a host row is not counted as known, and the row is not ready until that token is chosen.  A row
     in ``late`` stays ready, because its mask arrives before its draw."""
-    host, beam = s.host[drawn], s.beam[drawn]
+    host = s.host[drawn]
+    beam = s.beam[drawn]
     waits = drawn[host]
     s.known[waits] -= 1
     s.schedulable[waits] = s.known[waits]
@@ -82,43 +84,54 @@ def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
 
 def join_of(joins: list[tuple[int, Seq]], slots: Slots, images: Images | None = None) -> Join:
     """Return the columns of ``plan.Join`` for sequences that took a slot since the last plan."""
-    at = np.array([slot for slot, _ in joins], np.int32)
+    n = len(joins)
     seqs = [seq for _, seq in joins]
-    known = [seq.known for seq in seqs]
-    added = [
-        (i, number, vector)
-        for i, seq in enumerate(seqs)
-        for number, vector in (
-            {} if seq.request.tapped is None else seq.request.tapped.steering
-        ).items()
-    ]
-    stop_ids = np.full((len(seqs), STOP_IDS), -1, np.int32)
-    for row, seq in zip(stop_ids, seqs, strict=True):
-        if ids := seq.request.stops.ids:
-            row[: len(ids)] = ids
-    owners = [owner_of(seq.request.salt) for seq in seqs]
-    adapters = slots.adapter[at]
+    slot, known, sample, min_end, n_eos = np.zeros((5, n), np.int32)
+    seed, owner = np.zeros((2, n), np.int64)
+    saved = np.full(n, -1, np.int64)
+    stop_ids = np.full((n, STOP_IDS), -1, np.int32)
+    bound: list[dict[int, Any]] = [{} for _ in seqs[0].request.rows]
+    steer: list[tuple[int, int]] = []
+    vectors = [NO_VECTORS]
+    for i, (at, seq) in enumerate(joins):
+        request = seq.request
+        stops = request.stops
+        slot[i] = at
+        known[i] = seq.known
+        sample[i] = seq.sample
+        seed[i] = seq.seed
+        min_end[i] = stops.min_end
+        n_eos[i] = stops.n_eos
+        stop_ids[i, : len(stops.ids)] = stops.ids
+        owner[i] = owner_of(request.salt)
+        if seq.saved:
+            saved[i] = seq.id
+        for rows, row in zip(bound, request.rows, strict=True):
+            if row is not None:
+                rows[i] = row
+        if request.tapped is not None:
+            for number, vector in request.tapped.steering.items():
+                steer.append((i, number))
+                vectors.append(vector)
     tokens = np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32)
+    adapter = slots.adapter[slot]
     return Join(
-        slot=at,
-        known=np.array(known, np.int32),
-        computed=slots.computed[at],
-        prompt=slots.prompt[at],
-        end=slots.end[at],
-        seed=np.array([seq.seed for seq in seqs], np.int64),
-        sample=np.array([seq.sample for seq in seqs], np.int32),
-        min_end=np.array([s.request.stops.min_end for s in seqs], np.int32),
+        slot=slot,
+        known=known,
+        computed=slots.computed[slot],
+        prompt=slots.prompt[slot],
+        end=slots.end[slot],
+        seed=seed,
+        sample=sample,
+        min_end=min_end,
         stop_ids=stop_ids,
-        n_eos=np.array([s.request.stops.n_eos for s in seqs], np.int32),
+        n_eos=n_eos,
         tokens=tokens if images is None else images.ids(tokens),
-        bound=tuple(
-            {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}
-            for p in range(len(seqs[0].request.rows))
-        ),
-        saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
-        steer=np.array([line[:2] for line in added], np.int32).reshape(-1, 2),
-        vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
-        owner=np.array(owners, np.int64) if any(owners) else no_rows(dtype=np.int64),
-        adapter=adapters if (adapters >= 0).any() else no_rows(),
+        bound=tuple(bound),
+        saved=saved,
+        steer=np.array(steer, np.int32).reshape(-1, 2),
+        vectors=np.concatenate(vectors),
+        owner=owner if owner.any() else no_rows(dtype=np.int64),
+        adapter=adapter if (adapter >= 0).any() else no_rows(),
         image=no_rows(0, 7) if images is None else join_rows(seqs),
     )

@@ -13,40 +13,30 @@ that it needs.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minivllm.core import checks
-from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, no_rows, with_drafts
+from minivllm.core.interfaces.plan import StepPlan, no_rows, with_drafts
 from minivllm.core.interfaces.scheduler import Load, SchedulerPolicy, StepShape
 from minivllm.errors import describe_error
 
 from .admission import queue_view, row_of
-from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
-from .guides import enter_guide
+from .forks import apply_pending, fork_ready, preempt_beams
 from .images import whole_images
-from .owners import (
-    OwnerShares,
-    candidates,
-    displace,
-    make_way,
-    of_the_largest,
-    owner_count,
-    who_is_stuck,
-)
-from .plan_columns import join_of, requested_columns, step_rows
-from .request import RUNNING, WAITING
-from .sessions import report_turn
+from .newcomers import admit
+from .owners import OwnerShares, displace, make_way, of_the_largest, owner_count
+from .plan_columns import requested_columns, step_rows
+from .plan_delta import take_delta
+from .request import WAITING
 from .steady import Steady, next_steady, steady_of
 from .step_limit import StepLimit
-from .taps import most_cached
-from .underway import MOST_PASSED, Underway
+from .underway import Underway
 from .waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from minivllm.core.timing import SeamTimes
 
@@ -86,15 +76,20 @@ class Planner:
         budget: StepBudget | None = None,
         limit: StepLimit | None = None,
     ) -> None:
-        self.limit, self.budget = limit or StepLimit(0), budget
-        self.compression, self.images = compression, images
-        self.encodes_apart, self.most_tokens = False, max_tokens  # see ``_encoded``
+        self.limit = limit or StepLimit(0)
+        self.budget = budget
+        self.compression = compression
+        self.images = images
+        self.encodes_apart = False  # see ``encoded``
+        self.most_tokens = max_tokens
         self.slots = slots
         self.cache = cache
         self.policy = policy
         self.max_tokens = max_tokens
         self.seams = seams
-        self.finish, self.events, self.speculation = finish, events, speculation
+        self.finish = finish
+        self.events = events
+        self.speculation = speculation
         self.adapters = adapters
         self.waiting = WaitingQueue()
         self.underway = Underway(cache, slots)
@@ -110,8 +105,7 @@ class Planner:
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
         self.forgotten: list[int] = []  # preempted sequences that ended since the last plan
         self.steady: Steady | None = None  # the last plan, if the next step may repeat it
-        # (slot, token) chosen on the host since the last plan
-        self.chosen: list[tuple[int, int]] = []
+        self.chosen: list[tuple[int, int]] = []  # (slot, token) from the host since the last plan
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # new (parent slot, slot, branch)
         self.searches: list[Beams] = []  # beam searches with decisions that are not applied yet
@@ -125,9 +119,15 @@ class Planner:
         self.protected_after = PROTECTED_AFTER
         # the last plan had no slot or no blocks for the next waiting sequence
         self.unplaced = False
+        self._read_policy(policy)
+
+    def _read_policy(self, policy: SchedulerPolicy) -> None:
+        """Note which methods the policy overrides, because the default ones need not be called."""
         checks.window(policy)
-        own, base = type(policy), SchedulerPolicy
-        self.asks_shape, self.divides = own.shape is not base.shape, own.lane is not base.lane
+        own = type(policy)
+        base = SchedulerPolicy
+        self.asks_shape = own.shape is not base.shape
+        self.divides = own.lane is not base.lane
         self.orders = own.order is not base.order or self.divides
         self._ends = own.ended is not base.ended
 
@@ -151,15 +151,14 @@ class Planner:
         tiers = self.cache.tiers
         if tiers is not None and seq.load is None and tiers.begin(seq):
             return
-        row, seq.hint = row_of(seq), None
+        row = row_of(seq)
+        seq.hint = None
         view = queue_view([row])
         key = checks.key(self.ask(self.policy.key, view))
-        lane = (
-            checks.lane(self.ask(self.policy.lane, view))
-            if self.divides
-            else seq.request.owner_number
-        )
-        self.shared |= seq.request.owner_number > 0
+        lane = seq.request.owner_number
+        self.shared |= lane > 0
+        if self.divides:
+            lane = checks.lane(self.ask(self.policy.lane, view))
         self.waiting.push(seq, key, lane, row)
 
     def end(self, seq: Seq) -> None:
@@ -188,7 +187,9 @@ class Planner:
         """
         if (plan := next_steady(self)) is not None:
             return plan
-        s, self.steady, self.encodes_apart = self.slots, None, False
+        s = self.slots
+        self.steady = None
+        self.encodes_apart = False
         # remove forks whose branch left its slot before it was in a plan
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
@@ -197,16 +198,19 @@ class Planner:
             s.free.extend(s.cooling)
             s.cooling.clear()
         if self._ended:
-            ended, self._ended = self._ended, []
-            self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
+            rows = [row_of(seq) for seq in self._ended]
+            self._ended = []
+            self.ask(self.policy.ended, queue_view(rows))
         shape = MIX
         if self.asks_shape:
-            shape = checks.shape(self.ask(self.policy.shape, self._load(now), now))
+            load = self._load(now)
+            shape = checks.shape(self.ask(self.policy.shape, load, now))
         if self.stuck is not None:
             make_way(self)
         if self.unplaced and self.policy.preemptive:
             displace(self, now)
-        self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
+        holds = shape.hold_until > now and self.n_waiting > 0
+        self.wake_at = shape.hold_until if holds else 0.0
         if self.searches:
             apply_pending(self)
         fork_ready(self)
@@ -225,21 +229,27 @@ class Planner:
             # A new row whose prompt was cached, or has one token, can fork now.
             fork_ready(self)
             decode = self._decode(self.need(s.running))
-        return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
+        left = self.max_tokens - len(decode) - sum(chunks.values())
+        return self._make_plan(decode, chunks, left)
 
     def _load(self, now: float) -> Load:
         """Return the load, from which a scheduler policy derives the shape of a step."""
-        s, head = self.slots, self.waiting.head()
+        rows = self.slots.running
+        pools = self.cache.pools
+        head = self.waiting.head()
+        arrival = now if head is None else head.request.arrival
+        prefilling = np.count_nonzero(self.need(rows) > 1)
+        first_due = self.slots.tpot_due[rows].min(initial=np.inf)
         return Load(
             waiting=self.n_waiting,
-            running=len(s.running),
-            prefilling=int((self.need(s.running) > 1).sum()),
+            running=len(rows),
+            prefilling=int(prefilling),
             free_blocks=self.cache.available,
-            total_blocks=min(pool.total for pool in self.cache.pools),
+            total_blocks=min(pool.total for pool in pools),
             token_budget=self.max_tokens,
-            oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
-            tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
-            evicted_needed=sum(pool.lost.needed for pool in self.cache.pools),
+            oldest_wait=max(0.0, now - arrival),
+            tpot_slack=float(first_due) - now,
+            evicted_needed=sum(pool.lost.needed for pool in pools),
         )
 
     def _fill(
@@ -248,20 +258,16 @@ class Planner:
         """Plan prompt chunks for running rows and for new rows within the token budget.  Return the rows that still
         decode, because preemption may remove some."""
         s = self.slots
-        self.encodes_apart = self.images is not None and len(decode) > 0
+        n = len(decode)
+        self.encodes_apart = self.images is not None and n > 0
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         most = min(self.most_prefill, self._timely(decode))
-        parts = OwnerShares(
-            min(
-                self.max_tokens - len(decode),
-                cap,
-                most,
-                self.limit.most(len(decode), self.max_tokens),
-            ),
-            owner_count(s, s.running[self.need(s.running) > 1], self.waiting.heads())
-            if self.shared
-            else 1,
-        )
+        limit = self.limit.most(n, self.max_tokens)
+        owners = 1
+        if self.shared:
+            prefilling = s.running[self.need(s.running) > 1]
+            owners = owner_count(s, prefilling, self.waiting.heads())
+        parts = OwnerShares(min(self.max_tokens - n, cap, most, limit), owners)
         self.most_tokens = parts.left
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
@@ -270,11 +276,11 @@ class Planner:
         decode = self._prefill(chunks, parts, decode)
         parts.left += spare
         if admits:
-            self._admit(chunks, parts, now, static)
+            admit(self, chunks, parts, now, static)
         if parts.join() or (spare and parts.left > 0):
             decode = self._prefill(chunks, parts, decode)
             if admits and not static:
-                self._admit(chunks, parts, now)
+                admit(self, chunks, parts, now)
         return decode
 
     def note(self, plan: StepPlan, device_ms: float) -> None:
@@ -284,15 +290,17 @@ class Planner:
 
     def _timely(self, decode: np.ndarray) -> int:
         """Return the most prompt tokens with which the step ends in time for the tokens of the rows ``decode``."""
-        s, budget = self.slots, self.budget
+        s = self.slots
+        budget = self.budget
         if budget is None or not len(decode):
             return self.max_tokens
         rows = s.running[self.need(s.running) > 1]
-        heads = self.waiting.heads() if self.n_waiting else []
-        lengths = [*(s.known[rows] - s.computed[rows]).tolist(), *(seq.known for seq in heads)]
-        return budget.most(
-            len(decode), int(s.computed[rows].max(initial=0)), max(lengths, default=1)
-        )
+        lacking = s.known[rows] - s.computed[rows]
+        longest = int(lacking.max(initial=0))
+        for seq in self.waiting.heads() if self.n_waiting else ():
+            longest = max(longest, seq.known)
+        context = int(s.computed[rows].max(initial=0))
+        return budget.most(len(decode), context, longest or 1)
 
     def _spare(self, budget: int, most: int) -> int:
         """Return the budget tokens to reserve for a waiting short prompt; 0 reserves none.  Where time limits a step to
@@ -323,10 +331,13 @@ class Planner:
             return rows
         while np.count_nonzero(missing) and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
-            gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            # partners leave together
-            left = (rows == gone) | (s.partner[rows] == gone) | (s.serial[rows] < 0)
-            rows, missing = rows[~left], missing[:, ~left]
+            newest = lacking[np.argmax(s.id[lacking])]
+            gone = self.make_room(int(newest), int(missing.sum()))
+            left = rows == gone
+            left |= s.partner[rows] == gone  # partners leave together
+            left |= s.serial[rows] < 0
+            rows = rows[~left]
+            missing = missing[:, ~left]
         self.cache.grow(rows, missing)
         return rows
 
@@ -336,7 +347,8 @@ class Planner:
         The returned slot is the victim, or the requester itself.  The requester is preempted unless its age or its
         number of preemptions protects it; a protected requester only waits.
         """
-        s, oldest = self.slots, self.slots.id[self.slots.running].min()
+        s = self.slots
+        oldest = self.slots.id[self.slots.running].min()
         victim = self.preempt_one_of(s.running, need)
         unreserved = len(self.cache.pools) > 1 or self.cache.compacts
         if victim is None and s.id[requester] == oldest and unreserved:
@@ -345,9 +357,8 @@ class Planner:
             victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
-        if s.id[requester] != oldest and (
-            s.preempted[requester] < PROTECTED_AFTER or s.beam[requester]
-        ):
+        rarely = s.preempted[requester] < PROTECTED_AFTER
+        if s.id[requester] != oldest and (rarely or s.beam[requester]):
             self.preempt(requester)
         return requester
 
@@ -355,15 +366,19 @@ class Planner:
         """Preempt the row of ``rows`` that the policy selects, and return its slot; None if no row may be preempted.
         Candidates belong to the owner with most of the rows.  ``protected`` allows rows that were preempted often."""
         s = self.slots
-        rows = rows[s.id[rows] != s.id[s.running].min()]  # all beams of a request have the same id
+        oldest = s.id[s.running].min()  # all beams of a request have the same id
+        rows = rows[s.id[rows] != oldest]
         if not protected:
             # Rows that wait to fork and beams have no blocks reserved for branches, so they may be preempted.
-            rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.beam[rows]]
+            rarely = s.preempted[rows] < PROTECTED_AFTER
+            rows = rows[rarely | s.forking[rows] | s.beam[rows]]
         if not len(rows):
             return None
-        rows = of_the_largest(s, rows) if self.shared else rows
-        index = self.ask(self.policy.victim, s.view(rows), need)
-        victim = int(rows[checks.whole(index, 0, len(rows) - 1, "victim() gave")])
+        if self.shared:
+            rows = of_the_largest(s, rows)
+        selected = self.ask(self.policy.victim, s.view(rows), need)
+        index = checks.whole(selected, 0, len(rows) - 1, "victim() gave")
+        victim = int(rows[index])
         self.preempt(victim)
         return victim
 
@@ -380,7 +395,8 @@ class Planner:
             preempt_beams(self, seq.request.beams)
         else:
             # Keep columns on the device only if it has received this row.
-            if all(other is not seq for *_, other in (*self.joins, *self.forks)):
+            unsent = (*self.joins, *self.forks)
+            if all(other is not seq for *_, other in unsent):
                 self.keeps.append((seq.slot, seq.id))
                 seq.saved = True
             for one in seq.pair:
@@ -407,11 +423,9 @@ class Planner:
         try:
             self.add(seq)
         except Exception as e:
-            self.finish(
-                seq,
-                "error",
-                error=f"scheduler {type(self.policy).__name__} failed on it: {describe_error(e, self.policy)}",
-            )
+            who = type(self.policy).__name__
+            why = describe_error(e, self.policy)
+            self.finish(seq, "error", error=f"scheduler {who} failed on it: {why}")
 
     def leave(self, slot: int) -> None:
         """Remove a row from its slot and release its blocks.
@@ -427,7 +441,7 @@ class Planner:
         self.slots.leave(slot)
         self.left.append(slot)
         # the next sequence in this slot must not receive the token
-        self.chosen = [c for c in self.chosen if c[0] != slot]
+        self.chosen = [choice for choice in self.chosen if choice[0] != slot]
         if seq.in_flight:
             self.departed[seq.serial] = seq
 
@@ -440,7 +454,9 @@ class Planner:
         """
         s = self.slots
         need = self.need(s.running)
-        rows, need = s.running[need > 1], need[need > 1]
+        several = need > 1
+        rows = s.running[several]
+        need = need[several]
         if not len(rows):
             return decode
         oldest = s.id[s.running].min()
@@ -449,8 +465,10 @@ class Planner:
                 break
             if s.seq[slot] is None:
                 continue  # the row was preempted for the oldest
-            owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
-            more = min(self._encoded(slot, want) - have, parts.most(owner_number))
+            owner_number = int(s.owner_number[slot])
+            have = chunks.get(slot, 0)
+            next_tokens = self.encoded(slot, want)
+            more = min(next_tokens - have, parts.most(owner_number))
             if more <= 0:
                 continue  # the owner has spent its share
             chunk = self._grow_chunk(slot, have + more)
@@ -458,15 +476,18 @@ class Planner:
                 if self.make_room(slot, 1) == slot:
                     break
                 decode = decode[s.serial[decode] >= 0]
-                for gone in [c for c in chunks if s.seq[c] is None]:
-                    parts.spend(int(s.owner_number[gone]), -chunks.pop(gone))
-                chunk = self._grow_chunk(slot, min(want, parts.most(owner_number)))
+                gone = [planned for planned in chunks if s.seq[planned] is None]
+                for left in gone:
+                    tokens = chunks.pop(left)
+                    parts.spend(int(s.owner_number[left]), -tokens)
+                most = min(want, parts.most(owner_number))
+                chunk = self._grow_chunk(slot, most)
             if chunk:
                 chunks[slot] = chunk
                 parts.spend(owner_number, chunk - have)
         return decode
 
-    def _encoded(self, slot: int, tokens: int) -> int:
+    def encoded(self, slot: int, tokens: int) -> int:
         """Return the number of next tokens of a row that the step may compute.
 
         A step with decoding rows (``encodes_apart``) computes no image whose features are missing.  The features are
@@ -478,7 +499,7 @@ class Planner:
         seq = self.slots.at(slot)
         return min(tokens, self.images.encoded_tokens(seq, int(self.slots.computed[slot])))
 
-    def _room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
+    def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
         """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.
 
         The chunk does not end inside an image whose tokens attend to each other.  It may be longer than ``chunk`` to
@@ -486,7 +507,8 @@ class Planner:
         """
         if self.images is None or not self.images.undivided:
             return self.cache.room(slot, chunk, promised)
-        request, first = self.slots.at(slot).request, int(self.slots.computed[slot])
+        request = self.slots.at(slot).request
+        first = int(self.slots.computed[slot])
         wanted = whole_images(request, first, chunk, extend=True)
         tokens, blocks = self.cache.room(slot, wanted, promised)
         if tokens < wanted:
@@ -495,121 +517,9 @@ class Planner:
         return tokens, blocks
 
     def _grow_chunk(self, slot: int, chunk: int) -> int:
-        """Take the blocks of the part of a chunk that fits, and return the number of its tokens (see ``_room``)."""
-        return self.cache.grow_chunk(slot, self._room(slot, chunk)[0])
-
-    # ---- newcomers ---------------------------------------------------------------------------------------------------
-
-    def _admit(
-        self, chunks: dict[int, int], parts: OwnerShares, now: float, static: bool = False
-    ) -> None:
-        """Admit waiting sequences and plan their first chunks in ``chunks``.  A ``static`` batch enters at once, even
-        if its tokens exceed the budget.  Blocks are first promised to each row, then taken for all rows together."""
-        s, new, promised, refused = self.slots, dict[int, int](), 0, None
-        self.placeless = False
-        self.underway.refresh()
-        delayed: list[Seq] = []  # sequences that wait for a prefix that a running row computes
-        planned = ChainMap(new, chunks)
-        try:
-            for seq in self._newcomers(now, None if static else parts):
-                if (parts.left <= 0 and not static) or len(delayed) == MOST_PASSED:
-                    break
-                if not static and self.underway.delays(seq, planned):
-                    self.waiting.remove(seq)
-                    delayed.append(seq)
-                    continue
-                if not self._enter(seq, promised):
-                    refused = seq  # no later sequence overtakes the first one that does not fit
-                    break
-                seq.request.scheduled = seq.request.scheduled or now
-                owner_number = seq.request.owner_number
-                for slot in [one.slot for one in seq.pair]:
-                    upto = s.schedulable[[slot]]
-                    if self.compression is not None:
-                        upto = self.compression.upto(s, np.array([slot]), upto)
-                    whole = min(int(upto[0] - s.computed[slot]), parts.most(owner_number))
-                    want = self._encoded(slot, whole)
-                    if want < whole:
-                        parts.spend(
-                            owner_number, whole - want
-                        )  # the features of images count as tokens too
-                    if want > 0:
-                        tokens, blocks = self._room(slot, want, promised)
-                        if tokens:
-                            new[slot] = tokens
-                        promised += blocks
-                        parts.spend(owner_number, tokens)
-        finally:  # the other sequences remain in the queue even if a plug-in raises
-            self.underway.delayed = delayed
-            for seq in delayed:
-                self.waiting.push(seq, seq.key, seq.lane, row_of(seq))
-        if new:
-            rows = np.fromiter(new, np.int32, len(new))
-            upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))
-            self.cache.grow(rows, self.cache.missing(rows, upto))
-            chunks |= new
-        full = len(s.free) <= self.reserved or not self.cache.available
-        self.unplaced = self.n_waiting > 0 and (refused is not None or full)
-        # A row that is preempted leaves its adapter's place to other rows of the adapter.
-        if self.shared and self.n_waiting and self.stuck is None and not self.placeless:
-            self.stuck = who_is_stuck(self, refused)
-
-    def _newcomers(self, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
-        """Yield the waiting sequences in the order of admission while a slot and blocks are free.  When all selected
-        sequences have entered, the policy selects again."""
-        s, entered = self.slots, True
-        while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:
-            entered = False
-            for seq in candidates(self, now, parts):
-                yield seq
-                entered = True
-
-    def _enter(self, seq: Seq, promised: int) -> bool:
-        """Move a waiting sequence into a slot with its prefix hit, and return True.
-
-        Return False without a change if no slot is free, or if blocks for all its known tokens are missing.
-        ``promised`` blocks are reserved for other rows.
-        """
-        s = self.slots
-        beams, guide = seq.request.beams, seq.guide
-        wide = len(seq.pair) + len(seq.branches) if beams is None else beams.width
-        if len(s.free) - self.reserved < wide:
-            return False
-        most = seq.known if beams is None or len(beams.live) == 1 else beams.common() + 1
-        most = most_cached(seq, most)
-        hit = self.cache.lookup(seq, most)
-        protected = seq.preempted >= PROTECTED_AFTER and beams is None
-        upto = seq.request.stored if protected else min(seq.known, seq.request.stored)
-        spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
-        beside = 0 if guide is None else guide.request.end if protected else guide.known
-        if not self.cache.has_room(hit, upto, spare, beside):
-            return False
-        if self.adapters is not None and not self.adapters.place(seq):
-            self.placeless = True
-            return False
-        if self.images is not None and not self.images.place(seq):
-            self.placeless = True
-            return False
-        self.waiting.remove(seq, served=True)
-        slot = s.enter(seq)
-        self.joins.append((slot, seq))
-        seq.status = RUNNING
-        cached = self.cache.adopt(slot, hit, most)
-        self.underway.enter(slot)
-        if not seq.preempted:
-            report_turn(self.cache, seq, "began")
-        if not seq.preempted and seq is seq.request.sequences[0]:
-            seq.request.cached_tokens = cached
-        if protected:
-            self.cache.reserve(slot, upto)
-        if seq.branches:
-            self.reserved += len(seq.branches)
-            s.forking[slot], s.schedulable[slot] = True, s.prompt[slot] - 1
-        if beams is not None:
-            enter_beams(self, beams)
-        if guide is not None:
-            enter_guide(s, self.cache, self.joins, seq, protected)
-        return True
+        """Take the blocks of the part of a chunk that fits, and return the number of its tokens (see ``room``)."""
+        fitting, _ = self.room(slot, chunk)
+        return self.cache.grow_chunk(slot, fitting)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -620,40 +530,32 @@ class Planner:
 
         Draft tokens use the rest of ``budget``.
         """
-        s, spec = self.slots, self.speculation
-        most, ahead, n = 0, False, NO_DRAFTS
-        if spec is not None and budget > 0:
-            most = spec.most_drafts(len(decode), sum(chunks.values()))
-            ahead = spec.ahead and not (s.tapping or s.paired or s.asking or s.pooling)
-            n = spec.drafts(s, self.cache, decode, most, budget, ahead) if most else n
-        decode, n, draft = with_drafts(decode, n) if n.any() else (decode, NO_DRAFTS, NO_DRAFTS)
+        s = self.slots
+        prompt_tokens = sum(chunks.values())
+        n, waits = self._drafts(decode, prompt_tokens, budget)
+        draft = NO_DRAFTS
+        if n.any():
+            decode, n, draft = with_drafts(decode, n)
+        else:
+            n = NO_DRAFTS
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
             return None
         if self.images is not None:
             self.images.reach(s, at, q_len)
             if self.encodes_apart:
-                self.images.encode_next(s, self.most_tokens - sum(chunks.values()))
-        delta, computed = self._delta(), s.computed[at]
+                self.images.encode_next(s, self.most_tokens - prompt_tokens)
+        delta = take_delta(self)
+        computed = s.computed[at]
         if len(draft):
             computed += draft
         # the last position of a row with drafts is stored
         s.computed[at] = after = computed + q_len
-        draws = after == s.known[at]
-        if s.pooling:
-            draws &= ~s.pooled[at]
-        if len(draft):
-            draws |= draft > 0
-        drawn = at[draws]
-        s.known[drawn] = s.schedulable[drawn] = s.known[drawn] + 1
-        if most and not ahead:
-            s.ready[drawn[s.speculates[drawn]]] = False
         slack = s.slack[at]
-        if len(draft):
-            mine = at[draft > 0]
-            # an upper bound, which ``Publisher._take_back`` lowers
-            s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
-            s.slack[mine] = (slack + draft)[draft > 0]  # the last row of a slot counts
+        draws = self._draw(at, after, draft, waits)
+        columns = requested_columns(s, at, computed, q_len, draws)
+        if self.compression is not None:
+            columns |= self.compression.observe(s, at, computed, q_len)
         self.step_id += 1
         s.step[at] = self.step_id
         plan = StepPlan(
@@ -665,32 +567,47 @@ class Planner:
             draft=draft,
             slack=slack if slack.any() else NO_DRAFTS,
             delta=delta,
-            **requested_columns(s, at, computed, q_len, draws),
-            **(
-                {} if self.compression is None else self.compression.observe(s, at, computed, q_len)
-            ),
+            **columns,
         )
         self.steady = steady_of(self, plan, at)
         return plan
 
-    def _delta(self) -> Delta:
-        """Return the changes since the last plan that the device has not received, and clear them."""
+    def _draw(
+        self, at: np.ndarray, after: np.ndarray, draft: np.ndarray, waits: bool
+    ) -> np.ndarray:
+        """Return bool [R], True for the rows of a step that draw a token, and count these tokens as known.
+
+        ``at`` i64 [R] are the slots of the step's rows, ``after`` i32 [R] their computed tokens after the step, and
+        ``draft`` numbers their drafts, empty without drafts.  With ``waits``, rows that may have drafts are not planned
+        until the result of this step."""
         s = self.slots
-        forks = [(parent, slot, b.sample) for parent, slot, b in self.forks if s.seq[slot] is b]
-        # A parent may be preempted, but the fork still copies its columns.
-        parents = {parent for parent, _, _ in forks}
-        joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
-        changes: dict[str, Any] = self.cache.changes()
-        if joins:
-            changes["join"] = join_of(joins, s, self.images)
-        noted: dict[str, list[Any]] = {"leave": self.left, "fork": forks, "token": self.chosen}
-        changes |= {name: np.array(rows, np.int32) for name, rows in noted.items() if rows}
-        if self.adapters is not None and (rows := self.adapters.changes()):
-            changes["adapter"] = np.array(rows, np.int32)
-        if self.images is not None:
-            changes |= self.images.changes()
-        noted = {"keep": self.keeps, "forget": self.forgotten}
-        changes |= {name: np.array(rows, np.int64) for name, rows in noted.items() if rows}
-        for taken in (self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten):
-            taken.clear()
-        return Delta(**changes) if changes else NO_CHANGE
+        draws = after == s.known[at]
+        if s.pooling:
+            draws &= ~s.pooled[at]
+        drafts = draft > 0
+        if len(draft):
+            draws |= drafts
+        drawn = at[draws]
+        s.known[drawn] = s.schedulable[drawn] = s.known[drawn] + 1
+        if waits:
+            speculating = drawn[s.speculates[drawn]]
+            s.ready[speculating] = False
+        if len(draft):
+            mine = at[drafts]
+            # an upper bound, which ``Publisher._take_back`` lowers
+            s.known[mine] = s.schedulable[mine] = after[drafts] + 1
+            s.slack[mine] = (s.slack[at] + draft)[drafts]  # the last row of a slot counts
+        return draws
+
+    def _drafts(self, decode: np.ndarray, prompt: int, budget: int) -> tuple[np.ndarray, bool]:
+        """Return the number of drafts i32 of each decoding row, and whether rows that may have drafts must wait for the
+        result of the step.  ``prompt`` is the number of prompt tokens of the step, and ``budget`` limits the drafts."""
+        s = self.slots
+        spec = self.speculation
+        if spec is None or budget <= 0:
+            return NO_DRAFTS, False
+        most = spec.most_drafts(len(decode), prompt)
+        if not most:
+            return NO_DRAFTS, False
+        ahead = spec.ahead and not (s.tapping or s.paired or s.asking or s.pooling)
+        return spec.drafts(s, self.cache, decode, most, budget, ahead), not ahead

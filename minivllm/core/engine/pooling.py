@@ -73,7 +73,9 @@ def pooled_rows(
     A row that computes the last token of its prompt always has a line, perhaps of no tokens."""
     lines = []
     for row in np.flatnonzero(s.pooled[slots]).tolist():
-        slot, at, n = int(slots[row]), int(computed[row]), int(q_len[row])
+        slot = int(slots[row])
+        at = int(computed[row])
+        n = int(q_len[row])
         ends = at + n == s.prompt[slot]
         first, count = s.at(slot).request.pooling.read(at, n, ends)
         if count or ends:

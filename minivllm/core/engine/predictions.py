@@ -27,7 +27,8 @@ class Predictions:
     """The predictor of an engine.  ``run(seam, call, *args)`` calls it and measures its time."""
 
     def __init__(self, predictor: Predictor, run: Callable[..., Any]) -> None:
-        self.predictor, self._run = predictor, run
+        self.predictor = predictor
+        self._run = run
         self.made = self.failed = self.number = 0
         self.error: str | None = None  # the last failure
         self.ended_requests = 0  # requests with a prediction that have ended

@@ -31,7 +31,8 @@ class Pressure:
     """
 
     def __init__(self, budget: float, depth: int, observes: bool) -> None:
-        self.budget, self.delay = budget, int(observes)
+        self.budget = budget
+        self.delay = int(observes)
         # steps from the choice of a row to the step that can use its blocks
         self.horizon = depth + 3 + self.delay
 

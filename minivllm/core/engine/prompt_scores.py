@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     """Set the numbers of log-probabilities that the client and the device's results have.  RequestError for more than
     the engine allows, or for a parameter that does not affect the log-probabilities by which branches are ranked."""
-    p, most = request.params, vocab if wiring.max_logprobs < 0 else min(wiring.max_logprobs, vocab)
+    p = request.params
+    most = vocab if wiring.max_logprobs < 0 else min(wiring.max_logprobs, vocab)
     for name in ("logprobs", "prompt_logprobs"):
         k = getattr(p, name)
         if k is not None and (vocab if k < 0 else min(k, vocab)) > most:
@@ -73,11 +74,13 @@ def keep_prompt(
     """
     at = 0
     for row, count in plan.prompt.tolist():
-        part, at = slice(at, at + count), at + count
+        part = slice(at, at + count)
+        at = at + count
         seq = sequence(row)
         if seq is None or seq.request.prompt_topk < 0:
             continue
-        request, k = seq.request, seq.request.prompt_topk
+        request = seq.request
+        k = seq.request.prompt_topk
         first = int(plan.computed[row]) + 1
         mine = LogProbs(got.chosen[part], got.rank[part], got.top_ids[part, :k], got.top[part, :k])
         request.prompt_parts.append((first, mine))

@@ -21,6 +21,7 @@ from minivllm.core.interfaces.plan import (
     ENDED,
     FAILED,
     NAN,
+    LogProbs,
     StepError,
     StepPlan,
     StepResult,
@@ -28,6 +29,7 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import describe_error
 
+from . import publication
 from .images import lost_image
 from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
@@ -66,8 +68,13 @@ class Publisher:
         taps: TapLimits = NO_LIMITS,
     ) -> None:
         self.taps = TapKeeper(taps)
-        self.slots, self.cache, self.planner, self.finish = slots, cache, planner, finish
-        self.events, self.now, self.speculation = events, now, speculation
+        self.slots = slots
+        self.cache = cache
+        self.planner = planner
+        self.finish = finish
+        self.events = events
+        self.now = now
+        self.speculation = speculation
         self.tokens = self.overshoot = 0
         # number of steps that read shared prefixes of decoding rows once, and of such rows in all of them
         self.shared_steps = self.shared_rows = 0
@@ -84,9 +91,11 @@ class Publisher:
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
         """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
         then calls their strategies."""
-        s, live = self.slots, self.slots.serial[flight.slots] == flight.serial
+        s = self.slots
+        live = self.slots.serial[flight.slots] == flight.serial
         flight.settle(s, live)
-        plan, s.published = flight.plan, flight.plan.id
+        plan = flight.plan
+        s.published = flight.plan.id
         if result.failure is not None:
             self._fail_step(flight, live, result.failure)
             return []
@@ -95,21 +104,10 @@ class Publisher:
         self.shared_rows += result.shared
         if result.lost:
             live = self._end_without_features(flight, live, result.lost)
-        pick, slots, at = plan.samples, flight.drawn, flight.position
+        pick = plan.samples
         ok = (live if len(pick) == len(live) else live[pick]) & (result.count > 0)
-        mine, pos, tokens = slots, at, result.tokens
-        if np.count_nonzero(ok) < len(ok):
-            mine, pos, tokens = mine[ok], pos[ok], tokens[ok]
-        s.tokens[mine, pos] = tokens
         now = self.now()
-        if s.timed:
-            s.tpot_due[mine] = now + s.tpot[mine]
-        self._note_first_tokens(mine[pos == s.prompt[mine]], now)
-        s.collected[mine] = pos + 1
-        s.ready[mine] |= s.known[mine] == pos + 1  # else a later step with the row is in flight
-        self.tokens += len(mine)
-        if len(plan.guided):  # A guide repeats the token of its lead, so its token is not counted.
-            self.tokens -= int(ok[plan.guided[:, 1]].sum())
+        self._store_tokens(flight, result, ok, now)
         sequence = partial(self._sequence, flight, live)
         if result.prompt is not None:
             keep_prompt(s, plan, sequence, result.prompt)
@@ -122,12 +120,7 @@ class Publisher:
         if np.count_nonzero(live) < len(live):
             self._departed(flight, result, live)
         if result.logprobs is not None:
-            for j in np.flatnonzero(ok & s.scored[slots]).tolist():
-                seq = s.seq[slots[j]]
-                seq.defer_logprobs(result.logprobs, j)
-                # spread over the steps, because converting all tokens at the end takes long
-                if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
-                    seq.flush_logprobs()
+            self._store_logprobs(flight, result.logprobs, ok)
         self._tell(flight, result, live, ok)
         for seq in whole:
             if seq.status != FINISHED:
@@ -138,6 +131,41 @@ class Publisher:
             if seq.status != FINISHED:
                 self.finish(seq, "error", error=self.taps.limits.too_many)
         return self._hold(flight, result)
+
+    def _store_tokens(self, flight: Flight, result: StepResult, ok: np.ndarray, now: float) -> None:
+        """Store the tokens that a step drew in the columns of their rows.  ``ok`` bool [N] marks the sampled rows that
+        received a token and still hold their slot.  ``now`` is in seconds."""
+        s = self.slots
+        mine = flight.drawn
+        pos = flight.position
+        tokens = result.tokens
+        if np.count_nonzero(ok) < len(ok):
+            mine = mine[ok]
+            pos = pos[ok]
+            tokens = tokens[ok]
+        s.tokens[mine, pos] = tokens
+        if s.timed:
+            s.tpot_due[mine] = now + s.tpot[mine]
+        self._note_first_tokens(mine[pos == s.prompt[mine]], now)
+        length = pos + 1
+        s.collected[mine] = length
+        s.ready[mine] |= s.known[mine] == length  # else a later step with the row is in flight
+        self.tokens += len(mine)
+        guided = flight.plan.guided
+        if len(guided):  # A guide repeats the token of its lead, so its token is not counted.
+            self.tokens -= int(ok[guided[:, 1]].sum())
+
+    def _store_logprobs(self, flight: Flight, logprobs: LogProbs, ok: np.ndarray) -> None:
+        """Store the log-probabilities of the tokens of a step with their sequences.  ``ok`` bool [N] marks the sampled
+        rows that received a token."""
+        s = self.slots
+        slots = flight.drawn
+        for j in np.flatnonzero(ok & s.scored[slots]).tolist():
+            seq = s.seq[slots[j]]
+            seq.defer_logprobs(logprobs, j)
+            # spread over the steps, because converting all tokens at the end takes long
+            if (int(flight.position[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
+                seq.flush_logprobs()
 
     def _keep_read(
         self,
@@ -189,10 +217,14 @@ class Publisher:
 
         ``live`` marks the step's rows that still hold their slot.  ``ok`` marks the sampled rows that received a token.
         """
-        s, plan, slots, at = self.slots, flight.plan, flight.drawn, flight.position
+        s = self.slots
+        plan = flight.plan
+        slots = flight.drawn
+        at = flight.position
         if not s.watched and not np.count_nonzero(result.flags):
             return
-        pick, ended = plan.samples, (result.flags & ENDED) != 0
+        pick = plan.samples
+        ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
         # A row with drafts is handled once, at its last token.
         if len(plan.draft):
@@ -237,7 +269,8 @@ class Publisher:
         taken = np.maximum(got[heads] - 1, 0)
         spec.time(kind, int(plan.draft.max()), taken, rows, now, fresh)
         if len(result.drafted) == len(heads):
-            drafts, mine = result.drafted, plan.slots[heads]
+            drafts = result.drafted
+            mine = plan.slots[heads]
             self.slots.drafts[:, mine] += live[heads] * [drafts, np.minimum(taken, drafts)]
         self._take_back(flight, heads[live[heads]], first, got)
 
@@ -248,7 +281,8 @@ class Publisher:
         ``heads`` are the first plan rows of live rows with drafts, ``first`` maps each plan row to its head, and
         ``got`` counts the tokens of each head.  KV behind the last accepted token was written but is not read.  The row
         keeps the blocks and fills them next."""
-        s, plan = self.slots, flight.plan
+        s = self.slots
+        plan = flight.plan
         slots = plan.slots[heads]
         n = np.bincount(first, minlength=len(first))[heads] - 1
         rejected = (1 + n - got[heads]).astype(np.int32)
@@ -293,7 +327,9 @@ class Publisher:
         """Send the tokens that the sink has not received yet, and return the stop string that they complete, or None.
         A sink that raises ends its own sequence with an error."""
         seq.flush_logprobs()
-        s, slot, prompt = self.slots, seq.slot, len(seq.request.prompt)
+        s = self.slots
+        slot = seq.slot
+        prompt = len(seq.request.prompt)
         if slot >= 0:
             ids = s.tokens[slot, s.emitted[slot] : s.collected[slot]].tolist()
             s.emitted[slot] += len(ids)
@@ -315,7 +351,8 @@ class Publisher:
         out, and so are rows whose pooled hidden states are not finite."""
         if not self.cache.prefix:
             return
-        s, slots = self.slots, flight.slots
+        s = self.slots
+        slots = flight.slots
         full = live & (flight.after // s.block > s.prefix_published[slots])
         if not np.count_nonzero(full):
             return
@@ -329,7 +366,8 @@ class Publisher:
         if np.count_nonzero(full):
             mine = slots[full]
             done = np.minimum(flight.after[full], s.collected[mine])
-            self.cache.publish(list(zip(mine.tolist(), done.tolist(), strict=True)))
+            rows = zip(mine.tolist(), done.tolist(), strict=True)
+            publication.publish(self.cache, rows)
 
     # ---- rows that have left -----------------------------------------------------------------------------------------
 
@@ -419,14 +457,17 @@ class Publisher:
         return complete
 
     def _choose(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
-        s, plan, logits = self.slots, flight.plan, result.logits
+        s = self.slots
+        plan = flight.plan
+        logits = result.logits
         assert logits is not None, "a step with host rows gives their logits"
         for h, j in enumerate(plan.host.tolist()):
             r = int(plan.samples[j])
             if not live[r] or int(result.flags[j]) & ENDED:
                 continue
             slot = int(plan.slots[r])
-            seq, n = s.at(slot), int(s.known[slot])
+            seq = s.at(slot)
+            n = int(s.known[slot])
             try:
                 token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
             except Exception as e:  # the row has failed or left its slot

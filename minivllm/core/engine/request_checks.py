@@ -48,11 +48,13 @@ def check_prompt(
 ) -> None:
     """Check the prompt, stop ids and size of a request, and set its ``end`` and ``held``.  RequestError if the request
     cannot be served."""
-    p, limit = request.params, wiring.max_model_len
+    p = request.params
+    limit = wiring.max_model_len
     n = len(request.prompt)
     if not n:
         raise RequestError("the prompt is empty; expected at least one token", "prompt")
-    low, high = int(request.prompt.min()), int(request.prompt.max())
+    low = int(request.prompt.min())
+    high = int(request.prompt.max())
     if low < 0 or high >= vocab:
         raise RequestError(
             f"prompt token id {low if low < 0 else high} is out of range; expected 0 to {vocab - 1}",
@@ -216,7 +218,8 @@ def host_draw(engine: Intake, seq: Seq) -> Any:
 
 def prepare(engine: Intake, request: Request) -> list[Branch]:
     """Check a request, bind the plug-ins to it, and return its branches."""
-    p, compression = request.params, engine.compression
+    p = request.params
+    compression = engine.compression
     check_read(p, engine.strategies, engine.processors, compression)
     if compression is not None:
         compression.bind(request)
@@ -254,7 +257,8 @@ def salt_of_prompt(ids: np.ndarray, params: SamplingParams, wiring: Wiring) -> t
 def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:
     """Return the strings that must be equal for two requests to share a cached prefix: the client's salt, the rotary
     embedding in use, the adapter, and a digest of the steering vectors and given routes."""
-    switch, taps = wiring.rope_switch, request.tapped
+    switch = wiring.rope_switch
+    taps = request.tapped
     longer = switch is not None and request.end - 1 > switch
     salt = (*request.params.salt, "longer") if longer else request.params.salt
     if request.adapter is not None:

@@ -122,7 +122,8 @@ def _given_rows(
     if [names[layer.ids] for layer in layers] != list(capacity.given):
         text = f"{NAME}.given: the model {model} with this executor does not accept given routes"
         raise RequestError(f"{text}; a model with a router hook computes the weights itself", NAME)
-    given, (_, _, experts, chosen) = params.given_routes, layers[0]
+    given = params.given_routes
+    (_, _, experts, chosen) = layers[0]
     if given.shape[1:] != (len(layers), chosen):
         have = "×".join(str(size) for size in given.shape[1:])
         raise RequestError(

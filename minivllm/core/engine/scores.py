@@ -73,12 +73,17 @@ class Scores(Sequence[TokenLogprobs]):
             low, high, stride = at.indices(len(self))
             if stride != 1:
                 return Scores(self[i] for i in range(low, high, stride))
-            part, high = Scores(), max(low, high)
-            a, b = self.ends[low], self.ends[high]
-            part.chosen, part.rank = self.chosen[low:high], self.rank[low:high]
-            part.top_ids, part.top = self.top_ids[a:b], self.top[a:b]
+            part = Scores()
+            high = max(low, high)
+            a = self.ends[low]
+            b = self.ends[high]
+            part.chosen = self.chosen[low:high]
+            part.rank = self.rank[low:high]
+            part.top_ids = self.top_ids[a:b]
+            part.top = self.top[a:b]
             part.ends = [end - a for end in self.ends[low : high + 1]]
             return part
         i = range(len(self))[at]
-        a, b = self.ends[i], self.ends[i + 1]
+        a = self.ends[i]
+        b = self.ends[i + 1]
         return TokenLogprobs(self.chosen[i], self.rank[i], self.top_ids[a:b], self.top[a:b])

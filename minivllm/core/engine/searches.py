@@ -36,7 +36,8 @@ class SearchEngine(Protocol):
 
 def advance(engine: SearchEngine, beams: Beams) -> None:
     """Advance a search whose live beams all have their candidates."""
-    s, request = engine.planner.slots, beams.request
+    s = engine.planner.slots
+    request = beams.request
 
     def generated(beam: int) -> list[int]:
         slot = beams.seqs[beam].slot
@@ -106,7 +107,9 @@ def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
     """
     ids, seq.logprobs = unwind(out.last)
     seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
-    seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score
+    seq.known = len(seq.tokens)
+    seq.emitted = len(ids)
+    seq.score = out.score
     seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
     try:
         if request.sink is not None:

@@ -33,7 +33,8 @@ class Slots:
     them."""
 
     def __init__(self, size: int, max_len: int, groups: int, block: int) -> None:
-        self.size, self.block = size, block
+        self.size = size
+        self.block = block
         self.seq: list[Seq | None] = [None] * size
         self.free = list(range(size - 1, -1, -1))
         # slots left since the last plan; not reused yet, because a delta must not contain two sequences of a slot
@@ -46,40 +47,6 @@ class Slots:
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
         self.step = np.zeros(size, np.int64)  # id of the last step that contains the row
         self.published = 0  # id of the last step whose result is in the columns
-        self.id, self.stream = np.zeros((2, size), np.int64)
-        # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
-        self._times = np.full((4, size), np.inf)
-        self.arrival, self.ttft_due, self.tpot_due, self.tpot = self._times  # seconds
-        self._ints = np.zeros((17, size), np.int32)
-        self.prompt, self.known, self.computed, self.collected, self.end = self._ints[:5]
-        self.priority, self.tenant, self.preempted, self.expected = self._ints[5:9]
-        self.schedulable = self._ints[
-            9
-        ]  # tokens to compute: ``known``, or prompt - 1 before a fork
-        self.topk = self._ints[10]
-        # log-probabilities per prompt token still to collect; -1 = none
-        self.prompt_topk = self._ints[11]
-        self.owner_number = self._ints[14]  # number of the request's owner (see ``owners``)
-        self.emitted = self._ints[12]  # tokens sent to the sink, including the prompt's
-        self.sample = self._ints[13]
-        self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
-        self.compress_at = self._ints[16]  # computed tokens at the next compression
-        self._flags = np.zeros((11, size), bool)
-        self.forking = self._flags[0]  # whether the row waits for branches, or for its partner
-        # False means that the row is not planned until its last token is collected
-        self.ready = self._flags[1]
-        self.late, self.host = self._flags[2:4]
-        # rows of a stepwise strategy, which wait for its decision after each step (see ``beams``)
-        self.beam = self._flags[4]
-        self.speculates = self._flags[5]  # whether steps of the row may have drafts
-        self.watch = self._flags[6]  # whether a client receives each token as soon as it is drawn
-        self.scored = self._flags[7]  # the request returns log-probabilities
-        self.leads = self._flags[8]  # whether the row's partner is its guide
-        self.tapped = self._flags[9]  # whether the request has taps
-        self.pooled = self._flags[10]  # whether the request pools hidden states and draws no token
-        self.scale = np.zeros(size, np.float32)  # of the guide
-        self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
-        self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with ``prompt_topk``
         self.special = 0  # rows that are late (have a token mask), host or scored
         self.watched = 0  # rows with ``watch``
@@ -87,11 +54,58 @@ class Slots:
         self.paired = 0  # rows with a partner
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
+        self._add_request_columns(size, max_len)
+        self._add_flags(size)
+        self._add_cache_columns(groups, size, -(-max_len // block) + 1)
+
+    def _add_request_columns(self, size: int, max_len: int) -> None:
+        """Add the columns of the requests and of their tokens, of ``size`` rows with up to ``max_len`` tokens."""
+        self.id, self.stream = np.zeros((2, size), np.int64)
+        self.arrival, self.ttft_due, self.tpot_due, self.tpot = np.full(
+            (4, size), np.inf
+        )  # seconds
+        self.prompt, self.known, self.computed, self.collected = np.zeros((4, size), np.int32)
+        self.end, self.priority, self.tenant, self.preempted = np.zeros((4, size), np.int32)
+        self.expected, self.sample = np.zeros((2, size), np.int32)
+        # tokens to compute: ``known``, or prompt - 1 before a fork
+        self.schedulable = np.zeros(size, np.int32)
+        self.topk = np.full(size, -1, np.int32)
+        # log-probabilities per prompt token still to collect; -1 = none
+        self.prompt_topk = np.full(size, -1, np.int32)
+        # number of the request's owner (see ``owners``)
+        self.owner_number = np.zeros(size, np.int32)
+        # tokens sent to the sink, including the prompt's
+        self.emitted = np.zeros(size, np.int32)
+        # slot of the row's guide or lead (see ``guides``), or -1
+        self.partner = np.zeros(size, np.int32)
+        # computed tokens at the next compression
+        self.compress_at = np.zeros(size, np.int32)
+        self.scale = np.zeros(size, np.float32)  # of the guide
+        self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
         self.tokens = np.zeros((size, max_len + 1), np.int32)
         # tokens by which known and computed may be too large, and rejected drafts since the row entered its slot
         self.slack, self.rejected = np.zeros((2, size), np.int32)
         self.drafts = np.zeros((2, size), np.int64)  # checked and accepted drafts of this stay
-        self._add_cache_columns(groups, size, -(-max_len // block) + 1)
+
+    def _add_flags(self, size: int) -> None:
+        """Add the columns of bools, of ``size`` rows."""
+        # whether the row waits for branches, or for its partner
+        self.forking = np.zeros(size, bool)
+        # False means that the row is not planned until its last token is collected
+        self.ready = np.ones(size, bool)
+        # whether the row has a token mask, and whether the host chooses its tokens
+        self.late, self.host = np.zeros((2, size), bool)
+        # rows of a stepwise strategy, which wait for its decision after each step (see ``beams``)
+        self.beam = np.zeros(size, bool)
+        # whether steps of the row may have drafts
+        self.speculates = np.zeros(size, bool)
+        # whether a client receives each token as soon as it is drawn
+        self.watch = np.zeros(size, bool)
+        self.scored = np.zeros(size, bool)  # the request returns log-probabilities
+        self.leads = np.zeros(size, bool)  # whether the row's partner is its guide
+        self.tapped = np.zeros(size, bool)  # whether the request has taps
+        # whether the request pools hidden states and draws no token
+        self.pooled = np.zeros(size, bool)
 
     def _add_cache_columns(self, groups: int, size: int, blocks: int) -> None:
         """Add the columns of the KV cache, of ``size`` rows with tables of ``blocks`` blocks."""
@@ -111,63 +125,75 @@ class Slots:
     def enter(self, seq: Seq) -> int:
         """Move a sequence into a free slot, set all its columns, and return the slot."""
         slot = self.free.pop()
-        r, p = seq.request, seq.request.params
-        seq.slot, seq.serial = slot, self.next_serial
+        r = seq.request
+        seq.slot = slot
+        seq.serial = self.next_serial
         self.next_serial += 1
         self.changes += 1
         self.seq[slot] = seq
-        self.serial[slot], self.step[slot] = seq.serial, 0
+        self.serial[slot] = seq.serial
+        self.step[slot] = 0
         self.slack[slot] = self.rejected[slot] = 0
-        self.id[slot], self.stream[slot] = seq.id, r.stream
-        n, at, beam = seq.known, r.arrival, r.beams is not None
-        host = seq.choose is not None or beam
-        late = p.allowed_tokens_fn is not None or r.grammar is not None
-        due = np.inf if p.ttft_ms is None else at + p.ttft_ms / 1e3
-        self._times[:, slot] = at, due, np.inf, np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
-        self._ints[:, slot] = (
-            len(r.prompt),
-            n,
-            0,
-            n,
-            r.end,
-            p.priority,
-            r.tenant,
-            seq.preempted,
-            r.expected,
-            n,
-            r.topk,
-            r.prompt_topk,
-            len(r.prompt) + seq.emitted,
-            seq.sample,
-            r.owner_number,
-            -1,
-            min([r.first_compression if r.keep else NEVER, *seq.compressions]),
-        )
-        self._flags[:, slot] = (
-            False,
-            True,
-            late,
-            host,
-            beam,
-            r.speculates and not host,
-            bool(r.watch) or host,
-            r.topk >= 0,
-            False,
-            r.tapped is not None,
-            r.pooling is not None,
-        )
+        self.id[slot] = seq.id
+        self.stream[slot] = r.stream
+        n = seq.known
+        self._enter_request(slot, seq)
+        self._enter_flags(slot, seq)
         self.tokens[slot, :n] = seq.tokens[:n]
-        self.asking += r.prompt_topk >= 0
-        self.special += late or host or r.topk >= 0
-        self.watched += bool(r.watch) or host
+        self.asking += int(self.prompt_topk[slot] >= 0)
+        self.special += bool(self.late[slot] or self.host[slot] or self.scored[slot])
+        self.watched += int(self.watch[slot])
         self.timed += int(self.tpot[slot] < np.inf)
-        self.tapping += r.tapped is not None
-        self.pooling += r.pooling is not None
+        self.tapping += int(self.tapped[slot])
+        self.pooling += int(self.pooled[slot])
         self.adapter[slot] = -1 if r.adapter is None else r.adapter.place
         self.prefix_published[slot] = self.blocks[:, slot] = 0
         self.trimmed[:, slot] = self.dropped[:, slot] = 0
         self.running = np.concatenate((self.running, np.array((slot,), np.intp)))
         return slot
+
+    def _enter_request(self, slot: int, seq: Seq) -> None:
+        """Set the columns of a row that depend on its request and on its known tokens."""
+        r = seq.request
+        p = r.params
+        n = seq.known
+        prompt = len(r.prompt)
+        self.arrival[slot] = r.arrival
+        self.ttft_due[slot] = np.inf if p.ttft_ms is None else r.arrival + p.ttft_ms / 1e3
+        self.tpot_due[slot] = np.inf
+        self.tpot[slot] = np.inf if p.tpot_ms is None else p.tpot_ms / 1e3
+        self.prompt[slot] = prompt
+        self.known[slot] = self.collected[slot] = self.schedulable[slot] = n
+        self.computed[slot] = 0
+        self.end[slot] = r.end
+        self.priority[slot] = p.priority
+        self.tenant[slot] = r.tenant
+        self.owner_number[slot] = r.owner_number
+        self.preempted[slot] = seq.preempted
+        self.expected[slot] = r.expected
+        self.topk[slot] = r.topk
+        self.prompt_topk[slot] = r.prompt_topk
+        self.emitted[slot] = prompt + seq.emitted
+        self.sample[slot] = seq.sample
+        self.partner[slot] = -1
+        regular = r.first_compression if r.keep else NEVER
+        self.compress_at[slot] = min([regular, *seq.compressions])
+
+    def _enter_flags(self, slot: int, seq: Seq) -> None:
+        """Set the columns of bools of a row."""
+        r = seq.request
+        beam = r.beams is not None
+        host = seq.choose is not None or beam
+        self.forking[slot] = self.leads[slot] = False
+        self.ready[slot] = True
+        self.late[slot] = seq.masked
+        self.host[slot] = host
+        self.beam[slot] = beam
+        self.speculates[slot] = r.speculates and not host
+        self.watch[slot] = bool(r.watch) or host
+        self.scored[slot] = r.topk >= 0
+        self.tapped[slot] = r.tapped is not None
+        self.pooled[slot] = r.pooling is not None
 
     def at(self, slot: int) -> Seq:
         """Return the sequence in an occupied slot."""
@@ -203,8 +229,10 @@ class Slots:
         last = int(self.step[slot])
         seq.in_flight = last if last > self.published else 0
         seq.emitted = int(self.emitted[slot] - self.prompt[slot])
-        self.seq[slot], self.serial[slot] = None, -1
-        self.table[:, slot, : int(self.blocks[:, slot].max(initial=0))] = 0
+        self.seq[slot] = None
+        self.serial[slot] = -1
+        longest = int(self.blocks[:, slot].max(initial=0))
+        self.table[:, slot, :longest] = 0
         self.blocks[:, slot] = 0
         self.running = self.running[self.running != slot]
         self.cooling.append(slot)
@@ -219,19 +247,18 @@ class Slots:
     def view(self, slots: np.ndarray) -> QueueView:
         """Return the columns of these rows as a policy reads them.  Each column is computed when it is first read."""
 
-        made = {
-            "cached": lambda: np.zeros(len(slots), np.int32),
-            "predicted_out": lambda: self.expected[slots],
-            "max_out": lambda: np.array(
-                [self.at(slot).request.most_out for slot in slots.tolist()], np.int32
-            ),
-            "blocks": lambda: self.blocks[:, slots].sum(axis=0),
-            "aborted": lambda: np.zeros(len(slots), np.int32),
-        }
-
         def column(name: str) -> np.ndarray:
-            if name in ABSENT:
-                return session_column([self.at(slot) for slot in slots.tolist()], name)
-            return made[name]() if name in made else getattr(self, name)[slots]
+            if name in ("cached", "aborted"):
+                return np.zeros(len(slots), np.int32)
+            if name == "predicted_out":
+                return self.expected[slots]
+            if name == "blocks":
+                return self.blocks[:, slots].sum(axis=0)
+            if name == "max_out" or name in ABSENT:
+                seqs = [self.at(slot) for slot in slots.tolist()]
+                if name in ABSENT:
+                    return session_column(seqs, name)
+                return np.array([seq.request.most_out for seq in seqs], np.int32)
+            return getattr(self, name)[slots]
 
         return LazyView(len(slots), column)

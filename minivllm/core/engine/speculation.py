@@ -166,17 +166,21 @@ class Class:
         switched off."""
         if not self.on:  # steps without drafts were just timed
             self.on = self.trial = True
-            self.left, self.tried = TRIES, 0
+            self.left = TRIES
+            self.tried = 0
             self.forget(self.k)
             return False
         if gain and gain < 1:
             self._stop()
             return True
         if self.trial and gain and not self._changed():
-            self.trial, self.left, self.wait = False, RENEW, FIRST_WAIT
+            self.trial = False
+            self.left = RENEW
+            self.wait = FIRST_WAIT
             return False
         if not self.trial:  # measure steps without drafts again, and then steps with one more draft
-            self.on, self.trial = False, True
+            self.on = False
+            self.trial = True
             self.forget(0)
             self.k = min(self.k + 1, self.most)
         self.left = TRIES
@@ -192,7 +196,8 @@ class Class:
 
     def _changed(self) -> bool:
         """Choose the best number of drafts, and return whether it still has to be timed."""
-        before, self.k = self.k, self.best()
+        before = self.k
+        self.k = self.best()
         return self.k != before and self.k not in self.ms
 
 
@@ -214,7 +219,8 @@ class Speculation:
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.proposed, self.accepted = np.zeros(self.k, np.int64), np.zeros(self.k, np.int64)
+        self.proposed = np.zeros(self.k, np.int64)
+        self.accepted = np.zeros(self.k, np.int64)
         self._ended: float | None = None  # when the result of the last step was processed
 
     @classmethod
@@ -287,7 +293,8 @@ class Speculation:
         missing = cache.missing(decode, s.computed[decode] + 1 + n)
         if missing.any() and not cache.can_take(missing):
             lack = missing.any(axis=0)
-            n[lack], missing[:, lack] = 0, 0
+            n[lack] = 0
+            missing[:, lack] = 0
         if missing.any():
             cache.grow(decode, missing)
         return n
@@ -305,7 +312,8 @@ class Speculation:
             log.warning("speculation is off: the drafter failed: %s", self.failed)
         if len(result.drafted) != len(heads):
             return  # the step failed
-        drafts, taken = result.drafted, np.maximum(got - 1, 0)
+        drafts = result.drafted
+        taken = np.maximum(got - 1, 0)
         self.steps = self.steps + 1
         self.rows = self.rows + len(heads)
         self.tokens = self.tokens + int(got.sum())
@@ -321,7 +329,8 @@ class Speculation:
         ``kind`` is its class, ``drafts`` the largest number of drafts of a row, and ``taken`` i32 [n] the accepted
         drafts of the rows that had drafts.  ``fresh`` means that all its rows are new, so that the engine may have been
         idle before."""
-        before, self._ended = self._ended, now
+        before = self._ended
+        self._ended = now
         if self.always or self.failed or not rows or fresh or before is None:
             return
         c = self._class(kind)

@@ -53,7 +53,8 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
 
     A step must be planned in full if a policy is called in each step, if rows have drafts or may have some in the next
     step, or if a row waits for the host, computes its prompt, reads only some of its taps, or has given routes."""
-    p, s = planner, planner.slots
+    p = planner
+    s = planner.slots
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or s.asking or len(plan.slack) or drafts_next(p, len(at)):
         return None
@@ -81,7 +82,10 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
 
     If None is returned, nothing changes except for blocks that a sliding window has released.
     """
-    p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
+    p = planner
+    s = planner.slots
+    cache = planner.cache
+    last = planner.steady
     if (
         last is None
         or last.changes != s.changes
@@ -91,7 +95,9 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
         return None
     if p.n_waiting and (s.free or s.cooling or p.shared or p.policy.preemptive):
         return None  # a waiting sequence may enter
-    at, computed, room = last.slots, last.plan.computed + ONE, last.room
+    at = last.slots
+    computed = last.plan.computed + ONE
+    room = last.room
     after = computed + ONE
     if cache.slides:
         cache.trim(at)

@@ -73,7 +73,8 @@ class StepBudget:
             return
         chunk = q_len > 1
         tokens = q_len[chunk].astype(np.int64)
-        total, rows = int(tokens.sum()), len(q_len) - len(tokens)
+        total = int(tokens.sum())
+        rows = len(q_len) - len(tokens)
         context = float(tokens @ (plan.computed[chunk] + tokens / 2)) / total
         prompts = max(device_ms - self.decodes_ms(rows), DOUBT * device_ms)
         self.pace.note(total, context, prompts / 1e3)

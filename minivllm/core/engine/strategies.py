@@ -29,7 +29,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
     embedding has one branch and no strategy.  RequestError if no strategy accepts it, or if the strategy fails."""
     if request.pooling is not None:
         return [Branch(0)]
-    made, p = None, request.params
+    made = None
+    p = request.params
     requested = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
     try:
         able = [made for _, made in strategies if requested <= made.reads]
@@ -52,7 +53,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
     except Exception as e:
         what = "a strategy" if made is None else type(made).__name__
         raise RequestError(f"{what} failed on this request: {describe_error(e, made)}") from e
-    there, field = ", ".join(name for name, _ in strategies), min(requested, default="n")
+    there = ", ".join(name for name, _ in strategies)
+    field = min(requested, default="n")
     what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
     raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
 
@@ -74,7 +76,8 @@ def answer(request: Request) -> list[Seq]:
     ]
     by_sample = {s.sample: s for s in request.sequences}
     try:
-        result, p = request.strategy.result, request.params
+        result = request.strategy.result
+        p = request.params
         order = call_foreign(lambda: checks.answer(result(p, ends), by_sample, p.n))
         return [by_sample[i] for i in order]
     except Exception as e:
@@ -82,5 +85,7 @@ def answer(request: Request) -> list[Seq]:
             error = (
                 f"strategy {type(request.strategy).__name__}: {describe_error(e, request.strategy)}"
             )
-            seq.finish_reason, seq.stop_reason, seq.error = "error", None, seq.error or error
+            seq.finish_reason = "error"
+            seq.stop_reason = None
+            seq.error = seq.error or error
         return request.sequences[: request.params.n]

@@ -52,7 +52,8 @@ class Growing:
     """
 
     def __init__(self, width: int, room: int) -> None:
-        self.memory, self.n = np.empty((max(room, 1), width), np.float32), 0
+        self.memory = np.empty((max(room, 1), width), np.float32)
+        self.n = 0
 
     def add(self, rows: np.ndarray) -> None:
         """Append rows f32 [m, width]."""

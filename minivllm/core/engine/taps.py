@@ -174,7 +174,8 @@ def tap_rows(
     rows, and ``draws`` bool marks the rows that sample.  The positions read by the step are counted as read."""
     found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
     steered: set[int] = set()
-    given, routes = list[tuple[int, int]](), list[np.ndarray]()
+    given = list[tuple[int, int]]()
+    routes = list[np.ndarray]()
     rows = np.flatnonzero(s.tapped[slots])
     mine = slots[rows]
     scores = (s.prompt_topk[mine] >= 0) & (computed[rows] < s.prompt[mine] - 1)
@@ -226,7 +227,8 @@ class TapKeeper:
     """
 
     def __init__(self, limits: TapLimits) -> None:
-        self.limits, self.taps = limits, np.empty((0, 3), np.int32)
+        self.limits = limits
+        self.taps = np.empty((0, 3), np.int32)
         self.seqs: list[tuple[Seq, int]] = []  # sequence of each line, and its bytes per step
         # (width, memory of the lines) of each point
         self.memory: list[tuple[int, list[Growing]]] = []
@@ -269,14 +271,18 @@ class TapKeeper:
         differs, or when a sequence ends."""
         for seq, size in self.seqs:
             seq.request.tap_bytes += self.steps * size
-        self.seqs, self.memory, self.steps, self.room = [], [], 0, 0
+        self.seqs = []
+        self.memory = []
+        self.steps = 0
+        self.room = 0
 
     def _begin(self, sequence: Callable[[int], Seq | None]) -> None:
         """Look up the memory of each line of ``taps``.  All rows have values of all these points from the step
         before."""
         sizes: dict[Request, int] = {}
         for number, rows, _ in by_point(self.taps):
-            width, memory = self.limits.widths[number], []
+            width = self.limits.widths[number]
+            memory = []
             for row in rows.tolist():
                 seq = sequence(row)
                 assert seq is not None and seq.tap_values is not None
@@ -293,9 +299,11 @@ class TapKeeper:
         values: np.ndarray,
         rejected: np.ndarray | None,
     ) -> Iterable[Seq]:
-        over, at = {}, 0
+        over = {}
+        at = 0
         for number, rows, firsts in by_point(plan.taps):
-            n, width = plan.q_len[rows] - firsts, self.limits.widths[number]
+            n = plan.q_len[rows] - firsts
+            width = self.limits.widths[number]
             ends = n.cumsum()
             block = values[at : at + int(ends[-1]) * width].reshape(-1, width)
             at += block.size
@@ -308,7 +316,8 @@ class TapKeeper:
                     # the position is computed again with another token
                     seq.tap_values.upto = min(seq.tap_values.upto, int(plan.computed[row]))
                     continue
-                request, part = seq.request, block[begin:end]
+                request = seq.request
+                part = block[begin:end]
                 request.tap_bytes += part.nbytes
                 if request.tapped is not None and number == request.tapped.logits:
                     before_last = len(request.prompt) - 1 - int(plan.computed[row]) - first

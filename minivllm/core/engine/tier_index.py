@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.interfaces.evictor import BlockInfo
 from minivllm.errors import EngineDeadError, describe_error
 
-from .evicted import EvictedKeys, reads_turns
+from .evicted import EvictedKeys, block_info, reads_turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,9 +32,13 @@ class TierIndex:
     def __init__(
         self, name: str, limit: int, queue: int, patience: float, eager: bool, evictor: Evictor
     ) -> None:
-        self.name, self.limit, self.patience, self.eager = name, limit, patience, eager
+        self.name = name
+        self.limit = limit
+        self.patience = patience
+        self.eager = eager
         # bytes of pages on their way to the tier, and the bytes beyond which no page is stored
-        self.queued, self.queue = 0, queue
+        self.queued = 0
+        self.queue = queue
         self.evictor = evictor
         self.reads_turns = reads_turns(evictor)
         self.evicted_keys = EvictedKeys(max(1, evictor.ctx.capacity))
@@ -81,18 +84,12 @@ class TierIndex:
         while self.used + size > self.limit:
             if not self._evict(self.used + size - self.limit):
                 return False
-        info = BlockInfo(
-            parent=np.zeros(1, np.uint64),  # the tier may have lost the page before
-            depth=np.array([depth], np.int32),
-            bytes=np.array([size], np.int64),
-            cost=np.array([cost], np.float64),
-            tenant=np.array([tenant], np.int32),
-            session=np.array([session], np.int64),
-            kind=np.array([kind], np.int8),
-            evicted=np.array([self.evicted_keys.take(number)], np.bool_),
-        )
+        parent = 0  # the tier may have lost the page before
+        evicted = self.evicted_keys.take(number)
+        info = block_info([(parent, depth, size, cost, tenant, session, kind, evicted)])
         self.evictor.add(np.array([number], np.uint64), info)
-        self.size[key], self.by_number[number] = size, key
+        self.size[key] = size
+        self.by_number[number] = key
         self.used += size
         return True
 

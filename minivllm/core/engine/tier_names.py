@@ -124,7 +124,8 @@ class NamedPrefixes:
 
     def _store(self, places: list[Place], call: Callable[..., Any]) -> None:
         """Store blocks, and wait until they are stored.  RequestError if there is no room for one."""
-        end, todo = time.monotonic() + WAIT, list(places)
+        end = time.monotonic() + WAIT
+        todo = list(places)
         while todo or self.owner.storing:
             while todo and self.owner.order(self.tier, *todo[0]):
                 todo.pop(0)

@@ -84,7 +84,8 @@ class Tiers:
 
         ``opened`` is the answer of each rank to the verb with the argument ``open``.  ``context`` returns the arguments
         of an evictor for a tier's name and its number of pages."""
-        self.cache, self.now = cache, now
+        self.cache = cache
+        self.now = now
         self.ranks = len(opened)
         self.identity = bytes.fromhex(opened[0]["identity"])
         # bytes of a page of each group in one rank, and in all
@@ -143,7 +144,8 @@ class Tiers:
         """Extend ``keys``, the digests of the first blocks of ``tokens``, to ``blocks`` blocks, and return it."""
         if len(keys) < blocks:
             digest = keys[-1] if keys else self.root(salt)
-            raw, step = np.ascontiguousarray(tokens, np.int32).tobytes(), 4 * self.cache.block
+            raw = np.ascontiguousarray(tokens, np.int32).tobytes()
+            step = 4 * self.cache.block
             for i in range(len(keys), blocks):
                 part = raw[i * step : (i + 1) * step]
                 digest = blake2b(digest + part, digest_size=KEY_BYTES).digest()
@@ -164,15 +166,18 @@ class Tiers:
         A tier stores a block under its key when the block is evicted, or soon after this call if
         the tier is eager.
         """
-        s, seq = self.cache.slots, self.cache.slots.at(slot)
-        request, tenant = seq.request, int(s.tenant[slot])
+        s = self.cache.slots
+        seq = self.cache.slots.at(slot)
+        request = seq.request
+        tenant = int(s.tenant[slot])
         session = 0 if request.turn is None else request.turn.session
         keys = self.keys_of(s.tokens[slot, : last * s.block], request.salt, seq.page_keys, last)
         for g, pool in enumerate(self.cache.pools):
             for i in range(first, last):
                 block = int(s.table[g, slot, i])
                 if block and pool.published(block) and block not in self.named[g]:
-                    key, kind = self.page_key(keys[i], g), request.kind_of(i)
+                    key = self.page_key(keys[i], g)
+                    kind = request.kind_of(i)
                     self._name(g, block, Named(key, i, tenant, session, kind))
 
     def checkpointed(self, block: int, index: int) -> None:
@@ -216,7 +221,8 @@ class Tiers:
 
     def order(self, tier: int, group: int, block: int, named: Named) -> bool:
         """Order a block to be stored in a tier that lacks it.  Return False if the queue or the tier is full."""
-        size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
+        size = self.page_bytes[group]
+        cost = float((named.depth + 1) * self.cache.block)
         index = self.tiers[tier]
         facts = named.tenant, named.session, named.kind
         room = index.has_place(size)
@@ -232,7 +238,8 @@ class Tiers:
         """Request stores of blocks of the backlog while the queues have room for their pages.  Others wait."""
         while self.backlog:
             group, block = next(iter(self.backlog))
-            named, size = self.named[group][block], self.page_bytes[group]
+            named = self.named[group][block]
+            size = self.page_bytes[group]
             lacking = [tier for tier in self.tiers if tier.eager and named.key not in tier.size]
             if not all(tier.has_place(size) for tier in lacking):
                 return
@@ -280,7 +287,8 @@ class Tiers:
 
         Return True if the sequence must wait for them.
         """
-        cache, request = self.cache, seq.request
+        cache = self.cache
+        request = seq.request
         usable = (most_cached(seq, seq.known) - 1) // cache.block
         if not cache.prefix or request.beams is not None or usable <= 0:
             return False
@@ -300,7 +308,8 @@ class Tiers:
     def _worth(self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], n: int) -> bool:
         """Return True if loading the pages behind ``n`` cached blocks should cost less time than computing them."""
         blocks = max(i for g, i in wanted if g == 0) + 1 - n
-        own, sizes = self._bytes(wanted), self._bytes(wanted, ahead=True)
+        own = self._bytes(wanted)
+        sizes = self._bytes(wanted, ahead=True)
         others = len(self.cache.slots.running) + len(self.waits)
         if not self.choice.loads(own, sizes, blocks * self.cache.block, others):
             return False
@@ -386,7 +395,9 @@ class Tiers:
 
         The sequence no longer uses any of its pages afterwards.
         """
-        load, chosen, m = seq.load, {}, n
+        load = seq.load
+        chosen = {}
+        m = n
         if load is None:
             return n, {}
         ends = [i + 1 for g, i in load.pages if g == 0]
@@ -414,7 +425,8 @@ class Tiers:
 
     def leave(self, seq: Seq) -> None:
         """End the use of loaded pages by a sequence that was admitted, or has ended."""
-        load, seq.load = seq.load, None
+        load = seq.load
+        seq.load = None
         self.waits.pop(seq, None)
         for page in () if load is None else load.pages.values():
             page.users -= 1
@@ -453,9 +465,11 @@ class Tiers:
         """
         args: dict[str, Any] = {}
         if self.gets:
-            args["get"], self.gets = self.gets, []
+            args["get"] = self.gets
+            self.gets = []
         if self.prefixes.marks:
-            args["mark"], self.prefixes.marks = self.prefixes.marks, []
+            args["mark"] = self.prefixes.marks
+            self.prefixes.marks = []
         changes = self.changes(idle=True) if idle else {}
         for name, rows in changes.items():
             args[name] = rows.tolist()
@@ -491,11 +505,13 @@ class Tiers:
     def _news(self, tier: int, key: str, part: int) -> None:
         """Index a page that another process has stored, once all ranks have found their parts."""
         ranks, size = self.found.pop((tier, key), (0, 0))
-        ranks, size = ranks + 1, size + part
+        ranks = ranks + 1
+        size = size + part
         if ranks < self.ranks:
             self.found[tier, key] = ranks, size
             return
-        page, index = bytes.fromhex(key), self.tiers[tier]
+        page = bytes.fromhex(key)
+        index = self.tiers[tier]
         if index.reserve(page, size, 0, 1.0, 0):
             index.arrived(page)
 
@@ -550,7 +566,8 @@ class Tiers:
         """Return the waiting sequences whose loads or time limits have ended.
 
         ``begun`` means that copies of loads may still run.  Their expected time counts as a wait."""
-        found, now = [], self.now()
+        found = []
+        now = self.now()
         for seq, load in self.waits.items():
             if not load.pages:
                 self._start(load)
@@ -632,7 +649,8 @@ class Tiers:
         for slot in s.running.tolist():
             if s.dropped[:, slot].any():
                 continue  # the blocks hold only the tokens that a compression has kept
-            n, salt = int(s.prefix_published[slot]), s.at(slot).request.salt
+            n = int(s.prefix_published[slot])
+            salt = s.at(slot).request.salt
             tokens = s.tokens[slot, : n * s.block]
             keys = self.keys_of(tokens, salt, [], n)
             for g in range(len(self.cache.pools)):

@@ -43,7 +43,8 @@ class Underway:
     block."""
 
     def __init__(self, cache: KVCache, slots: Slots) -> None:
-        self.cache, self.slots = cache, slots
+        self.cache = cache
+        self.slots = slots
         self.rows: dict[int, Computing] = {}
         self.of_key: dict[int, int] = {}  # key -> slot
         # Models with recurrent states hit at checkpoints, which need not be at the end of a common prefix.
@@ -79,7 +80,8 @@ class Underway:
         ``planned`` holds the slots of prompt chunks in the plan that is being made."""
         if not self.rows or seq.request.beams is not None:
             return False
-        size, s = self.cache.block, self.slots
+        size = self.cache.block
+        s = self.slots
         cached = self.cache.cached_blocks(seq)
         least = cached + -(-LEAST_TOKENS // size)
         if least > (most_cached(seq, seq.known) - 1) // size:

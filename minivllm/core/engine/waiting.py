@@ -84,7 +84,9 @@ class WaitingQueue:
     def push(self, seq: Seq, key: float, lane: int = 0, row: bytes = b"") -> None:
         """Add a sequence to a lane at its sort key.  ``row`` is the result of ``admission.row_of``.  It is stored in
         the entry, because a step reads hundreds of rows but few sequences."""
-        seq.key, seq.lane, seq.queued = key, lane, True
+        seq.key = key
+        seq.lane = lane
+        seq.queued = True
         if lane not in self.lanes:
             self.lanes[lane] = _Lane()
         self.lanes[lane].push((key, seq.id, seq, row))
@@ -119,7 +121,8 @@ class WaitingQueue:
 
     def lines(self, n: int) -> list[list[Entry]]:
         """Return at most n entries as one list per lane, an equal number from the front of each lane."""
-        share, lanes = max(1, n // max(len(self.lanes), 1)), islice(self.lanes.values(), n)
+        share = max(1, n // max(len(self.lanes), 1))
+        lanes = islice(self.lanes.values(), n)
         return [
             lane.front[:share] if len(lane.front) >= share else lane.first(share) for lane in lanes
         ]

@@ -56,7 +56,8 @@ class Weights:
 
     def __init__(self, engine: ChangingEngine) -> None:
         self.engine = engine
-        self.version, self.level = 0, 0
+        self.version = 0
+        self.level = 0
         self.tag = ""  # random tag of the last update; "" for the weights from the start
         self.paused = False
         # whether ``sleep`` dropped the weights and no update has replaced them
@@ -241,7 +242,8 @@ class Weights:
 
     def _leave_slots(self) -> None:
         """Move all running rows back to the queue, so that their keys and values are computed again."""
-        planner, slots = self.engine.planner, self.engine.slots
+        planner = self.engine.planner
+        slots = self.engine.slots
         while len(slots.running):
             planner.preempt(int(slots.running[0]))
 
@@ -271,7 +273,8 @@ class Weights:
         answers = self._answers("sleep", level=level)
         errors = errors_of(answers)
         dropped = any(answer["dropped"] for answer in answers)
-        self.level, self.dropped = level, dropped
+        self.level = level
+        self.dropped = dropped
         if errors:
             self._wake(reload=dropped)
             again = "; its weights were read from the files of the model again" if dropped else ""
@@ -293,7 +296,8 @@ class Weights:
         errors = self._call("wake", reload=reload)
         if errors:
             raise RequestError(f"the engine still sleeps, because it could not wake: {errors[0]}")
-        self.level, self.dropped = 0, False
+        self.level = 0
+        self.dropped = False
         if reload and self.version:
             self._count()
             self._renew(keep=False)

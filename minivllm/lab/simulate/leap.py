@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from minivllm.core.engine import publication
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.steady import ONE, Steady
 from minivllm.core.interfaces.finish import Finish
@@ -219,7 +220,8 @@ class _Stretch:
         tokens = self.device.tokens[rows].tolist()
         for slot, first, token in zip(slots, before, tokens, strict=True):
             self.slots.tokens[slot, first + 2 : first + step + 1] = token
-        self.cache.publish([(slot, first + step + 1) for slot, first in zip(slots, before, strict=True)])
+        lengths = [first + step + 1 for first in before]
+        publication.publish(self.cache, zip(slots, lengths, strict=True))
 
     def _plan(self, step: int) -> StepPlan:
         """Return the plan of a step."""
