@@ -59,11 +59,14 @@ class BrokenLine:
     seconds: Sequence[float]
 
     def __call__(self, x: int) -> float:
-        at, y = self.at, self.seconds
+        at = self.at
+        y = self.seconds
         if len(at) == 1:
             return y[0]
         i = min(max(bisect_right(at, x), 1), len(at) - 1)
-        return y[i - 1] + (y[i] - y[i - 1]) * (x - at[i - 1]) / (at[i] - at[i - 1])
+        rise = y[i] - y[i - 1]
+        run = at[i] - at[i - 1]
+        return y[i - 1] + rise * (x - at[i - 1]) / run
 
 
 class StepCounts(NamedTuple):
@@ -100,32 +103,43 @@ class StepCounter:
         the last plan with the same rows (``StepPlan.further``) is built in a fraction of the time and finds warm
         caches.
         """
-        q, n = plan.q_len, len(plan.q_len)
+        q = plan.q_len
+        n = len(plan.q_len)
         joins = 0 if plan.delta.join is None else len(plan.delta.join.slot)
         if not n or q[-1] == 1:
             return self.decodes(plan, int(plan.computed.sum()) + n, joins, ends, wake)
-        fresh = int(self.last is None or plan.slots is not self.last.slots)
-        before, self.last = max(self.before), plan
         rows = int(np.count_nonzero(q == 1))
-        long, first = q[rows:].tolist(), plan.computed[rows:].tolist()
-        pairs = sum(n * (at + (n + 1) / 2) for n, at in zip(long, first, strict=True))
-        kv, prefill = int(plan.computed[:rows].sum()) + rows, sum(long)
-        self.before = (self.before[1], rows + prefill)
+        long = q[rows:].tolist()
+        first = plan.computed[rows:].tolist()
+        pairs = 0.0
+        for tokens, at in zip(long, first, strict=True):
+            pairs += tokens * (at + (tokens + 1) / 2)
+        kv = int(plan.computed[:rows].sum()) + rows
+        prefill = sum(long)
+        fresh, before = self._begin(plan, rows + prefill)
         return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
 
     def decodes(self, plan: StepPlan, kv: int, joins: int = 0, ends: int = 0, wake: bool = False) -> StepCounts:
         """Return the counts of a step without prompts, whose rows read ``kv`` tokens."""
-        fresh = int(self.last is None or plan.slots is not self.last.slots)
-        before, self.last = max(self.before), plan
-        self.before = (self.before[1], 0)
+        fresh, before = self._begin(plan, 0)
         return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
+
+    def _begin(self, plan: StepPlan, tokens: int) -> tuple[int, int]:
+        """Return ``fresh`` and ``before`` of ``StepCounts`` for a plan, and note the plan.  ``tokens`` is its number of
+        tokens if it has prompts, else 0."""
+        fresh = self.last is None or plan.slots is not self.last.slots
+        before = max(self.before)
+        self.last = plan
+        self.before = (self.before[1], tokens)
+        return int(fresh), before
 
     def skip(self, plan: StepPlan) -> None:
         """Skip uncounted decode steps, the last of which is ``plan``.
 
         At least two decode steps without prompts have run.
         """
-        self.last, self.before = plan, (0, 0)
+        self.last = plan
+        self.before = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,9 @@ class PromptCosts:
 
     def seconds(self, c: StepCounts) -> float:
         s = self.slopes
-        own = s["row"] * c.rows + s["kv"] * c.kv + s["pairs"] * c.pairs + s["chunk"] * c.chunks
+        own = s["row"] * c.rows + s["kv"] * c.kv
+        own += s["pairs"] * c.pairs
+        own += s["chunk"] * c.chunks
         return self.tokens(c.tokens) + own
 
     def as_json(self) -> dict[str, Any]:
@@ -161,14 +177,21 @@ class CostTable:
 
     def seconds(self, c: StepCounts) -> float:
         s = self.slopes
-        if c.prefill:
-            found = (self.small if c.tokens <= self.limit else self.large).seconds(c)
-        else:
+        if not c.prefill:
             found = self.decode(c.rows, c.kv)
-        found += s["join"] * c.joins + s["plan"] * c.planned + s["end"] * c.ends + s["fresh"] * c.fresh
+        elif c.tokens <= self.limit:
+            found = self.small.seconds(c)
+        else:
+            found = self.large.seconds(c)
+        host = s["join"] * c.joins + s["plan"] * c.planned
+        host += s["end"] * c.ends
+        host += s["fresh"] * c.fresh
+        found += host
         if c.wake:
             found += s["wake"] + s["wake_large"] * self.is_large(c)
-        return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
+        if not self.is_cold(c):
+            return found
+        return found + s["cold"] + s["cold_kv"] * c.kv
 
     def decode(self, rows: int, kv: int) -> float:
         """Return the seconds of a step that repeats the last one, with ``rows`` decoding rows that read KV of
@@ -184,32 +207,37 @@ class CostTable:
 
     def scaled(self, by: float) -> CostTable:
         """Return the costs of a machine on which every cost is ``by`` times as high."""
-        times = lambda costs: {name: by * x for name, x in costs.items()}  # noqa: E731
-        line = lambda x: BrokenLine(x.at, [by * y for y in x.seconds])  # noqa: E731
-        prompts = lambda x: PromptCosts(line(x.tokens), times(x.slopes))  # noqa: E731
-        return replace(
-            self,
-            rows=line(self.rows),
-            small=prompts(self.small),
-            large=prompts(self.large),
-            slopes=times(self.slopes),
-            add=by * self.add,
-        )
+
+        def times(costs: Mapping[str, float]) -> dict[str, float]:
+            return {name: by * cost for name, cost in costs.items()}
+
+        def line(given: BrokenLine) -> BrokenLine:
+            return BrokenLine(given.at, [by * seconds for seconds in given.seconds])
+
+        def prompts(costs: PromptCosts) -> PromptCosts:
+            return PromptCosts(line(costs.tokens), times(costs.slopes))
+
+        rows = line(self.rows)
+        small = prompts(self.small)
+        large = prompts(self.large)
+        slopes = times(self.slopes)
+        return replace(self, rows=rows, small=small, large=large, slopes=slopes, add=by * self.add)
 
     def as_json(self) -> dict[str, Any]:
+        seconds = {
+            "rows": _points(self.rows),
+            **{name: self.slopes[name] for name in SLOPES},
+            "add": self.add,
+            "limit": self.limit,
+            "small": self.small.as_json(),
+            "large": self.large.as_json(),
+        }
         return {
             "format": FORMAT,
             "about": dict(self.about),
             "engine": dict(self.engine),
             "fit": dict(self.fit),
-            "seconds": {
-                "rows": _points(self.rows),
-                **{name: self.slopes[name] for name in SLOPES},
-                "add": self.add,
-                "limit": self.limit,
-                "small": self.small.as_json(),
-                "large": self.large.as_json(),
-            },
+            "seconds": seconds,
             "watts": dict(self.watts),
         }
 
@@ -222,18 +250,15 @@ def read_costs(path: str) -> CostTable:
         raise ConfigError(f"{path}: not a table of costs ({FORMAT!r}); expected {expected}")
     try:
         found = raw["seconds"]
-        return CostTable(
-            _line(found["rows"]),
-            _prompts(found["small"]),
-            _prompts(found["large"]),
-            _limit(found["limit"]),
-            {name: _number(found[name]) for name in SLOPES},
-            _number(found["add"]),
-            {name: _number(x) for name, x in raw["watts"].items()},
-            _engine(raw["engine"]),
-            raw["about"],
-            raw["fit"],
-        )
+        rows = _line(found["rows"])
+        small = _prompts(found["small"])
+        large = _prompts(found["large"])
+        limit = _limit(found["limit"])
+        slopes = {name: _number(found[name]) for name in SLOPES}
+        add = _number(found["add"])
+        watts = {name: _number(watt) for name, watt in raw["watts"].items()}
+        engine = _engine(raw["engine"])
+        return CostTable(rows, small, large, limit, slopes, add, watts, engine, raw["about"], raw["fit"])
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise ConfigError(f"{path}: {type(e).__name__}: {e}; expected a file that `minivllm calibrate` wrote") from e
 
@@ -270,7 +295,8 @@ def _limit(raw: Any) -> int:
 
 
 def _line(raw: Any) -> BrokenLine:
-    at, seconds = [int(x) for x in raw["at"]], [_number(x) for x in raw["seconds"]]
+    at = [int(x) for x in raw["at"]]
+    seconds = [_number(x) for x in raw["seconds"]]
     if not at or len(at) != len(seconds) or any(b <= a for a, b in itertools.pairwise(at)):
         raise ValueError("points that do not ascend, or not a number of seconds for each")
     return BrokenLine(at, seconds)

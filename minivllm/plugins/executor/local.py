@@ -111,7 +111,8 @@ class Local(Executor):
         if verb == "seams_stop":
             if self._seams is None:
                 raise RequestError("no profile of seams is running; call seams_start first")
-            seams, self._seams = self._seams, None
+            seams = self._seams
+            self._seams = None
             return seams.stop(**(args or {}))
         if verb == "kv_resident":
             caches = [t for group in self.runner.worker.caches for layer in group for t in layer.values()]

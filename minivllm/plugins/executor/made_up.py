@@ -46,18 +46,23 @@ class MadeUpModel:
     """
 
     def __init__(self, vocab: int, eos: int = -1, answer_tokens: int = 0) -> None:
-        self.vocab, self.eos, self.answer_tokens = vocab, eos, answer_tokens if eos >= 0 else 0
+        self.vocab = vocab
+        self.eos = eos
+        self.answer_tokens = answer_tokens if eos >= 0 else 0
         start = max(1, int(vocab * 0.618))
-        found = [a for a in range(start, start + 64 * MULTIPLIERS) if math.gcd(a, vocab) == 1][:MULTIPLIERS]
-        self._a = np.array([a % vocab for a in found], np.int64)
-        self._inverse = np.array([pow(a, -1, vocab) if vocab > 1 else 0 for a in found], np.int64)
+        candidates = range(start, start + 64 * MULTIPLIERS)
+        coprime = [a for a in candidates if math.gcd(a, vocab) == 1]
+        self._a = np.array(coprime[:MULTIPLIERS], np.int64) % vocab
+        self._inverse = np.zeros(len(self._a), np.int64)
+        if vocab > 1:
+            self._inverse[:] = [pow(a, -1, vocab) for a in self._a.tolist()]
 
     def _order(self, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the index of the multiplier and the offset of each history's order of tokens, i64."""
         m = mixed(h)
-        return (m % np.uint64(len(self._a))).astype(np.int64), ((m >> np.uint64(8)) % np.uint64(self.vocab)).astype(
-            np.int64
-        )
+        which = m % np.uint64(len(self._a))
+        offset = (m >> np.uint64(8)) % np.uint64(self.vocab)
+        return which.astype(np.int64), offset.astype(np.int64)
 
     def decay(self, h: np.ndarray) -> np.ndarray:
         """Return the ratio q of the probabilities of a rank and the rank before it, f64 from 0.3 to 0.9."""
@@ -76,7 +81,9 @@ class MadeUpModel:
     def log_prob(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Return the log-probabilities of tokens by their rank, f32."""
         q = self.decay(h)
-        return (rank * np.log(q) + np.log1p(-q) - np.log1p(-(q**self.vocab))).astype(np.float32)
+        whole = np.log1p(-(q**self.vocab))  # so that all probabilities add up to 1
+        found = rank * np.log(q) + np.log1p(-q) - whole
+        return found.astype(np.float32)
 
     def draw(self, h: np.ndarray, sample: np.ndarray) -> np.ndarray:
         """Return the next token of each history, i64 [N], by the number of its sample.
@@ -84,8 +91,10 @@ class MadeUpModel:
         Sample 0 gets the most likely token.
         """
         noise = mixed(h ^ (sample.astype(np.uint64) * SAMPLE))
-        drawn = np.minimum(np.log(uniform(noise)) / np.log(self.decay(h)), self.vocab - 1).astype(np.int64)
-        tokens = self.at_rank(h, np.where(sample == 0, 0, drawn))
+        geometric = np.log(uniform(noise)) / np.log(self.decay(h))
+        drawn = np.minimum(geometric, self.vocab - 1).astype(np.int64)
+        drawn[sample == 0] = 0
+        tokens = self.at_rank(h, drawn)
         if self.answer_tokens:
             ends = uniform(mixed(noise ^ LENGTH_LANE)) * self.answer_tokens < 1
             tokens = np.where(ends, self.eos, tokens)
@@ -96,38 +105,63 @@ class MadeUpModel:
         if not len(h):
             return np.empty((0, self.vocab), np.float32)
         each = h[:, None]
-        return self.log_prob(each, self.rank_of(each, np.arange(self.vocab)[None]))
+        rank = self.rank_of(each, np.arange(self.vocab)[None])
+        return self.log_prob(each, rank)
 
     def scores(self, h: np.ndarray, tokens: np.ndarray, k: int) -> LogProbs:
         """Return the scores of the tokens [N] that follow these histories, and of the ``k`` best tokens of each."""
-        rank, best = self.rank_of(h, tokens), np.arange(min(k, self.vocab))[None]
+        rank = self.rank_of(h, tokens)
+        best = np.arange(min(k, self.vocab))[None]
         each = h[:, None]
-        ids = np.broadcast_to(self.at_rank(each, best), (len(h), best.shape[1])).astype(np.int32)
-        return LogProbs(self.log_prob(h, rank), (rank + 1).astype(np.int32), ids, self.log_prob(each, best))
+        ids = self.at_rank(each, best).astype(np.int32)
+        chosen = self.log_prob(h, rank)
+        top = self.log_prob(each, best)
+        return LogProbs(chosen, (rank + 1).astype(np.int32), ids, top)
 
     def likeliest(self, h: np.uint64, words: np.ndarray) -> int:
         """Return the most likely token that a mask allows: bit t % 32 of ``words[t // 32]``, i32 [ceil(V / 32)]."""
-        bits, one = words.view(np.uint32), np.array([h])
-        best = self.at_rank(one, np.arange(min(PROBED, self.vocab)))
-        allowed = bits[best >> 5] >> (best & 31).astype(np.uint32) & 1
+        bits = words.view(np.uint32)
+        one = np.array([h])
+        probed = np.arange(min(PROBED, self.vocab))
+        best = self.at_rank(one, probed)
+        shift = (best & 31).astype(np.uint32)
+        allowed = bits[best >> 5] >> shift & 1
         if allowed.any():
             return int(best[allowed.argmax()])
-        at = np.flatnonzero(bits)
-        there = np.unpackbits(bits[at].astype("<u4").view(np.uint8), bitorder="little").reshape(-1, 32)
-        tokens = (at[:, None] * 32 + np.arange(32))[there.astype(bool)]
+        tokens = allowed_tokens(bits)
         tokens = tokens[tokens < self.vocab]
-        return int(tokens[self.rank_of(one, tokens).argmin()]) if len(tokens) else int(best[0])
+        if not len(tokens):
+            return int(best[0])
+        rank = self.rank_of(one, tokens)
+        return int(tokens[rank.argmin()])
+
+
+def allowed_tokens(words: np.ndarray) -> np.ndarray:
+    """Return the token ids i64 whose bits are set in the words u32 of a mask."""
+    at = np.flatnonzero(words)
+    octets = words[at].astype("<u4").view(np.uint8)
+    bits = np.unpackbits(octets, bitorder="little").reshape(-1, 32)
+    tokens = at[:, None] * 32 + np.arange(32)
+    return tokens[bits > 0]
 
 
 def scores_of(scores: LogProbs, rows: np.ndarray, logits: np.ndarray, tokens: np.ndarray) -> LogProbs:
     """Return the scores of a step's ``tokens`` [N], of which ``rows`` [n] were drawn from ``logits`` f32 [n, V]."""
-    chosen, rank, ids, top = (np.array(x) for x in (scores.chosen, scores.rank, scores.top_ids, scores.top))
-    peak = logits.max(axis=1, keepdims=True)
-    found = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+    chosen = np.array(scores.chosen)
+    rank = np.array(scores.rank)
+    ids = np.array(scores.top_ids)
+    top = np.array(scores.top)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    mass = np.exp(shifted).sum(axis=1, keepdims=True)
+    found = shifted - np.log(mass)
     mine = found[np.arange(len(rows)), tokens[rows]]
-    best = np.argsort(-logits, axis=1, kind="stable")[:, : ids.shape[1]]
-    chosen[rows], rank[rows] = mine, 1 + (found > mine[:, None]).sum(axis=1)
-    ids[rows], top[rows] = best, np.take_along_axis(found, best, axis=1)
+    order = np.argsort(-logits, axis=1, kind="stable")
+    best = order[:, : ids.shape[1]]
+    larger = found > mine[:, None]
+    chosen[rows] = mine
+    rank[rows] = 1 + larger.sum(axis=1)
+    ids[rows] = best
+    top[rows] = np.take_along_axis(found, best, axis=1)
     return LogProbs(chosen, rank, ids, top)
 
 
@@ -138,14 +172,17 @@ class Histories:
         self.tokens = np.zeros((slots, length + 1), np.int32)
         self.prefix = np.zeros((slots, length + 2), np.uint64)  # [slot, n] is the hash of the first n tokens
         self.prefix[:, 0] = START
-        self._up, self._down = powers(BASE, length + 2), powers(INVERSE, length + 2)
+        self._up = powers(BASE, length + 2)
+        self._down = powers(INVERSE, length + 2)
 
     def put(self, slot: int, tokens: np.ndarray) -> None:
         """Store the whole history of a slot."""
         n = len(tokens)
         self.tokens[slot, :n] = tokens
-        terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._down[1 : n + 1]
-        self.prefix[slot, 1 : n + 1] = (START + np.cumsum(terms, dtype=np.uint64)) * self._up[1 : n + 1]
+        digits = tokens.astype(np.uint64) + np.uint64(1)
+        terms = digits * self._down[1 : n + 1]
+        sums = START + np.cumsum(terms, dtype=np.uint64)
+        self.prefix[slot, 1 : n + 1] = sums * self._up[1 : n + 1]
 
     def fork(self, source: int, slot: int, n: int) -> None:
         self.tokens[slot, :n] = self.tokens[source, :n]
@@ -154,12 +191,15 @@ class Histories:
     def append(self, slots: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
         """Store token ``at`` of each slot.  Later tokens of the slots become invalid."""
         self.tokens[slots, at] = tokens
-        self.prefix[slots, at + 1] = self.prefix[slots, at] * BASE + tokens.astype(np.uint64) + np.uint64(1)
+        digits = tokens.astype(np.uint64) + np.uint64(1)
+        self.prefix[slots, at + 1] = self.prefix[slots, at] * BASE + digits
 
 
 def powers(base: np.uint64, n: int) -> np.ndarray:
     """Return base ** i modulo 2 ** 64, u64 [n]."""
-    return np.concatenate([np.ones(1, np.uint64), np.cumprod(np.full(n - 1, base, np.uint64), dtype=np.uint64)])
+    factors = np.full(n, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)
 
 
 def hash_of(tokens: np.ndarray) -> np.ndarray:

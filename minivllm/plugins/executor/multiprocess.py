@@ -75,7 +75,8 @@ class Multiprocess(Process):
     # ---- its life ------------------------------------------------------------------------------------------------
 
     def start(self, wiring: Wiring) -> Capacity:
-        size, self._device = wiring.parallel.tensor_parallel_size, wiring.device
+        size = wiring.parallel.tensor_parallel_size
+        self._device = wiring.device
         try:
             self._start(wiring, size)
             self._compare_all(size)
@@ -179,7 +180,8 @@ class Multiprocess(Process):
                     message = self._rank(rank).receive(wait=False)
                     ended = None if message is not None else self._rank(rank).ended()
                 except ChildEnded as e:
-                    message, ended = None, e
+                    message = None
+                    ended = e
                 if ended is not None and failed is None:
                     raise EngineDeadError(f"{self._name(rank)}: {ended}")
                 if message is None:
@@ -233,8 +235,10 @@ class Multiprocess(Process):
         super().stop(deadline)
         for child in others:
             child.end(max(0.2, end - time.monotonic()))
-        page, self._page = self._page, None
-        self._parted, self._limit = {}, self.options.timeout
+        page = self._page
+        self._page = None
+        self._parted = {}
+        self._limit = self.options.timeout
         if page is not None:
             page.close()
 
@@ -271,14 +275,16 @@ class Multiprocess(Process):
 
         Memory of the KV cache, devices and figures of plug-ins are combined from all ranks.
         """
-        self._limit, self._calling = self.options.start_timeout, True
+        self._limit = self.options.start_timeout
+        self._calling = True
         try:
             if self._page is not None:
                 self._page.moves()
             found = super().call(verb, args)
             return self._sum(verb, found, args) if verb in OF_ALL else found
         finally:
-            self._limit, self._calling = self.options.timeout, False
+            self._limit = self.options.timeout
+            self._calling = False
 
     def _sum(self, verb: str, found: Any, args: Mapping[str, Any] | None) -> Any:
         self._tell(CALL, json.dumps([self._calls, verb, None if args is None else dict(args)]).encode())
@@ -345,7 +351,8 @@ class Multiprocess(Process):
 
     def _passed(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> bool:
         """Return whether a rank has passed the place in a step at which other ranks have failed."""
-        page, least = self._page, min(one["calls"] for one in reports.values())
+        page = self._page
+        least = min(one["calls"] for one in reports.values())
         if page is None:
             return False
         ranks = [rank for rank in range(page.size) if rank not in reports]
@@ -389,7 +396,8 @@ class Multiprocess(Process):
 
         Raise EngineDeadError otherwise.
         """
-        reports, size = self._parted.get(result.id, {}), 1 + len(self._others)
+        reports = self._parted.get(result.id, {})
+        size = 1 + len(self._others)
         if not reports:
             return  # the draw failed, which concerns only rank 0, or the report is about another step
         end = time.monotonic() + AGREE
@@ -401,7 +409,8 @@ class Multiprocess(Process):
         del self._parted[result.id]
 
     def _differ(self, step: int) -> str:
-        reports, size = self._parted[step], 1 + len(self._others)
+        reports = self._parted[step]
+        size = 1 + len(self._others)
         words = [
             f"{self._name(rank)} failed after {one['calls']} calls: {one['message']}" for rank, one in reports.items()
         ]

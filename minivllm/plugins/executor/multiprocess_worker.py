@@ -58,7 +58,8 @@ class Rank:
         assert first is not None
         self.settings = json.loads(first.data)
         self.channel, self.executor = channel, Local()
-        self.rank, self.size = self.settings["rank"], self.settings["size"]
+        self.rank = self.settings["rank"]
+        self.size = self.settings["size"]
         self.ranks: ProcessGroup | None = None
         page, self.store = self._files()  # the second file stays open, because torch uses its path
         self.page = StatusPage(page, self.size, ())

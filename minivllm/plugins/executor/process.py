@@ -82,7 +82,10 @@ class Process(Executor):
         return self._child is not None and self._child.alive()
 
     def stop(self, deadline: float = 10.0) -> None:
-        child, self._child, self._memories, self._fault = self._child, None, [], None
+        child = self._child
+        self._child = None
+        self._memories = []
+        self._fault = None
         for waiting in (self._due, self._masked, self._slots, self._results):
             waiting.clear()
         self._plans, self._answers = Plans(), StepResults()
@@ -120,7 +123,8 @@ class Process(Executor):
             size = max(need, MEMORY_SIZE)
             file = shared_file(size)
             try:
-                memory, used = mmap.mmap(file, size), 0
+                memory = mmap.mmap(file, size)
+                used = 0
                 self._send(MEMORY, json.dumps(size).encode(), file=file)
             finally:
                 os.close(file)
@@ -130,7 +134,8 @@ class Process(Executor):
         return np.frombuffer(memory, np.int32, rows * words, used).reshape(rows, words)
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
-        found, self._results = self._results, []
+        found = self._results
+        self._results = []
         if self._fault is not None:
             raise self._fault
         try:

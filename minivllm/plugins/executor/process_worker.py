@@ -40,7 +40,8 @@ def main(sock: str, memory: str) -> None:
 
 
 def _serve(channel: Channel) -> None:
-    executor, first = Local(), channel.receive(wait=True)
+    executor = Local()
+    first = channel.receive(wait=True)
     assert first is not None
     try:
         try:
@@ -72,7 +73,8 @@ class WorkerLoop:
     """
 
     def __init__(self, channel: Channel, executor: Local) -> None:
-        self.channel, self.executor = channel, executor
+        self.channel = channel
+        self.executor = executor
         self._due: deque[StepPlan] = deque()  # steps whose results have not been sent
         self._plans, self._results = Plans(), StepResults()
         self._masked: set[int] = set()  # steps that wait for masks

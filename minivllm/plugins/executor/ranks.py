@@ -69,8 +69,11 @@ class RankRunner(Runner):
     """
 
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, report: FailureReport, checked: bool = False) -> None:
-        self.ranks, self._report_failure, self._checked = ranks, report, checked
-        self.leads, self._seen = ranks.rank == 0, [0, 0]
+        self.ranks = ranks
+        self._report_failure = report
+        self._checked = checked
+        self.leads = ranks.rank == 0
+        self._seen = [0, 0]
         self._drawn: np.ndarray | None = None
         if ranks.size > 1 and find_spec("triton") is not None:
             self.captures = rank_graphs(ranks)
@@ -105,7 +108,8 @@ class RankRunner(Runner):
 
     def _meet(self, plan: StepPlan) -> None:
         """Share the tokens of the last step from rank 0 with the other ranks, at the head of a step."""
-        drawn, self._drawn = self._drawn, None
+        drawn = self._drawn
+        self._drawn = None
         if self.ranks.size == 1:
             return
         if len(plan.samples):
@@ -134,7 +138,8 @@ class RankRunner(Runner):
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
         """Draw tokens on rank 0; the other ranks send their part of the logits."""
         drew = running.hidden is not None and not running.errors and self.ranks.size > 1
-        calls, whole = self.ranks.calls, self._whole(running) if drew else running.hidden
+        calls = self.ranks.calls
+        whole = self._whole(running) if drew else running.hidden
         if not self.leads:
             self._follow(running, whole)
         elif whole is None or whole is running.hidden:
@@ -154,7 +159,8 @@ class RankRunner(Runner):
 
     def _sample_padded(self, running: Running, late: LateInputs | None, whole: Tensor) -> None:
         """Draw tokens on rank 0 after a captured FORWARD, whose padded hidden states are ``whole``."""
-        model, samples = self.model, running.plan.samples
+        model = self.model
+        samples = running.plan.samples
         assert running.hidden is not None
         self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())
         try:
@@ -188,7 +194,10 @@ class _Padded:
     """
 
     def __init__(self, model: Any, hidden: Tensor, whole: Tensor, rows: Callable[[], Tensor]) -> None:
-        self._model, self._hidden, self._whole, self._rows = model, hidden, whole, rows
+        self._model = model
+        self._hidden = hidden
+        self._whole = whole
+        self._rows = rows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -203,7 +212,9 @@ class _Quiet:
     """A follower's model, which returns zeros as logits, because only rank 0 has the logits."""
 
     def __init__(self, model: Any, vocab: int) -> None:
-        self._model, self._vocab, self.share = model, vocab, model.logits
+        self._model = model
+        self._vocab = vocab
+        self.share = model.logits
 
     def __call__(self, step: Any) -> Tensor:
         return self._model(step)
@@ -221,7 +232,8 @@ class RankDrafting(Drafting):
 
     def __init__(self, ranks: ProcessGroup, *args: Any) -> None:
         super().__init__(*args)
-        self._ranks, self._gone = ranks, False
+        self._ranks = ranks
+        self._gone = False
 
     def _ask(self, running: Running, packed: Tensor, ask: Ask) -> tuple[Tensor, Tensor] | None:
         """Return rank 0's drafts on every rank."""
@@ -229,11 +241,13 @@ class RankDrafting(Drafting):
         if self._ranks.rank == 0 and not self._gone:
             found = super()._ask(running, packed, ask)
             # a failed drafter is not called again, but rank 0 still sends the message for which the other ranks wait
-            self._gone, self.broken = self.broken, False
+            self._gone = self.broken
+            self.broken = False
         rows = packed.shape[1]
         both = torch.zeros(rows, ask.k + 1, dtype=torch.int64, device=packed.device)
         if found is not None:
-            both[:, : ask.k], both[:, ask.k] = found[0], found[1]
+            both[:, : ask.k] = found[0]
+            both[:, ask.k] = found[1]
         self._ranks.broadcast(both)
         return both[:, : ask.k], both[:, ask.k]
 

@@ -92,7 +92,8 @@ class Ray(Multiprocess):
 
     def stop(self, deadline: float = 10.0) -> None:
         super().stop(deadline / 2)
-        cluster, self._cluster = self._cluster, None
+        cluster = self._cluster
+        self._cluster = None
         if cluster is not None:
             cluster.end(deadline)
 
@@ -114,7 +115,8 @@ class RayCluster:
 
     def ranks(self, device: str, size: int, page: Any) -> list[PlacedRank]:
         """Return all ranks in order.  Raise ResourceError if they do not start."""
-        secret, options = secrets.token_bytes(32), self.options
+        secret = secrets.token_bytes(32)
+        options = self.options
         given: dict[str, Any] = {
             "secret": secret.hex(),
             "transport": options.transport,
@@ -128,7 +130,8 @@ class RayCluster:
         end = time.monotonic() + options.start_timeout
         try:
             found = self._hear(FOUND, end)
-            self._folder, self._node = found["folder"], found["node"]
+            self._folder = found["folder"]
+            self._node = found["node"]
             host = found["ip"] if options.address or options.transport == "tcp" else ""
             gate = self._gate = ProcessGate(secret, host)
             self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])

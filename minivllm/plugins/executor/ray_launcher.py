@@ -102,7 +102,8 @@ class NodeProbe(threading.Thread):
     def __init__(self, nodes: Mapping[int, tuple[str, int]]) -> None:
         """Store the address and the port of each place's node."""
         super().__init__(name="minivllm: asks the nodes", daemon=True)
-        self.nodes, self.asks = nodes, True
+        self.nodes = nodes
+        self.asks = True
         self.lost: dict[int, str] = {}  # place of a rank -> reason why its node counts as lost
 
     def run(self) -> None:
@@ -185,7 +186,9 @@ class Launcher:
 
     def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
         """Start a rank in each place, and return the place of each reference to a rank's end."""
-        ray, size, want = self.ray, self.settings["size"], wants(self.settings["device"])
+        ray = self.ray
+        size = self.settings["size"]
+        want = wants(self.settings["device"])
         util = ray.util
         self.group = util.placement_group([want] * size, strategy="PACK")
         end = time.monotonic() + self.settings["placement_timeout"]
@@ -204,7 +207,8 @@ class Launcher:
         self.probe = NodeProbe({place: at[name] for place, name in where.items() if name != node})
         self.probe.start()
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        kind, given = ray.remote(RankPlace), {**self.settings["given"], **opened, "engine_node": node}
+        kind = ray.remote(RankPlace)
+        given = {**self.settings["given"], **opened, "engine_node": node}
         running = {}
         for place in range(size):
             strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, place)
@@ -325,7 +329,8 @@ def no_cluster(address: str) -> str:
 def refused(address: str, e: Exception) -> str:
     if address and isinstance(e, ConnectionError):
         return f"{no_cluster(address)}: {describe_error(e)}"
-    what, few = f"join the cluster at {address}" if address else "start a cluster here", ""
+    what = f"join the cluster at {address}" if address else "start a cluster here"
+    few = ""
     if not address and 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < FILES:
         few = f"  Ray needs some {FILES} open files, and there may be {limit}: ulimit -n raises that."
     return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}{few}"

@@ -41,12 +41,17 @@ class PlacedRank:
 
     def __init__(self, cluster: ActorKeeper, came: Mapping[str, Guest], patience: float) -> None:
         hello, sock = came[CHANNEL]
-        self.cluster, self.place, self.pid = cluster, hello["place"], hello["pid"]
-        self.node, self.host, self.gpus = hello["node"], hello["host"], hello["gpus"]
+        self.cluster = cluster
+        self.place = hello["place"]
+        self.pid = hello["pid"]
+        self.node = hello["node"]
+        self.host = hello["host"]
+        self.gpus = hello["gpus"]
         self.here = sock.family == socket.AF_UNIX
         # descriptor by which the process can be ended, -1 on another machine
         self._handle = _handle(sock) if self.here else -1
-        self._state, self._cut = None if self.here else came[STATE].sock, ""
+        self._state = None if self.here else came[STATE].sock
+        self._cut = ""
         words = -1
         if self.here:
             self._channel: Channel | None
@@ -173,7 +178,8 @@ def _handle(sock: socket.socket) -> int:
 
 def _share(sock: socket.socket) -> tuple[Channel, int]:
     """Return a channel through memory shared with the other side, and the read end of its standard error."""
-    memory, (says, says_to) = shared_file(Channel.BYTES), os.pipe()
+    memory = shared_file(Channel.BYTES)
+    (says, says_to) = os.pipe()
     try:
         socket.send_fds(sock, [b"\0"], [memory, says_to])
         return Channel(sock, memory, started=False), says

@@ -65,7 +65,8 @@ def come_in(given: dict[str, Any]) -> tuple[Channel, socket.socket | None]:
         sock = _reach(given, CHANNEL, "\0" + given["name"])
         _, files, _, _ = socket.recv_fds(sock, 1, 2)
         memory, words = files
-        channel, state = Channel(sock, memory, started=True), None
+        channel = Channel(sock, memory, started=True)
+        state = None
         os.close(memory)
     else:
         channel = Wire(_reach(given, CHANNEL, tuple(given["tcp"])))
@@ -105,7 +106,8 @@ class RayRank(Rank):
     """
 
     def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
-        self._state, self._ip = state, given["ip"]
+        self._state = state
+        self._ip = given["ip"]
         self._stores: list[Any] = []  # stores that are kept until the rank ends
         super().__init__(channel)
         if state is not None:

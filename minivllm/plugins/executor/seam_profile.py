@@ -36,7 +36,8 @@ class SeamProfile:
     """A profile of everything that a runner does until ``stop``."""
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self._undo = runner, []  # type: ignore[var-annotated]
+        self.runner = runner
+        self._undo: list[Any] = []
         self.cuda = runner.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
         self._profile = profile(activities=activities, acc_events=True)
@@ -172,7 +173,8 @@ class _Labelled:
 
 def schemes(model: Any) -> Iterator[WeightScheme]:
     """Yield the weight schemes inside a model."""
-    seen, stack = set(), [model]
+    seen = set()
+    stack = [model]
     while stack:
         found = stack.pop()
         if id(found) in seen or isinstance(found, (str, bytes, int, float, torch.Tensor, type)):

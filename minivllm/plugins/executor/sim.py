@@ -104,39 +104,42 @@ class Sim(Executor):
     def start(self, wiring: Wiring) -> Capacity:
         vocab = self.options.vocab_size or _vocab_of(wiring.model_dir, wiring.hf_overrides)
         blocks = self._blocks(wiring)
-        s, length = wiring.max_num_seqs, wiring.max_model_len
+        s = wiring.max_num_seqs
+        length = wiring.max_model_len
         eos = next((i for i in wiring.eos_ids if i < vocab), -1)
         self.model = MadeUpModel(vocab, eos, self.options.answer_tokens)
         self.text = self._histories(s, length)
-        self.known, self.end, self.min_end, self.sample = (np.zeros(s, np.int64) for _ in range(4))
-        self.stop_ids, self.n_eos = np.full((s, STOP_IDS), -1, np.int32), np.zeros(s, np.int32)
+        self.known, self.end, self.min_end, self.sample = np.zeros((4, s), np.int64)
+        self.stop_ids = np.full((s, STOP_IDS), -1, np.int32)
+        self.n_eos = np.zeros(s, np.int32)
         self.stopped = np.ones(s, bool)
         # slot -> name of the processor that its request uses and that cannot be simulated
         self.refused: dict[int, str] = {}
         self.processors = [part.name for part in wiring.processors]
         self.block = wiring.block
-        checkpoints, self.states = checkpoints_of(wiring), None
+        checkpoints = checkpoints_of(wiring)
+        self.states = None
         if self.options.check:
-            try:
-                self.kv = [np.zeros((n, wiring.block), np.uint64) for n in blocks]
-            except (MemoryError, ValueError) as e:
-                raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
-            self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
+            kv = self.kv = self._checked_blocks(blocks, wiring.block)
+            columns = length // wiring.block + 2
+            self.table = np.zeros((len(blocks), s, columns), np.int32)
             if checkpoints is not None:
-                self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)
-        # without the check a block has no content, and a page has 8 bytes
-        kv = self.kv if self.options.check else [np.zeros((n, 1), np.uint64) for n in blocks]
+                drafts = wiring.speculation.num_speculative_tokens
+                self.states = SimStates(s, checkpoints, drafts)
+        else:
+            # without the check a block has no content, and a page has 8 bytes
+            kv = [np.zeros((n, 1), np.uint64) for n in blocks]
         self.mover = sim_mover(wiring, kv, self.states, self.threaded)
         self._started = True
         depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
-        notes = (MADE_UP,)
+        block_bytes = (1,) * len(blocks)
         return Capacity(
             blocks,
-            (1,) * len(blocks),
+            block_bytes,
             vocab,
             0,
             depth,
-            notes,
+            notes=(MADE_UP,),
             guides=True,
             checkpoints=checkpoints,
             compresses=self.observed,
@@ -155,6 +158,15 @@ class Sim(Executor):
         if n >= MOST_BLOCKS:
             raise ResourceError(f"num_kvcache_blocks={n - 1}: expected fewer than {MOST_BLOCKS - 1}")
         return (n,) * max(len(wiring.cache.groups), 1)
+
+    @staticmethod
+    def _checked_blocks(blocks: Sequence[int], size: int) -> list[np.ndarray]:
+        """Return the content u64 [blocks, size] of each KV group for the check.  Raise ResourceError if it does not fit
+        into memory."""
+        try:
+            return [np.zeros((n, size), np.uint64) for n in blocks]
+        except (MemoryError, ValueError) as e:
+            raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
 
     def _histories(self, slots: int, length: int) -> Histories:
         return Histories(slots, length)
@@ -180,9 +192,11 @@ class Sim(Executor):
 
     def _settled(self, plan: StepPlan) -> StepPlan:
         """Return the plan with the exact numbers of tokens in place of upper bounds."""
-        draft = plan.draft if len(plan.draft) else 0
-        exact = (self.known[plan.slots] - 1 + draft).astype(np.int32)
-        return replace(plan, computed=np.where(plan.slack > 0, exact, plan.computed), slack=no_rows())
+        exact = self.known[plan.slots] - 1
+        if len(plan.draft):
+            exact += plan.draft
+        computed = np.where(plan.slack > 0, exact, plan.computed)
+        return replace(plan, computed=computed.astype(np.int32), slack=no_rows())
 
     def supply(self, step: int, late: LateInputs) -> None:
         if any(plan.id == step for plan in self._behind):
@@ -195,7 +209,8 @@ class Sim(Executor):
         """Return the milliseconds of a step's FORWARD."""
         o = self.options
         if self.costs is not None:
-            return 1e3 * self.costs.seconds(self._counter.count(plan, wake=self.wakes()))
+            counts = self._counter.count(plan, wake=self.wakes())
+            return 1e3 * self.costs.seconds(counts)
         return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
 
     def wakes(self) -> bool:
@@ -210,7 +225,8 @@ class Sim(Executor):
         self._work(self.options.sample_ms)
         step.result = result = self._run(step.plan, late, step.ms)
         if self.costs is not None and self.costs.slopes["end"]:
-            self._work(1e3 * self.costs.slopes["end"] * int(np.count_nonzero(result.flags & ENDED)))
+            ended = int(np.count_nonzero(result.flags & ENDED))
+            self._work(1e3 * self.costs.slopes["end"] * ended)
         step.done = self._free_at
 
     def collect(self, in_flight: int) -> Sequence[StepResult]:
@@ -254,7 +270,8 @@ class Sim(Executor):
             for column in (self.known, self.end, self.min_end, self.n_eos, self.stop_ids):
                 column[slot] = column[source]
             self.text.fork(source, slot, int(self.known[source]))
-            self.sample[slot], self.stopped[slot] = sample, False
+            self.sample[slot] = sample
+            self.stopped[slot] = False
             self._refuse(slot, self.refused.get(source))
             for g in range(len(getattr(self, "kv", ()))):
                 if (g, source) in self.held:
@@ -274,14 +291,26 @@ class Sim(Executor):
 
     def _join(self, j: Join) -> None:
         slots = j.slot
-        self.known[slots], self.end[slots], self.min_end[slots] = j.known, j.end, j.min_end
-        self.sample[slots], self.n_eos[slots], self.stop_ids[slots] = j.sample, j.n_eos, j.stop_ids
+        self.known[slots] = j.known
+        self.end[slots] = j.end
+        self.min_end[slots] = j.min_end
+        self.sample[slots] = j.sample
+        self.n_eos[slots] = j.n_eos
+        self.stop_ids[slots] = j.stop_ids
         self.stopped[slots] = False
-        at = np.concatenate([[0], np.cumsum(j.known)]).tolist()
+        histories = np.split(j.tokens, np.cumsum(j.known)[:-1])
         for i, slot in enumerate(slots.tolist()):
-            self.text.put(slot, j.tokens[at[i] : at[i + 1]])
-            self.held = {key: positions for key, positions in self.held.items() if key[1] != slot}
-            self._refuse(slot, next((p for p, rows in zip(self.processors, j.bound, strict=False) if i in rows), None))
+            self.text.put(slot, histories[i])
+            for key in [key for key in self.held if key[1] == slot]:
+                del self.held[key]
+            self._refuse(slot, self._bound_to(j, i))
+
+    def _bound_to(self, j: Join, i: int) -> str | None:
+        """Return the first processor that sequence ``i`` of a join uses, or None."""
+        for name, rows in zip(self.processors, j.bound, strict=False):
+            if i in rows:
+                return name
+        return None
 
     def _refuse(self, slot: int, processor: str | None) -> None:
         if processor is not None:
@@ -302,21 +331,23 @@ class Sim(Executor):
         drafts = self._draft(plan) if len(plan.draft) else None
         prompt = self._prompt_scores(plan) if len(plan.prompt) else None
         if self.options.check:
-            for row in np.flatnonzero(~self.stopped[plan.slots]).tolist():
-                self._read_and_write(*(int(x[row]) for x in (plan.slots, plan.q_len, plan.computed)))
-            if self.states is not None:
-                self.states.step(plan, ~self.stopped[plan.slots], self.text.prefix)
-        n, slots, scored = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
+            self._check_caches(plan)
+        n = len(plan.samples)
+        slots = plan.slots[plan.samples]
+        scored = plan.topk >= 0
         before = np.empty(0, np.uint64)  # hashes of the histories of drawn tokens, if their scores or logits are needed
         if scored or len(plan.host) or len(plan.late):
-            before = self.text.prefix[slots, (plan.computed + plan.q_len)[plan.samples]]
-        tokens, count = np.zeros(n, np.int32), np.zeros(n, np.int32)
+            after = plan.computed + plan.q_len
+            before = self.text.prefix[slots, after[plan.samples]]
+        tokens = np.zeros(n, np.int32)
+        count = np.zeros(n, np.int32)
         over = self.stopped[slots]
         errors: tuple[StepError, ...] = ()
         flags = over.astype(np.uint8) * np.uint8(OVERSHOOT)
         if drafts is not None:
             later = plan.draft[plan.samples] > 0
-            over, flags[later] = over | later, 0
+            over = over | later
+            flags[later] = 0
         rows = np.flatnonzero(~over)
         if self.refused:
             rows, errors = self._failed(slots, rows, flags)
@@ -325,26 +356,28 @@ class Sim(Executor):
             self._mask(plan, late, before, tokens)
         guided = self._guide(plan, late, tokens) if len(plan.guided) else None
         if len(plan.host) or len(plan.held):  # the host chooses the tokens of these rows
-            rows = np.setdiff1d(rows, np.concatenate([plan.host, plan.held]))
-        count[rows], flags[rows] = 1, self._commit(slots[rows], tokens[rows])
+            chosen = np.concatenate([plan.host, plan.held])
+            rows = np.setdiff1d(rows, chosen)
+        count[rows] = 1
+        flags[rows] = self._commit(slots[rows], tokens[rows])
+        drafted = no_rows()
         if drafts is not None:
-            self._accept(plan, drafts, tokens, count, flags)
+            drafted, draft_tokens = drafts
+            self._accept(plan, draft_tokens, tokens, count, flags)
         scores = self.model.scores(before, tokens, plan.topk) if scored else None
         if scores is not None and guided is not None:
             scores = scores_of(scores, plan.guided[:, 0], guided, tokens)
-        return StepResult(
-            plan.id,
-            slots,
-            tokens,
-            count,
-            flags,
-            scores,
-            prompt,
-            self.model.logits(before[plan.host]),
-            errors,
-            ms,
-            no_rows() if drafts is None else drafts[0],
-        )
+        logits = self.model.logits(before[plan.host])
+        return StepResult(plan.id, slots, tokens, count, flags, scores, prompt, logits, errors, ms, drafted)
+
+    def _check_caches(self, plan: StepPlan) -> None:
+        """Check and update the KV cache and the recurrent states for a step."""
+        live = ~self.stopped[plan.slots]
+        for row in np.flatnonzero(live).tolist():
+            slot = int(plan.slots[row])
+            self._read_and_write(slot, int(plan.q_len[row]), int(plan.computed[row]))
+        if self.states is not None:
+            self.states.step(plan, live, self.text.prefix)
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
         """Return the token that each of these rows draws, i64.
@@ -354,9 +387,15 @@ class Sim(Executor):
         h = self.text.prefix[slots, self.known[slots]]
         tokens = self.model.draw(h, self.sample[slots])
         early = np.flatnonzero(self.known[slots] < self.min_end[slots])
-        for i in early[(self.stop_ids[slots[early]] == tokens[early][:, None]).any(1)].tolist():
-            ranked = self.model.at_rank(h[i : i + 1], np.arange(min(STOP_IDS + 1, self.model.vocab)))
-            tokens[i] = next((t for t in ranked.tolist() if t not in self.stop_ids[slots[i]]), tokens[i])
+        if not len(early):
+            return tokens
+        ends = self.stop_ids[slots[early]] == tokens[early][:, None]
+        best = np.arange(min(STOP_IDS + 1, self.model.vocab))
+        for i in early[ends.any(1)].tolist():
+            ranked = self.model.at_rank(h[i : i + 1], best)
+            allowed = ranked[~np.isin(ranked, self.stop_ids[slots[i]])]
+            if len(allowed):
+                tokens[i] = allowed[0]
         return tokens
 
     def _guide(self, plan: StepPlan, late: LateInputs | None, tokens: np.ndarray) -> np.ndarray:
@@ -367,20 +406,28 @@ class Sim(Executor):
         rows, guides = plan.guided.T
         slots = plan.slots[plan.samples]
         at = self.text.prefix[slots, self.known[slots]]
-        own, other = self.model.logits(at[rows]), self.model.logits(at[guides])
+        own = self.model.logits(at[rows])
+        other = self.model.logits(at[guides])
         found = plan.scale[:, None] * (own - other) + other
-        for x, row, guide in zip(found, rows.tolist(), guides.tolist(), strict=True):
-            slot, may = slots[row], np.ones(len(x), bool)
+        for logits, row, guide in zip(found, rows.tolist(), guides.tolist(), strict=True):
+            slot = slots[row]
+            may = np.ones(len(logits), bool)
             if self.known[slot] < self.min_end[slot]:
-                may[[t for t in self.stop_ids[slot].tolist() if 0 <= t < len(x)]] = False
+                ids = self.stop_ids[slot]
+                valid = (ids >= 0) & (ids < len(logits))
+                may[ids[valid]] = False
             for mask in late.mask[plan.late == row] if late is not None else ():
-                may &= np.unpackbits(mask.astype("<i4").view(np.uint8), bitorder="little")[: len(x)] > 0
-            tokens[[row, guide]] = np.where(may, x, -np.inf).argmax()
+                octets = mask.astype("<i4").view(np.uint8)
+                bits = np.unpackbits(octets, bitorder="little")
+                may &= bits[: len(logits)] > 0
+            allowed = np.where(may, logits, -np.inf)
+            tokens[[row, guide]] = allowed.argmax()
         return found
 
     def _mask(self, plan: StepPlan, late: LateInputs, before: np.ndarray, tokens: np.ndarray) -> None:
         for j, i in enumerate(plan.late.tolist()):
-            words, token = late.mask[j], int(tokens[i])
+            words = late.mask[j]
+            token = int(tokens[i])
             if not words[token >> 5] >> (token & 31) & 1:
                 tokens[i] = self.model.likeliest(before[i], words)
 
@@ -388,13 +435,18 @@ class Sim(Executor):
         """Append these tokens to rows and return their flags, u8."""
         n = self.known[slots]
         self._append(slots, tokens)
-        flags = np.where(n + 1 >= self.end[slots], LENGTH, 0).astype(np.uint8)
-        some = np.flatnonzero((self.stop_ids[slots, 0] >= 0) & (n >= self.min_end[slots]))
+        flags = np.zeros(len(slots), np.uint8)
+        flags[n + 1 >= self.end[slots]] = LENGTH
+        may_stop = self.stop_ids[slots, 0] >= 0
+        may_stop &= n >= self.min_end[slots]
+        some = np.flatnonzero(may_stop)
         if len(some):
             at = slots[some]
             stop = self.stop_ids[at] == tokens[some][:, None]
-            eos = (stop & (np.arange(STOP_IDS) < self.n_eos[at][:, None])).any(1)
-            flags[some] |= np.where(eos, EOS, np.where(stop.any(1), STOP_ID, 0)).astype(np.uint8)
+            is_eos = np.arange(STOP_IDS) < self.n_eos[at][:, None]
+            eos = (stop & is_eos).any(1)
+            flags[some[stop.any(1) & ~eos]] |= STOP_ID
+            flags[some[eos]] |= EOS
         self.stopped[slots] = flags != 0
         return flags
 
@@ -403,20 +455,28 @@ class Sim(Executor):
     ) -> tuple[np.ndarray, tuple[StepError, ...]]:
         """Return the rows without unsupported processors, and an error for the other rows."""
         by: dict[str, list[int]] = {}
+        bad: list[int] = []
         for i in rows.tolist():
-            if (name := self.refused.get(int(slots[i]))) is not None:
+            name = self.refused.get(int(slots[i]))
+            if name is not None:
                 by.setdefault(name, []).append(i)
-        bad = [i for some in by.values() for i in some]
-        flags[bad], self.stopped[slots[bad]] = FAILED, True
+                bad.append(i)
+        flags[bad] = FAILED
+        self.stopped[slots[bad]] = True
         message = "made-up tokens pass no processor; leave out what asks for it, or use another executor"
-        errors = tuple(StepError("rows", f"executor sim: {name}", message, tuple(some)) for name, some in by.items())
-        return rows[~np.isin(rows, bad)], errors
+        errors = []
+        for name, some in by.items():
+            errors.append(StepError("rows", f"executor sim: {name}", message, tuple(some)))
+        return np.setdiff1d(rows, bad), tuple(errors)
 
     def _prompt_scores(self, plan: StepPlan) -> LogProbs:
-        rows = np.repeat(plan.prompt[:, 0], plan.prompt[:, 1])
-        at = np.concatenate([np.arange(1, count + 1) for _, count in plan.prompt.tolist()]) + plan.computed[rows]
+        each, counts = plan.prompt.T
+        rows = np.repeat(each, counts)
+        ahead = [np.arange(1, count + 1) for count in counts.tolist()]
+        at = plan.computed[rows] + np.concatenate(ahead)
         slots = plan.slots[rows]
-        return self.model.scores(self.text.prefix[slots, at], self.text.tokens[slots, at], plan.prompt_topk)
+        before = self.text.prefix[slots, at]
+        return self.model.scores(before, self.text.tokens[slots, at], plan.prompt_topk)
 
     def _draft(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Write drafts to the histories, of which the share ``drafts_accepted`` is right.
@@ -427,18 +487,22 @@ class Sim(Executor):
         tokens = np.zeros(len(plan.slots), np.int64)
         for level in range(1, int(plan.draft.max()) + 1):
             rows = np.flatnonzero(plan.draft == level)
-            slots, at = plan.slots[rows], plan.computed[rows]
+            slots = plan.slots[rows]
+            at = plan.computed[rows]
             h = self.text.prefix[slots, at]
-            wrong = uniform(mixed(h ^ DRAFT_LANE)) >= self.options.drafts_accepted
-            tokens[rows] = (self.model.draw(h, self.sample[slots]) + wrong) % self.model.vocab
+            noise = uniform(mixed(h ^ DRAFT_LANE))
+            wrong = noise >= self.options.drafts_accepted
+            right = self.model.draw(h, self.sample[slots])
+            tokens[rows] = (right + wrong) % self.model.vocab
             self.text.append(slots, at, tokens[rows])
-        last = (plan.draft > 0) & (np.append(plan.draft[1:], 0) == 0)
+        following = np.append(plan.draft[1:], 0)
+        last = (plan.draft > 0) & (following == 0)
         return plan.draft[last], tokens
 
     def _accept(
         self,
         plan: StepPlan,
-        drafts: tuple[np.ndarray, np.ndarray],
+        draft_tokens: np.ndarray,
         tokens: np.ndarray,
         count: np.ndarray,
         flags: np.ndarray,
@@ -446,33 +510,55 @@ class Sim(Executor):
         """Draw the tokens of rows with drafts, in the order of the draft numbers.
 
         A row draws if its draft equals the token drawn before it, and if all earlier drafts were right.
+        ``draft_tokens`` i64 [R] has the token of each row of the plan that is a draft.
         """
         level = plan.draft[plan.samples]
         for draft in range(1, int(level.max(initial=0)) + 1):
             rows = np.flatnonzero(level == draft)
-            slots, at = plan.slots[plan.samples[rows]], plan.computed[plan.samples[rows]]
-            holds = ~self.stopped[slots] & (self.known[slots] == at + 1)
-            holds &= self.text.tokens[slots, at] == drafts[1][plan.samples[rows]]
-            rows, slots = rows[holds], slots[holds]
+            of_plan = plan.samples[rows]
+            slots = plan.slots[of_plan]
+            at = plan.computed[of_plan]
+            holds = ~self.stopped[slots]
+            holds &= self.known[slots] == at + 1
+            holds &= self.text.tokens[slots, at] == draft_tokens[of_plan]
+            rows = rows[holds]
+            slots = slots[holds]
             tokens[rows] = self._next(slots)
-            count[rows], flags[rows] = 1, self._commit(slots, tokens[rows])
+            count[rows] = 1
+            flags[rows] = self._commit(slots, tokens[rows])
 
     # ---- check ---------------------------------------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
-        first = plan.draft == 0 if len(plan.draft) else np.ones(len(plan.slots), bool)
+        first = np.ones(len(plan.slots), bool)
+        if len(plan.draft):
+            first = plan.draft == 0
         slots = plan.slots[first]
         assert len(set(slots.tolist())) == len(slots), "a slot twice in a step, and not for a draft"
-        assert (plan.q_len > 0).all() and (np.diff(plan.q_len > 1).clip(-1, 1) >= 0).all(), "one-token rows come first"
+        several = plan.q_len > 1
+        assert (plan.q_len > 0).all(), "a row computes at least one token"
+        assert (several[1:] >= several[:-1]).all(), "one-token rows come first"
         rows = plan.samples[first[plan.samples]]
-        known, due = self.known[plan.slots[rows]], (plan.computed + plan.q_len)[rows]
-        off = ~self.stopped[plan.slots[rows]] & (known != due)
+        slots = plan.slots[rows]
+        known = self.known[slots]
+        due = (plan.computed + plan.q_len)[rows]
+        off = ~self.stopped[slots] & (known != due)
         assert not off.any(), f"rows {rows[off]} draw after {due[off]} tokens, and have {known[off]}"
-        for r in np.flatnonzero(plan.draft == 1) - 1:
-            slot, n = int(plan.slots[r]), int((plan.slots == plan.slots[r]).sum()) - 1
-            assert r >= 0 and plan.draft[r : r + n + 1].tolist() == list(range(n + 1)), "drafts of a row stand apart"
-            at = plan.computed[r : r + n + 1]
-            assert (at == at[0] + np.arange(n + 1)).all(), f"drafts of slot {slot} for positions {at + 1}"
+        for row in (np.flatnonzero(plan.draft == 1) - 1).tolist():
+            self._check_drafts(plan, row)
+
+    @staticmethod
+    def _check_drafts(plan: StepPlan, row: int) -> None:
+        """Raise AssertionError unless the drafts of plan row ``row`` follow it in order."""
+        assert row >= 0, "the first row of a step is a draft"
+        slot = int(plan.slots[row])
+        n = np.count_nonzero(plan.slots == slot)
+        drafts = plan.draft[row : row + n]
+        positions = plan.computed[row : row + n]
+        order = np.arange(n)
+        assert np.array_equal(drafts, order), "drafts of a row stand apart"
+        consecutive = np.array_equal(positions, positions[0] + order)
+        assert consecutive, f"drafts of slot {slot} for positions {positions + 1}"
 
     def _tables(self, d: Delta) -> None:
         where = d.table[:, :3]
@@ -481,10 +567,10 @@ class Sim(Executor):
         for g, slot, first, count in d.trim.tolist():
             self.table[g, slot, first : first + count] = 0
         for g, kv in enumerate(self.kv):
-            copy = d.copy[d.copy[:, 0] == g]
-            assert len(set(copy[:, 2].tolist())) == len(copy), "two copies to one block in one delta"
+            _, sources, targets = d.copy[d.copy[:, 0] == g].T
+            assert len(set(targets.tolist())) == len(targets), "two copies to one block in one delta"
             # all sources are read before a target is written, because a target may be a source
-            kv[copy[:, 2]] = kv[copy[:, 1]]
+            kv[targets] = kv[sources]
 
     def _own(self, slot: int, tokens: int) -> np.ndarray:
         """Return the content u64 [tokens] that the KV cache must have at each position of a row."""
@@ -496,7 +582,8 @@ class Sim(Executor):
         sources = d.sources.tolist()
         for g, slot, stored, kept, computed in d.compact.tolist():
             used = -(-stored // self.block)
-            blocks, sources = np.array(sources[:used]), sources[used:]
+            blocks = np.array(sources[:used])
+            sources = sources[used:]
             if self.stopped[slot]:
                 continue  # the host has not seen yet that the sequence ended, and counts its tokens on
             positions = self.held.get((g, slot), np.arange(computed))
@@ -505,7 +592,8 @@ class Sim(Executor):
             content = self.kv[g][blocks[at // self.block], at % self.block]
             own = self._own(slot, computed)[positions]
             assert (content == own).all(), f"group {g}: foreign KV of slot {slot} is compressed"
-            chosen = np.sort(np.random.default_rng([slot, computed]).permutation(stored)[:kept])
+            draw = np.random.default_rng([slot, computed])
+            chosen = np.sort(draw.permutation(stored)[:kept])
             to = np.arange(kept)
             new = self.table[g, slot, to // self.block]
             assert (new > 0).all(), f"group {g} slot {slot}: a kept token has no block"
@@ -523,7 +611,8 @@ class Sim(Executor):
                 self.held[g, slot] = positions
             stored = len(positions) - q
             at = np.arange(len(positions))
-            blocks, inside = self.table[g, slot, at // self.block], at % self.block
+            blocks = self.table[g, slot, at // self.block]
+            inside = at % self.block
             reads = np.arange(stored)
             if compressed:
                 pass  # the group has no window, and reads all stored tokens
@@ -532,12 +621,16 @@ class Sim(Executor):
                 reads = reads[0 if window is None else max(0, computed - window + 1) :]
             else:
                 reads = reads[blocks[:stored] > 0]
-            for p in reads[blocks[reads] <= 0][:1]:
-                raise AssertionError(f"group {g} slot {slot}: position {p} has no block")
-            for p in reads[kv[blocks[reads], inside[reads]] != own[positions[reads]]][:1]:
-                raise AssertionError(f"group {g}: KV of another history at {p} of slot {slot}")
-            for p in at[stored:][blocks[stored:] <= 0][:1]:
-                raise AssertionError(f"group {g} slot {slot}: position {p}, which is written, has no block")
+            missing = reads[blocks[reads] <= 0]
+            if len(missing):
+                raise AssertionError(f"group {g} slot {slot}: position {missing[0]} has no block")
+            content = kv[blocks[reads], inside[reads]]
+            foreign = reads[content != own[positions[reads]]]
+            if len(foreign):
+                raise AssertionError(f"group {g}: KV of another history at {foreign[0]} of slot {slot}")
+            missing = at[stored:][blocks[stored:] <= 0]
+            if len(missing):
+                raise AssertionError(f"group {g} slot {slot}: position {missing[0]}, which is written, has no block")
             kv[blocks[stored:], inside[stored:]] = own[positions[stored:]]
 
 
@@ -549,7 +642,8 @@ def _vocab_of(model_dir: str, overrides: Mapping[str, Any]) -> int:
             f"{model_dir}: has no config.json; expected a model directory, or vocab_size of the executor sim"
         )
     raw: Any = merge(files.read_json(path, files.PART, ModelError), overrides)
-    found = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
+    of_text = raw.get("text_config") or {}
+    found = raw.get("vocab_size", of_text.get("vocab_size"))
     if not isinstance(found, int) or found < 1:
         raise ModelError(f"{path}: has no vocab_size; set it as an option of the executor sim")
     return found

@@ -38,7 +38,9 @@ class SimPages:
         self.groups = [[array] for array in kv]
         if states is not None:
             self.groups.append([states.covered, states.hashes])
-        self.written_bytes, self.written_seconds = 0, 0.0  # copies take no time in a simulation
+        # copies take no time in a simulation
+        self.written_bytes = 0
+        self.written_seconds = 0.0
         self.page_bytes: list[int] = [sum(array[0].nbytes for array in arrays) for arrays in self.groups]
 
     def read(self, group: int, blocks: Sequence[int]) -> SimBatch:
@@ -52,7 +54,8 @@ class SimPages:
         return 0.0
 
     def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
-        page, at = np.stack(pages), 0
+        page = np.stack(pages)
+        at = 0
         for array in self.groups[group]:
             size = array[0].nbytes
             part = np.ascontiguousarray(page[:, at : at + size]).view(array.dtype)

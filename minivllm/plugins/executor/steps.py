@@ -61,7 +61,9 @@ class Plans:
 
         Raise CodecError, which names the column, for a column of an unexpected dtype or shape.
         """
-        last, delta, computed = self._last, plan.delta, plan.computed
+        last = self._last
+        delta = plan.delta
+        computed = plan.computed
         alike = last is not None and all(map(is_, _kept(last.__dict__), _kept(plan.__dict__)))
         if last is None or not alike or computed.shape != last.computed.shape or computed.dtype != I4:
             return self._encode(plan)
@@ -93,7 +95,8 @@ class Plans:
             there = "none" if self._last is None else f"one of {len(self._last.computed)} rows"
             raise CodecError(f"a plan of {rows} rows that refers to the preceding plan, which is {there}")
         _whole(data, HEAD.size + 4 * (rows + WIDTH * (n_table + n_trim)))
-        computed, delta = np.frombuffer(data, I4, rows, HEAD.size), NO_CHANGE
+        computed = np.frombuffer(data, I4, rows, HEAD.size)
+        delta = NO_CHANGE
         if n_table or n_trim:
             moved = np.frombuffer(data, I4, offset=HEAD.size + 4 * rows).reshape(-1, WIDTH)
             delta = Delta(table=moved[:n_table] if n_table else NO_TABLE, trim=moved[n_table:] if n_trim else NO_TABLE)
@@ -111,7 +114,8 @@ class StepResults:
 
         Raise CodecError, which names the column, for a column of an unexpected dtype or shape.
         """
-        r, n = result, len(slots)
+        r = result
+        n = len(slots)
         plain = r.slots is slots and r.logprobs is None and r.prompt is None and r.logits is None and not r.errors
         more = r.drafted, r.taps, r.pooled, r.kept
         if not plain or r.lost or any(map(len, more)) or tuple(r.seams) != self._names:

@@ -99,8 +99,10 @@ class DefaultSampler(Sampler):
         """
         from . import triton_draw, triton_nucleus, triton_search, triton_topk
 
-        variant, columns = rows.variant, tuple(state[name] for name in COLUMNS)
-        few, limited = bool(variant >> K_SHIFT), variant & (LIMITED | MIN_P)
+        variant = rows.variant
+        columns = tuple(state[name] for name in COLUMNS)
+        few = bool(variant >> K_SHIFT)
+        limited = variant & (LIMITED | MIN_P)
         noise = (rows.seed, rows.position, rows.sample)
         work = triton_draw.first(logits, rows.slots, noise, columns, out.tokens, bool(limited))
         out.peaks = work.peak
@@ -118,7 +120,8 @@ class DefaultSampler(Sampler):
         n, width = x.shape
         if floor is None:
             floor = x.new_full((n,), float("-inf"))
-        top_k, top_p = state["top_k"][rows.slots], state["top_p"][rows.slots]
+        top_k = state["top_k"][rows.slots]
+        top_p = state["top_p"][rows.slots]
         if not rows.variant & FULL:
             bounds = rows.variant >> K_SHIFT
             count = min(1 << (bounds.bit_length() - 1), width)

@@ -49,7 +49,8 @@ class MirostatSampler(DefaultSampler):
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
         row = super().bind(params, prompt_len)
-        tau, eta = params.mirostat_tau, params.mirostat_eta
+        tau = params.mirostat_tau
+        eta = params.mirostat_eta
         if tau is None:
             if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")

@@ -74,7 +74,8 @@ def _first(
     TILE: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = load_tile(logits + row.to(tl.int64) * stride, tile, V, TILE)
     highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf marks a NaN
@@ -106,7 +107,9 @@ def _pick(
         left = tl.load(state + row)
     if left == OPEN:
         slot = tl.load(slots + row)
-        t, least, p = tl.load(temperature + slot), tl.load(min_p + slot), tl.load(top_p + slot)
+        t = tl.load(temperature + slot)
+        least = tl.load(min_p + slot)
+        p = tl.load(top_p + slot)
         inv = tl.where(t > 0, 1.0 / t, 0.0)
         floor = tl.where(least > 0, tl.log(least), float("-inf"))
         at = tl.arange(0, P)
@@ -118,7 +121,8 @@ def _pick(
             tl.store(known + row * 8 + 2, floor)
             tl.store(known + row * 8 + 3, p)
         if tl.load(top_k + slot) > 0:
-            after, token = tl.full((), WAITS, tl.int32), tl.full((), 0, tl.int32)
+            after = tl.full((), WAITS, tl.int32)
+            token = tl.full((), 0, tl.int32)
         else:
             s = tl.load(score + row * TILES + at, mask=at < TILES, other=float("-inf"))
             s = tl.where(inv > 0, s + (tile - best) * inv, s)
@@ -170,7 +174,8 @@ def first(
     ``logits`` is [N, V] of any dtype.  ``few`` means that a row has top-k.
     """
     n, width = logits.shape
-    tiles, group = triton.cdiv(width, TILE), group_size(width)
+    tiles = triton.cdiv(width, TILE)
+    group = group_size(width)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
     w = DrawWork(
         make(n, tiles),

@@ -36,12 +36,14 @@ def _check(
     logits, known, mass, state, stride, V, TILE: tl.constexpr, S: tl.constexpr, STRIPES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     wait(PDL)
-    stripe, row = tl.program_id(0), tl.program_id(1)
+    stripe = tl.program_id(0)
+    row = tl.program_id(1)
     if tl.load(state + row) == OPEN:
         base = logits + row.to(tl.int64) * stride
         best, inv, floor = scale_of(known, row)
         value = tl.load(known + row * 8 + 4)
-        above, whole = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+        above = tl.full((), 0, tl.int64)
+        whole = tl.full((), 0, tl.int64)
         for i in range(S):
             x = load_row(base, (stripe * S + i) * TILE + tl.arange(0, TILE), V)
             rel = (x - best) * inv
@@ -59,11 +61,13 @@ def _redraw(
     FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
-    stripe, row = tl.program_id(0), tl.program_id(1)
+    stripe = tl.program_id(0)
+    row = tl.program_id(1)
     # the program of stripe 0 may end the row in the meantime; the other programs then have no work
     if tl.load(state + row) == OPEN:
         best, inv, floor = scale_of(known, row)
-        p, value = tl.load(known + row * 8 + 3), tl.load(known + row * 8 + 4)
+        p = tl.load(known + row * 8 + 3)
+        value = tl.load(known + row * 8 + 4)
         at = tl.arange(0, P)
         above = tl.sum(tl.load(mass + (row * STRIPES + at) * 2, mask=at < STRIPES, other=0), 0)
         whole = tl.sum(tl.load(mass + (row * STRIPES + at) * 2 + 1, mask=at < STRIPES, other=0), 0)

@@ -31,7 +31,8 @@ CHUNK = 4096
 def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
     """Return ``triton_topk.kth_largest`` of a whole row."""
     lane = tl.arange(0, CHUNK)
-    bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    bound = tl.full((), 0, tl.uint32)
+    bit = top_bit(BITS)
     for _ in range(BITS):
         trial = bound | bit
         n = tl.zeros((CHUNK,), tl.int32)
@@ -47,12 +48,14 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
     """Return the largest logit below the top k, or -inf, and the probability of the top k, int64."""
     lane = tl.arange(0, CHUNK)
     bound = _kth(base, k, V, CHUNK, BITS)
-    n, edge = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
+    n = tl.zeros((CHUNK,), tl.int32)
+    edge = tl.zeros((CHUNK,), tl.int32)
     whole = tl.zeros((CHUNK,), tl.int64)
     below = tl.full((CHUNK,), float("-inf"), tl.float32)
     for start in range(0, V, CHUNK):
         x = load_row(base, start + lane, V)
-        key, rel = ordered(x, BITS), (x - best) * inv
+        key = ordered(x, BITS)
+        rel = (x - best) * inv
         m = tl.where(rel >= floor, mass_of(rel), 0)
         n += (key > bound).to(tl.int32)
         whole += tl.where(key > bound, m, 0).to(tl.int64)
@@ -66,7 +69,8 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
 def _masses(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
     """Sum the probability int64 that min-p keeps, of logits above ``cut`` and of all logits."""
     lane = tl.arange(0, CHUNK)
-    above, whole = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
+    above = tl.zeros((CHUNK,), tl.int64)
+    whole = tl.zeros((CHUNK,), tl.int64)
     for start in range(0, V, CHUNK):
         x = load_row(base, start + lane, V)
         rel = (x - best) * inv
@@ -108,7 +112,8 @@ def _search(
         a, b = row_keys(tl.load(seed + row), tl.load(position + row), tl.load(sample + row))
         k = tl.load(top_k + tl.load(slots + row))
         if left == OPEN:
-            token, few = tl.load(tokens + row).to(tl.int32), tl.full((), 0, tl.int64)
+            token = tl.load(tokens + row).to(tl.int32)
+            few = tl.full((), 0, tl.int64)
         else:
             cut, few = _top_k(base, k, best, inv, floor, V, CHUNK, BITS)
             token = _best_above(base, cut, best, inv, floor, a, b, V, CHUNK, FAST)

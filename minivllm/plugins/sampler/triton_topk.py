@@ -49,7 +49,8 @@ def top_bit(BITS: tl.constexpr):
 @triton.jit
 def kth_largest(key, k, BITS: tl.constexpr):
     """Return the largest bound that at least k of ``key`` reach, 0 if there are fewer keys."""
-    bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    bound = tl.full((), 0, tl.uint32)
+    bit = top_bit(BITS)
     for _ in range(BITS):
         trial = bound | bit
         bound = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, bound)
@@ -71,7 +72,8 @@ def _collect(base, hits, n, bound, value, column, V, GROUP: tl.constexpr, ROOM: 
         group = tl.load(hits + at, mask=at < n, other=0)
         col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(base + col, mask=(col < V) & (at < n)[:, None], other=float("-inf")).to(tl.float32)
-        x, col = tl.reshape(x, (4096,)), tl.reshape(col, (4096,))
+        x = tl.reshape(x, (4096,))
+        col = tl.reshape(col, (4096,))
         reaches = (ordered(x, BITS) >= bound) & (x > float("-inf"))
         place = found + tl.cumsum(reaches.to(tl.int32), 0) - 1
         tl.store(value + place, x, mask=reaches & (place < ROOM))
@@ -91,7 +93,8 @@ def _edge(key, bound, m, k, p, BITS: tl.constexpr):
     whole = tl.sum(tl.where(key > bound, m, 0).to(tl.int64), 0)
     whole += room.to(tl.int64) * tl.max(tl.where(key == bound, m, 0), 0).to(tl.int64)
     budget = p.to(tl.float64) * whole.to(tl.float64)
-    edge, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
+    edge = tl.full((), 0, tl.uint32)
+    bit = top_bit(BITS)
     for _ in range(BITS):
         trial = edge | bit
         reached = tl.sum(tl.where(key >= trial, m, 0).to(tl.int64), 0)
@@ -117,7 +120,8 @@ def _few(
         hit = (order >= least) & (maxima > float("-inf"))
         tl.store(hits + row * G + tl.cumsum(hit.to(tl.int32), 0) - 1, of, mask=hit)
         tl.debug_barrier()
-        values, columns = value + row.to(tl.int64) * ROOM, column + row.to(tl.int64) * ROOM
+        values = value + row.to(tl.int64) * ROOM
+        columns = column + row.to(tl.int64) * ROOM
         base = logits + row.to(tl.int64) * stride
         n = _collect(base, hits + row * G, tl.sum(hit.to(tl.int32), 0), least, values, columns, V, GROUP, ROOM, BITS)
         tl.debug_barrier()
@@ -126,7 +130,8 @@ def _few(
             at = tl.arange(0, ROOM)
             x = tl.load(values + at, mask=at < n, other=float("-inf"))
             col = tl.load(columns + at, mask=at < n, other=0)
-            rel, key = (x - best) * inv, ordered(x, BITS)
+            rel = (x - best) * inv
+            key = ordered(x, BITS)
             bound = kth_largest(key, k, BITS)
             alive = (x > float("-inf")) & (rel >= floor) & (key >= bound)
             p = tl.load(known + row * 8 + 3)
@@ -143,7 +148,8 @@ def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw the rows whose top-k is at most MOST.  A row with too many candidates keeps the state WAITS."""
     n, width = logits.shape
     groups = w.tiles * (TILE // w.group)
-    g, room = triton.next_power_of_2(groups), min(ROOM, triton.next_power_of_2(width))
+    g = triton.next_power_of_2(groups)
+    room = min(ROOM, triton.next_power_of_2(width))
     make = lambda width, dtype=torch.int32: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
     _few[(n,)](
         logits,

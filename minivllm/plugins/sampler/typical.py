@@ -62,7 +62,8 @@ def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
     """Exclude untypical tokens of typical rows, in place, and return the rows for the default sampler."""
     if rows.variant & TYPICAL:
         chunk = max(CHUNK // logits.shape[1], 1)
-        temperature, typical_p = state["temperature"][rows.slots], state["typical_p"][rows.slots]
+        temperature = state["temperature"][rows.slots]
+        typical_p = state["typical_p"][rows.slots]
         for i in range(0, len(logits), chunk):
             part = slice(i, i + chunk)
             _restrict(logits[part], temperature[part], typical_p[part])
