@@ -13,6 +13,6 @@ ablate      remove one part of a configuration at a time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]  # a result of a run, or an object in it
+Row = Mapping[str, Any]  # a result of a run (names and values), or an object inside a result; not to be changed
 Rows = Sequence[Row]
-Result = dict[str, Any]  # the same, to be filled
+Result = dict[str, Any]  # a result of a run (names and values), which the function that creates it fills in

@@ -25,18 +25,19 @@ class Ablation:
     """A part of the engine that can be removed for a measurement.
 
     ``sets`` are the settings that remove it.  ``why_not(llm)`` returns the reason why an engine does not have the part,
-    or "".  ``recompute`` means that the requests remove it, by the function ``recompute``.
+    or "".  ``recompute`` is True for the KV cache, which no setting removes: the function ``recompute`` then generates
+    each token by a new request with all earlier tokens as its prompt.
     """
 
     name: str
     sets: tuple[str, ...]
-    means: str  # description of the effect for a table
+    means: str  # the effect of the removal in words, for a table
     why_not: Callable[[Any], str]
     recompute: bool = False
 
 
 def _part(llm: Any, seam: str) -> str:
-    """Return the name of the plug-in that the engine uses for a seam, "none" if it uses none."""
+    """Return the name of the plug-in that the engine uses for a seam (kind of plug-in), "none" if it uses none."""
     part = llm.resolved.parts.get(seam)
     return "none" if part is None else part.name.removeprefix("minivllm/")
 
@@ -141,10 +142,11 @@ PARTS = (
 
 
 def defined(texts: Sequence[str], path: str) -> list[Ablation]:
-    """Return the user's own parts, from ``NAME:KEY=VALUE`` texts and from a TOML or YAML file with a table per part.
+    """Return the removable parts that the user defines by ``NAME:KEY=VALUE`` texts, and in a TOML or YAML file.
 
-    The settings of a part remove it.  Several texts with one name define one part.  Raise ConfigError for a text of
-    another form, a table without settings, or the name of a built-in part.
+    The file has a table of settings for each part.  With these settings an engine runs without the part.  Several texts
+    with one name define one part.  Raise ConfigError for a text of another form, a table without settings, or the name
+    of a built-in part.
     """
     found: dict[str, list[str]] = {}
     if path:
@@ -176,7 +178,7 @@ def _leaves(table: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def chosen(
     llm: Any, names: Sequence[str], own: Sequence[Ablation] = ()
 ) -> tuple[list[Ablation], list[tuple[str, str]]]:
-    """Return the parts to measure, and the names of the others with the reason why they cannot be removed.
+    """Return the parts to measure, and (name, reason) for each other part that this engine cannot do without.
 
     ``names`` selects parts; without it the user's parts ``own`` are measured, or all built-in parts if there are none.
     Raise ConfigError for an unknown name, or a named part that the engine does not have.
@@ -209,7 +211,7 @@ def recompute(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int)
     Greedy tokens equal those of ``offline.generate``.  Sampled tokens differ, because the draws have the same seeds but
     other positions.
     """
-    texts: list[list[int]] = []  # token ids of each prompt and answer
+    texts: list[list[int]] = []  # token ids of each request: its prompt, followed by the answer so far
     for a in asks:
         prompt = a.prompt
         if isinstance(prompt, str):

@@ -36,7 +36,8 @@ class TimedAnswer:
     output_tokens: int = 0
     late: float = 0.0
     error: str = ""
-    token_ids: list[int] = field(default_factory=list)  # empty for an answer over HTTP
+    # ids of the tokens of the answer; empty if the answer came over HTTP
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def tpot(self) -> float:
@@ -95,7 +96,7 @@ def figures(answers: Sequence[TimedAnswer], duration: float, targets: Mapping[st
 
 
 def details(answers: Sequence[TimedAnswer]) -> Result:
-    """Return the columns of all requests under vLLM's names (``--save-detailed``)."""
+    """Return lists with a value for each request (lengths, times, errors), under vLLM's names (``--save-detailed``)."""
     columns = {
         "input_lens": "prompt_tokens",
         "output_lens": "output_tokens",

@@ -44,9 +44,9 @@ def ways(batch: int, timeout_ms: float, others: Sequence[str]) -> list[BatchingW
 
 
 def compared(rows: Sequence[Result]) -> None:
-    """Store in each row, as ``against``, the test of its mean latency against ``REFERENCE`` at the same rate.
+    """Compare the mean latency of each row with that of the policy ``REFERENCE`` at the same request rate.
 
-    Values are paired by run.
+    The result of a paired test, with a pair of values for each run, is stored in the row under the key ``against``.
     """
     references = {row["request_rate"]: row for row in rows if row["policy"] == REFERENCE}
     others = [row for row in rows if row["policy"] != REFERENCE]
@@ -59,5 +59,5 @@ def compared(rows: Sequence[Result]) -> None:
 
 
 def _runs(row: Row) -> list[Result]:
-    """Return the runs of a row in the form that ``trials`` reads."""
+    """Return the results of the runs of a row, each as the value of a key "figures", as ``trials.against`` expects."""
     return [{"figures": run} for run in row["repeats"]]

@@ -18,7 +18,7 @@ LONGEST = 30  # largest number of characters of a name beside a bar
 LOW = 220  # y of the x axis of a chart with lines
 FEW = 16  # largest number of points of a line for which each point is marked
 THIN = 12  # height in pixels of a request in a timeline
-COLOURS = "abcdef"  # classes of the style sheet
+COLOURS = "abcdef"  # CSS classes of lines and bars, one for each colour
 DODGE = 5.0  # distance of the whiskers of two lines at the same x
 
 Point = tuple[float, float]
@@ -261,7 +261,7 @@ class _Axes:
             self.low_y, self.high_y = _range(ys, joined)
 
     def place(self, point: Point) -> Point:
-        """Return the place of a point in the chart."""
+        """Return x and y, in pixels of the chart, for a point (x, y) of the data."""
         up = math.log10 if self.log else float
         x = (point[0] - self.low_x) / (self.high_x - self.low_x)
         bottom = up(self.low_y)

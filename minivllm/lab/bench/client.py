@@ -20,8 +20,8 @@ from . import Row
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
-MOST = 1 << 22  # bytes of a line
-TIMEOUT = 600.0  # seconds for an answer
+MOST = 1 << 22  # largest number of bytes of a line in a response
+TIMEOUT = 600.0  # seconds to wait for a whole answer
 PATIENCE = 5.0  # seconds to wait for the list of models
 
 
@@ -105,7 +105,7 @@ class HttpServer:
         except asyncio.TimeoutError:
             answer.error = f"no whole answer within {self.timeout:g} s (--timeout)"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, asyncio.IncompleteReadError) as exc:
-            answer.error = describe_error(exc)  # also for JSON values of a wrong type
+            answer.error = describe_error(exc)  # the errors include those of JSON values of a wrong type
         if not answer.error and not answer.output_tokens:
             answer.error = "the answer has no tokens"
         return answer
@@ -149,7 +149,7 @@ class HttpServer:
                     answer.ttft = now - began
                 pieces += 1
                 last = now
-        # later events carry no tokens
+        # the last piece ends the answer, because later events carry no tokens
         answer.latency = (last if pieces else time.perf_counter()) - began
         answer.ttft = answer.ttft or answer.latency
         answer.output_tokens = int(usage["completion_tokens"]) if usage else pieces

@@ -45,11 +45,13 @@ class Operation:
     tokens: int
     context: int
     calls: list[Call]  # one call for each layer with the operation
-    size: float  # bytes that a call moves
+    size: float  # bytes that a call reads and writes
     flops: float  # of a call
-    reference: Callable[[], list[Call]] = list  # creates ``torch`` on demand, because its operands may be large
+    # returns the calls for ``torch``, which are created on demand, because their operands may be large
+    reference: Callable[[], list[Call]] = list
     captured: bool = True  # whether a GPU graph can capture the calls; False for calls that replay graphs themselves
-    of_step: bool = True  # whether all calls are part of a step
+    # False for an operation that does not run in every step, and is therefore left out of the sum of a step
+    of_step: bool = True
     torch: list[Call] = field(default_factory=list)  # the same calls in plain torch; empty if torch cannot compute them
 
     @property

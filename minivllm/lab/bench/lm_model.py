@@ -22,7 +22,8 @@ MAX_TOKENS = 256  # largest number of tokens of an answer if the task sets no li
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, tokens of the context, tokens to score
+# (context, continuation) as texts or None, token ids of the context, token ids to score
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class MinivllmLM(TemplateLM):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from minivllm.errors import ConfigError, brief, describe_error, shown
 from . import Result, Row
 
 INSTALL = "install it with: pip install 'minivllm[lm-eval]'"
-MOST = 20_000  # largest number of documents of a task that its identity includes
+MOST = 20_000  # largest number of a task's documents that the digest of ``identity`` covers
 LOWER = "lower_"  # prefix of the names of results for which lower is better
 NOT_SCORES = ("alias", "name", "sample_len", "sample_count")
 
@@ -62,7 +62,7 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def identity(tasks: Row) -> Result:
-    """Return lm-eval's version and digests of the tasks and their documents, which scores depend on."""
+    """Return lm-eval's version, and digests of the tasks and of their documents: all that the scores depend on."""
     from lm_eval import __version__
 
     found = {}
@@ -105,7 +105,7 @@ def scores(llm: Any, tasks: Row, cases: int, seed: int) -> tuple[dict[str, float
     figures: dict[str, float] = {}
     own_scores: Result = {}
     for name, results in found["results"].items():
-        if name not in drawn:  # the mean of a group
+        if name not in drawn:  # skips the mean over a group of tasks
             continue
         n = len(drawn[name])
         higher_is_better = found.get("higher_is_better", {}).get(name, {})

@@ -179,7 +179,9 @@ def state_memory(engine: Any) -> int:
 
 
 class HeldBlocks:
-    """Records the largest number of KV blocks that requests held at the end of a turn, by KV group, and the rows.
+    """Records the largest number of KV blocks that requests held, by KV group, and the numbers of running rows.
+
+    Both are read at the end of each turn (an iteration of the engine's loop).
 
     ``rows`` is the sum of the running rows over ``turns`` with rows, and ``most_rows`` the largest number of them."""
 
@@ -202,12 +204,12 @@ class HeldBlocks:
 
     @property
     def mean_rows(self) -> float:
-        """Return the running rows on average over the turns with rows, 0 without such turns."""
+        """Return the mean number of running rows over the turns that had running rows, 0 without such turns."""
         return self.rows / max(self.turns, 1)
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of these blocks."""
+        """Return the size in bytes of the largest number of KV blocks that requests held at a time."""
         return sum(n * size for n, size in zip(self.most, self.sizes, strict=True))
 
 

@@ -90,7 +90,7 @@ class Front:
         return ""
 
     def rule(self, keys: Sequence[str]) -> str:
-        """Return the rule as text for a report."""
+        """Return the rule by which one configuration beats another, as a sentence for a report."""
         names = ", ".join(map(name_of, keys))
         return (
             f"Beaten: another configuration is better in one of {names} and worse in none, where better and worse are "

@@ -23,10 +23,11 @@ from minivllm.errors import ConfigError, MinivllmError, RequestError
 
 from . import Result, Row
 
-RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
-PIECE = 64  # number of tokens of a piece of text after all but the last token of its prompt
-LONG_PROMPT = 128  # tokens of the prompt of a piece for compressed requests
-STORIES = 40  # stories in the default text
+# names of results that compare a configuration with a reference configuration
+RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")
+PIECE = 64  # tokens of a piece of text, if its prompt is one token; a longer prompt is added to them
+LONG_PROMPT = 128  # length in tokens of the prompt of each piece if the KV caches of requests are compressed
+STORIES = 40  # number of stories in the default text
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from .repeats import with_bounds
 from .serving import knee_text
 from .trials import Metric, counted, ratio_text
 
-MOST_STEPS = 200  # points of a distribution
-MOST_LINES = 4  # distributions in a chart
-MOST_SPANS = 40  # requests in a timeline
+MOST_STEPS = 200  # points of the line of a distribution, at most
+MOST_LINES = 4  # lines of distributions in a chart, at most
+MOST_SPANS = 40  # requests in a timeline, at most
 WHOLE_STEP = "step: all layers"  # name of the row in ``bench kernels`` that is the sum of all other rows
 STYLE = """
 :root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3;
@@ -156,7 +156,9 @@ def _figures(found: Row) -> list[Block]:
 
 
 def _distribution(name: str, seconds: Sequence[float]) -> DrawnLine:
-    """Return the line of the share of requests that took at most some milliseconds."""
+    """Return the cumulative distribution of times as a line: x is milliseconds, y the share of requests that took at
+    most x.
+    """
     if not seconds:
         return DrawnLine(name, ())
     ordered = sorted(1e3 * value for value in seconds)

@@ -137,6 +137,8 @@ def _rate_text(run: Row) -> str:
 def _bands(found: Row, shown: dict[str, str]) -> list[Block]:
     """Return a table of the bands of all runs, and a sentence about the error of the costs; [] without bands.
 
+    A band is the range of a result that the error of the table of costs allows.
+
     ``shown`` maps the heads of the main table to the keys of results.
     """
     runs = [run for run in found["runs"] if run.get("band")]
@@ -224,7 +226,7 @@ def _sizes(found: Row) -> str:
 
 
 def _bars(names: Sequence[str], runs: Rows, key: str, scale: float = 1.0) -> list[Bar]:
-    """Return a bar for each run that has the result."""
+    """Return a bar for each run that has the result ``key``, with its value times ``scale``."""
     bars = []
     for name, run in zip(names, runs, strict=True):
         if run.get(key) is not None:

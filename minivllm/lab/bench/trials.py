@@ -42,7 +42,7 @@ COUNTED = (
     Metric("preemptions", "preemptions", False, 0),
     Metric("draft_acceptance", "draft acceptance", True, 3),
 )
-# only of runs with compressed requests
+# metrics of runs in which the KV caches of requests were compressed
 HELD = (
     Metric("mean_rows", "rows at once", True),
     Metric("most_rows", "most rows", True, 0),
@@ -89,7 +89,7 @@ def run(
 
 
 def values(runs: Rows, key: str) -> list[float]:
-    """Return a result of each run, NaN if the run does not have it."""
+    """Return the value of the result ``key`` of each run, NaN for a run without it."""
     found = [run["figures"].get(key) for run in runs]
     return [NAN if value is None else float(value) for value in found]
 
@@ -250,7 +250,7 @@ class Trials:
 
 
 def _engine_order(count: int, seeds: Sequence[int], in_turns: bool, apart: bool) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield, for each engine in order, the number of its configuration and the seeds that run on it."""
+    """Yield, for each engine in order, the index of its configuration and the seeds that run on it."""
     if in_turns:
         for turn, seed in enumerate(seeds):
             for place in range(count):

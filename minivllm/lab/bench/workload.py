@@ -12,7 +12,7 @@ from minivllm import files
 from minivllm.errors import ConfigError, shown
 
 VOCAB = 1000  # upper bound of drawn token ids if the size of the vocabulary is not given
-LONGEST = 1 << 20  # tokens of an answer
+LONGEST = 1 << 20  # largest number of tokens of an answer
 YEAR = 3.2e7  # seconds
 
 
@@ -58,7 +58,7 @@ class Generated:
         return found
 
     def _length(self, rng: random.Random, n: int) -> int:
-        """Draw a length near ``n``."""
+        """Draw a length between ``n`` times 1 - ``range_ratio`` and ``n`` times 1 + ``range_ratio``."""
         low = round(n * (1 - self.range_ratio))
         high = round(n * (1 + self.range_ratio))
         return max(1, rng.randint(low, high))
@@ -128,7 +128,9 @@ def of_trace(source: str, vocab: int, longest: int | None) -> tuple[list[BenchAs
 
 
 def _ask(value: Any, where: str, output_len: int) -> BenchAsk:
-    """Return the request of a JSON value at ``where``.  Raise ConfigError."""
+    """Return the request that a JSON value describes; ``where`` is its file and line.  Raise ConfigError for a wrong
+    value.
+    """
     value = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object with a 'prompt', or a text, not {shown(value)}")

@@ -16,13 +16,16 @@ from .points import NORM_OF, layer_point, layers_of, split
 from .report import lines
 
 PROMPTS = ("Once upon a time, in a village by the sea, there lived", "The answer to 12 + 30 is")
-SEAMS = ("model", "attention", "quantizer")  # seams whose plug-ins affect the compared values
-IDS = 24  # tokens of the prompt for a model without a tokenizer
+SEAMS = ("model", "attention", "quantizer")  # seams (kinds of plug-ins) that affect the compared values
+IDS = 24  # number of tokens of a default prompt for a model without a tokenizer
 
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model and its comparison.  ``parts`` maps each seam to the name of the plug-in that computed the values."""
+    """A model and its comparison.
+
+    ``parts`` maps each seam (kind of plug-in) to the name of the plug-in that computed the values.
+    """
 
     model: str
     reference: str

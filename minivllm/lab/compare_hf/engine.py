@@ -30,8 +30,8 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[li
     layer makes the engine run the layer's operations separately, so a run of its own gives the logits of fused
     kernels.  Raise ModelError if the model has no tap points, and MinivllmError if the engine fails on a prompt.
     """
-    # the numbers of the chosen experts are left out: close numbers are not close values, and the MLP's output shows
-    # a wrong choice
+    # The ids of the chosen experts are not compared: similar ids do not mean similar experts, and the output of the MLP
+    # shows a wrong choice.
     widths = dict(llm.tap_points())
     for point in list(widths):
         if point.endswith(EXPERTS):
@@ -53,7 +53,7 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[li
 
 
 def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[str, int]) -> EngineRun:
-    """Run one prompt, once per group of points, and once more with fused kernels.
+    """Run one prompt, once for each group of tap points (named tensors of the model), and once more with fused kernels.
 
     Raise MinivllmError if two runs give different tokens.
     """
@@ -90,7 +90,9 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
 
 
 def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Iterator[list[str]]:
-    """Yield the points in groups whose values take at most ``limit`` bytes.  A larger point has its own group.
+    """Yield groups of tap points (named tensors of the model) whose values take at most ``limit`` bytes.
+
+    A point with more bytes is a group of its own.
 
     ``bytes_per_column`` is the size of the values of a point of width 1.
     """

@@ -86,7 +86,8 @@ class TokenTally:
     count: int = 0
     same: int = 0
     ties: int = 0  # number of other tokens whose logit is below the best one by less than the bound
-    # (prompt, number of the token, engine's token, transformers' token, difference of their logits)
+    # the differing tokens: (index of the prompt, index of the token, engine's token id, transformers' token id,
+    # difference of their logits)
     differing: list[tuple[int, int, int, int, float]] = field(default_factory=list)
 
 

@@ -52,12 +52,14 @@ INSIDE = (
 
 
 def layer_point(layer: int, operation: str) -> str:
-    """Return the name of the point of an operation in a layer."""
+    """Return the name of the compared tensor of an operation in a layer, such as "layers.3.mlp"."""
     return f"layers.{layer}.{operation}"
 
 
 def split(point: str) -> tuple[int | None, str]:
-    """Return a point's layer, None for a point outside the layers, and its operation."""
+    """Return the layer and the operation in the name of a compared tensor; the layer is None for a tensor outside the
+    layers.
+    """
     match = _LAYER.fullmatch(point)
     if match is None:
         return None, point
@@ -65,7 +67,7 @@ def split(point: str) -> tuple[int | None, str]:
 
 
 def place(point: str) -> tuple[int, int]:
-    """Return a sort key that puts points in the order of their computation."""
+    """Return a sort key that puts the names of compared tensors in the order of their computation."""
     layer, operation = split(point)
     if layer is not None:
         return layer, OPERATIONS.index(operation) if operation in OPERATIONS else len(OPERATIONS)
@@ -74,6 +76,6 @@ def place(point: str) -> tuple[int, int]:
 
 
 def layers_of(points: Iterable[str]) -> int:
-    """Return the number of layers that the points belong to."""
+    """Return the number of layers to which the compared tensors with these names belong."""
     layers = [layer for layer, _ in map(split, points) if layer is not None]
     return 1 + max(layers, default=-1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from .errors import DtypeComparison, EngineRun, PointError, TokenTally, explain
 from .points import RESIDUAL, layer_point, place, split
 
-MOST_NAMED = 8  # points, and tokens, that the text lists
+MOST_NAMED = 8  # largest number of points, and of tokens, that the report names
 
 
 def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]:

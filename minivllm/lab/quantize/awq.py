@@ -17,8 +17,8 @@ from torch import Tensor
 from .grid import Grid
 
 TRIES = 20
-ROWS = 512  # rows of a weight, evenly spaced, that scales are chosen by
-LEAST = 1e-4  # smaller means of inputs count as this share of the average
+ROWS = 512  # number of evenly spaced rows of a weight from which its scales are chosen
+LEAST = 1e-4  # a mean below this share of the average over all inputs is raised to it
 
 
 def output_error(error: Tensor, moments: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm import files
 from minivllm.errors import ModelError, shown
 
-AT_ONCE = 1 << 18  # characters that are tokenized together
+AT_ONCE = 1 << 18  # number of characters that are tokenized in one call
 EXPECTED = 'expected {"text": "..."}, {"messages": [...]} or {"ids": [...]}'
 
 

@@ -75,7 +75,7 @@ def _fitted(w, there, importance, TOP: tl.constexpr, LEAST_ZERO: tl.constexpr, S
         off = (q - z[:, None]) * s[:, None] - w
         lost = tl.sum(tl.where(there, off * off * importance[None, :], 0.0), 1)
         better = lost < best
-        first = cut == 0  # taken even if the error is not a number
+        first = cut == 0  # the first width is taken even if its error is NaN
         scale, zero = tl.where(better | first, s, scale), tl.where(better | first, z, zero)
         best = tl.where(better | first, lost, best)
     return scale, zero

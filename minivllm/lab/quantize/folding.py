@@ -43,7 +43,9 @@ class Fold(NamedTuple):
         return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
 
     def own(self, s: Tensor) -> Tensor:
-        """Return the scales of the outputs of ``maker`` for scales s [inputs]."""
+        """Return the factor of each output of ``maker``, given the factors s [inputs] of the inputs of the scaled
+        modules.
+        """
         if self.repeats == 1:
             return s
         by_head = s.view(self.heads, self.repeats, -1)

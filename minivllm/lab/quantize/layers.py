@@ -20,7 +20,7 @@ from minivllm.device.loading.hf_config import Checkpoint
 from minivllm.device.loading.tensor_files import Header, checkpoint_headers, opened
 from minivllm.errors import ModelError, describe_error
 
-LAYERS = ("layers", "h", "blocks")  # names of lists of layers
+LAYERS = ("layers", "h", "blocks")  # names that transformers' models give to their list of layers
 KEPT = 0.125  # largest share of a GPU's free memory for hidden states
 
 
@@ -40,7 +40,7 @@ Call = tuple[list[Any], dict[str, Any]]
 
 
 class _StopForwardError(Exception):
-    """Raised by the last stub to end a forward pass."""
+    """The exception that ends a forward pass when it reaches the last layer, whose output is not needed."""
 
 
 class LayerModel:
@@ -146,7 +146,7 @@ class LayerModel:
                     if not self._calls:
                         self._calls = calls
                     elif not all(_same(calls[n], self._calls[n]) for n in calls):
-                        raise self._unusual("have arguments beside the hidden states that depend on the tokens")
+                        raise self._unusual("receive arguments, beside the hidden states, that depend on the tokens")
         finally:
             place(embedding, "weight", embedding.weight.to("meta"))
         return states
@@ -249,7 +249,10 @@ class _Watcher:
         self.written: list[tuple[Tensor, str]] = []  # (tensor, module that wrote it)
 
     def before(self, name: str, module: nn.Module, args: Any) -> None:
-        """Add the input of a module to its statistics; the forward pre-hook of linear modules."""
+        """Create transformers' model with parameters on the meta device and real buffers.
+
+        Raise ModelError if transformers does not support the config.
+        """
         x = args[0]
         first = _name_of(x, self.read)
         if first is not None:

@@ -28,7 +28,8 @@ UNCUT = ("q_proj", "k_proj")  # AWQ does not clip these modules, because attenti
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # dtypes of the layers during calibration
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per number; 1 for all other dtypes
 
-# called with the samples (layers, for a method without samples) finished since its last call, and the current work
+# a function that is called with the number of samples finished since its last call, and the name of the current work;
+# methods without samples count layers
 Progress = Callable[[int, str], None]
 
 
@@ -44,7 +45,7 @@ class WrittenModel:
     out: Path
     bytes: int
     seconds: float
-    resumed: int  # layers that an earlier run had written
+    resumed: int  # number of layers that an earlier run had written
     errors: list[float] = field(default_factory=list)
     unscaled: list[str] = field(default_factory=list)
 
@@ -165,7 +166,7 @@ class Quantizing:
 
     @property
     def steps(self) -> int:
-        """Return the sum of the numbers that ``progress`` receives during a run."""
+        """Return the sum of all counts that ``run`` passes to its ``progress`` function."""
         return len(self.model.layers) * (1 if self.samples is None else 2 * len(self.samples))
 
     def _estimate_bytes(self) -> int:

@@ -93,7 +93,7 @@ def run_optimum(chains: Sequence[Sequence[int]], capacity: int, block: int) -> C
 
 @dataclass(frozen=True)
 class _CountingChains(Sequence[Sequence[int]]):
-    """Chains that store the number of the chain after the last one read in ``served[0]``."""
+    """A sequence of chains; reading the chain with index i sets ``served[0]`` to i + 1, the index of the next chain."""
 
     chains: Sequence[Sequence[int]]
     served: list[int]

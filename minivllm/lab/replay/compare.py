@@ -21,9 +21,9 @@ from .serve import ServeRun, ServeSizes, serve
 
 OPTIMUM = "optimum"
 SEAMS = ("evictor", "scheduler")
-NAMES = 3  # columns of the table that hold names, which are aligned at the left
+NAMES = 3  # number of columns at the left of the table that hold names, which are aligned at the left
 
-Results = list[dict[str, Any]]  # one row per case
+Results = list[dict[str, Any]]  # the results of a table, a row for each case
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ def options_text(choice: PluginChoice | None) -> str:
 
 
 def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinct: dict[int, int]) -> ServeSizes:
-    """Return the sizes of a configuration; for ``blocks``, ``alone`` see ``cases``, for ``distinct`` ``_blocks``."""
+    """Return the sizes of a configuration.
+
+    ``blocks`` and ``alone`` are described at ``cases``, and ``distinct`` at ``_blocks``.
+    """
     trace_block = trace.unit if alone else 0
     block = config.kvcache_block_size or trace_block or DEFAULT_BLOCK
     longest = config.max_model_len or int((trace.prompt + trace.output).max())

@@ -54,11 +54,12 @@ class ServeSizes:
     block: int  # tokens
     blocks: int  # blocks that requests can use
     prefix: bool = True
-    partial: bool = True  # whether a hit may end inside a block
-    depth: int = 0  # steps in flight besides the newest
+    partial: bool = True  # whether a prefix hit may end inside a block of the KV cache
+    depth: int = 0  # number of steps in flight without the newest one, the engine's ``run_ahead``
     windows: tuple[int | None, ...] = (None,)  # attention window of each KV group, in tokens; None means no window
     checkpoints: int | None = None  # checkpoints of recurrent states; None for a model without such states
-    tpot_target_ms: float | str = "off"  # the bound of the configuration with this name
+    # the value of the engine's option ``tpot_target_ms``: a limit of the time per output token, or "off"
+    tpot_target_ms: float | str = "off"
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class ServeRun:
     computed: int  # tokens that the device computed
     evictions: int
     preemptions: int
-    part_s: Mapping[str, float]  # host seconds by part of a turn
-    seam_s: Mapping[str, float]  # host seconds by seam
+    part_s: Mapping[str, float]  # host seconds by part of a turn (an iteration of the engine's loop)
+    seam_s: Mapping[str, float]  # host seconds by seam (kind of plug-in)
     seconds: float  # duration of the whole replay in seconds
     cpu_s: float  # CPU seconds of this process; other processes do not count
     refused: int
@@ -131,13 +132,14 @@ class NoHistories(Histories):
 
 
 class Counting(Sim):
-    """A device that returns the trace's tokens at once.  ``Join.seed`` is the number of a request in the trace."""
+    """A device that returns the trace's tokens at once.  ``Join.seed`` is the index of a request in the trace."""
 
     def __init__(self, trace: Trace, sizes: ServeSizes, steps: Steps) -> None:
         super().__init__(SimOptions(step_ms=0, vocab_size=VOCAB))
         self.trace, self.sizes, self.steps = trace, sizes, steps
-        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # by row: content number of its answer
-        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: number of its request
+        # by row: the content number of its answer, which stands for the answer's tokens
+        self.token = np.zeros(sizes.max_num_seqs, np.int32)
+        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: the index of its request in the trace
         # by request: step of its admission, of its first and of its last token; -1 means not yet
         not_yet = np.full(len(trace), -1, np.int64)
         self.joined = not_yet
@@ -181,7 +183,7 @@ class Counting(Sim):
 
 
 class NoSampler:
-    """A processor without options, which the engine requires and this device does not use."""
+    """An empty stand-in for the sampler, which the engine requires and this device does not use."""
 
     reads: frozenset[str] = frozenset()
 
@@ -197,7 +199,7 @@ class _Tally:
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
-        self.counted = 0  # steps that are in the sums
+        self.counted = 0  # number of steps that the sums include
         self.part = np.zeros(len(PARTS))
         self.seam: dict[str, float] = {}
 

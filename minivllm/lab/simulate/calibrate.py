@@ -33,17 +33,17 @@ from .fit import MeasuredStep, errors, fit
 SHARES = {"prefill": 0.1, "decode": 0.2, "mixed": 0.25, "wake": 0.15, "traffic": 0.2, "check": 0.1}  # of the time
 WARM = 0.1  # share of the time for warming up, which is not measured
 PAUSES = (2 * PAUSE, 0.1)  # shortest and longest pause, in seconds
-DECODES = 24  # decode steps of each point
+DECODES = 24  # number of decode steps that are measured for each ``Point``
 LOADS = (0.1, 0.3, 0.6, 1.0)  # busy share of the rows
 LEAST_STEPS = 4  # measured steps of each load, however short the time is
-BURSTS = 4  # bursts of prompts for the same decoding rows
+BURSTS = 4  # number of bursts of prompts that are added to the same decoding rows
 BEHIND = 5  # fewer decode steps than this follow each burst
 REFILL = 0.15  # probability per step that a free row gets a new request, so that rows do not start together
 
 
 @dataclass
 class Point:
-    """Requests that are added together."""
+    """Requests that are added together: the lengths in tokens of their prompts and of their answers."""
 
     prompts: list[int]  # tokens
     outputs: list[int]
@@ -275,7 +275,7 @@ def _powers(low: int, high: int) -> list[int]:
 
 
 def _halves(low: int, high: int) -> list[int]:
-    """Return the same numbers, and the middle of each two neighbours."""
+    """Return the numbers of ``_powers``, and the mean of each two neighbours."""
     powers = _powers(low, high)
     middles = [(a + b) // 2 for a, b in itertools.pairwise(powers)]
     return sorted({*powers, *middles})
@@ -332,7 +332,7 @@ def _measure(c: Calibrator, phase: str, seconds: float) -> None:
 
 
 def _sizes(engine: Engine) -> dict[str, Any]:
-    """Return the engine's sizes, which a table of costs stores."""
+    """Return the sizes of an engine (rows, tokens, KV blocks), which are stored in its table of costs."""
     w = engine.wiring
     cap = engine.capacity
     sizes: dict[str, Any] = {}

@@ -124,7 +124,7 @@ class Simulated(Counting):
             self._ahead = 0
 
     def _end(self, rows: int) -> None:
-        """Charge the cost of rows that end."""
+        """Advance the clock by the host's cost of ending ``rows`` rows."""
         if rows and self.costs is not None and self.costs.slopes["end"]:
             self._work(1e3 * self.costs.slopes["end"] * rows)
 
@@ -206,7 +206,7 @@ class Simulated(Counting):
         return not 0 < self.costs.limit < max(self._counter.before)
 
     def _work(self, ms: float) -> None:
-        """Keep the device busy for some milliseconds."""
+        """Keep the simulated device busy for ``ms`` milliseconds."""
         self.busy += ms / 1e3
         super()._work(ms)
 

@@ -15,7 +15,7 @@ from .drive import TraceOutcome
 GOALS = ("ttft", "tpot", "e2el")  # milliseconds
 PERCENTILES = (50, 90, 99)
 
-Bounds = dict[str, list[float]]  # figure -> lower and upper bound of its error
+Bounds = dict[str, list[float]]  # name of a result -> lower and upper bound of its relative error
 
 
 def parse_goals(texts: Sequence[str]) -> dict[str, float]:

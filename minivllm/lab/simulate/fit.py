@@ -19,11 +19,11 @@ from minivllm.plugins.executor.costs import PROMPT_SLOPES, SLOPES, BrokenLine, C
 
 OFF = 0.5  # relative error above which a step has a smaller weight
 ROUNDS = 8  # of computing weights
-FEW_ROUNDS = 2  # the same, to compare limits
-FEWEST = 20  # steps near a point of a line
+FEW_ROUNDS = 2  # rounds of computing weights while limits are compared
+FEWEST = 20  # fewest measured steps near a point of a broken line, if the point is to be used
 # weight of the interpolation between a point's neighbours, in steps; it matters where few steps were measured
 SMOOTH = 16.0
-GAIN = 0.95  # largest error with a limit, as a share of the error without
+GAIN = 0.95  # a limit is used if it reduces the error to at most this share
 
 Array = np.ndarray
 

@@ -20,7 +20,7 @@ from .trace import Trace, build
 # the most tokens of a prompt or an answer; a larger number would make a replay allocate as many token ids and a huge
 # block table
 MOST_TOKENS = 1 << 22
-MOONCAKE_BLOCK = 512  # tokens of a hash id
+MOONCAKE_BLOCK = 512  # number of tokens that a hash id stands for
 BAILIAN_BLOCK = 16
 # a time without an offset is UTC
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")

@@ -121,13 +121,15 @@ class _Generator:
         return [arrival for arrival, *_ in self.requests]
 
     def draw_run(self, median: int) -> Run:
-        """Draw the length of a new run."""
+        """Return a run, (number of a new piece of content, random length in tokens); ``median`` is the median of the
+        length.
+        """
         factor = np.exp(self.s.spread * self.rng.standard_normal())
         self.contents += 1
         return self.contents, max(1, int(median * factor))
 
     def draw_prefix(self) -> list[Run]:
-        """Draw a path of the tree."""
+        """Return the runs (pieces of content) on a random path of the tree, from its root to a leaf."""
         path = tuple(self.rng.choice(self.s.fan, size=self.s.depth, p=self.child_shares).tolist())
         prefix = []
         for level in range(1, self.s.depth + 1):

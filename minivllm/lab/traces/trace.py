@@ -16,7 +16,8 @@ from minivllm.core.interfaces.session import Session
 from minivllm.errors import ConfigError
 
 COLUMNS = ("arrival", "prompt", "output", "answer", "session", "next_s")
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: the odd multiplier of both hashes below
+# 2**64 divided by the golden ratio, an odd factor of the hashes ``mix_bits`` and ``tokens_within``
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Trace:
     prompt: np.ndarray  # i32 [n] tokens
     output: np.ndarray  # i32 [n] tokens
     answer: np.ndarray  # i32 [n] content number of the answer
-    first: np.ndarray  # i64 [n + 1]
-    runs: np.ndarray  # i32 [total, 2] content number, tokens
+    first: np.ndarray  # i64 [n + 1] index in ``runs`` of the first run of each request, and the number of runs
+    runs: np.ndarray  # i32 [total, 2] content number and tokens of each run
     unit: int = 0
     # Both columns are empty for a trace without sessions.
     # i32 [n] number of the session, -1 means none
