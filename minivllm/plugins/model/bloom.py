@@ -26,7 +26,7 @@ NAMES = WeightNames(
 
 
 class Bloom(ModelArch):
-    """The architecture ``BloomForCausalLM``, which BLOOMZ also has."""
+    """The architecture ``BloomForCausalLM``, which is also that of BLOOMZ."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)

@@ -47,7 +47,9 @@ class Falcon(ModelArch):
         return decoder(cfg, layers, norm, names=names)
 
     def _attention(self, cfg: Any) -> tuple[int, AttnSpec]:
-        """Return the groups of rows in the tensor of q, k and v, and the attention of a layer."""
+        """Return the number of row groups in the tensor of q, k and v (a group has the rows of one KV head), and a
+        layer's attention.
+        """
         heads = cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "num_attention_heads", heads, rotary=not cfg.alibi)
         configured = cfg.num_kv_heads
@@ -63,7 +65,7 @@ class Falcon(ModelArch):
             raise ModelError(f"num_kv_heads={shown(kv_heads)}: expected a divisor of num_attention_heads={heads}")
         slopes = None
         if cfg.alibi:
-            # the slopes are rounded to bfloat16, and scaled with the scores
+            # the slopes of ALiBi are rounded to bfloat16, and divided by the root of the head size as the scores are
             scale = math.sqrt(dim)
             slopes = tuple(_bfloat16(slope) / scale for slope in fields.alibi(heads))
         return kv_heads, AttnSpec(heads, kv_heads, dim, dim, alibi=slopes)

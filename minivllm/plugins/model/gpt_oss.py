@@ -23,7 +23,7 @@ from .assembly import decoder
 
 GATE_UP, DOWN = ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"
 STACKED = ExpertNames("stacked", "mlp.router", GATE_UP, DOWN, transposed=True, interleaved=True)
-# the form of the experts on the hub, MXFP4
+# names of the experts' tensors in the checkpoints on the Hugging Face hub, which are in MXFP4
 PACKED = ExpertNames("packed", "mlp.router", GATE_UP, DOWN, interleaved=True, params=("blocks", "scales"))
 NAMES = WeightNames(experts=(STACKED, PACKED))
 

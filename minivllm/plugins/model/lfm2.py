@@ -89,10 +89,11 @@ class Lfm2Moe(Lfm2):
 
 
 def _adjusted(cfg: Any) -> int:
-    """Return the width of the MLP, which is two thirds of ``intermediate_size`` times a factor, rounded up to a
-    multiple.
+    """Return the width of the MLP: two thirds of ``intermediate_size`` times ``block_ffn_dim_multiplier``, rounded up
+    to a multiple of ``block_multiple_of``.
 
-    If ``block_auto_adjust_ff_dim`` is false, it is ``intermediate_size`` itself.  ModelError for a multiple below 1.
+    If ``block_auto_adjust_ff_dim`` is false, it is ``intermediate_size`` itself.  Raise ModelError for a multiple below
+    1.
     """
     if not cfg.block_auto_adjust_ff_dim:
         return cfg.intermediate_size
@@ -106,7 +107,9 @@ def _adjusted(cfg: Any) -> int:
 
 
 def _short_conv(cfg: Any) -> ShortConv:
-    """Return the convolution of all layers of type "conv".  ModelError for a kernel without elements."""
+    """Return the convolution of all layers of type "conv".  Raise ModelError if ``conv_L_cache``, its width, is below
+    1.
+    """
     width = cfg.conv_L_cache
     if type(width) is not int or width < 1:
         raise ModelError(f"conv_L_cache={shown(width)}: expected a whole number >= 1")

@@ -23,7 +23,7 @@ class Llama(ModelArch):
     partial = False  # whether ``partial_rotary_factor`` is the rotated share of a head
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
-        """Return whether q, k and v, the attention's output, and the MLP have biases."""
+        """Return whether there are biases on q, k and v, on the output projection of attention, and in the MLP."""
         return cfg.attention_bias, cfg.attention_bias, cfg.mlp_bias
 
     def windows(self, cfg: Any) -> list[int | None]:

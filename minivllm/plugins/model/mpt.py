@@ -24,7 +24,7 @@ NAMES = WeightNames(
     down="ffn.down_proj",
     norms=("norm_1", "norm_2"),
 )
-# fields that transformers supports with a single value
+# fields for which transformers implements only this value
 WANTED = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
 WANTED_OF_ATTENTION = {
     "attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False,

@@ -30,8 +30,8 @@ NAMES = WeightNames(
 
 
 class OPT(ModelArch):
-    """The architecture ``OPTForCausalLM``, except the sizes that project the embedding or normalize after the
-    addition.
+    """The architecture ``OPTForCausalLM``, without the two variants that project the embedding or normalize after the
+    residual addition.
     """
 
     def describe(self, cfg: Any) -> DecoderSpec:

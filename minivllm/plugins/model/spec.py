@@ -6,13 +6,13 @@ from typing import Any
 from minivllm.device.native import library
 from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
-# The training loss, and the form of the output
+# fields of the training loss, and of the form of transformers' output
 TRAINED = ("output_router_logits", "router_aux_loss_coef")
 # transformers computes ``layer_types`` from these fields, and ``layer_types`` is read
 WINDOWS = ("use_sliding_window", "max_window_layers")
 # fields of multi-token prediction, which is left out
 MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-# model type -> fields of transformers' config class that have no effect, besides those that no model reads
+# model type -> fields of transformers' config class that have no effect, in addition to those that every model ignores
 IGNORED: Mapping[str, tuple[str, ...]] = {
     "bloom": ("pretraining_tp", "slow_but_exact"),
     "gemma3_text": ("attn_logit_softcapping",),
@@ -46,8 +46,8 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 
 
 def invariant_states(query: PluginQuery) -> list[Reason]:
-    """Return why gated delta nets cannot be batch invariant here, which is the case on a CPU without the
-    native part.
+    """Return a reason to refuse batch invariance for gated delta nets: on a CPU it needs the native library, which is
+    missing.
     """
     if "batch_invariant" not in query.features or query.facts.get("device") != "cpu" or library.load() is not None:
         return []
@@ -111,8 +111,7 @@ STARCODER2 = family("starcoder2:Starcoder2", "StarCoder 2", "Starcoder2ForCausal
 
 
 def _requested_for_any(query: PluginQuery) -> list[Reason]:
-    """Return a reason to skip the fallback while other plug-ins, also those of other packages, may serve the
-    architecture."""
+    """Return a reason not to choose this plug-in while plug-ins that name the architecture are considered."""
     if "architecture" not in query.facts or "any_architecture" in query.features:
         return []
     return [Reason("is asked where no other serves the model", fix="or always with model_impl=transformers")]

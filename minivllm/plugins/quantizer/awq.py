@@ -54,14 +54,14 @@ class AwqLayout(PartLayout):
         return Numbers(codes[:, share.columns], scale, zero.float(), group_of, bits=4, centre=forms.CENTRE)
 
     def _outputs(self, words: Tensor) -> Tensor:
-        """Return this process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
+        """Return this process's share of unpacked words: u8 [outputs, n] of words [n, all outputs / 8]."""
         rows = self.share.rows
         if not isinstance(rows, slice):
             return self._unpacked(words)[:, rows].t()
         first = rows.start // FIELDS
         last = -(-rows.stop // FIELDS)
         whole = self._unpacked(words[:, first:last])
-        before = first * FIELDS  # outputs that are not unpacked
+        before = first * FIELDS  # number of outputs in front of the unpacked ones
         return whole[:, rows.start - before : rows.stop - before].t()
 
     def _unpacked(self, words: Tensor) -> Tensor:

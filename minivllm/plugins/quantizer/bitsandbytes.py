@@ -29,7 +29,7 @@ from .packed import CheckpointQuantizer, PartLayout, Share, Want
 from .scaled_bytes import by_row
 
 STATE = "weight.quant_state.bitsandbytes__"
-STORED = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes per element of dtypes that may hold codes
+STORED = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}  # dtype of a tensor of packed codes -> its bytes per element
 BLOCK, NESTED = 64, 256
 
 
@@ -51,7 +51,8 @@ class FourBits(PartLayout):
         blocks = -(-count // BLOCK)
         nested_blocks = -(-blocks // NESTED)
         state = STATE + kind
-        # name -> shape and dtype; the quantization state, which is read later, has the number of blocks
+        # (shape, dtype) of each tensor; the tensors of the checkpoint decide, because the number of blocks is in a
+        # state that is read later
         found: dict[str, Any] = {"weight": ((), "U8")}
         found["weight.absmax"] = ((blocks,), "F32")
         found["weight.nested_absmax"] = ((nested_blocks,), "F32")
@@ -88,7 +89,10 @@ class FourBits(PartLayout):
         return Numbers(codes[:, share.columns], scale, None, group_of, bits=4, table=table)
 
     def _sizes(self, given: Mapping[str, Tensor]) -> tuple[int, Tensor]:
-        """Return the number of codes in a block, and the largest number of each block, f32."""
+        """Return the number of codes in a block, and the scale f32 of each block, which is its largest magnitude.
+
+        Raise ModelError if the quantization state does not fit the tensors.
+        """
         share = self.share
         wanted = [share.outputs, share.inputs]
         nested_block = 1

@@ -32,7 +32,7 @@ from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes, want_symm
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 STRATEGIES = ("tensor", "channel", "group", "block", None)
-# keys of the settings for activations, keys and values
+# keys of tensors that may be present and are not read: scales of activations, keys and values
 UNUSED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "weight_zero_point",
 )  # fmt: skip
@@ -46,7 +46,7 @@ class ConfigGroup(NamedTuple):
     floating: bool
     symmetric: bool
     strategy: str
-    rows: int  # outputs that share a scale; 0 means all
+    rows: int  # number of outputs that share a scale; 0 means all outputs
     columns: int  # inputs; 0: all
     packed: bool | None  # None means that the names of the tensors decide
 
@@ -118,7 +118,7 @@ class FieldsLayout(PartLayout):
         self.group = group
         self.why = group.why
         bits = group.bits
-        self.middle = 1 << (bits - 1)  # the field of the code 0
+        self.middle = 1 << (bits - 1)  # the stored field that stands for the code 0
         self.rows, self.columns = group.blocks(share)
         scales = scale_shapes(share, self.rows, self.columns)
         words = [(share.outputs, count) for count in word_counts(share.inputs, bits)]
@@ -160,7 +160,8 @@ class FieldsLayout(PartLayout):
             zero = given.get("weight_zero_point")
             packed = word_counts(share.outputs, self.group.bits)
             if zero is not None and zero.dim() == 2 and len(zero) in packed:
-                zero = self._outputs(zero).int() - self.middle  # weights of other widths are not packed
+                # zero points with this number of rows are packed; otherwise they are plain numbers
+                zero = self._outputs(zero).int() - self.middle
             want_symmetric(zero)
             return None
         zero = given["weight_zero_point"].to(share.device)

@@ -54,7 +54,7 @@ class Fp8Weight(Int8Weight):
 
 
 class _Both(Int8Weight):
-    """A weight that is multiplied by x [T, in] rounded to 8 bits.  Experts multiply unrounded x."""
+    """A weight whose products use x [T, in] rounded to 8 bits, row by row.  Experts use x without rounding."""
 
     def finish(self) -> None:
         self.kernels = scaled_kernels_of(self.weight, self.scale)
@@ -94,7 +94,7 @@ class LlmInt8Weight(Int8Weight):
     of the paper.  One product serves both kinds, because each element is either rounded or not.
     """
 
-    homogeneous = False  # the threshold for large elements does not scale with x
+    homogeneous = False  # the result does not scale with x, because the threshold for large elements is fixed
 
     def __init__(self, info: ModuleInfo, threshold: float) -> None:
         super().__init__(info)
@@ -103,7 +103,7 @@ class LlmInt8Weight(Int8Weight):
     def finish(self) -> None:
         super().finish()
         if self.kernels is not None:
-            self.kernels.hopper = False  # that path would round whole rows again, and not only small elements
+            self.kernels.hopper = False  # the Hopper path would round whole rows again, including their large elements
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:

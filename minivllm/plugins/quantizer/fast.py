@@ -13,16 +13,17 @@ from minivllm.device.layers.linear import CAPTURED
 
 FP8 = torch.float8_e4m3fn
 GROUPS = (32, 64, 128)  # numbers of inputs per 4-bit scale that the kernels' tiles support
-LEAST = {FP8: (8, 9)}  # lowest compute capability for which Triton supports a dtype; for other dtypes:
+LEAST = {FP8: (8, 9)}  # lowest compute capability for which Triton supports a dtype; OTHERS is that of all other dtypes
 OTHERS = (8, 0)
 
 
 def kernels_of(
     weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
 ) -> Any:
-    """Return ``Quantized`` for a weight as in ``StoredWeight``, or for codes that ``table`` maps to numbers.
+    """Return the kernels ``Quantized`` for a weight, or None.
 
-    None means that Triton or a suitable GPU is missing, or that 4-bit groups have a size outside GROUPS.
+    The arguments are the fields of ``StoredWeight``; ``table`` maps 4-bit codes to numbers.  None means that Triton or
+    a suitable GPU is missing, or that 4-bit groups have a size outside GROUPS.
     """
     if weight.dtype == torch.uint8 and group not in GROUPS:
         return None
@@ -56,7 +57,7 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """Return ``FusedProduct`` of the kernels from ``kernels_of``, None for None."""
+    """Return the ``FusedProduct`` of kernels that ``kernels_of`` returned, or None if ``kernels`` is None."""
     if kernels is None:
         return None
     from minivllm.device.kernels.quant import FusedProduct
@@ -65,7 +66,7 @@ def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
 
 
 def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """Return ``FusedProduct`` of the kernels from ``scaled_kernels_of``, None for None."""
+    """Return the ``FusedProduct`` of kernels that ``scaled_kernels_of`` returned, or None if ``kernels`` is None."""
     if kernels is None:
         return None
     from minivllm.device.kernels.quant import FusedProduct
@@ -81,10 +82,10 @@ def served_by(
     rounded: torch.dtype | None = None,
     native: bool = False,
 ) -> Mapping[str, str]:
-    """Return the kernels that serve a weight of this dtype, by numbers of rows, as ``WeightScheme.served``.
+    """Return descriptions of the kernels that multiply by a weight of a dtype, by the number of rows of x.
 
-    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.  ``native`` means that
-    the native library of a CPU multiplies any number of rows.
+    The keys are those of ``WeightScheme.served``.  ``table`` means codes with a table.  ``rounded`` is the dtype to
+    which rows of x are rounded.  ``native`` means that the native library of a CPU multiplies any number of rows.
     """
     if device.startswith("cuda") and _runs_kernels(dtype, sm, rounded):
         from minivllm.device.kernels.quant import described
@@ -100,7 +101,7 @@ def served_by(
 
 
 def _runs_kernels(dtype: torch.dtype, sm: int, rounded: torch.dtype | None) -> bool:
-    """Return whether kernels of Triton multiply by a weight on a GPU of compute capability ``sm`` / 10."""
+    """Return whether Triton's kernels multiply by a weight of a dtype on a GPU of compute capability ``sm`` / 10."""
     if find_spec("triton") is None:
         return False
     if rounded is not None:

@@ -30,32 +30,36 @@ from .int8 import ByteRows
 from .tiled import Tiled, WholeWeight
 
 GROUPS = (128, 64, 32, 16, 8)
-INT4_LEAST, BYTES_LEAST = 32, 8  # least number of inputs that share a scale
+# smallest number of inputs that share a scale, in the form int4 and in the form grouped
+INT4_LEAST, BYTES_LEAST = 32, 8
 ROWS_AT_ONCE = 1024
-WITHOUT_KERNELS = 1 << 24  # elements that are converted in one part on a GPU without these kernels
+WITHOUT_KERNELS = 1 << 24  # number of elements that are converted together on a GPU, by the forms without kernels
 
 
 class Numbers(NamedTuple):
-    """The weight of one part, w[n, k] = (codes[n, k] - zero[n, g]) * scale[n, g] with g = group_of[k]."""
+    """The quantized weight of one part of a module: w[n, k] = (codes[n, k] - zero[n, g]) * scale[n, g] with g =
+    group_of[k].
+    """
 
     codes: Tensor  # u8, int8, float8 [n, k]
     scale: Tensor  # f32 [n, groups]
-    zero: Tensor | None  # f32 [n, groups]; None means ``centre``
+    zero: Tensor | None  # f32 [n, groups]; None means that all are equal to ``centre``
     group_of: Tensor  # i64 [k] on the CPU
     bits: int = 8
     centre: int = 0
-    table: Tensor | None = None  # f32 [16], the number of each code, in place of codes - zero
+    table: Tensor | None = None  # f32 [16] the number that each code stands for, which replaces codes - zero
 
 
 class HeldRows(NamedTuple):
-    """Some rows of a weight in one of the forms."""
+    """Some rows of a weight, stored in one of the forms of this module (``form`` is its name)."""
 
     form: str
     weight: Tensor
     scale: Tensor | None = None  # f32 [n, k / group], or [n] for scales of whole rows
     zero: Tensor | None = None  # as ``scale``
     group: int = 0
-    order: Tensor | None = None  # i32 [k], the input of x that each column multiplies
+    # i32 [k], for each column of the weight the input of x by which it is multiplied; None means the order of x
+    order: Tensor | None = None
     table: Tensor | None = None  # f32 [16]
 
 
@@ -116,7 +120,11 @@ def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
 
 
 def _arranged_piece(part: Numbers, form: str, unit: int, order: Tensor | None) -> HeldRows:
-    """Return numbers in the form "int4", "table" or "grouped", with a scale for ``unit`` inputs in ``order``."""
+    """Store a part in the form "int4", "table" or "grouped".
+
+    ``unit`` neighbouring inputs share a scale, after the inputs are sorted by ``order`` (None means that they are in
+    order).
+    """
     codes, group_of = part.codes, part.group_of
     if order is not None:
         group_of = group_of[order]
@@ -136,7 +144,7 @@ def _arranged_piece(part: Numbers, form: str, unit: int, order: Tensor | None) -
 
 
 def _signed(part: Numbers) -> Tensor:
-    """Return codes as signed numbers.  Unsigned codes are reduced by ``centre``."""
+    """Return the codes of a part as signed numbers; ``centre`` is subtracted from unsigned codes."""
     codes = part.codes
     if codes.dtype != torch.uint8:
         return codes.contiguous()
@@ -167,7 +175,7 @@ def _unit(group_of: Tensor) -> int:
 
 
 def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [n, k], computed in float32 and rounded to ``dtype``."""
+    """Return the weight of a part as numbers [n, k], computed in float32 and rounded to ``dtype``."""
     device = part.codes.device
     out = torch.empty(part.codes.shape, dtype=dtype, device=device)
     group_of = part.group_of.to(device)
@@ -219,7 +227,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _zero(piece: HeldRows) -> Tensor:
-    """Return the zero points of a piece.  Without its own, they are 8 in int4 and 0 in signed bytes."""
+    """Return the zero points of a piece.  If it stores none, they are 8 in the form int4, and 0 for signed bytes."""
     if piece.zero is not None:
         return piece.zero
     assert piece.scale is not None
@@ -304,7 +312,7 @@ class PlainRows(WholeWeight):
 
 
 def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
-    """Return the scheme that multiplies by a piece that has all rows of ``info``."""
+    """Return the scheme (stored weight with its products) of a piece that has all rows of the module ``info``."""
     if piece.scale is None:
         return PlainRows(info, piece.weight)
     scale = piece.scale.contiguous()

@@ -28,7 +28,7 @@ HALF = 2  # bytes of a float16
 
 
 class Decoded(NamedTuple):
-    """Codes u8 or int8 [rows, k] of some rows of blocks, with scale and zero f32 [rows, groups]."""
+    """Decoded rows of blocks: codes u8 or int8 [rows, k], scale and zero f32 [rows, groups]."""
 
     codes: Tensor
     scale: Tensor
@@ -40,11 +40,11 @@ class Decoded(NamedTuple):
 class Blocks(NamedTuple):
     inputs: int  # of a block
     bytes: int
-    decode: Callable[[Tensor], Decoded]  # u8 [rows, blocks, bytes]
+    decode: Callable[[Tensor], Decoded]  # function that decodes u8 [rows, blocks, bytes]
 
 
 def _halves(raw: Tensor, at: int) -> Tensor:
-    """Return the float16 at a byte of each block, as float32 [rows, blocks]."""
+    """Return the float16 that begins at the byte ``at`` of each block, as float32 [rows, blocks]."""
     stop = at + HALF
     both_bytes = raw[..., at:stop].contiguous()
     numbers = both_bytes.view(torch.float16)
@@ -72,7 +72,7 @@ def _q4_k(raw: Tensor) -> Decoded:
     least = _six_bits(middle, high >> 4) * dmin[..., None]
     packed = raw[..., 16:].unflatten(-1, (4, 1, 32))
     codes = torch.cat((packed & 15, packed >> 4), dim=-2)  # [rows, blocks, 4 pairs, 2 groups, 32 codes]
-    flat = steps == 0  # a group of equal numbers is stored as -1 step of that size from 1
+    flat = steps == 0  # equal numbers -m have steps of 0 and are stored as (code - zero) * scale = (0 - 1) * m
     flat_pairs = flat.unflatten(-1, (4, 2))
     codes = torch.where(flat_pairs[..., None], 0, codes)
     divisor = torch.where(flat, 1.0, steps)
@@ -142,7 +142,7 @@ class GgufLayout(PartLayout):
         return Numbers(codes, found.scale, found.zero, share.group_of(group), found.bits, found.centre)
 
     def _unpacked(self, rows: Tensor) -> Tensor:
-        """Return this process's columns of rows of blocks as numbers in the dtype of the run."""
+        """Convert rows of blocks to numbers in the dtype of the run, and return this process's columns."""
         import gguf
 
         share = self.share

@@ -37,7 +37,7 @@ MISNAMED = (
 
 
 class GptqKind(NamedTuple):
-    """The quantization of a set of modules."""
+    """The settings of GPTQ for a set of modules."""
 
     bits: int
     group_size: int  # -1: all inputs
@@ -108,7 +108,9 @@ class GptqLayout(PartLayout):
         return Numbers(codes, scale, zero.float(), group_of, bits, centre)
 
     def _check_groups(self, index: Tensor) -> None:
-        """Raise ModelError for groups without a scale, and for groups with an unexpected number of inputs."""
+        """Raise ModelError if ``index``, the group of each input, has a group without a scale, or a group of an
+        unexpected size.
+        """
         outside = (index < 0) | (index >= self.groups)
         if bool(outside.any()):
             raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: expected as many as there are scales")

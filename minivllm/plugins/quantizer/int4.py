@@ -26,12 +26,14 @@ from .online import OnlineQuantizer
 from .options import Int4Options
 from .tiled import MadeByTiles, Tiled
 
-BLOCK = 32  # inputs that are stored in 16 bytes
+BLOCK = 32  # number of inputs that are packed together, to 16 bytes
 CENTRE = 8  # the code in the middle of the grid, which is the zero point if none is stored
-CANDIDATES = 20  # number of tried scales, besides the scales that clip no element
-# smallest part of its range to which a group may be clipped; normally distributed weights are never best below
+CANDIDATES = 20  # number of clipped scales that are tried for a group, besides the scales that clip no element
+# smallest share of its range to which a group is clipped; for normally distributed weights a smaller share is never
+# best
 SHORTEST = 0.7
-FLAT = 2.0**-20  # smallest step, relative to a group's largest element, for groups of equal elements
+# smallest step between codes, relative to a group's largest element; it is used for groups of equal elements
+FLAT = 2.0**-20
 
 
 def pack(q: Tensor) -> Tensor:
@@ -192,7 +194,8 @@ class Int4Weight(MadeByTiles, Int4Rows):
             self.zero[rows] = zero.view(count, -1)
 
     def stored(self) -> StoredWeight:
-        return super().stored()  # only this class itself, because a subclass may multiply in another way
+        # repeated here so that only this class offers it: a subclass may multiply in another way
+        return super().stored()
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return super().joined(bias, mode, activation)

@@ -100,7 +100,8 @@ class Int8Weight(ByteRows):
         return whole.clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight:
-        return super().stored()  # only this class itself, because a subclass may multiply in another way
+        # repeated here so that only this class offers it: a subclass may multiply in another way
+        return super().stored()
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         return super().joined(bias, mode, activation)

@@ -24,7 +24,8 @@ from .forms import WITHOUT_KERNELS
 from .tiled import Tiled
 
 GROUP = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; the codes 8 to 15 have the negative values
+# numbers of the codes 0 to 7; the codes 8 to 15 stand for the negative numbers
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class UnpackedExperts(DenseExperts):
-    """Experts whose ``blocks`` and ``scales`` of each part, in either order, are unpacked to a weight while loading."""
+    """Experts whose weight is unpacked while loading, as soon as both ``blocks`` and ``scales`` of a part are there."""
 
     def __init__(self, info: ModuleInfo) -> None:
         super().__init__(info)
@@ -99,7 +100,10 @@ def packed_shapes(info: ModuleInfo) -> dict[str, tuple[int, ...]]:
 
 
 def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> slice:
-    """Return the rows of a part.  Raise ModelError if the tensor has another shape or dtype."""
+    """Return the rows of a part of the module.
+
+    Raise ModelError if ``tensor``, which is loaded as the parameter ``param``, has another shape or dtype.
+    """
     rows = part_rows(info, part)
     _, *row_shape = packed_shapes(info)[param]
     want = [rows.stop - rows.start, *row_shape]

@@ -35,10 +35,11 @@ FLOAT8_LEAST = (8, 9)  # compute capability
 
 
 class OnlineQuantizer(Quantizer):
-    """A quantizer of linear layers and experts, and optionally of the head and the embedding.
+    """A quantizer that quantizes weights while they are loaded.
 
-    Modules that ``skip`` names stay unquantized.  Patterns of ``bits`` give modules another number of bits.  Routers
-    stay unquantized, because their few numbers have a large effect.
+    It quantizes linear layers and experts, and optionally the head and the embedding.  Modules that ``skip`` names stay
+    unquantized.  Patterns of ``bits`` give modules another number of bits.  Routers stay unquantized, because their few
+    numbers have a large effect.
     """
 
     name = ""
@@ -84,7 +85,7 @@ class OnlineQuantizer(Quantizer):
         return split
 
     def _wanted(self, m: ModuleInfo, part: str) -> str:
-        """Return the name of the quantizer of a part."""
+        """Return the name of the quantizer for a part of a module; "none" leaves it unquantized."""
         names = names_of(m, part)
         left_out = self._skip.naming(*names)
         if not self._takes(m):
@@ -104,9 +105,9 @@ class OnlineQuantizer(Quantizer):
         return m.kind in ("linear", "experts")
 
     def _of(self, kind: str, m: ModuleInfo, rule: str = "") -> WeightScheme:
-        """Return the scheme of a quantizer for a module.
+        """Return the quantized weight of a module, made by the quantizer ``kind``.
 
-        ``rule`` describes the choice for a module that differs from the others.
+        ``rule`` describes the choice if the module has another quantizer than this one.
         """
         if kind == self.name:
             return self.made(m)
@@ -140,12 +141,13 @@ class OnlineQuantizer(Quantizer):
 
 
 class SplitWeight(WeightScheme):
-    """Parts of one matrix in several forms, with a product for each run of parts.
+    """A matrix whose parts (such as q, k and v) have several forms, with one product for each run of neighbouring parts
+    of a form.
 
     The names of ``tensors`` begin with the first part of a run, such as "q.weight".
     """
 
-    rule = ""  # the form of each part, as text
+    rule = ""  # the quantizer of each part, as text for the user
 
     def __init__(self, info: ModuleInfo, runs: Sequence[tuple[ModuleInfo, WeightScheme]]) -> None:
         self.info = info

@@ -55,15 +55,18 @@ class Want:
 
 @dataclass(frozen=True)
 class Share:
-    """The outputs and inputs of a part in the checkpoint, and this process's share of them."""
+    """This process's share of a part of a module: the rows and columns of the checkpoint's tensor that it stores.
+
+    ``outputs`` and ``inputs`` are the numbers of rows and columns of the whole tensor.
+    """
 
     outputs: int
     inputs: int
-    rows: slice | Tensor  # a tensor i64 if the rows of a part are not consecutive
+    rows: slice | Tensor  # i64 indices as a tensor if the rows of the part are not consecutive
     columns: slice
     dtype: torch.dtype
     device: str
-    fused: bool = False  # whether the tensor contains the outputs of other parts too
+    fused: bool = False  # whether the tensor of the checkpoint has the outputs of further parts
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
@@ -99,7 +102,7 @@ class Share:
 
         A row of words has one field of ``bits`` bits for each of the ``inputs`` of all processes.
         """
-        at = 0  # the input of the first field
+        at = 0  # index of the input to which the first unpacked field belongs
         if 32 % bits == 0:
             first = self.columns.start * bits // 32
             last = -(-self.columns.stop * bits // 32)
@@ -109,12 +112,12 @@ class Share:
         return found[:, self.columns.start - at :]
 
     def group_of(self, size: int) -> Tensor:
-        """Return the group of each of this process's inputs; ``size`` consecutive inputs are a group."""
+        """Return, for each of this process's inputs, the index of its group of ``size`` consecutive inputs."""
         return torch.arange(self.columns.start, self.columns.stop) // size
 
 
 def _beside(m: ModuleInfo, part: str) -> list[str]:
-    """Return the parts that share a tensor of the checkpoint, in their order."""
+    """Return the names of the parts that are in one tensor of the checkpoint with ``part``, in their order."""
     sources = m.sources
     if sources is None or part not in sources:
         return [part]
@@ -143,7 +146,7 @@ class PartLayout(ABC):
 
     @abstractmethod
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
-        """Return this process's share of the tensors, on its device, or the weight itself as a Tensor."""
+        """Return this process's share of a part on its device: quantized numbers, or a plain weight (a Tensor)."""
 
 
 class PlainLayout(PartLayout):
@@ -161,7 +164,7 @@ class PlainLayout(PartLayout):
 
 @dataclass
 class _Held:
-    """Rows of the module, and the scheme that multiplies by them."""
+    """Some rows of the module, and the scheme (stored weight with its products) that multiplies by them."""
 
     parts: tuple[str, ...]
     rows: slice
@@ -181,7 +184,8 @@ class PackedWeight(WeightScheme):
     """
 
     cuts_parts = True  # a tensor with several parts is loaded as a whole, once for each part
-    cuts_groups = True  # also if the rows of a part are not consecutive
+    # a tensor with groups of rows is loaded as a whole too, although the rows of a part are then not consecutive
+    cuts_groups = True
 
     info: ModuleInfo
     layouts: Mapping[str, PartLayout]
@@ -209,7 +213,7 @@ class PackedWeight(WeightScheme):
         return found
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
-        """Return the whole tensor, since ``load`` computes the share of fields and scales."""
+        """Return the whole tensor, because ``load`` selects this process's share of its codes and scales."""
         return tensor
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
@@ -384,7 +388,7 @@ class Settings:
 class CheckpointQuantizer(Quantizer):
     """A quantizer for modules that are packed in the checkpoint.
 
-    Tensors and config.json together decide which and how.
+    The tensors of a module decide whether it is packed, and config.json has the settings.
     """
 
     method = ""

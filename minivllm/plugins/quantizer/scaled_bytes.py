@@ -28,7 +28,10 @@ def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...]
 
 
 def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
-    """Return scales or zero points of blocks as float32 [this process's outputs, groups]."""
+    """Return scales or zero points as float32 [this process's outputs, groups].
+
+    In the checkpoint, ``rows`` neighbouring outputs share a scale.
+    """
     blocks = -(-share.outputs // rows)
     table = scales.to(share.device).float().reshape(blocks, -1)
     outputs = torch.arange(share.outputs)[share.rows]

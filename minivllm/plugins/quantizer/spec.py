@@ -7,10 +7,10 @@ from minivllm.registration.spec import ANY, AtLeast, Spec
 
 HERE = "minivllm.plugins.quantizer"
 FLOATS = frozenset({"bfloat16", "float16", "float32"})
-WIDE = frozenset({"bfloat16", "float32"})  # the dtypes with 8 bits of exponent
+WIDE = frozenset({"bfloat16", "float32"})  # the dtypes with float32's range of exponents
 FLOAT8 = AtLeast(89)  # compute capability times 10 of GPUs with float8
 
-# quantiles of a normal distribution (arXiv:2305.14314, appendix E)
+# the 16 numbers of NF4: quantiles of a normal distribution (arXiv:2305.14314, appendix E)
 NF4_TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -44,7 +44,7 @@ BITSANDBYTES = reader(
     "bitsandbytes:BitsAndBytes",
     "bitsandbytes",
     "checkpoints of bitsandbytes: NF4, FP4 (nested too), int8",
-    traits={"online": "nf4"},  # the quantizer for an unquantized checkpoint
+    traits={"online": "nf4"},  # the quantizer that is used instead for an unquantized checkpoint
 )
 COMPRESSED_TENSORS = reader(
     "compressed:CompressedTensors",

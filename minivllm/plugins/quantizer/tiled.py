@@ -16,20 +16,21 @@ from minivllm.device.layers.stored_product import StoredProduct, stored_product,
 from minivllm.errors import ModelError
 
 AT_ONCE = {"cpu": 1 << 19}  # elements that are converted at a time, which a CPU's caches can hold
-AT_ONCE_ELSEWHERE = 1 << 21  # elements of 8 MiB of float32
+AT_ONCE_ELSEWHERE = 1 << 21  # 2 Mi elements, which take 8 MiB in float32
 
 
 class WholeWeight(WeightScheme):
-    """A weight that is passed to the constructor instead of being loaded.
+    """A quantized weight that is complete when it is constructed, instead of being loaded.
 
-    A subclass multiplies by some of its rows.
+    Subclasses implement the product with some of its rows.
     """
 
     def __init__(self, info: ModuleInfo, **tensors: Tensor | None) -> None:
         self.info = info
         self.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         self.kernels: Any = None  # on a GPU
-        self.native: StoredProduct | None = None  # the native product of a CPU if it is faster than torch's, else None
+        # the product by the native library on a CPU; None if torch's product is faster
+        self.native: StoredProduct | None = None
 
     def params(self) -> dict[str, tuple[int, ...]]:
         return {}
@@ -76,7 +77,7 @@ class Tiled(WholeWeight):
 
     @abstractmethod
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of the weight [rows, in], as a slice or by their numbers i64 [rows]."""
+        """Return rows of the weight as numbers [rows, in]; ``rows`` is a slice, or indices i64 [rows]."""
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.numbers(ids, dtype)

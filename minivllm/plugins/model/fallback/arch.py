@@ -36,7 +36,7 @@ from .rope import leave, tables, with_apply
 
 
 class TransformersArch(ModelArch):
-    """The architecture plug-in, which computes the plan of a configuration once and keeps it."""
+    """The architecture plug-in for models of transformers; the plan of a configuration is computed once and kept."""
 
     _plan: Plan
 
@@ -113,7 +113,7 @@ class Fallback:
                 own(module, param, tensor)
 
     def _products(self, plan: Plan) -> None:
-        """Replace the linear layers and the gated MLPs of the model."""
+        """Replace the model's linear layers, and its MLPs with a gate, by layers of the engine."""
         linears = {}
         merged = set(chain.from_iterable(plan.merged.values()))
         for name, matrix in plan.matrices.items():
@@ -132,7 +132,10 @@ class Fallback:
             place(self.model, name, Gated(gated, linears[down]))
 
     def _merged_products(self, plan: Plan) -> dict[str, Any]:
-        """Replace matrices that multiply the same input, and return the engine's linear layer of each group by name."""
+        """Replace the matrices of each group that multiply the same input by one linear layer of the engine.
+
+        Return these linear layers by the name of the group.
+        """
         linears = {}
         for whole, names in plan.merged.items():
             matrices = [plan.matrices[name] for name in names]

@@ -51,7 +51,7 @@ def listening(listener: Callable[..., Any]) -> Iterator[None]:
 
 
 class Current:
-    """The running step, with arguments of the engine's attention that no module of transformers passes on."""
+    """Holds the running step, whose data the engine's attention needs and transformers' modules do not pass on."""
 
     step: StepTensors
 

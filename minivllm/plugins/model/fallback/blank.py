@@ -35,9 +35,9 @@ def config_of(cfg: Any) -> Any:
 
 
 def class_of(cfg: Any) -> type:
-    """Return the class of transformers with the model's forward.
+    """Return transformers' class of the model for a configuration.
 
-    Raise ModelError if none exists or none can run here.
+    Raise ModelError if transformers has no such class, or if the class cannot run here.
     """
     named = getattr(cfg, "architectures", None) or []
     kind = str(getattr(cfg, "model_type", "") or "")
@@ -75,9 +75,10 @@ def _check_class(cls: Any) -> None:
 
 
 def own_attention(cls: Any) -> str:
-    """Return the reason why a class without exchangeable attention is refused if it cannot be traced, or "".
+    """Return the reason for refusing a class that could not be traced and whose attention cannot be exchanged, else "".
 
-    Some classes without this declaration, such as those of StableLM and BioGPT, can still be traced.
+    A class may lack the declaration that its attention can be exchanged, and still be traced, such as those of StableLM
+    and BioGPT.
     """
     compatible = getattr(cls, "is_backend_compatible", None)
     if compatible is not None and compatible():

@@ -44,7 +44,11 @@ def is_aligned(module: Any) -> bool:
 
 
 def multiply(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of the chosen experts' outputs [T, H], for x [T, H] and ids and weights [T, k]."""
+    """Return the weighted sum [T, H] of the outputs of the experts that were chosen for each token.
+
+    ``hidden_states`` is [T, H]; ``top_k_index`` and ``top_k_weights`` [T, k] are the ids and weights of the chosen
+    experts.
+    """
     if is_aligned(module):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     expert_bytes = max(weight[0].numel() * weight.element_size() for weight in weights_of(module))

@@ -12,7 +12,7 @@ from minivllm.device.layers.fused import Normed
 
 
 class Replaced(nn.Module):
-    """A replaced module whose call runs its forward directly.
+    """A module of the engine in place of a module of transformers, whose call runs its forward directly.
 
     It has no hooks, which torch would check in each of hundreds of calls per step.
     """
@@ -101,9 +101,9 @@ class Gated(Replaced):
 
 
 class Routed:
-    """The forward of a layer's experts by the engine's kernels on a GPU.
+    """Replaces the forward of a layer's experts by the engine's kernels on a GPU.
 
-    Unless the dtype is bfloat16, transformers' own forward reads on the host how many tokens each expert has.  The
+    transformers' own forward reads on the host how many tokens each expert has, unless the dtype is bfloat16.  The
     weights stay in the module.  ``fixed`` is described at ``ExpertProducts``.
     """
 
@@ -114,7 +114,11 @@ class Routed:
         self.products: Any = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the sum of the experts' weighted outputs [T, H] for x [T, H], ids [T, k] and weights [T, k]."""
+        """Return the weighted sum [T, H] of the outputs of each token's experts.
+
+        ``hidden_states`` is [T, H]; ``top_k_index`` and ``top_k_weights`` [T, k] are the ids and weights of the
+        experts.
+        """
         if self.products is None:  # created at the first call, when the weights are loaded
             self.products = self._make_products()
         ids = top_k_index.int().contiguous()
@@ -155,7 +159,9 @@ class Passing(Replaced):
 
 
 class FallbackHead(Replaced):
-    """The output layer, which maps [1, N, hidden] to logits [1, N, V].  A bias is the model's own."""
+    """The output layer on the engine's head, which maps [1, N, hidden] to logits [1, N, V]; a bias is transformers'
+    parameter.
+    """
 
     def __init__(self, head: Any, bias: Tensor | None, inp: int, out: int) -> None:
         super().__init__()
@@ -184,9 +190,9 @@ class Outputs:
 
 
 class GivenBody(nn.Module):
-    """Replacement of the model's body for the head, which returns hidden states that were computed before.
+    """A stand-in for the model's body while only the head runs; it returns hidden states that were computed before.
 
-    A part of the body that the model calls itself, such as OPT's decoder, is replaced too.
+    A submodule of the body that the model calls itself, such as OPT's decoder, is replaced too.
     """
 
     hidden: Tensor

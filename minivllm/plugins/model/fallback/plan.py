@@ -22,7 +22,9 @@ from minivllm.errors import ModelError
 from .blank import blank_model, check_config, class_of, own_attention
 from .trace import Call, trace_model
 
-MARK = torch.bfloat16  # dtype on the meta device that marks tensors with the model's dtype, which is not known yet
+# dtype of the model on the meta device, where the dtype of the run is not known yet; tensors with it get the dtype of
+# the run
+MARK = torch.bfloat16
 # names of matrices that are joined to one product if all read the same tensor
 TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("gate_proj", "up_proj"), ("w1", "w3"),
@@ -40,7 +42,7 @@ class Matrix:
 
 @dataclass
 class Plan:
-    """The replacements in a model.  Keys are the names of modules in transformers' model."""
+    """The modules of transformers' model that the engine replaces, by their names in the model."""
 
     calls: list[Call]
     matrices: dict[str, Matrix] = field(default_factory=dict)
@@ -60,7 +62,10 @@ class Plan:
     layers: int = 0
 
     def rules(self, tied: bool) -> list[Rule]:
-        """Return the rules of the checkpoint; ``tied`` means that config.json ties the head's weight."""
+        """Return the rules that map tensors of the checkpoint to modules.
+
+        ``tied`` means that the head shares the weight of the embedding, as config.json says.
+        """
         found = [Rule(name, name) for name in (*self.norms, *self.embeddings)]
         product_of = {name: whole for whole, names in self.merged.items() for name in names}
         for name, matrix in self.matrices.items():
@@ -81,12 +86,12 @@ class Plan:
 
 
 def rest_name(name: str) -> str:
-    """Return the name of the weights that a module keeps.  The module itself may still be replaced."""
+    """Return the name under which weights are loaded that a module keeps.  The module itself may still be replaced."""
     return f"{name}.own"
 
 
 def _short(rule: Rule) -> Rule:
-    """Return a rule that applies to all layers, with ``{i}`` for the index of the layer in both names."""
+    """Return a rule for the modules of all layers: ``{i}`` replaces the index of the layer in both of its names."""
     if rule.module is None:
         return rule
     parent = rule.source.rpartition(".")[0]
@@ -141,7 +146,7 @@ def _choose_modules(plan: Plan, model: nn.Module, exact: Sequence[re.Pattern]) -
 
 
 def _exact(model: Any) -> list[re.Pattern]:
-    """Return patterns of the names of weights that are always float32."""
+    """Return patterns of the names of weights that stay in float32 whatever the dtype of the run is."""
     words = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return [re.compile(re.escape(word).replace(r"\*", ".*")) for word in words]
 
@@ -261,8 +266,8 @@ def _agree(found: Any, wanted: Tensor, atol: float) -> bool:
 def experts_of(module: Any) -> str | None:
     """Return the activation of a layer's experts, found by a test of their gate with random numbers.
 
-    None means that the experts do not compute ``down(activation(gate) * up)`` of matrices in the layout of
-    ``device.kernels.experts``.
+    None means that the experts do not compute ``down(activation(gate) * up)``, or that their matrices do not have the
+    layout that ``device.kernels.experts`` needs.
     """
     if not hasattr(module, "_apply_gate") or not _has_expert_layout(module):
         return None
@@ -368,7 +373,7 @@ def _candidates(module: nn.Module, bias: bool) -> Iterator[Norm]:
 
 
 def _choose_rest(plan: Plan, model: Any, exact: Sequence[re.Pattern]) -> None:
-    """Add the parameters and stored buffers of modules that are not replaced to the plan."""
+    """Add the remaining weights to the plan: parameters and stored buffers of modules that are not replaced."""
     taken = {*plan.matrices, *plan.norms, *plan.embeddings}
     in_attention = {f"{call.module}.{call.sinks}" for call in plan.calls if call.sinks}
     in_attention.add(f"{plan.head}.weight")

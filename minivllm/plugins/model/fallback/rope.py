@@ -25,7 +25,9 @@ APPLY = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding of one layer: the module that computes cos and sin (``source``), and its arguments except
+    """The rotary embedding of one layer.
+
+    ``source`` is the name of the module that computes cos and sin, and ``args`` and ``kwargs`` are its arguments except
     the positions.
     """
 
@@ -37,7 +39,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class MadeTables:
-    """The call of a module that computed cos and sin from positions."""
+    """A recorded call of a module that computes cos and sin from positions: its name, its arguments and its results."""
 
     module: str
     args: tuple[Any, ...]
@@ -48,7 +50,7 @@ class MadeTables:
 
 @dataclass(frozen=True)
 class Turn:
-    """A call of ``function``, an ``apply_rotary_pos_emb``, with its arguments and the q and k that it returned."""
+    """A recorded call of a function ``apply_rotary_pos_emb``: the function, its arguments, and the rotated q and k."""
 
     function: Callable[..., Any]
     q: Tensor
@@ -64,11 +66,11 @@ def _is_pair(out: Any) -> bool:
 
 
 class Ropes:
-    """Records the rotary embeddings of a traced step."""
+    """Records which rotary embeddings the modules of a model apply while a step is traced."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.made: dict[int, MadeTables] = {}  # by the id of the tensor cos
+        self.made: dict[int, MadeTables] = {}  # id of the tensor cos -> call that computed it
         self.turned: dict[nn.Module, Turn] = {}
         self.known: dict[tuple[Any, int, int], bool] = {}
 
@@ -153,7 +155,7 @@ def applies(module: nn.Module) -> bool:
 
 
 def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a module that calls ``function`` instead of ``apply_rotary_pos_emb`` of its file."""
+    """Return a changed copy of a module's forward: it calls ``function`` where it called ``apply_rotary_pos_emb``."""
 
     def remade(old: types.FunctionType) -> types.FunctionType:
         inner = getattr(old, "__wrapped__", None)
@@ -173,7 +175,7 @@ def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[...,
 
 
 def leave(q: Tensor, k: Tensor, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
-    """Return q and k unchanged, in place of ``apply_rotary_pos_emb``."""
+    """Return q and k unchanged; layers call this function in place of ``apply_rotary_pos_emb``."""
     return q, k
 
 

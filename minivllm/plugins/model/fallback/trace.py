@@ -24,7 +24,7 @@ from .layers import GivenBody, place
 from .rope import Ropes, Rotation
 
 TOKENS = 13  # tokens of the traced step, a number that is no dimension of any model
-# arguments that transformers passes and that attention over a paged cache does not need
+# arguments of attention that transformers' modules pass, and that attention over a paged cache ignores
 NEEDLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "cache_position", "dropout",
     "position_embeddings", "num_items_in_batch", "output_router_logits", "deterministic", "return_dict",
@@ -36,14 +36,16 @@ READ = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 class Call:
     """A call of an attention layer.
 
-    ``module`` is its name, and ``sinks`` whether the parameter of that name is passed.
+    ``module`` is the name of the layer.  ``sinks`` is the name of its parameter that is passed as attention sinks, or
+    None.
     """
 
     module: str
     spec: AttnSpec
     sinks: str | None
     rotation: Rotation | None
-    # modules that give q and k of each head before the rotation, or None
+    # (name of the module that computes q, name of the module that computes k), both before the rotation; None if a
+    # layer has no such modules
     before: tuple[str, str] | None
 
 
@@ -91,7 +93,9 @@ class _Listener:
         return query.new_empty(1, TOKENS, heads, dim_v), None
 
     def leave_shared(self) -> None:
-        """Mark keys that several layers read as computed by the model."""
+        """Mark the calls whose keys several layers read: the model computes these keys itself, with its own norms and
+        rotation.
+        """
         made = [_memory(key) for key in self.keys]
         for i, call in enumerate(self.trace.calls):
             if made.count(made[i]) > 1:
@@ -155,7 +159,7 @@ def _memory(x: Tensor) -> Any:
 
 
 class _Counting(TorchFunctionMode):
-    """Notes whether the model counts the step's tokens with ``arange``, instead of reading their positions."""
+    """Records whether the model counts the tokens of a step with ``arange``, instead of reading their positions."""
 
     counted = False
 
@@ -167,7 +171,7 @@ class _Counting(TorchFunctionMode):
 
 
 def trace_model(model: Any, cfg: Any) -> ModelTrace:
-    """Run a model without values and return its calls and shapes.
+    """Run one step of a model on the meta device, and return the recorded calls of attention and the inputs of modules.
 
     Raise ModelError, which names the module or field, for a model that the engine cannot serve.
     """
@@ -221,7 +225,9 @@ def _wants_values(exc: Exception) -> bool:
 
 
 def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
-    """Register hooks that record the input and the output of each leaf, and return the hooks."""
+    """Register hooks that record the inputs and outputs of all modules without submodules in ``found``, and return the
+    hooks.
+    """
 
     def record_input(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -248,7 +254,7 @@ def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
 def _field(cfg: Any, name: str) -> Any:
     try:
         return getattr(cfg, name, None)
-    except Exception as exc:  # transformers' name for a field that differs between layers
+    except Exception as exc:  # transformers raises an error of its own for a field that differs between layers
         raise ModelError(f"per_layer_config: {name} differs from layer to layer, which is not implemented") from exc
 
 
