@@ -12,12 +12,12 @@ from .peft_config import LAYERS, MERGE, refuse_other_fields
 if TYPE_CHECKING:
     from .ia3_memory import IA3Memory
 
-# fields without an effect on the weights in the file, whose shapes say whether they are factors of inputs
+# fields that need not be read: the shape of a tensor in the file shows whether it has factors of inputs or of outputs
 FIELDS = ("feedforward_modules", "init_ia3_weights", *LAYERS)
 
 
 class IA3(AdapterMethod):
-    """The method of PEFT's IA3 folders."""
+    """The adapter method that reads folders written by PEFT's IA3."""
 
     def check(self, folder: str, config: Mapping[str, Any]) -> None:
         refuse_other_fields(folder, config, FIELDS, {}, f"train a plain IA3, or {MERGE}")

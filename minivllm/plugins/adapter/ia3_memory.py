@@ -47,7 +47,7 @@ class Factors(NamedTuple):
 
 
 class LayerFactors:
-    """The factors of one layer, for all places."""
+    """The factors of one layer for every place (slot for one loaded adapter on the device)."""
 
     def __init__(self, memory: IA3Memory, name: str, layer: AdaptedLayer) -> None:
         self.memory, self.name = memory, name
@@ -55,11 +55,13 @@ class LayerFactors:
         options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self.inputs = torch.ones(rows, info.in_features, **options)
         self.outputs = torch.ones(rows, info.out_features, **options)
-        # of several processes whose results are added, one adds the bias
+        # if the results of several processes are added, only one of them adds the bias
         self.bias = layer.bias if info.split != "row" or info.shard.rank == 0 else None
 
     def store(self, place: int, factors: Factors) -> None:
-        """Copy the factors of an adapter to a place; ones where it has none."""
+        """Copy the factors of an adapter to a place (slot on the device).  A layer that the adapter does not change
+        gets ones.
+        """
         for memory, given in ((self.inputs, factors.inputs), (self.outputs, factors.outputs)):
             if self.name in given:
                 memory[place].copy_(given[self.name], non_blocking=True)
@@ -67,7 +69,9 @@ class LayerFactors:
                 memory[place].fill_(1)
 
     def __call__(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return product(x) [T, out] with the factors of the adapters, for x [T, in]."""
+        """Return product(x) [T, out], with inputs and outputs multiplied by the factors of each token's adapter; x is
+        [T, in].
+        """
         memory = self.memory
         if memory.rows is None or (memory.used is not None and self.name not in memory.used):
             return product(x)
@@ -77,14 +81,15 @@ class LayerFactors:
 
 
 class IA3Memory(AdapterMemory):
-    """The factors of adapters for all linear layers."""
+    """The factors of all loaded adapters for all linear layers."""
 
     def __init__(self, model: AdaptedModel, places: int) -> None:
         self.model, self.none = model, places
         self.changes = {name: LayerFactors(self, name, layer) for name, layer in model.layers.items()}
-        self.layers: list[frozenset[str]] = [frozenset()] * places  # changed by the adapter of each place
-        self.rows: Tensor | None = None  # i64 [T] row of each token of the step
-        # layers that adapters of the step change; None means all, because a GPU's places are not read on the host
+        self.layers: list[frozenset[str]] = [frozenset()] * places  # layers that the adapter in each place changes
+        self.rows: Tensor | None = None  # i64 [T] index of the row of factors for each token of the step
+        # layers that the adapters of the step change; None means that all layers are multiplied, because the adapters
+        # of a step on a GPU are not read on the host
         self.used: frozenset[str] | None = None
 
     def layer(self, name: str) -> LayerChange:
@@ -96,7 +101,7 @@ class IA3Memory(AdapterMemory):
         found = Factors({}, {})
         if not source.names:
             raise adapter_refusal(source.folder, "its file of weights has no tensors")
-        seen: dict[str, str] = {}  # module -> its tensor
+        seen: dict[str, str] = {}  # name of a module -> name of its tensor
         for name in source.names:
             match = NAME.fullmatch(name)
             if match is None:
@@ -108,7 +113,7 @@ class IA3Memory(AdapterMemory):
         return found
 
     def _take(self, source: AdapterSource, name: str, target: AdapterTarget, found: Factors) -> None:
-        """Add a tensor of a folder to the factors ``found``.  RequestError if it does not fit the model."""
+        """Add a tensor of a folder to the factors ``found``.  Raise RequestError if it does not fit the model."""
         shape, values = source.shape(name), source.tensor(name)
         dtype = str(self.model.dtype).removeprefix("torch.")
         if not all_finite(values, self.model.dtype):
@@ -130,7 +135,9 @@ class IA3Memory(AdapterMemory):
             raise adapter_refusal(source.folder, what)
 
     def _of(self, factors: dict[str, Tensor], layer: str, size: int) -> Tensor:
-        """Return the factors [size] of a layer, in host memory; ones at the first use."""
+        """Return the factors [size] of a layer in host memory.  They are created as ones if ``factors`` does not have
+        the layer.
+        """
         if layer not in factors:
             factors[layer] = self.model.zeros(size, self.model.dtype).fill_(1)
         return factors[layer]
@@ -154,5 +161,8 @@ class IA3Memory(AdapterMemory):
 
 
 def chooses_layers(device: torch.device) -> bool:
-    """Return whether only the layers that adapters of the step change are multiplied: places are read on the host."""
+    """Return whether a step multiplies only the layers that its adapters change.
+
+    This needs the adapters of the step on the host, where only a CPU has them without waiting.
+    """
     return device.type == "cpu"

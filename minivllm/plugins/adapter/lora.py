@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoRA(AdapterMethod):
-    """The method of PEFT's LoRA folders."""
+    """The adapter method that reads folders written by PEFT's LoRA."""
 
     def check(self, folder: str, config: Mapping[str, Any]) -> None:
         read_settings(folder, config, self.ctx.max_rank)

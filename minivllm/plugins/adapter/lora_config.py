@@ -16,8 +16,8 @@ from minivllm.errors import shown
 
 from .peft_config import LAYERS, MERGE, refuse_other_fields
 
-MOST_PATTERNS, MOST_PATTERN = 4096, 256  # patterns of a folder, and characters of one of them
-MOST_REPEATS = 3  # the most repetitions (* and +) in a pattern
+MOST_PATTERNS, MOST_PATTERN = 4096, 256  # largest number of patterns in a field, and of characters in a pattern
+MOST_REPEATS = 3  # largest number of the operators * and + in a pattern
 # fields that are read, or do not change the result of the weights in the file
 FIELDS = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
@@ -53,7 +53,7 @@ class LoraSettings:
         return int(_matching(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a module's product with A and B."""
+        """Return the scale of a module, by which its product with A and B is multiplied."""
         rank, alpha = self.rank_of(module), _matching(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -108,7 +108,7 @@ def _patterns(folder: str, name: str, values: Any, whole: bool = False) -> dict[
             fine = len(pattern) <= MOST_PATTERN and re.compile(pattern) is not None
         except re.error:
             fine = False
-        # such a pattern may take as long as 2 to the power of the length of a name
+        # with more repetitions, matching may take a time of 2 to the power of the length of a name
         repeats = re.findall(r"(?<!\\)[*+]", pattern)
         if not fine or len(repeats) > MOST_REPEATS or re.search(r"\)[*+{]|\{", pattern):
             what = f"a regular expression of at most {MOST_PATTERN} characters and {MOST_REPEATS} times * or +, without"

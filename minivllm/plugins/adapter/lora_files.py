@@ -32,13 +32,13 @@ OTHERS = {
     "lora_B.bias": "lora_bias=true",
     "modules_to_save": "modules_to_save",
 }
-ALIGNED = 128  # numbers; A and B of each layer begin at a multiple
+ALIGNED = 128  # A and B of each layer begin at an index that is a multiple of this
 
 
 class Place(NamedTuple):
-    """The place of a layer's A and B in a row of the arena."""
+    """The position of a layer's matrices A and B in a row of the arena (the device memory of one adapter)."""
 
-    number: int  # the layer's number among all linear layers
+    number: int  # index of the layer among all linear layers
     parts: int
     rank: int  # of the memory
     inputs: int
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Return the count of numbers of A and B."""
+        """Return the number of elements of A and B together."""
         return self.rank * (self.parts * self.inputs + self.outputs)
 
     def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def _aligned(count: int) -> int:
 
 
 def places_of(infos: Mapping[str, ModuleInfo], rank: int) -> tuple[dict[str, Place], int]:
-    """Return the places of layers in a row of the arena by their names, and the size of the row."""
+    """Return the places of layers in a row of the arena by the names of layers, and the number of elements of a row."""
     first_a, end = [], 0
     for info in infos.values():
         first_a.append(end)
@@ -76,7 +76,11 @@ def places_of(infos: Mapping[str, ModuleInfo], rank: int) -> tuple[dict[str, Pla
 
 
 class MemoryPart(NamedTuple):
-    """Numbers [rows, width] of a row of the arena; those of neighbouring rows are ``stride`` apart."""
+    """Elements of a row of the arena that form a matrix [rows, width].
+
+    The first element has the index ``first``, and each row of the matrix begins ``stride`` elements after the row
+    before.
+    """
 
     first: int
     rows: int
@@ -85,11 +89,11 @@ class MemoryPart(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the first number behind the part."""
+        """Return the index, in the row of the arena, of the first element behind the matrix and its last stride."""
         return self.first + self.rows * self.stride
 
     def of(self, row: Tensor) -> Tensor:
-        """Return the part of a row [size] as a view [rows, width]."""
+        """Return the matrix as a view [rows, width] of a row [size] of the arena."""
         return row[self.first : self.stop].view(self.rows, self.stride)[:, : self.width]
 
 
@@ -97,15 +101,19 @@ Conversion = Callable[[Tensor, Tensor], None]  # writes a tensor of the file to 
 
 
 class ReadPlan(NamedTuple):
-    """The way to read folders with one layout of the file and equal settings."""
+    """The copies and conversions that read a LoRA folder into a row of the arena, for folders with equal layouts and
+    settings.
+    """
 
     layout: bytes
     settings: LoraSettings
     ranks: Tensor  # i32 [layers]
-    copies: Sequence[tuple[str, int, MemoryPart]]  # a tensor, its first number that is copied, the numbers in memory
-    scales: Sequence[tuple[int, int, float]]  # numbers [first, stop) of the row that are multiplied after the copies
-    conversions: Sequence[tuple[str, Conversion]]  # of tensors in another dtype or order
-    numbers: int  # count of numbers that are written
+    copies: Sequence[tuple[str, int, MemoryPart]]  # (name of a tensor, index of its first copied element, destination)
+    # (first, stop, factor): elements of the row that are multiplied after the copies
+    scales: Sequence[tuple[int, int, float]]
+    # (name of a tensor, function that writes it), for tensors in another dtype or order
+    conversions: Sequence[tuple[str, Conversion]]
+    numbers: int  # number of elements that are written
 
 
 def make_plan(
@@ -122,7 +130,7 @@ def make_plan(
     copies: list[tuple[str, int, MemoryPart]] = []
     conversions: list[tuple[str, Conversion]] = []
     scaled: list[tuple[MemoryPart, float]] = []
-    numbers: dict[int, int] = {}  # by the first number of a part
+    numbers: dict[int, int] = {}  # number of elements of each written matrix, by the index of its first element
     for module, (a, b) in pairs_of(source.folder, source.names).items():
         target = source.target(module)
         _check(source, module, target, settings, a, b)
@@ -145,7 +153,7 @@ def make_plan(
 
 
 def _parts_of_a(target: AdapterTarget, place: Place, info: ModuleInfo, rank: int) -> Iterator[MemoryPart]:
-    """Yield the memory of A for each part of a target."""
+    """Yield the memory for A of each part of the layer that a target of the adapter changes."""
     names = [part for part, _ in info.parts]
     for part in target.parts:
         first = place.first_a + names.index(part) * place.rank * place.inputs
@@ -153,19 +161,20 @@ def _parts_of_a(target: AdapterTarget, place: Place, info: ModuleInfo, rank: int
 
 
 def _parts_of_b(target: AdapterTarget, place: Place, rank: int) -> Iterator[tuple[MemoryPart, Tensor]]:
-    """Yield the memory of B for each part of a target, and the numbers of the target's outputs i64 [rows] in it."""
+    """Yield the memory for B of each part of a target, and the indices i64 [rows] of the target's outputs that it
+    holds.
+    """
     for _, rows, share in target.rows(torch.arange(target.outputs)):
         yield MemoryPart(place.first_b + rows.start * place.rank, len(share), rank, place.rank), share
 
 
 def _consecutive(numbers: Tensor) -> bool:
-    """Return whether numbers [n] are n neighbours in ascending order."""
+    """Return whether numbers i64 [n] ascend in steps of 1."""
     return bool((numbers.diff() == 1).all())
 
 
 def _merged(parts: Sequence[tuple[MemoryPart, float]]) -> list[tuple[int, int, float]]:
-    """Return the first and last numbers of parts in ascending order with their scales; neighbours with one scale are
-    joined."""
+    """Return (first, stop, scale) for parts in ascending order; neighbouring parts with an equal scale are joined."""
     found: list[tuple[int, int, float]] = []
     for part, scale in parts:
         if found and found[-1][1:] == (part.first, scale):

@@ -9,11 +9,11 @@ from typing import Any
 from minivllm.core.interfaces.adapter import adapter_refusal
 from minivllm.errors import brief, shown
 
-# fields that describe a folder
+# fields that describe a folder and have no effect
 DESCRIPTIVE = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-# fields about layers; the tensors in the file determine the layers and the order of numbers
+# fields that need not be read: the names and shapes of the tensors determine the layers and the order of dimensions
 LAYERS = ("exclude_modules", "fan_in_fan_out", "target_modules")
 MERGE = "merge the adapter into the weights"
 

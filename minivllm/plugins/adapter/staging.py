@@ -28,9 +28,10 @@ class Staging:
         self._stream = torch.cuda.Stream(device)
         self._lock = threading.Lock()
         self._turn = 0
-        self._weights: list[Tensor | None] = [None] * ROWS  # the adapter of each row, in host memory
-        self._written: list[Any] = [None] * ROWS  # events behind the copies to each row
-        self._read: list[Any] = [None] * ROWS  # events behind the copies from each row
+        # the adapter that each row holds or receives, in host memory
+        self._weights: list[Tensor | None] = [None] * ROWS
+        self._written: list[Any] = [None] * ROWS  # a CUDA event behind the last copy to each row
+        self._read: list[Any] = [None] * ROWS  # a CUDA event behind the last copy from each row
 
     def put(self, weights: Tensor) -> None:
         """Start the copy of an adapter [size] in pinned host memory to the next row.  Any thread may call this."""

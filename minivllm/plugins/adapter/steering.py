@@ -20,7 +20,7 @@ HINT = "a steering folder has peft_type and scale"
 
 
 class Steering(AdapterMethod):
-    """The method of folders with vectors."""
+    """The adapter method that reads folders with steering vectors."""
 
     def check(self, folder: str, config: Mapping[str, Any]) -> None:
         refuse_other_fields(folder, config, ("scale",), {}, HINT)

@@ -20,7 +20,7 @@ from .peft_config import finite_number
 
 
 class SteeringMemory(AdapterMemory):
-    """The vectors of adapters, at each of the chosen tap points."""
+    """The vectors of all loaded adapters, at each of the chosen tap points (named tensors of the model)."""
 
     def __init__(self, model: AdaptedModel, places: int, patterns: Sequence[str]) -> None:
         """Allocate the vectors of the points that match ``patterns``.  PluginError if there are none."""
@@ -35,7 +35,7 @@ class SteeringMemory(AdapterMemory):
             raise PluginError(f"steering: no tap point of this model matches points={list(patterns)}; it has {some}")
         options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self.vectors = {point: torch.zeros(places + 1, width, **options) for point, width in widths.items()}
-        self.rows: Tensor | None = None  # i64 [T] row of each token of the step
+        self.rows: Tensor | None = None  # i64 [T] index of the row of the vectors for each token of the step
 
     def read(self, source: AdapterSource) -> dict[str, Tensor]:
         scale = finite_number(source.folder, "scale", source.config.get("scale", 1.0))

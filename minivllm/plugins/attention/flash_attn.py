@@ -64,7 +64,7 @@ class FlashAttn(Paged):
             lse.copy_(norm.t())
 
     def _most_queries(self, meta: AttnMeta) -> int:
-        """Return an upper bound of a row's queries, which determines the grid.
+        """Return an upper bound of the number of queries of a row, from which the library computes its grid.
 
         A captured step uses the largest possible number.
         """

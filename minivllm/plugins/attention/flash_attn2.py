@@ -61,7 +61,9 @@ class FlashAttn2(Paged):
     def _longer(
         self, layer: AttnLayer, q: Tensor, meta: AttnMeta, first: int, how: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention for rows from ``first`` on, and return the outputs [T, heads, D] and lse [heads, T]."""
+        """Compute attention for the rows from the row ``first`` on, and return the outputs [T, heads, D] and lse
+        [heads, T].
+        """
         g, pages = layer.group, dense_pages(meta, layer.group, first, len(meta.slots))
         key = ("starts", g)
         if key not in meta.work:

@@ -62,7 +62,7 @@ class FlashInfer(Paged):
     def __init__(self, options: FlashInferOptions, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
         device = torch.device(ctx.device)
-        # The library keeps semaphores in it, which must be zero at first, and are zero again after each call.
+        # The library keeps semaphores in this memory, which must be zero at first, and are zero again after each call.
         self._decode_space = torch.zeros(DECODE_SPACE, dtype=torch.uint8, device=device)
         self._prefill_space = torch.empty(PREFILL_SPACE, dtype=torch.uint8, device=device)
         self._planners: dict[tuple, deque[Planned]] = {}  # kind of layer -> its wrappers, the least recently used first

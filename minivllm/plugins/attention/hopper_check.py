@@ -75,7 +75,9 @@ def _distance(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.devi
 
 
 def _meta(block: int, device: torch.device) -> tuple[Any, int]:
-    """Return the part of ``AttnMeta`` that both kernels read, and the number of blocks with the null block."""
+    """Return the fields of ``AttnMeta`` that both kernels read, for the rows of the comparison, and the number of cache
+    blocks.
+    """
     counts = [-(-length // block) for length in ALL]
     order = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1))
     table = np.zeros((1, len(ALL), max(counts) + 1), np.int32)

@@ -25,10 +25,10 @@ from types import ModuleType
 from minivllm.core.interfaces.attnspec import AttnSpec
 
 LINES = 128  # lines of a tile (M)
-LEAST_BLOCK = 16  # fewest tokens of a block; a copy of fewer rows is smaller than a swizzle pattern
+LEAST_BLOCK = 16  # fewest tokens of a block; the copy of a smaller block would be smaller than a swizzle pattern
 MOST_GROUP = 16  # query heads per KV head that were tested
 LEAST_WINDOW = 1024  # with smaller windows a tile reads few keys, mostly with a mask
-LEAST_TILES = 96  # tiles of all KV heads; fewer would leave much of the device idle, and smaller tiles do not
+LEAST_TILES = 96  # fewest tiles over all KV heads; with fewer of these large tiles much of the device would be idle
 LEAST_KEYS = 256  # mean keys of a row; with fewer, most of a key tile would be masked
 
 
@@ -37,7 +37,7 @@ class Variant:
     """Constants of the Hopper kernel for a size of heads."""
 
     keys: int  # keys of a tile (N)
-    stages: int  # tiles of keys, and tiles of values, in shared memory
+    stages: int  # number of key tiles, and of value tiles, that shared memory holds
 
 
 VARIANTS = {64: Variant(128, 2), 128: Variant(128, 2), 256: Variant(64, 2)}  # size of heads -> variant

@@ -61,8 +61,8 @@ class Paged(AttentionBackend):
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
         q = self._write(layer, q, k, v, meta, pre)
         if layer.spec.window is not None:
-            # The libraries load the first tile of a window whole, and multiply the keys before the window by 0. The
-            # table may have the null block there, to which a failed row may have written NaN.
+            # The libraries load the first key tile of a window whole, and multiply the keys before the window by 0.
+            # Their blocks may be the null block, to which a failed row may have written NaN.
             for x in layer.cache.values():
                 x[NULL_BLOCK].zero_()
         return q

@@ -33,7 +33,7 @@ class Limits:
     """The limits of a batch and the cost of one more batch, which were measured.  They do not affect results."""
 
     gather: int  # bytes of keys and values that a batch may gather, which should fit in a CPU's cache
-    pairs: int = 1 << 22  # query-key pairs of a batch that needs a mask
+    pairs: int = 1 << 22  # most query-key pairs of a batch that needs a mask
     batch_bytes: int = 512 << 10  # number of gathered bytes that take as long as one more batch of decode rows
     batch_pairs: int = 1 << 20  # number of query-key pairs that take as long as one more batch of prefill rows
 
@@ -47,12 +47,12 @@ class SdpaBatch:
 
     rows: int  # B
     queries: int  # Lq
-    tokens: slice | Tensor  # i64 [B * Lq], the tokens of the step that are the queries
+    tokens: slice | Tensor  # i64 [B * Lq], the indices of the queries among the tokens of the step
     slots: Tensor  # i64 [B, Lk] flat cache slots of the keys
     mask: Tensor | None  # [B, 1, Lq, Lk], added to the scores; None means causal from position 0
     ahead: Tensor | None = None  # float32 [B, 1, Lq, Lk], the key's position minus the query's, for layers with slopes
     real: Tensor | None = None  # i64, the indices among B * Lq that are not padding; None means all
-    out: Tensor | None = None  # tokens of ``real``; None means ``tokens``
+    out: Tensor | None = None  # indices among the tokens of the step of the queries in ``real``; None means ``tokens``
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,15 @@ class KVPiece:
 
     @property
     def keys(self) -> int:
-        """Return the number of positions that the queries see."""
+        """Return the number of positions from ``first`` to ``last``."""
         return self.last + 1 - self.first
 
 
 class Sdpa(AttentionBackend):
-    """The back end of torch, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi and lse.
+    """The back end on torch's scaled_dot_product_attention.
 
-    ``lse`` is the logarithm of the softmax's denominator, including the sink.
+    It supports window, sinks, softcap, alibi and lse.  ``lse`` is the logarithm of the softmax's denominator, including
+    the sink.
     """
 
     native = True  # captured steps of a CPU compute the same as this class; subclasses do not inherit this
@@ -155,7 +156,7 @@ class Sdpa(AttentionBackend):
 
 
 def _put(out: Tensor, b: SdpaBatch, x: Tensor) -> None:
-    """Write x [B, Lq, ...] of a batch to its tokens of ``out`` [T, ...]."""
+    """Write the result x [B, Lq, ...] of a batch to the tokens of the batch in ``out`` [T, ...]; padding is dropped."""
     if b.real is not None:
         assert b.out is not None
         out.index_copy_(0, b.out, x.flatten(0, 1).index_select(0, b.real).to(out.dtype))
@@ -237,7 +238,8 @@ def make_batches(
             batches.append(decode_batch(meta, group, spec, rows, longest, dtype))
     fresh: list[KVPiece] = []
     masked: list[KVPiece] = []
-    pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax stores the scores of all heads
+    # with the explicit softmax a batch has fewer pairs, because it stores the scores of all heads
+    pairs = limits.pairs if causal else limits.pairs // 4
     for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
         (fresh if piece.causal else masked).append(piece)
     price, most = limits.batch_pairs, limits.gather * spec.kv_heads // (spec.heads * token_bytes)

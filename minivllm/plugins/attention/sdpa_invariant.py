@@ -30,16 +30,20 @@ from minivllm.device.layers.invariant import same_at_every_place
 from minivllm.errors import PluginError
 
 LINES, KEYS, PAIRS = 16, 64, 16
-MOST_PAIRS = 1024  # pairs that are computed at a time, which limits the memory and does not affect results
-MOST_TILES = 1024  # tiles of several rows and all KV heads that are read at a time; a single row may have more
+# largest number of (item, key tile) pairs that are computed in a call; it limits the memory and does not affect results
+MOST_PAIRS = 1024
+# largest number of key tiles, over all KV heads, that several rows read together; a single row may have more
+MOST_TILES = 1024
 
 
 @dataclass(frozen=True)
 class Items:
-    """I items that attend to up to J tiles of keys.  Items without a ``real`` line only complete a batch.
+    """I items (tiles of LINES queries) that attend to up to J tiles of keys each.
 
-    token i64 [I, LINES] of the step, head i64 [I, LINES] within its KV head's group, real bool [I, LINES], tile i64 [I,
-    J] of the ``Keys``, hidden bool [I, 1, J, LINES, KEYS].
+    ``token`` i64 [I, LINES] are the indices of the queries among the tokens of the step, and ``head`` i64 [I, LINES]
+    their query heads within the group of a KV head.  ``real`` bool [I, LINES] marks lines with a query; items without
+    one only complete a batch.  ``tile`` i64 [I, J] are indices of tiles in ``Keys``.  ``hidden`` bool [I, 1, J, LINES,
+    KEYS] marks keys that a query does not see.
     """
 
     token: Tensor
@@ -53,7 +57,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Keys:
-    """The T tiles of keys of some rows, and their items.  ``slots`` i64 [T, KEYS] are cache slots."""
+    """The T tiles of keys of some rows, and the items that attend to them.  ``slots`` i64 [T, KEYS] are cache slots."""
 
     slots: Tensor
     items: list[Items]
@@ -101,10 +105,10 @@ def _slots(
 
 
 def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndarray, shift: np.ndarray) -> list[Items]:
-    """Divide these rows into items, and group items of a similar number of tiles.
+    """Divide the queries of these rows into items, and group items of a similar number of key tiles.
 
-    ``first`` is the position of each row's first query.  ``shift`` is subtracted from the number of a row's tile to
-    give its index in the ``Keys``.
+    ``first`` is the position of each row's first query.  ``shift`` is subtracted from the index of a key tile in its
+    row to give its index in the ``Keys``.
     """
     heads = spec.heads // spec.kv_heads
     every = meta.q_len.numpy().astype(np.int64)
@@ -267,7 +271,8 @@ def width(dim: int) -> int:
 
 
 def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
-    """Return the products [P, m, n] of a [P, m, k] and the matrices ``at`` i64 [P] of b [.., k, n].
+    """Return the products a[i] b[at[i]], [P, m, n], of a [P, m, k] and the matrices of b [.., k, n] with the indices
+    ``at`` i64 [P].
 
     P is a multiple of PAIRS.
     """
@@ -275,7 +280,7 @@ def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
     out, index = a.new_empty(len(a), a.shape[1], b.shape[2]), torch.from_numpy(at)
     room = b.new_empty(PAIRS, *b.shape[1:])
     calls = at.reshape(-1, PAIRS)
-    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # consecutive matrices need no copy
+    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # a call with consecutive matrices needs no copy of them
     for i, (run, first) in enumerate(zip(runs, calls[:, 0].tolist(), strict=True)):
         some = slice(i * PAIRS, (i + 1) * PAIRS)
         part = b[first : first + PAIRS] if run else torch.index_select(b, 0, index[some], out=room)

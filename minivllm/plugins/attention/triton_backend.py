@@ -48,15 +48,16 @@ SAVES_FROM = 32 << 20
 
 
 class Triton(AttentionBackend):
-    """The back end in Triton, with the contract of ``AttentionBackend``, window, sinks, softcap, alibi, v_in_k,
-    spans and lse.
+    """The back end with kernels in Triton.
 
-    ``lse`` is the natural logarithm of the softmax's denominator, including the sink.
+    It supports window, sinks, softcap, alibi, v_in_k, spans and lse.  ``lse`` is the natural logarithm of the softmax's
+    denominator, including the sink.
     """
 
     def __init__(self, options: TritonOptions | None, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
-        self.unfit: set[AttnSpec] = set()  # shapes for which the Hopper kernel gave different results at the start
+        # layers of these shapes do not use the Hopper kernel, since it gave different results when the engine started
+        self.unfit: set[AttnSpec] = set()
         wanted = "auto" if options is None else options.shared_prefixes
         if wanted != "off" and not ctx.batch_invariant:
             self.shares_from = SAVES_FROM if wanted == "auto" else 1
@@ -75,7 +76,9 @@ class Triton(AttentionBackend):
         return layout
 
     def _note_kernel(self, spec: AttnSpec, kv_dtype: str, block: int) -> None:
-        """Note the kernel of rows of several tokens, if the device has a choice."""
+        """Add a note for the user: which kernel computes rows of several tokens, if this device has two kernels for
+        them.
+        """
         if capability(torch.device(self.ctx.device)) != 9 or self.ctx.batch_invariant:
             return
         why = refusal(spec, self.ctx.dtype, kv_dtype, block)
@@ -121,7 +124,8 @@ class Triton(AttentionBackend):
     ) -> None:
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
-        if self.ctx.batch_invariant:  # parts of keys at fixed positions, merged in order
+        # the keys are cut into parts at fixed positions, whose results are merged in order
+        if self.ctx.batch_invariant:
             captured = meta.work.get("key", EAGER)
             single = captured.kind == "decode" if captured.kind != "eager" else int(meta.host_q_len.max()) == 1
             attend_fixed(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), single)
@@ -155,7 +159,7 @@ class Triton(AttentionBackend):
         return found
 
     def _shared(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> SharedWork | None:
-        """Return the shared prefixes of a step's rows, None if it reads each row separately."""
+        """Return the prefixes that several rows of a step share, or None if each row reads its keys separately."""
         spec = layer.spec
         captured = meta.work.get("key", EAGER)
         if not captured.shared or self.shares_from is None or rows < FEWEST_ROWS or spec.window is not None:
@@ -169,7 +173,9 @@ class Triton(AttentionBackend):
     def _work(
         self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool, shared: SharedWork | None
     ) -> tuple[DecodeWork, bool]:
-        """Return the work of a layer's rows, and whether an earlier layer had the same work."""
+        """Return how the keys of a layer's decode rows are divided among programs, and whether an earlier layer had the
+        same division.
+        """
         spec = layer.spec
         key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         known = key in meta.work
@@ -201,7 +207,8 @@ class Triton(AttentionBackend):
         if spec in self.unfit or self._ahead(meta, layer.group, q.device) is not None:
             return None
         if copied and spec.window is not None:
-            return None  # such a copy begins at a key tile of ``triton_prefill``
+            # the copy begins at a key tile of ``triton_prefill``, whose size the Hopper kernel does not have
+            return None
         stored = q.dtype if copied else layer.cache["k"].dtype
         if refusal(spec, *(str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)), meta.block):
             return None

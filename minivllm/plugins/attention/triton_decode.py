@@ -35,11 +35,12 @@ from .triton_bytes import numbers, quarters, together
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NEVER: tl.constexpr = tl.constexpr(-1.0e30)  # a score below every real score; finite, so that no NaN can result
-PART: tl.constexpr = tl.constexpr(1 << 16)  # a number for part and parts, PART * part + parts
-AT_ONCE: tl.constexpr = tl.constexpr(16)  # partial sums that are loaded together
+# factor that packs (index of a part, number of parts) into one number, PART * part + parts
+PART: tl.constexpr = tl.constexpr(1 << 16)
+AT_ONCE: tl.constexpr = tl.constexpr(16)  # number of partial sums that are loaded together
 PROGRAMS = 3 * 132  # number of programs that an H200 runs at the same time
-LEAST_VECTOR = 128  # least number of elements of a vector over the rows of a step with shared prefixes
-LONG = 8192  # contexts that may have more tokens are split for any number of rows
+LEAST_VECTOR = 128  # least size of a vector over the rows of a step with shared prefixes
+LONG = 8192  # rows are split into parts for any number of rows if a context may have more tokens than this
 
 
 @triton.jit
@@ -126,11 +127,13 @@ def _part_of(tiles, most, at_once, capacity):
         parts = tl.sum((tiles + each - 1) // each, 0)
         full = parts.to(tl.float32) / at_once
         time = each * (0.3 + 0.67 * full)
-        # the parts do not fit at the same time: they run in order of length, and the first loads of each are not hidden
+        # The parts do not fit on the device at the same time.  They run in order of length, and the first loads of each
+        # part are not hidden.
         if full > 1.0:
             time = total + 0.25 * each + 0.5 * full
         if each < most:
-            time += 0.37 + (most - 1) // (each * AT_ONCE)  # sums are merged, AT_ONCE of a row at a time
+            # the time to merge the sums, AT_ONCE parts of a row at a time
+            time += 0.37 + (most - 1) // (each * AT_ONCE)
         better = (time < least) & (parts <= capacity)
         size, least = tl.where(better, each, size), tl.where(better, time, least)
         each = each * 2 // 3
@@ -154,7 +157,7 @@ def _deal(
     if SHARED:
         tiles -= tl.load(shared + 2 * at, mask=at < rows, other=0) // N
     on = at < rows
-    if MIXED:  # the decode kernel does not compute rows of several tokens or none
+    if MIXED:  # rows with several tokens, or without one, are not computed by the decode kernel
         on &= tl.load(q_len + at, mask=at < rows, other=0) == 1
     tiles = tl.where(on, tl.maximum(tiles, 1), 0)
     each = tl.maximum(tiles, 1)
@@ -515,7 +518,8 @@ def decode(
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     shared = work.shared or (work.first, work.sums, work.norms)
     ends = (*shared, work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
-    one = len(work.first) == 1  # products of quantized weights before and after it load to registers
+    # with one row, registers stay free for the products of quantized weights before and after this kernel
+    one = len(work.first) == 1
     room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
     launched = _decode[(spec.kv_heads, len(work.entries))](
         q,

@@ -30,18 +30,18 @@ from .triton_decode import LOG2E, NEVER, finish, in_float32, page_of, power, sca
 from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, whole_cache
 
 PART = 256  # keys
-PROGRAMS = 264  # of few tiles; two for each multiprocessor of an H200
+PROGRAMS = 264  # number of programs among which few tiles are divided: two for each multiprocessor of an H200
 MOST_PROGRAMS = 32  # largest number of programs of one tile and KV head
 MOST_BYTES = 64 << 20  # of stored sums
 
 
 class KeyParts(NamedTuple):
-    """The programs of a tile and KV head, and the sums that they store."""
+    """The number of programs for each tile and KV head, and the memory for the sums that they store."""
 
     programs: int  # number of programs of a tile; 1 means that no partial results are stored
     sums: Tensor  # float32 [tiles * KV heads * lines * most, DV], DV elements of a value
     norms: Tensor  # float32 [tiles * KV heads * lines * most, 2] maximum and denominator
-    most: int  # parts of the longest row
+    most: int  # number of parts of the longest row
 
 
 @triton.jit

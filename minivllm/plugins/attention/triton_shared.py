@@ -43,11 +43,11 @@ from .triton_decode import (
 )
 from .triton_prefill import by_tma, load_scales, load_tile, see
 
-LEAST_TOKENS = 256  # least tokens of a shared prefix
+LEAST_TOKENS = 256  # fewest tokens of a prefix that rows read together
 FEWEST_ROWS = 4  # fewest rows of a group, which limits the entries of a step
-MOST_CHUNKS = 8  # most chunks of a row's shared prefix, at most ``triton_decode.AT_ONCE``
+MOST_CHUNKS = 8  # largest number of chunks of a row's shared prefix; not above ``triton_decode.AT_ONCE``
 LEAST_CHUNK = 128  # tokens
-ENTRY: tl.constexpr = tl.constexpr(8)  # numbers in an entry
+ENTRY: tl.constexpr = tl.constexpr(8)  # size of an entry in numbers
 
 
 class Tile(NamedTuple):

@@ -27,10 +27,10 @@ from minivllm.device.kernels.launch import kernel
 from .triton_decode import scales_of
 from .triton_prefill import KEYS
 
-PAYS = 64  # mean number of queries per key from which on a copy in 16 bits saves time
+PAYS = 64  # mean number of queries per key from which a copy in 16 bits saves time
 LEAST = 1 << 27  # number of (query head, key) pairs below which launching the copy takes longer than it saves
-SHARE = 256  # a copy takes at most 1 / SHARE of the device's memory
-CHUNK = 4096  # elements of a program
+SHARE = 256  # a copy takes at most one part in SHARE of the device's memory
+CHUNK = 4096  # number of elements that a program copies
 
 
 @triton.jit
@@ -86,7 +86,9 @@ def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
 
 
 def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
-    """Return for each row the block of its table with the first tile of keys of its first query, i64 [R]."""
+    """Return, for each row, the index in its block table of the block that holds the first key that its first query
+    sees, i64 [R].
+    """
     kv_len = meta.host_kv_len[layer.group].astype(np.int64)
     if layer.spec.window is None:
         return np.zeros_like(kv_len)
@@ -95,12 +97,16 @@ def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
 
 
 def _room(blocks: int) -> int:
-    """Return the number of blocks to allocate, a power of two, so that a growing context can reuse freed memory."""
+    """Return the number of blocks to allocate for ``blocks`` blocks: the next power of two, so that a growing context
+    can reuse freed memory.
+    """
     return 1 << max(blocks - 1, 0).bit_length()
 
 
 def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the copy's table i32 [blocks], the row of each block i64, and for each row the place of its block 0."""
+    """Return the block table i32 [blocks] of the copy, the row of each block i64, and for each row the index of its
+    block 0.
+    """
     key = ("widened", layer.group)
     if key not in meta.work:
         first = _first_blocks(layer, meta)
