@@ -28,7 +28,7 @@ def save(folder: Path, net: Net, optimizer: Optimizer, facts: dict) -> None:
     tensors = {f"net.{name}": parameter.detach() for name, parameter in net.named_parameters()}
     tensors |= {f"state.{name}": tensor for name, tensor in optimizer.state.items()}
     parts: list[dict[str, Tensor]] = []
-    free = 0  # bytes of the last part
+    free = 0  # number of bytes that are free in the last part
     for name, tensor in tensors.items():
         if tensor.nbytes > free:
             parts.append({})

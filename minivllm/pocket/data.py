@@ -33,7 +33,7 @@ TALK = (
 )
 SIGNS = "äöüßéèñçøåαβγδλπωбгджяшщ中文字日本語猫犬狐森林한국어漢शनم😀🦊🌲🌙🔥✨🎵→≤∞€½"
 
-Document = tuple[list[int], list[int]]  # token ids, and the weight of each in the loss
+Document = tuple[list[int], list[int]]  # token ids, and the weight of each token in the loss
 KINDS = {"plain": 12, "story": 14, "sums": 20, "copy": 16, "json": 10, "dense": 8, "needle": 4, "talk": 3}
 """Kinds of short documents with their relative frequencies."""
 
@@ -42,7 +42,7 @@ MOST_CASES = {"story": 2, "sums": 8, "copy": 4, "json": 3}
 
 
 class Writer:
-    """The writer of documents, driven by a random number generator."""
+    """Draws training documents with a random number generator."""
 
     def __init__(self, encoder: Encoder, rng: Random):
         self.encoder = encoder

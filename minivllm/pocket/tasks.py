@@ -107,7 +107,7 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
 
 
 def _sentences(rng: Random, pieces: int) -> list[str]:
-    """Return sentences of stories until they have `pieces` words and signs."""
+    """Return sentences of stories which have at least `pieces` words and signs together."""
     teller = Teller(rng)
     sentences: list[str] = []
     while pieces > 0:
@@ -212,7 +212,7 @@ def person(rng: Random) -> tuple[list[str], dict]:
 
 
 def goods(rng: Random) -> tuple[list[str], dict]:
-    """Draw sentences about something that is for sale, and their values by key."""
+    """Draw sentences about a thing that is for sale, and their values by key."""
     thing = rng.choice(NOUNS)
     color = rng.choice(lex.COLORS)
     town = rng.choice(lex.TOWNS)

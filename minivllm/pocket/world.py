@@ -54,7 +54,7 @@ class Role:
 
 @dataclass
 class Wish:
-    """The subject of a story.  The teller chooses the fields that are empty."""
+    """The wanted subject of a story.  The teller chooses the fields that are empty."""
 
     hero: str = ""
     name: str = ""
@@ -88,7 +88,7 @@ def capital(text: str) -> str:
 
 
 class Teller:
-    """A teller that invents stories with a random number generator."""
+    """Invents stories with a random number generator."""
 
     def __init__(self, rng: Random):
         self.rng = rng

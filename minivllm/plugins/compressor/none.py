@@ -8,7 +8,7 @@ from minivllm.core.interfaces.compressor import Compressor, StoredTokens
 
 
 class NoCompression(Compressor):
-    """A compressor for engines without compression.  The engine never calls it."""
+    """The compressor of engines whose caches are not compressed.  The engine never calls it."""
 
     def score(self, stored: StoredTokens) -> Tensor:
         return stored.keys.new_ones(len(stored.keys))

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOKENIZER = "tokenizer.json"
-LONGEST = 32  # newlines that a token may have
+LONGEST = 32  # largest number of newlines in a token
 
 
 class Gemma3Images(TowerEncoder):
-    """Encodes an image as ``mm_tokens_per_image`` tokens.  Its shape is (channels, height, width)."""
+    """Encodes an image as ``mm_tokens_per_image`` tokens.  The shape of the pixels is (channels, height, width)."""
 
     def facts_with(self, token: int) -> ImageFacts:
-        """Return the facts of a checkpoint.  ModelError for a processor that cuts images, and for a tokenizer without a
-        token of two newlines."""
+        """Return the facts of a checkpoint: how an image is written in a prompt; ``token`` is the id of an image token.
+
+        Raise ModelError for a processor that cuts images into pieces, and for a tokenizer without a token of two
+        newlines.
+        """
         check_tower(self.whole, (SIGLIP,))
         fields = files.read_json(self.folder / PROCESSOR, files.PART, ModelError)
         if fields.get("do_pan_and_scan"):
@@ -49,7 +52,7 @@ class Gemma3Images(TowerEncoder):
         )
 
     def _newlines(self) -> dict[int, int]:
-        """Return the ids of tokens that are newlines, by the number of newlines."""
+        """Return the ids of the tokens that consist of newlines, by the number of their newlines."""
         path = self.folder / TOKENIZER
         if not files.is_there(path):
             raise ModelError(f"the checkpoint has no {TOKENIZER}, which the image encoder reads")

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class Llava(TowerEncoder):
-    """Encodes an image as one token for each patch.  Its shape is (channels, height, width)."""
+    """Encodes an image as one token for each patch.  The shape of the pixels is (channels, height, width)."""
 
     def facts_with(self, token: int) -> ImageFacts:
-        """Return the facts of a checkpoint with a tower of CLIP or SigLIP."""
+        """Return the facts of a checkpoint: how an image is written in a prompt; ``token`` is the id of an image token.
+
+        Raise ModelError for a vision tower other than CLIP or SigLIP.
+        """
         check_tower(self.whole, (CLIP, SIGLIP))
         return ImageFacts(token)
 

@@ -32,7 +32,7 @@ EMBEDDINGS = (
 
 
 class Pixtral(TowerEncoder):
-    """Encodes an image as rows of merged patches.  Its shape is (channels, height, width)."""
+    """Encodes an image as rows of merged patches.  The shape of the pixels is (channels, height, width)."""
 
     def facts_with(self, token: int) -> ImageFacts:
         """Return the facts of a checkpoint with a tower of Pixtral.  ModelError without the tokens of its rows, and for
@@ -95,7 +95,7 @@ class Pixtral(TowerEncoder):
         return size + self._end_rows_with(row, device)
 
     def _end_rows_with(self, row: Tensor, device: str) -> int:
-        """Use a vector [hidden] behind each row of patches, and return its bytes."""
+        """Use the vector ``row`` [hidden] as the feature behind each row of patches, and return its size in bytes."""
         self.row = row.to(device, self.dtype)
         return self.row.numel() * self.row.element_size()
 

@@ -23,20 +23,27 @@ if TYPE_CHECKING:
 
     from minivllm.device.layers.patch_tower import PatchTower
 
-# processors that resize, scale, normalize and cut into patches: with Pillow, and with torchvision, whose resized pixels
-# are others
+# image processors with the same steps (resize, scale, normalize, cut into patches): one uses Pillow, the other
+# torchvision, whose resized pixels differ
 PLAIN, OTHER_SIZES = "Qwen2VLImageProcessorPil", ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 FRAMES = 2  # a patch of an image has its pixels twice, as two frames of a video
-BLOCKS = ("qwen2_vl", "qwen2_5_vl")  # model types whose sections are blocks of frequencies; later ones alternate
+# model types in which each section of the rotary embedding is a block of frequencies; in other types the sections
+# alternate
+BLOCKS = ("qwen2_vl", "qwen2_5_vl")
 
 
 class QwenVL(TowerEncoder):
-    """Encodes an image as one token for each square of patches.  Its shape is the grid (time, rows, columns)."""
+    """Encodes an image as one token for each square of patches.  The shape of an image is its grid of patches (time,
+    rows, columns).
+    """
 
     scale: Sequence[Tensor] = ()  # mean and standard deviation of each colour, after ``load``
 
     def facts_with(self, token: int) -> ImageFacts:
-        """Return the facts of a checkpoint.  ModelError for sections that are not half the rotary dimensions."""
+        """Return the facts of a checkpoint: how an image is written in a prompt; ``token`` is the id of an image token.
+
+        Raise ModelError if the rotary sections of time, height and width do not sum to half the rotary dimensions.
+        """
         text = self.whole.get_text_config()
         rope = text.rope_parameters or {}
         sections = tuple(rope.get("mrope_section") or ())
@@ -47,7 +54,7 @@ class QwenVL(TowerEncoder):
 
     @property
     def _merge(self) -> int:
-        """Return the patches along each side of a square that becomes one token."""
+        """Return the number of patches along each side of a square that becomes one token."""
         return int(self.whole.vision_config.spatial_merge_size)
 
     @property
@@ -80,7 +87,7 @@ class QwenVL(TowerEncoder):
         return self._of_pixels(pixels)
 
     def _of_pixels(self, pixels: np.ndarray) -> ImageValues:
-        """Return resized pixels and their grid."""
+        """Return the values of an image from its resized pixels u8: the pixels and their grid of patches."""
         height, width, _ = pixels.shape
         rows = height // self._patch
         columns = width // self._patch
@@ -89,7 +96,9 @@ class QwenVL(TowerEncoder):
         return ImageValues(pixels, grid, tokens)
 
     def _serve(self, model: Any, device: str) -> int:
-        """Use modules on a device, and read the scale of the processor, which the first image needs."""
+        """Move the modules to a device, and read mean and standard deviation of the processor.  Return the bytes of the
+        weights.
+        """
         import torch
 
         self._load_processor()
@@ -99,7 +108,7 @@ class QwenVL(TowerEncoder):
 
     @property
     def _patch(self) -> int:
-        """Return the pixels along each side of a patch."""
+        """Return the length in pixels of the sides of a patch."""
         return int(self.whole.vision_config.patch_size)
 
     def _plain_size(self, width: int, height: int) -> tuple[int, int] | None:
@@ -141,12 +150,12 @@ class QwenVL(TowerEncoder):
 
 
 class Qwen3VL(QwenVL):
-    """Encodes an image by ``PatchTower``, which can be captured."""
+    """Encodes an image by ``PatchTower``, whose kernels can be captured in a CUDA graph."""
 
     tower: PatchTower
 
     def _serve(self, model: Any, device: str) -> int:
-        """Use modules on a device."""
+        """Move the modules to a device, and build the ``PatchTower``.  Return the bytes of the weights."""
         from minivllm.device.layers.patch_tower import PatchTower
 
         size = super()._serve(model, device)
@@ -154,7 +163,9 @@ class Qwen3VL(QwenVL):
         return size
 
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
-        """Return the features of an image with these pixels or patches, for its embeddings and each level."""
+        """Return the features of an image with these pixels or patches: for its tokens' embeddings, and for each of the
+        first layers that also receive features.
+        """
         return self.tower(self._patches(values, shape), shape)
 
 

@@ -67,10 +67,13 @@ class TowerEncoder(ImageEncoder):
 
     @abstractmethod
     def facts_with(self, token: int) -> ImageFacts:
-        """Return the facts of images whose parts have the id ``token``."""
+        """Return the facts of a checkpoint: how a prompt contains an image; ``token`` is the id of an image token."""
 
     def processed(self, image: Image, **fields: Any) -> Mapping[str, Any]:
-        """Return the arrays that the checkpoint's processor makes of an image.  ``fields`` replace its own ones."""
+        """Return the arrays that the checkpoint's image processor makes of an image.
+
+        ``fields`` replace settings of the processor.
+        """
         self._load_processor()
         found: Mapping[str, Any] = self._processor(images=[image], return_tensors="np", **fields)
         return found
@@ -93,7 +96,7 @@ class TowerEncoder(ImageEncoder):
         return self._serve(model, device)
 
     def _serve(self, model: Any, device: str) -> int:
-        """Use modules on a device, and return the bytes of their weights."""
+        """Move the modules to a device, and return the bytes of their weights."""
         self.model = model.eval().requires_grad_(False).to(device)
         self.dtype = next(model.parameters()).dtype
         return sum(p.numel() * p.element_size() for p in model.parameters())
@@ -108,7 +111,12 @@ class TowerEncoder(ImageEncoder):
 
     @abstractmethod
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
-        """Return the features [tokens, hidden] of an image with values f32 [n] for each level."""
+        """Return the features [tokens, hidden] of an image, one tensor for each level; ``values`` f32 [n] are its
+        pixels or patches.
+
+        The first level is the embeddings of the image's tokens, and further levels are added behind layers of the text
+        model.
+        """
 
     def _load_processor(self) -> None:
         """Load the processor of the checkpoint, once.  No code from the model's directory is run."""

@@ -9,15 +9,16 @@ from itertools import chain, groupby
 
 Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
-# BLOCKS: ranges of Unicode whose code points have one category, the first range unassigned; SPANS: the other ranges
+# BLOCKS: ranges of code points of one category each (in the first range none is assigned); SPANS: all other code points
 BLOCKS = ((0x40000, 0xDFFFF), (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
 SPANS = ((0, 0x3FFFF), (0xE0000, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST))
-FOLDED = {"k": (0x212A,), "s": (0x17F,), "i": (0x130, 0x131)}  # characters that fold to a letter
+# characters outside ASCII that equal the letter if case is ignored
+FOLDED = {"k": (0x212A,), "s": (0x17F,), "i": (0x130, 0x131)}
 ECMA_SPACE: Ranges = (
     (9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
     (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
 )  # fmt: skip
-PYTHON_SPACE: Ranges = ((0x1C, 0x1F), (0x85, 0x85))  # that ECMA's has not
+PYTHON_SPACE: Ranges = ((0x1C, 0x1F), (0x85, 0x85))  # characters that match ``\\s`` in Python and not in ECMA-262
 LONG = {
     "Letter": "L", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
     "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Nonspacing_Mark": "Mn", "Spacing_Mark": "Mc",
@@ -126,7 +127,7 @@ def _is_word(code: int) -> bool:
 
 
 def _ends(run: Iterator[int]) -> tuple[int, int]:
-    """Return the first and the last element."""
+    """Return the first and the last number of a run."""
     elements = list(run)
     return elements[0], elements[-1]
 

@@ -42,7 +42,7 @@ START, END = _Anchor(), _Anchor()
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set.  Without ranges it matches nothing."""
+    """A node of the tree: one character out of a set of code points.  An empty set matches nothing."""
 
     ranges: Ranges
 
@@ -88,7 +88,7 @@ def search(pattern: str, *, exact: bool = False) -> Node:
 
 
 class _Reader:
-    """Recursive descent over one pattern."""
+    """A parser (recursive descent) of one pattern."""
 
     def __init__(self, pattern: str, exact: bool) -> None:
         self.pattern, self.exact = pattern, exact
@@ -125,7 +125,7 @@ class _Reader:
         parts: list[Node] = []
         while self._next() not in ("", "|", ")"):
             part = self._repeated(self._atom())
-            if part != EMPTY:  # flags or an empty group: an anchor next to them is still at an edge
+            if part != EMPTY:  # an anchor that follows flags or an empty group is still at the edge of the text
                 parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 HOUR, MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
 YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a number that four divides, but 00
+FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a number that 4 divides, without 00
 LEAP_YEAR = f"(?:[0-9]{{2}}{FOURTH}|{FOURTH}00)"
 DATE = (
     f"(?:{YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"

@@ -33,7 +33,7 @@ NOT_HELD = frozenset((
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 BOUNDS, JOINED = frozenset((*LOWER, *UPPER)), frozenset(("anyOf", "oneOf", "$ref"))
 LARGEST = 1 << 53  # the largest number that a library may keep exactly as a double
-SMALLEST = 1e-30  # that is written where a number is to be larger than 0
+SMALLEST = 1e-30  # the minimum that is written for numbers that must be larger than 0
 TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda v: v is None,
     "boolean": lambda v: isinstance(v, bool),
@@ -52,7 +52,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 SPOKEN: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
-Schema = dict[str, Any]  # a node of a schema
+Schema = dict[str, Any]  # an object of a JSON schema, with its keywords
 Formats = Mapping[str, tuple[str, ...]]
 
 
@@ -224,7 +224,10 @@ def _refuse_unheld(node: Schema) -> None:
 
 
 def _hold_values(node: Schema) -> None:
-    """Keep the values of ``const`` and ``enum`` that have the right type and can be written."""
+    """Keep only the values of ``const`` and ``enum`` that have the required type.
+
+    Raise ValueError if there are none, or if a value contains a character that answers cannot contain.
+    """
     types = _list(node, "type") or [node.get("type")]
     tests = [TYPES[name] for name in types if isinstance(name, str) and name in TYPES]
 

@@ -25,14 +25,16 @@ from .json_schema import prepare
 from .threads import Threads
 
 HEAD = '%llguidance {"no_forcing": true}\n'
-MOST_WHITESPACE = 40  # between two tokens of JSON, because a model may write unbounded whitespace without end
+# largest number of whitespace characters between two tokens of JSON, because a model may write whitespace without end
+MOST_WHITESPACE = 40
 JSON_SPACE = ((9, 10), (13, 13), (32, 32))
-# without u, so that a string has only one spelling and a name cannot be a disguised declared name
+# The allowed escapes, without \u, so that a string has only one spelling, and a name cannot be another spelling of a
+# declared name.
 ESCAPES = 'nrbtf\\"'
-SPACED = {  # JSON in calls, with or without a space after commas and colons, as models write it
+SPACED = {  # options of the library for JSON in calls of functions, with or without a space after commas and colons
     "json_allowed_escapes": ESCAPES, "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?",
 }  # fmt: skip
-MOST = 300  # characters of a message
+MOST = 300  # largest number of characters of an error message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
 # largest number of items of the Earley parser at one position; each option of a ``choice`` is one item, and each
@@ -44,10 +46,11 @@ BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
 class _LLGuidanceMatcher:
-    """The state of one text.
+    """The state of one text under a grammar.
 
     ``ended`` means that an end-of-sequence token was accepted, which is not passed to the library.  ``names_tokens``
-    means that the grammar names tokens by their ids."""
+    means that the grammar names tokens by their ids.
+    """
 
     __slots__ = ("ended", "ll", "names_tokens")
 
@@ -57,7 +60,7 @@ class _LLGuidanceMatcher:
 
 
 class _Vocabulary:
-    """The tokens in the form of ``llguidance.TokenizerWrapper``, which reads these attributes."""
+    """The tokens of the model for ``llguidance.TokenizerWrapper``, which reads the attributes of this class."""
 
     def __init__(self, ctx: GrammarContext) -> None:
         unnamed = ctx.vocab_size - len(ctx.tokens)

@@ -28,7 +28,9 @@ HALF = re.compile(rb"[\xa0-\xbf]")
 
 
 class _XGrammarMatcher:
-    """The state of a row.  ``taken`` are its tokens; the last one may end inside a character."""
+    """The state of a row's answer under a grammar.  ``taken`` are the ids of its tokens; the last one may end inside a
+    character.
+    """
 
     __slots__ = ("json", "taken", "xg")
 
@@ -54,7 +56,7 @@ class XGrammar(Grammar):
         self._after_ed = self._without(HALF.match)
 
     def _without(self, found: Callable[[bytes], Any]) -> np.ndarray:
-        """Return a mask of the tokens that do not contain a pattern."""
+        """Return a bit mask of the tokens whose bytes do not match the pattern ``found``."""
         words = -(-self.ctx.vocab_size // 32)
         tokens = self.ctx.tokens
         bits = np.ones(words * 32, bool)
@@ -66,7 +68,7 @@ class XGrammar(Grammar):
             made = self._compile(source)
         except ValueError:
             raise
-        except RuntimeError as e:  # the library's own errors
+        except RuntimeError as e:  # errors of the library
             message = " ".join(str(e).split())
             raise ValueError(message[:300]) from None
         return Compiled((made, source.kind == "json"), made.memory_size_bytes)

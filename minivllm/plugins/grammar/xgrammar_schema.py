@@ -68,8 +68,9 @@ def unheld(schema: Any) -> Iterator[str]:
 
 
 class Patterns:
-    """The regular expressions of one schema, which refers to them by name.  The expressions are rules of its
-    grammar."""
+    """The regular expressions of one schema, by the names with which the schema refers to them; they become rules of
+    its grammar.
+    """
 
     def __init__(self) -> None:
         self._nodes: list[Node] = []

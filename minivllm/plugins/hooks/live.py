@@ -31,8 +31,10 @@ class Live(Hooks):
         super().__init__(options)
         self.console = console
         self.display: Display | None = None
-        self.samples: deque[tuple[float, int]] = deque()  # (time, tokens generated), the engine's thread only
-        self.seen: tuple[FinishedStep, float, float] | None = None  # step, tokens per second now, and since the start
+        # (time, number of generated tokens); only the engine's thread uses it
+        self.samples: deque[tuple[float, int]] = deque()
+        # (the last step, tokens per second now, tokens per second since the start)
+        self.seen: tuple[FinishedStep, float, float] | None = None
 
     @hookimpl
     def minivllm_engine_started(self, engine: EngineView) -> None:

@@ -12,7 +12,7 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 class StepLogOptions(BaseModel):
-    """Where the lines go, and how many."""
+    """The options of the log of steps: its file, and how often a step is written."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,7 +28,7 @@ class StepLogOptions(BaseModel):
 
 
 class LiveOptions(BaseModel):
-    """How often the view is drawn."""
+    """The options of the view in the terminal: how often it is drawn, and whether it stays."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -142,7 +142,9 @@ class Spans(Hooks):
 
 
 def _name_of(folder: str) -> str:
-    """Return the name of a model for its folder."""
+    """Return the name of the model in a folder: its id on the Hugging Face hub if it is a snapshot, else the folder's
+    name.
+    """
     snapshot = files.snapshot_of(folder)  # the last part of such a path is a commit
     if snapshot:
         return snapshot[0]

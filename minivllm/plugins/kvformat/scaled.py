@@ -66,7 +66,10 @@ def _put(cache: Tensor, slot_map: Tensor, values: Tensor) -> None:
 
 
 def _gather(cache: Cache, name: str, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scaled tokens of some blocks, [..., tokens, heads, dim]; ``blocks`` is [..., blocks of a row]."""
+    """Return the tokens of some blocks, with their scales applied, [..., tokens, heads, dim].
+
+    ``blocks`` is [..., blocks of a row].
+    """
     stored = cache[name]
     at = blocks.reshape(-1)
     gathered = _bytes(stored).index_select(0, at)

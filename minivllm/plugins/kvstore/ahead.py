@@ -9,16 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 READERS = 6  # threads that read
-DEPTH = 12  # pages that are read or wait for their request, at most
+DEPTH = 12  # largest number of pages that are read ahead or wait to be requested
 
 
 class ReadAhead:
-    """Pages by key that threads read.  One thread makes all calls."""
+    """Pages that other threads read before they are requested, by key.  Only one thread calls the methods."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._expected: deque[bytes] = deque()
-        # key -> number of the file, and the page; None instead of a page that is damaged
+        # key -> (number of the file, the read page); the page is None if it is damaged
         self._reading: dict[bytes, tuple[int, Future[np.ndarray | None]]] = {}
 
     def expect(self, keys: Iterable[bytes]) -> None:

@@ -31,7 +31,7 @@ from .segments import (
 )
 
 MEMBER = re.compile(r"[0-9a-f]{32}/(r\d+of\d+-[\w.%~-]+\.(kv|name)|about\.txt)")
-LARGEST_NAME = 64 << 20  # bytes of a file with the keys of a name
+LARGEST_NAME = 64 << 20  # largest size in bytes of a file with the keys of a named prefix
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ModelFiles:
     pages: int = 0
     damaged: int = 0  # pages with a wrong checksum, counted by ``verify``
     unusable: int = 0  # files without a valid head, and ends of files without a whole record
-    changed: float = 0.0  # time of the newest file
+    changed: float = 0.0  # time of the last change of the newest file
     names: tuple[str, ...] = ()
 
 

@@ -12,7 +12,7 @@ from .options import CpuStoreOptions
 
 
 class CpuStore(KVStore):
-    """Keeps the arrays of pages, which are in pinned memory if the device is a GPU."""
+    """Keeps pages of the KV cache as arrays in host memory, which is pinned if the device is a GPU."""
 
     eager = False
     keeps_pages = True

@@ -49,12 +49,12 @@ from .segments import (
 )
 
 LARGEST = 256 << 20  # size in bytes after which the next file is started
-DESCRIPTORS = 256  # open files at most, and at most a quarter of the limit of the process
-FILES = 16  # files that the limit is divided into, at least
+DESCRIPTORS = 256  # largest number of open files; it is also at most a quarter of the limit of the process
+FILES = 16  # the limit of the store is divided among at least this number of files
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
-# a file that describes the model for people; the suffix of files with the keys of a named prefix
+# ABOUT: a file that describes the model for people; NAMED: the suffix of files with the keys of a named prefix
 ABOUT, NAMED = "about.txt", ".name"
-NUMBERS = itertools.count()  # the numbers of this process's files
+NUMBERS = itertools.count()  # numbers for the names of this process's files
 
 
 class PageFile:
@@ -64,10 +64,10 @@ class PageFile:
     def __init__(self, path: Path, fd: int, owned: bool, size: int, ended: bool) -> None:
         self.path, self.owned, self.size = path, owned, size
         self.fd: int | None = fd  # None if the file is closed
-        self.direct: int | None = None  # descriptor for reads with O_DIRECT, once it was needed
-        self.has_direct = True  # whether the file system has O_DIRECT, as far as it was tried
-        self.ended = ended  # no record may be appended
-        self.live = 0  # bytes of the records in use
+        self.direct: int | None = None  # file descriptor for reads with O_DIRECT, None until the first such read
+        self.has_direct = True  # False after O_DIRECT has failed on this file system
+        self.ended = ended  # True if no further record may be appended
+        self.live = 0  # size in bytes of the records that are in use
 
 
 class DiskStore(KVStore):

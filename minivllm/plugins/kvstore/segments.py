@@ -33,7 +33,7 @@ PAGE_HEAD = struct.Struct("<4s16sQII4x")
 SUFFIX = ".kv"
 SECTOR = 4096  # block of a checksum in bytes; O_DIRECT needs offsets, sizes and addresses that are multiples of it
 DIRECT_FROM = 128 << 10  # size of a page in bytes from which on reads bypass the page cache
-PROBES = itertools.count()  # numbers of the looks whether a page is in the page cache
+PROBES = itertools.count()  # counter of the checks whether a page is in the page cache
 
 
 class SegmentPlace(NamedTuple):
@@ -144,7 +144,8 @@ def _aligned(empty: Callable[[int], np.ndarray], size: int) -> np.ndarray:
 def _is_cached(fd: int, begin: int, size: int) -> bool:
     """Return True if the page cache of the operating system has a sector of a range.
 
-    Each call checks another sector, because the system reads a sector that is missing.
+    Each call checks another sector, because the check makes the system read a missing sector, so that a second check
+    would find it.
     """
     sector = next(PROBES) * 7919 % max(1, size // SECTOR - 1)
     try:

@@ -18,12 +18,12 @@ TAGS = (qwen3.THINK, qwen3.ANSWER, BEGIN, END, OPEN, CLOSE, SEPARATOR)
 
 
 class DeepSeekR1(DescribedParser):
-    """Finds reasoning and calls."""
+    """Finds reasoning and function calls in the answers of DeepSeek R1 and V3."""
 
     format = ReplyFormat(qwen3.REASONING, (BLOCK, PLAIN), TAGS)
 
 
 class DeepSeekV31(DescribedParser):
-    """Finds the same, and writes calls as DeepSeek V3.1 does."""
+    """Finds reasoning and function calls as ``DeepSeekR1`` does, and writes calls in the format of V3.1."""
 
     format = ReplyFormat(qwen3.REASONING, (PLAIN, BLOCK), TAGS)

@@ -15,6 +15,6 @@ TAGS = (CHANNEL, CHANNEL_END, OPEN, CLOSE, QUOTE)
 
 
 class Gemma(DescribedParser):
-    """Finds reasoning, in the channel ``thought``, and calls."""
+    """Finds reasoning, in the channel ``thought``, and function calls in an answer."""
 
     format = ReplyFormat(REASONING, (CALLS,), TAGS, gap="")

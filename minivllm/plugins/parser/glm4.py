@@ -18,6 +18,6 @@ TAGS = (*qwen3.TAGS, KEY, KEY_END, VALUE, VALUE_END)
 
 
 class Glm4Parser(DescribedParser):
-    """Finds reasoning and calls."""
+    """Finds reasoning and function calls in an answer."""
 
     format = ReplyFormat(REASONING, (CALLS,), TAGS, gap="\n")

@@ -6,6 +6,6 @@ CHANNELS = Channels()
 
 
 class GptOssParser(DescribedParser):
-    """Finds reasoning, calls and content in channels."""
+    """Finds reasoning, function calls and content in the channels of an answer."""
 
     format = ReplyFormat(tags=CHANNELS.tags, channels=CHANNELS)

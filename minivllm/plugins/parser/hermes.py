@@ -11,6 +11,6 @@ TAGS = (OPEN, CLOSE)
 
 
 class Hermes(DescribedParser):
-    """Finds calls in tags; there is no reasoning."""
+    """Finds function calls between tags; this format has no reasoning."""
 
     format = ReplyFormat(calls=(CALLS,), tags=TAGS)

@@ -8,6 +8,6 @@ SPELLINGS = (LISTED, SINGLE)
 
 
 class Json(DescribedParser):
-    """Finds calls at the beginning of the answer."""
+    """Finds function calls at the beginning of an answer."""
 
     format = ReplyFormat(calls=SPELLINGS)

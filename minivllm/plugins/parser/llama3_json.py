@@ -11,6 +11,6 @@ SPELLINGS = (PLAIN, TAGGED)
 
 
 class Llama3Json(DescribedParser):
-    """Finds calls at the beginning of the answer, or after the tag."""
+    """Finds function calls at the beginning of an answer, with or without the tag ``<|python_tag|>`` before them."""
 
     format = ReplyFormat(None, SPELLINGS, (TAG,))

@@ -14,6 +14,6 @@ TAGS = (TAG, "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
 
 
 class MistralParser(DescribedParser):
-    """Finds reasoning and calls."""
+    """Finds reasoning and function calls in an answer."""
 
     format = ReplyFormat(REASONING, SPELLINGS, TAGS, gap="")

@@ -15,6 +15,6 @@ TAGS = (START, END)
 
 
 class Pythonic(DescribedParser):
-    """Finds a list of calls at the beginning of the answer."""
+    """Finds a list of function calls at the beginning of an answer."""
 
     format = ReplyFormat(None, SPELLINGS, TAGS)

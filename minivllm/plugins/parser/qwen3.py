@@ -11,6 +11,6 @@ TAGS = (THINK, ANSWER, *hermes.TAGS)
 
 
 class Qwen3Parser(DescribedParser):
-    """Finds reasoning and calls.  A call also ends reasoning that is not closed."""
+    """Finds reasoning and function calls.  A call also ends reasoning that is not closed."""
 
     format = ReplyFormat(REASONING, (hermes.CALLS,), TAGS)

@@ -25,6 +25,8 @@ TAGS = (*qwen3.TAGS, FUNCTION, END, PARAMETER, VALUE)
 
 
 class Qwen3Coder(DescribedParser):
-    """Finds reasoning and calls.  Some models leave out ``<tool_call>``."""
+    """Finds reasoning and function calls.  The tag ``<tool_call>`` around a call may be missing, as some models leave
+    it out.
+    """
 
     format = ReplyFormat(qwen3.REASONING, (TAGGED, BARE), TAGS)

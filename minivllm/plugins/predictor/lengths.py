@@ -16,7 +16,7 @@ from .steps import LearnedSteps
 
 PRIOR = 1.0  # weight of the prior assumption that the features of a prompt do not predict the length
 SLOW = 0.02  # weight of the newest answer in the mean of all clients
-SPECIAL = 4  # last prompt tokens whose ids are features
+SPECIAL = 4  # number of the last prompt tokens whose ids are a feature
 
 
 class NoPredictor(Predictor):
@@ -94,7 +94,7 @@ class PromptFeatures(LearnedSteps):
         x = self.features(request.prompt)
         self.sums = keep * self.sums
         self.sums += np.outer(x, x)
-        self.sums += (1 - keep) * self.prior  # the prior is not forgotten
+        self.sums += (1 - keep) * self.prior  # the prior assumption keeps its full weight
         self.products = keep * self.products
         self.products += x * (length - self.mean)
         self.coefficients = None
@@ -113,7 +113,7 @@ class ClientHistory(LearnedSteps):
 
     def __init__(self, options: Any, ctx: PredictorContext) -> None:
         super().__init__(options or HistoryOptions(), ctx)
-        # client -> mean; the client with the oldest answer comes first
+        # key of a client or session -> mean logarithm of its lengths; the key whose answer is oldest comes first
         self.means: OrderedDict[int, float] = OrderedDict()
         self.overall: float | None = None
 
@@ -127,7 +127,7 @@ class ClientHistory(LearnedSteps):
         return math.exp(found)
 
     def key(self, request: RequestFacts) -> int:
-        """Return a number of the session or, without one, of the client."""
+        """Return the key for the mean of a request: the number of its session or, without a session, of its client."""
         return request.session or -1 - request.client
 
     def ended(self, request: RequestFacts, tokens: int, cut: bool) -> None:

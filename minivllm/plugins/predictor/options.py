@@ -8,7 +8,7 @@ CLOSED = ConfigDict(extra="forbid", frozen=True)
 
 
 class OracleOptions(BaseModel):
-    """The error of known lengths."""
+    """The options of ``Oracle``: the noise that is added to known lengths."""
 
     model_config = CLOSED
 
@@ -18,7 +18,7 @@ class OracleOptions(BaseModel):
 
 
 class PromptOptions(BaseModel):
-    """How fast the lengths of answers by features of the prompt are learned."""
+    """The options of ``PromptFeatures``: how fast old answers lose weight."""
 
     model_config = CLOSED
 
@@ -28,7 +28,7 @@ class PromptOptions(BaseModel):
 
 
 class HistoryOptions(BaseModel):
-    """How the lengths of a client's earlier answers are averaged."""
+    """The options of ``ClientHistory``: the weight of the newest answer of a client, and the number of clients."""
 
     model_config = CLOSED
 

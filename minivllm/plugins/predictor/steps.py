@@ -11,10 +11,10 @@ import numpy as np
 
 from minivllm.core.interfaces.predictor import Predictor, StepWork
 
-FORGET = 0.995  # weight of all earlier steps when a new step is learned
-LEAST_STEPS = 8  # steps before a time is predicted
+FORGET = 0.995  # factor of the weight of all earlier steps when a new step is learned
+LEAST_STEPS = 8  # number of learned steps before a time is predicted
 RIDGE = 1e-9
-TINY = 1e-300  # keeps the equations solvable where a kind of work never occurred
+TINY = 1e-300  # keeps the equations solvable if a kind of work never occurred
 
 
 class LearnedSteps(Predictor):
@@ -52,12 +52,17 @@ class LearnedSteps(Predictor):
 
 
 def _features(work: StepWork) -> np.ndarray:
-    """Return the numbers f64 [4] that the costs multiply."""
+    """Return the amounts of work f64 [4] of a step, by which the costs are multiplied: 1, decode rows, prompt tokens,
+    context tokens.
+    """
     return np.array([1.0, work.decode_rows, work.prompt_tokens, work.context])
 
 
 def _least_squares(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """Return the costs f64 [4] of least squares; costs that would be negative are 0, the most negative one first."""
+    """Return the costs f64 [4] with the least squares of errors.
+
+    Costs that would be negative are set to 0, the most negative one first.
+    """
     free = np.arange(len(products))
     costs = np.zeros(len(products))
     while len(free):

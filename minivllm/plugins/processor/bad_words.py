@@ -16,10 +16,10 @@ from .ids import ban, token_ids
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-MAX_WORDS = 256  # token sequences of a request
-MAX_LEN = 16  # tokens of a sequence
-ANY = -1  # entry of ``before`` that equals every token
-NOTHING = -2  # a position before the output
+MAX_WORDS = 256  # largest number of forbidden sequences of a request
+MAX_LEN = 16  # largest number of tokens of a sequence
+ANY = -1  # entry of the column ``before`` that matches every token
+NOTHING = -2  # token id that stands for a position before the output
 
 
 class BadWords(Processor):

@@ -40,9 +40,10 @@ class NoRepeatNgram(Processor):
         width = history.shape[1]
         end = rows.position[:, None]
         index = torch.arange(width, device=logits.device)
-        banned = (size > 0) & (index < end) & (index >= size - 1)  # [N, L], an n-gram ends at this token
+        # [N, L] whether the token at an index is banned; at first all indices at which n tokens may end
+        banned = (size > 0) & (index < end) & (index >= size - 1)
         longest = 1
-        if rows.variant:  # the largest n of the step is at most the largest bit of the variant
+        if rows.variant:  # no n in the step is larger than the largest bit of ``rows.variant``
             bit = rows.variant.bit_length() - 1
             longest = min(1 << bit, width)
         for back in range(1, longest):

@@ -17,9 +17,9 @@ from .spec import TEMPERATURE_SCHEDULE
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-LINEAR, COSINE, ENTROPY = 1, 2, 4  # values of the column, and variant bits
+LINEAR, COSINE, ENTROPY = 1, 2, 4  # kinds of schedules: values in the column ``numbers``, and bits of a row's variant
 KINDS = {"linear": LINEAR, "cosine": COSINE, "entropy": ENTROPY}
-LEAST, MOST = 0.01, 2.0  # bounds of a factor
+LEAST, MOST = 0.01, 2.0  # smallest and largest factor of the temperature
 FIELD = "temperature_schedule"
 
 

@@ -55,7 +55,7 @@ class ThinkingBudget(Processor):
         return Row(values, variant)
 
     def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
-        # the longest tag of the step is at most the largest bit of the variant
+        # no tag in the step has more ids than the largest bit of ``rows.variant``
         bit = max(rows.variant.bit_length() - 1, 0)
         longest = min(1 << bit, MOST_IDS)
         slots = rows.slots
@@ -80,17 +80,18 @@ class ThinkingBudget(Processor):
 
 
 def _right(ids: tuple[int, ...]) -> np.ndarray:
-    """Return the ids of a tag at the right end of a row, i32 [MOST_IDS]."""
+    """Return the ids of a tag as a row i32 [MOST_IDS], with the ids at its right end and ANY before them."""
     row = np.full(MOST_IDS, ANY, np.int32)
     row[MOST_IDS - len(ids) :] = ids
     return row
 
 
 def _inside(rows: Rows, start: Tensor, end: Tensor, opened: Tensor, longest: int) -> Tensor:
-    """Return i64 [N, L]: 1 if reasoning follows the token at an index, else 0.
+    """Return i64 [N, L]: 1 if the token after an index belongs to the reasoning, else 0.
 
-    ``start`` and ``end`` are i32 [N, MOST_IDS], of at most ``longest`` ids.  ``opened`` bool [N]: the prompt has opened
-    the reasoning."""
+    ``start`` and ``end`` i32 [N, MOST_IDS] are the tags, of at most ``longest`` ids.  ``opened`` bool [N] means that
+    the prompt has opened the reasoning.
+    """
     history = rows.history()
     prompt = rows.prompt[:, None]
     index = torch.arange(history.shape[1], device=history.device)
@@ -107,8 +108,11 @@ def _inside(rows: Rows, start: Tensor, end: Tensor, opened: Tensor, longest: int
 
 
 def _ends(history: Tensor, prompt: Tensor, tag: Tensor, longest: int) -> Tensor:
-    """Return bool [N, L]: a tag of the output ends with this token.  ``history`` i64 [N, L], ``prompt`` i64 [N, 1],
-    ``tag`` i32 [N, MOST_IDS], of at most ``longest`` ids."""
+    """Return bool [N, L]: whether a tag that begins in the output ends at an index of the history.
+
+    ``history`` is i64 [N, L], ``prompt`` i64 [N, 1] the length of the prompt, ``tag`` i32 [N, MOST_IDS], of at most
+    ``longest`` ids.
+    """
     width = history.shape[1]
     index = torch.arange(width, device=history.device)
     found = history == tag[:, MOST_IDS - 1 :]

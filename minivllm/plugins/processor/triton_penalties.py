@@ -25,8 +25,8 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Rows
 from minivllm.device.kernels.launch import kernel, pdl, wait
 
-CELLS = 8192  # largest number of cells of a row; longer histories need more rounds
-CHUNK = 2048  # most tokens that are read together
+CELLS = 8192  # largest number of cells of the hash table of a row; histories with more tokens need more rounds
+CHUNK = 2048  # largest number of tokens that are read together
 
 
 @triton.jit
@@ -96,7 +96,10 @@ def _penalize(
 
 
 def penalize(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
-    """Change ``logits`` f32 [N, V] in place; the columns are f32 [S]."""
+    """Apply the penalties of each row to its logits f32 [N, V], in place.
+
+    ``repetition``, ``presence`` and ``frequency`` are columns f32 [S] with a penalty for each slot.
+    """
     n = len(rows.slots)
     room = max(rows.max_position, 1)
     width = min(max(rows.max_position, 256), rows.tokens.shape[1])

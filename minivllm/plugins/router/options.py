@@ -6,7 +6,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PrefixOptions(BaseModel):
-    """How a router weighs cached prefixes against load."""
+    """The options of the router ``prefix``: the costs of waiting tokens and running requests, and the keys that it
+    remembers.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,7 +24,7 @@ class PrefixOptions(BaseModel):
 
 
 class SessionOptions(BaseModel):
-    """How many sessions a router remembers."""
+    """The options of the router ``session``: the number of sessions that it remembers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

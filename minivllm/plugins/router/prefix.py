@@ -20,7 +20,9 @@ from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRe
 
 
 class Prefix(ReplicaRouter):
-    """Remembers the keys of each replica as a list of the latest use."""
+    """Routes requests by cached prefixes and load; the remembered block keys of each replica are in the order of their
+    last use.
+    """
 
     def __init__(self, options: Any, ctx: RouterContext) -> None:
         super().__init__(options, ctx)
@@ -38,7 +40,7 @@ class Prefix(ReplicaRouter):
         return best.number
 
     def _order(self, request: RoutedRequest, load: ReplicaLoad) -> tuple[float, int, int]:
-        """Return the key by which replicas are compared."""
+        """Return the sort key of a replica for a request; the replica with the smallest key is chosen."""
         cost = self._cost(request, load)
         return cost, load.tokens, load.number
 
@@ -52,7 +54,7 @@ class Prefix(ReplicaRouter):
         return left + queue + decoding
 
     def matched(self, keys: Sequence[int], number: int) -> int:
-        """Return the number of leading keys that are remembered of a replica."""
+        """Return the number of leading block keys that are remembered for the replica ``number``."""
         known = self.known[number]
         for count, key in enumerate(keys):
             if key not in known:
@@ -61,7 +63,8 @@ class Prefix(ReplicaRouter):
 
     def sent(self, request: RoutedRequest, number: int) -> None:
         known = self.known[number]
-        for key in reversed(request.keys):  # the first block is used last, so that ends of prompts are forgotten first
+        # keys are used in reverse, so that the last blocks of prompts are forgotten first
+        for key in reversed(request.keys):
             known[key] = None
             known.move_to_end(key)
         while len(known) > self.most:

@@ -17,7 +17,8 @@ class SessionRouter(ReplicaRouter):
 
     def __init__(self, options: Any, ctx: RouterContext) -> None:
         super().__init__(options, ctx)
-        self.homes: OrderedDict[str, int] = OrderedDict()  # session -> replica, the latest use last
+        # session -> number of its replica; the session that was used last comes last
+        self.homes: OrderedDict[str, int] = OrderedDict()
 
     def choose(self, request: RoutedRequest, loads: Sequence[ReplicaLoad]) -> int:
         home = self.homes.get(request.session)

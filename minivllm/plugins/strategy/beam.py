@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Beam(DecodingStrategy):
-    """The strategy of requests with ``beam_width``."""
+    """The strategy of requests that set ``beam_width``."""
 
     mode = "stepwise"
     reads = frozenset({"beam_width"})
@@ -50,8 +50,8 @@ class Beam(DecodingStrategy):
 class BeamSearch(Search):
     """The state of a search.
 
-    ``sums`` are the sums of log-probabilities of the beams.  ``best`` holds the score and the number of each kept
-    output, best first.
+    ``sums`` are the sums of log-probabilities of the beams.  ``best`` holds (score, index) of each kept output,
+    best first.
     """
 
     def __init__(self, width: int, penalty: float, early: bool | str, most: int) -> None:

@@ -27,7 +27,10 @@ SCALE, TEXT, IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_i
 
 
 class Guidance(Parallel):
-    """The strategy of requests with ``guidance_scale``.  Each of the n, or best_of, samples has a guide."""
+    """The strategy of requests with ``guidance_scale``.
+
+    Each of the n (or best_of) samples has a guide: a second sequence with the negative prompt.
+    """
 
     reads = GUIDANCE.reads | {"best_of"}
 

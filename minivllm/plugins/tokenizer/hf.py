@@ -53,7 +53,7 @@ class HfTokenizer(Delegated):
 
 
 def _read_library(path: Path) -> Any:
-    """Return the ``tokenizers.Tokenizer`` of a tokenizer.json.  ModelError."""
+    """Return the ``tokenizers.Tokenizer`` of a tokenizer.json.  Raise ModelError if the library cannot read it."""
     from tokenizers import Tokenizer as Backend
 
     files.check(path, files.LARGE, ModelError)
