@@ -236,9 +236,9 @@ def error_from(name: str, message: str, param: str | None = None) -> Exception:
     return MinivllmError(message if message.startswith(f"{name}: ") else f"{name}: {message}")
 
 
-def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
+def suggest(word: str, candidates: Iterable[Any], cutoff: float = 0.6) -> str:
     """Return `` Did you mean 'x'?`` with the known word that is nearest to ``word``, or "" if none is near."""
     import difflib
 
-    near = difflib.get_close_matches(brief(str(word), 80), [str(k) for k in known], n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(brief(str(word), 80), [str(k) for k in candidates], n=1, cutoff=cutoff)
     return f" Did you mean {shown(near[0])}?" if near else ""

@@ -197,9 +197,9 @@ class Registry:
 
     def _unknown(self, name: str) -> str:
         """Return the message for a name that no plug-in of this kind has."""
-        known = sorted({e.name for e in self.entries} | {e.label for e in self.entries if not e.builtin})
+        names = sorted({e.name for e in self.entries} | {e.label for e in self.entries if not e.builtin})
         dist, slash, plugin = name.rpartition("/")
-        hint = suggest(f"{discovery.normal(dist)}{slash}{plugin}", known)
+        hint = suggest(f"{discovery.normal(dist)}{slash}{plugin}", names)
         installed = ", ".join(e.name if e.builtin else e.label for e in self.entries) or "none"
         return (
             f"No {self.kind.name} is called {shown(name)}.{hint}\n"

@@ -178,10 +178,10 @@ def _text(error: Mapping[str, Any], place: tuple[Any, ...], path: str, root: Any
     """Return the message for a pydantic error.  ``root`` is the JSON Schema of the model."""
     kind = error["type"]
     if kind == "extra_forbidden":
-        known = list(_properties(_down(root, place[:-1]), root))
-        near = suggest(str(place[-1]), known)
-        if not near and 0 < len(known) <= _LISTED:
-            near = f" There are: {', '.join(known)}."
+        names = list(_properties(_down(root, place[:-1]), root))
+        near = suggest(str(place[-1]), names)
+        if not near and 0 < len(names) <= _LISTED:
+            near = f" There are: {', '.join(names)}."
         return f"unknown option {shown(path)}.{near}"
     want = words(_down(root, place), root) if kind.endswith(_EXPLAINED) else ""
     if kind == "missing":

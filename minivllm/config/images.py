@@ -146,12 +146,12 @@ def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, part
 
 def _excludes_spans(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part]) -> str:
     """Return the reason why an engine cannot serve images whose tokens attend to each other, or ""."""
-    what = "the tokens of an image attend to each other, which"
+    problem = "the tokens of an image attend to each other, which"
     back_end = parts["attention"]
     if "spans" not in back_end.features:
-        return f"{what} attention={back_end.name} does not support; use attention=sdpa or triton"
+        return f"{problem} attention={back_end.name} does not support; use attention=sdpa or triton"
     if wiring.batch_invariant:
-        return f"{what} batch_invariant=true does not support; set it to false"
+        return f"{problem} batch_invariant=true does not support; set it to false"
     if not facts.after:
         return "the image encoder writes no token behind an image, and its tokens attend to each other"
     layers = attention_layers(build_part("model", parts["model"]), checkpoint.hf_config())

@@ -78,14 +78,14 @@ def _read_by_hook(layers: Layers, over: Callable[[Layers], None], path: str) -> 
     if not enabled:
         return None
     from minivllm.registry import Catalog
-    from minivllm.runtime.hooks.manager import ask_config
+    from minivllm.runtime.hooks.manager import read_config
 
     from .resolve import choose_hooks
 
     targets = others.tree.get("allow_targets") or []
     config = EngineConfig(hooks=enabled, allow_targets=targets)
     hooks = choose_hooks(config, Catalog.discover())
-    found = ask_config(hooks, path)
+    found = read_config(hooks, path)
     return None if found is None else found[1]
 
 

@@ -41,9 +41,9 @@ class ModelPlaces:
         name = self.config.model
         if not hooks:
             return name
-        from minivllm.runtime.hooks.manager import ask_model
+        from minivllm.runtime.hooks.manager import resolve_model
 
-        found = ask_model(hooks, name)
+        found = resolve_model(hooks, name)
         if found is None:
             return name
         notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))

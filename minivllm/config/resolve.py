@@ -535,8 +535,8 @@ class _Fold:
             if any(value is not None and value is not False for value in values):
                 needed.add(feature)
         features = invariant | needed
-        known = ("device", "sm", "dtype", "kv_format")
-        chosen = self._pick("attention", self.config.attention, known, more, features)
+        facts = ("device", "sm", "dtype", "kv_format")
+        chosen = self._pick("attention", self.config.attention, facts, more, features)
         supplied = self.selections[-1].supplied.get("block")
         block = DEFAULT_BLOCK
         reason = "the engine's default"
@@ -562,18 +562,18 @@ class _Fold:
         self,
         kind: str,
         choice: PluginChoice,
-        known: Sequence[str] = (),
+        names: Sequence[str] = (),
         more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
         at: str = "",
     ) -> Selection:
         """Select the plug-in of a kind that supports the given facts and features, as the user's choice allows.
 
-        The facts are those resolved so far whose names are in ``known``, and ``more``.  ``features`` are required.
+        The facts are those resolved so far whose names are in ``names``, and ``more``.  ``features`` are required.
         ``at`` is the path of the choice in the configuration, by default the option of the kind.  The message of a
         PluginError begins with the source of the choice, such as a file.
         """
-        facts = {name: self.facts[name] for name in known if name in self.facts}
+        facts = {name: self.facts[name] for name in names if name in self.facts}
         facts.update(more or {})
         registry = self.catalog[kind]
         path = at or OPTION_OF.get(kind, kind)
@@ -593,12 +593,12 @@ class _Fold:
         self,
         kind: str,
         choice: PluginChoice,
-        known: Sequence[str] = (),
+        names: Sequence[str] = (),
         more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
     ) -> Candidate:
         """Choose a plug-in of a kind.  PluginError if none is suitable."""
-        selection = self._select(kind, choice, known, more, features)
+        selection = self._select(kind, choice, names, more, features)
         chosen = selection.require()
         self._keep(selection, choice)
         return chosen
@@ -618,13 +618,13 @@ class _Fold:
             self.parts[kind] = part
         return part
 
-    def _several(self, kind: str, choices: Sequence[PluginChoice], known: Sequence[str]) -> list[Part]:
+    def _several(self, kind: str, choices: Sequence[PluginChoice], names: Sequence[str]) -> list[Part]:
         """Choose the plug-ins of a kind that allows several.  ConfigError if one is there twice."""
         parts: list[Part] = []
         option = OPTION_OF.get(kind, kind)
         for i, choice in enumerate(choices):
             at = f"{option}.{i}"
-            selection = self._select(kind, choice, known, at=at)
+            selection = self._select(kind, choice, names, at=at)
             label = selection.require().entry.label
             if any(part.name == label for part in parts):  # named once as NAME and once as PACKAGE/NAME
                 place = begins(source_of(self.origins, at))

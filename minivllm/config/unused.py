@@ -59,9 +59,9 @@ def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice
             return method
         if isinstance(limits.get("checkpoint"), (set, frozenset)):
             supported |= limits["checkpoint"]
-    known = ", ".join(sorted(supported - {"none"}))
+    readers = ", ".join(sorted(supported - {"none"}))
     advice = INSTEAD.get(method) or (
-        f"no quantizer reads it; use {known}, a package with a plug-in for it, or the model in floating numbers"
+        f"no quantizer reads it; use {readers}, a package with a plug-in for it, or the model in floating numbers"
     )
     raise ModelError(f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: {advice}")
 

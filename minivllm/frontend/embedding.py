@@ -82,12 +82,12 @@ def read_truncation(most: Any, limit: int, name: str = "truncate_prompt_tokens")
     return int(most)
 
 
-def check_keywords(method: str, keywords: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_keywords(method: str, keywords: Mapping[str, Any], accepted: Sequence[str]) -> None:
     """Check the unknown keywords of a method.  Keywords of vLLM are accepted if they are None.  RequestError for any
     other."""
     for name, value in keywords.items():
         if name not in HINTS or value is not None:
-            hint = HINTS.get(name) or f"expected {', '.join(known)}.{suggest(name, known)}"
+            hint = HINTS.get(name) or f"expected {', '.join(accepted)}.{suggest(name, accepted)}"
             raise RequestError(f"{method}: unknown keyword {shown(name)}; {hint}", name)
 
 
@@ -182,8 +182,8 @@ def paired(text_1: Any, text_2: Any) -> tuple[list[Any], list[Any]]:
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        what = f"{len(first)} texts in text_1 and {len(second)} in text_2"
-        raise RequestError(f"{what}; expected one in text_1, or as many as in text_2", "text_2")
+        problem = f"{len(first)} texts in text_1 and {len(second)} in text_2"
+        raise RequestError(f"{problem}; expected one in text_1, or as many as in text_2", "text_2")
     return first, second
 
 

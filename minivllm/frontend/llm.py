@@ -72,10 +72,10 @@ TEMPLATE_KEYWORDS = ("continue_final_message", "tools", "documents", "chat_templ
 
 def check_template_keywords(names: Iterable[str], others: Sequence[str] = ()) -> None:
     """Check the keywords of a chat.  RequestError for a keyword that is not in ``TEMPLATE_KEYWORDS`` or ``others``."""
-    known = (*TEMPLATE_KEYWORDS, *others)
+    accepted = (*TEMPLATE_KEYWORDS, *others)
     for name in names:
-        if name not in known:
-            hint = CHAT_HINTS.get(name) or f"expected {', '.join(known)}.{suggest(name, known)}"
+        if name not in accepted:
+            hint = CHAT_HINTS.get(name) or f"expected {', '.join(accepted)}.{suggest(name, accepted)}"
             raise RequestError(f"chat: unknown keyword {shown(name)}; {hint}", name)
 
 
@@ -201,8 +201,8 @@ class LLM(FrontDoor):
         """
         from . import embedding
 
-        known = ("text_1", "text_2", "pooling", "truncate_prompt_tokens", "use_tqdm")
-        embedding.check_keywords("score", other, known)
+        accepted = ("text_1", "text_2", "pooling", "truncate_prompt_tokens", "use_tqdm")
+        embedding.check_keywords("score", other, accepted)
         prompts, index = embedding.unique_texts(*embedding.paired(text_1, text_2))
         cut = truncate_prompt_tokens
         outputs = self.embed(prompts, pooling, truncate_prompt_tokens=cut, use_tqdm=use_tqdm)

@@ -131,8 +131,8 @@ def _pooling(config: Any, path: str) -> str:
         modes = [modes] if isinstance(modes, str) else modes or []
         found = [str(mode) for mode in modes]
         found += [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
-    known = {**MODES, **NAMED_MODES}
-    names = {known.get(mode, "") for mode in found}
+    poolings = {**MODES, **NAMED_MODES}
+    names = {poolings.get(mode, "") for mode in found}
     if len(names) != 1 or "" in names:
         raise ModelError(f"{brief(path)}/{CONFIG} pools by {brief(', '.join(found) or 'nothing')}")
     return names.pop()

@@ -70,12 +70,12 @@ class PromptInput(NamedTuple):
     images: tuple[PlacedImage, ...] = ()
 
 
-def check_call(keywords: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_call(keywords: Mapping[str, Any], accepted: Sequence[str]) -> None:
     """Check the unknown keywords of ``generate``.  Keywords of vLLM are accepted if they are None.  RequestError for
     any other."""
     for name, value in keywords.items():
         if name not in CALL_HINTS or value is not None:
-            hint = CALL_HINTS.get(name) or f"expected {', '.join(known)}.{suggest(name, known)}"
+            hint = CALL_HINTS.get(name) or f"expected {', '.join(accepted)}.{suggest(name, accepted)}"
             raise RequestError(f"generate: unknown keyword {shown(name)}; {hint}", name)
 
 

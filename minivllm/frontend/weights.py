@@ -36,8 +36,8 @@ def source_of(engine: Engine, weights: Any) -> Iterator[dict[str, Any]]:
     try:
         tensors = list(pairs)
     except TypeError:
-        what = f"weights of {type(weights).__name__}"
-        raise RequestError(f"{what}; expected a folder, a mapping of names to tensors, or pairs of both") from None
+        problem = f"weights of {type(weights).__name__}"
+        raise RequestError(f"{problem}; expected a folder, a mapping of names to tensors, or pairs of both") from None
     if engine.executor.takes_tensors:
         yield {"tensors": tensors}
         return

@@ -29,10 +29,10 @@ PATIENCE = 10.0  # seconds after which the trial of an import is abandoned
 on = hasattr(os, "fork") and sys.platform == "linux"  # whether imports are tried in a child process first
 
 
-def guarded_import(who: str, target: str, source: str) -> Any:
+def guarded_import(label: str, target: str, source: str) -> Any:
     """Import and return a target.  PluginError for any failure.
 
-    The message begins with ``who``, the label of the plug-in.  It names the target unless ``source`` contains it.
+    The message begins with ``label``, the label of the plug-in.  It names the target unless ``source`` contains it.
     """
     at = "" if repr(target) in source else f" from {shown(target)}"
     limit = 0.0
@@ -40,7 +40,7 @@ def guarded_import(who: str, target: str, source: str) -> Any:
         limit = seconds()
         outcome = ends_process(target)
         if outcome:
-            raise PluginError(f"{who} could not be imported{at}: importing it {outcome}")
+            raise PluginError(f"{label} could not be imported{at}: importing it {outcome}")
     try:
         with deadline(limit):
             return import_target(target)
@@ -49,7 +49,7 @@ def guarded_import(who: str, target: str, source: str) -> Any:
     except BaseException as exc:
         # SystemExit and Rust panics too: a module must not end the engine without a message.
         hint = _hint(exc, target, source)
-        raise PluginError(f"{who} could not be imported{at}: {describe_error(exc)}{hint}") from exc
+        raise PluginError(f"{label} could not be imported{at}: {describe_error(exc)}{hint}") from exc
 
 
 def _hint(exc: BaseException, target: str, source: str) -> str:

@@ -129,11 +129,11 @@ class Param:
         return RequestError(f"{self.name}={shown(value)}: expected {expected}", self.name)
 
 
-def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+def unknown_parameter(name: str, accepted: Iterable[str]) -> RequestError:
     """Return the error for an unknown request parameter.  It suggests the parameter of this engine that replaces it, or
     a similar name."""
     hint = OTHER_NAMES.get(name)
-    near = f" Use {hint}." if hint else suggest(name, sorted(known))
+    near = f" Use {hint}." if hint else suggest(name, sorted(accepted))
     return RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
 
 

@@ -282,8 +282,8 @@ class Application:
             request.scope["state"]["operator"] = self.admin and has_key
             if route in OPERATORS and not has_key:
                 key = f"the value of {ADMIN_KEY} or the token that the server logged at its start"
-                what = f"expected Authorization: Bearer KEY, where KEY is {key}"
-                raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
+                problem = f"expected Authorization: Bearer KEY, where KEY is {key}"
+                raise ApiError(401, problem, headers={"WWW-Authenticate": "Bearer"})
             if self.service is None:
                 raise _unavailable(self.reason)
             try:

@@ -36,8 +36,8 @@ class FairSlots:
             self._busy.add(owner)
             return self._free.pop()
         if refuses and queue is not None and len(queue) >= MOST_WAITING:
-            what = f"{len(queue)} of your requests wait to be read"
-            raise ApiError(429, f"{what}; try again later", headers={"Retry-After": "1"})
+            problem = f"{len(queue)} of your requests wait to be read"
+            raise ApiError(429, f"{problem}; try again later", headers={"Retry-After": "1"})
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         try:

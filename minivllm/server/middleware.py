@@ -35,8 +35,8 @@ def _load(name: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as exc:
-        what = describe_error(exc)
-        raise ConfigError(f"{option}: {what}; expected module:attribute that can be imported") from exc
+        problem = describe_error(exc)
+        raise ConfigError(f"{option}: {problem}; expected module:attribute that can be imported") from exc
     if not (inspect.isclass(found) or inspect.iscoroutinefunction(found)):
         kind = type(found).__name__
         raise ConfigError(f"{option} is {kind}: expected an ASGI middleware class or an async function")

@@ -41,10 +41,10 @@ async def model(request: Request, service: Service) -> Any:
     name = request.path_params["model"]
     if not name:
         raise unknown_routes.missing("/v1/models/", ["/v1/models"])
-    known = service.check_model(name)
+    served = service.check_model(name)
     if models_page.is_meant(request):
-        return JSONResponse(models_page.card(service, known))
-    return JSONResponse(_card(service, known))
+        return JSONResponse(models_page.card(service, served))
+    return JSONResponse(_card(service, served))
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -95,8 +95,8 @@ async def tokenize(request: Request, service: Service) -> Any:
 def _tokenized_text(body: Any) -> str | None:
     """Return the text of a request to ``/tokenize``, as vLLM (``prompt``) or llama.cpp (``content``) name it."""
     if body.parse_special is False:
-        what = "parse_special=false is not supported: a text is read with its special tokens; send messages"
-        raise ApiError(400, what, "parse_special")
+        problem = "parse_special=false is not supported: a text is read with its special tokens; send messages"
+        raise ApiError(400, problem, "parse_special")
     if body.content is not None and body.prompt is not None:
         raise ApiError(400, "content and prompt are the same field: send only one of them", "content")
     return body.prompt if body.content is None else body.content
@@ -148,8 +148,8 @@ async def detokenize(request: Request, service: Service) -> Any:
     else:
         valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
     if not valid:
-        what = f"tokens: expected a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}"
-        raise ApiError(400, what, "tokens")
+        problem = f"tokens: expected a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}"
+        raise ApiError(400, problem, "tokens")
     owner = request.scope["state"]["owner"]
     text = await service.tokens.decode(ids, False, owner)
     # clients of llama.cpp name no model
@@ -206,8 +206,10 @@ async def stop_profile(request: Request, service: Service) -> Any:
 
 
 def _unwritten(why: str) -> ApiError:
-    what = f"the profile cannot be written: {why}; profiles are written to the folder in which the server was started"
-    return ApiError(500, f"{what}: start the server in an existing, writable folder")
+    problem = (
+        f"the profile cannot be written: {why}; profiles are written to the folder in which the server was started"
+    )
+    return ApiError(500, f"{problem}: start the server in an existing, writable folder")
 
 
 async def debug_state(request: Request, service: Service) -> Any:

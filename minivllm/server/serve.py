@@ -273,8 +273,8 @@ def _log_serving(url: str, names: Sequence[str], keys: int, connections: int) ->
 def _log_token(app: Application) -> None:
     """Log the token of the operator's routes if the server generated it."""
     if app.generated_token is not None:
-        what = f"the routes of --admin require {ADMIN}, or else this token: Authorization: Bearer TOKEN"
-        logs.event(what, logging.WARNING, token=app.generated_token)
+        message = f"the routes of --admin require {ADMIN}, or else this token: Authorization: Bearer TOKEN"
+        logs.event(message, logging.WARNING, token=app.generated_token)
 
 
 async def _until_the_end(service: Service, serving: asyncio.Task[None], stop: Stop) -> int:

@@ -66,8 +66,8 @@ def _folder(service: Service, path: str | None) -> str:
     if folder is None:
         raise ApiError(400, "weights come from a folder that the server names: start it with --weights-dir", "path")
     if not path or "\0" in path or len(path) > MOST_PATH:
-        what = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
-        raise ApiError(400, f"path={shown(path)}: {what}", "path")
+        problem = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
+        raise ApiError(400, f"path={shown(path)}: {problem}", "path")
     root = os.path.realpath(folder)
     whole = os.path.realpath(os.path.join(root, path))
     if os.path.commonpath([whole, root]) != root:

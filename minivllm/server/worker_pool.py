@@ -83,7 +83,7 @@ class WorkerPool:
         Raise the ApiErrors of ``parse_object`` and ``bounds``.
         """
         limits = READ_SECONDS, READ_MB + (BYTES_A_BYTE * len(raw) >> 20)
-        about, (rest, *arrays) = await self._ask(owner, {"op": "read", "inner": inner}, [raw], limits)
+        about, (rest, *arrays) = await self._run(owner, {"op": "read", "inner": inner}, [raw], limits)
         value = json.loads(rest)
         body = value[inner] if inner else value
         for (name, lengths), array in zip(about["columns"], arrays, strict=True):
@@ -102,15 +102,15 @@ class WorkerPool:
         size = len(conversation)
         seconds = self.seconds + READ_SECONDS + SECONDS_A_BYTE * size
         megabytes = self.megabytes + (BYTES_A_BYTE * size >> 20)
-        what = "the chat template takes more {} for this conversation than it may ({}); send less"
-        _, (ids,) = await self._ask(owner, job, [conversation], (seconds, megabytes), "messages", what)
+        message = "the chat template takes more {} for this conversation than it may ({}); send less"
+        _, (ids,) = await self._run(owner, job, [conversation], (seconds, megabytes), "messages", message)
         return np.frombuffer(ids, np.int32).tolist()
 
     async def encode(self, texts: Sequence[str], special: bool, owner: str) -> list[list[int]]:
         """Return the token ids of each text.  ``special`` adds the tokens that the tokenizer puts around a text."""
         raw = json.dumps(list(texts)).encode()
         job = {"op": "encode", "special": special}
-        about, (ids,) = await self._ask(owner, job, [raw], _limits(len(raw)), "prompt")
+        about, (ids,) = await self._run(owner, job, [raw], _limits(len(raw)), "prompt")
         rows = _split(np.frombuffer(ids, np.int32), about["lengths"])
         return [row.tolist() for row in rows]
 
@@ -118,7 +118,7 @@ class WorkerPool:
         """Return the text of token ids.  ``skip`` leaves special tokens out."""
         column = np.asarray(ids, np.int64).tobytes()
         job = {"op": "decode", "skip": skip}
-        _, (text,) = await self._ask(owner, job, [column], _limits(len(column)), "tokens")
+        _, (text,) = await self._run(owner, job, [column], _limits(len(column)), "tokens")
         return text.decode("utf-8", "surrogatepass")
 
     async def form(self, body: Any, owner: str, spelling: Spelling | None = None) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ class WorkerPool:
         _, megabytes = _limits(len(part))
         limits = READ_SECONDS, megabytes
         job = {"op": "form", "spelling": None if spelling is None else asdict(spelling)}
-        _, (form,) = await self._ask(owner, job, [part], limits, "structured_outputs")
+        _, (form,) = await self._run(owner, job, [part], limits, "structured_outputs")
         return json.loads(form)
 
     async def shape(self, job: dict[str, Any], columns: Sequence[bytes], owner: str) -> list[bytes]:
@@ -146,7 +146,7 @@ class WorkerPool:
         ``job`` has the other arguments of ``pool_jobs.shape``.
         """
         limits = READ_SECONDS, READ_MB
-        _, parts = await self._ask(owner, {"op": "shape", **job}, columns, limits, answers=True)
+        _, parts = await self._run(owner, {"op": "shape", **job}, columns, limits, answers=True)
         return parts
 
     async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, owner: str) -> np.ndarray:
@@ -155,22 +155,22 @@ class WorkerPool:
         text = (prompt or "").encode("utf-8", "surrogatepass")
         job = {"op": "places", "skip": skip, "begin": begin, "given": prompt is not None}
         limits = _limits(len(column))
-        _, (positions,) = await self._ask(owner, job, [column, text], limits, answers=True)
+        _, (positions,) = await self._run(owner, job, [column, text], limits, answers=True)
         return np.frombuffer(positions, np.int64)
 
-    async def _ask(
+    async def _run(
         self,
         owner: str,
         job: dict[str, Any],
         parts: Sequence[bytes],
         limits: Limits,
         param: str | None = None,
-        what: str = "reading this takes more {} than it may ({}); send less",
+        message: str = "reading this takes more {} than it may ({}); send less",
         answers: bool = False,
     ) -> Parts:
         """Run a job when it is the owner's turn, and return its answer.
 
-        Raise the job's error as ApiError, or ApiError (400) with the message ``what`` and the field ``param`` if the
+        Raise the job's error as ApiError, or ApiError (400) with the message ``message`` and the field ``param`` if the
         job exceeds its ``limits``.
         ``answers`` marks the writing of an answer.  Such a job is bulk, and is never refused, since its request has
         been accepted.
@@ -181,7 +181,7 @@ class WorkerPool:
 
         async def run_job() -> Parts:
             try:
-                return await self._confined.ask(worker, job, parts, seconds=seconds, megabytes=megabytes)
+                return await self._confined.run_job(worker, job, parts, seconds=seconds, megabytes=megabytes)
             finally:
                 turns.give(owner, worker)
 
@@ -192,8 +192,8 @@ class WorkerPool:
         try:
             about, found = await asyncio.shield(task)
         except Exceeded as e:
-            limit = f"{job.get('render', seconds):g} s" if e.what == "time" else f"{megabytes} MB"
-            raise ApiError(400, what.format(e.what, limit), param) from None
+            limit = f"{job.get('render', seconds):g} s" if e.resource == "time" else f"{megabytes} MB"
+            raise ApiError(400, message.format(e.resource, limit), param) from None
         error = about.get("error")
         if error is not None:
             raise ApiError(*error)

@@ -31,42 +31,42 @@ def confined(test, hello=b"", workers=(0, 0)):
 @pytest.mark.parametrize(("kind", "what"), [("loop", "time"), ("regex", "time"), ("memory", "memory")])
 def test_a_job_beyond_its_limits_is_ended_and_the_next_ones_are_answered(kind, what):
     async def test(made):
-        beside = asyncio.create_task(made.ask(1, {"kind": "sleep", "sleep": 0.1, "say": "me"}, **LIMITS))
+        beside = asyncio.create_task(made.run_job(1, {"kind": "sleep", "sleep": 0.1, "say": "me"}, **LIMITS))
         with pytest.raises(Exceeded) as ended:
-            await made.ask(0, {"kind": kind}, **LIMITS)
-        assert ended.value.what == what
+            await made.run_job(0, {"kind": kind}, **LIMITS)
+        assert ended.value.resource == what
         assert (await beside)[0]["say"] == "me"
-        received, parts = await made.ask(0, {"kind": "say", "say": 7}, [b"a" * 300_000, b""], **LIMITS)
+        received, parts = await made.run_job(0, {"kind": "say", "say": 7}, [b"a" * 300_000, b""], **LIMITS)
         assert received["say"] == 7 and parts == [b"a" * 300_000, b""]
-        assert (await made.ask(1, {"kind": "say"}, **LIMITS))[0]["done"] == 2
+        assert (await made.run_job(1, {"kind": "say"}, **LIMITS))[0]["done"] == 2
 
     confined(test)
 
 
 def test_what_the_work_raises_is_told_and_ends_nothing():
     async def test(made):
-        pid = (await made.ask(0, {"kind": "say"}, **LIMITS))[0]["pid"]
+        pid = (await made.run_job(0, {"kind": "say"}, **LIMITS))[0]["pid"]
         with pytest.raises(RuntimeError, match="ValueError: it cannot"):
-            await made.ask(0, {"kind": "raise"}, **LIMITS)
-        assert (await made.ask(0, {"kind": "say"}, **LIMITS))[0]["pid"] == pid
+            await made.run_job(0, {"kind": "raise"}, **LIMITS)
+        assert (await made.run_job(0, {"kind": "say"}, **LIMITS))[0]["pid"] == pid
 
     confined(test, workers=(0,))
 
 
 def test_a_seat_that_is_killed_is_asked_again_once_and_then_given_up():
     async def test(made):
-        pid = (await made.ask(0, {"kind": "say"}, **LIMITS))[0]["pid"]
+        pid = (await made.run_job(0, {"kind": "say"}, **LIMITS))[0]["pid"]
         os.kill(pid, 9)  # the process is at rest, and its last message is read with the next job
-        assert (await made.ask(0, {"kind": "say", "say": 1}, **LIMITS))[0]["say"] == 1
-        assert (await made.ask(0, {"kind": "say", "say": 2}, **LIMITS))[0]["say"] == 2
+        assert (await made.run_job(0, {"kind": "say", "say": 1}, **LIMITS))[0]["say"] == 1
+        assert (await made.run_job(0, {"kind": "say", "say": 2}, **LIMITS))[0]["say"] == 2
         with pytest.raises(ResourceError, match="-9"):
-            await made.ask(0, {"kind": "die"}, **LIMITS)
-        assert (await made.ask(0, {"kind": "say", "say": 3}, **LIMITS))[0]["say"] == 3
+            await made.run_job(0, {"kind": "die"}, **LIMITS)
+        assert (await made.run_job(0, {"kind": "say", "say": 3}, **LIMITS))[0]["say"] == 3
         # the parent of the workers; they live on, and a worker that dies later has no parent to replace it
         made._process.kill()
         with pytest.raises(ResourceError):
-            await made.ask(0, {"kind": "die"}, **LIMITS)
-        assert (await made.ask(0, {"kind": "say", "say": 4}, **LIMITS))[0]["say"] == 4
+            await made.run_job(0, {"kind": "die"}, **LIMITS)
+        assert (await made.run_job(0, {"kind": "say", "say": 4}, **LIMITS))[0]["say"] == 4
 
     confined(test, workers=(0,))
 
@@ -75,18 +75,18 @@ def test_work_that_cannot_be_made_says_why():
     async def test(made):
         for _ in range(2):
             with pytest.raises(ResourceError, match="no work to do"):
-                await made.ask(0, {"kind": "say"}, **LIMITS)
+                await made.run_job(0, {"kind": "say"}, **LIMITS)
 
     confined(test, b"broken")
 
 
 def test_processes_end_with_who_asks():
     async def test(made):
-        return made._process, [(await made.ask(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
+        return made._process, [(await made.run_job(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
 
     async def left():
         made = Confined("confined_work:make", lambda: b"", (0, 0))
-        return [(await made.ask(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
+        return [(await made.run_job(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
 
     pids = confined(test)[1] + asyncio.run(left())
     gc.collect()

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import Entries
 
-SAID, CLOCK, COMPUTED = "said", "clock", "computed"
+LITERAL, CLOCK, COMPUTED = "said", "clock", "computed"
 EMPTY = ("dict", "list", "set", "frozenset", "deque", "defaultdict", "OrderedDict", "Counter", "ChainMap", "count",
          "Lock", "RLock", "local", "Event", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")  # fmt: skip
 # functions of time that are a clock if the call is the whole value; ``int(time())`` is treated as a seed
@@ -31,7 +31,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 class Assigned:
     """The names of a module, and ``Class.name`` for the names of a class body.
 
-    ``begins`` describes how a name gets its value: ``SAID`` (a literal or an empty container), ``CLOCK`` or
+    ``begins`` describes how a name gets its value: ``LITERAL`` (a literal or an empty container), ``CLOCK`` or
     ``COMPUTED``.  ``literals`` has the values of literals.  ``changed`` has the names and attributes that functions
     assign, or whose content they change.
     """
@@ -65,7 +65,7 @@ def _of_file(file: str, changed_ns: int) -> Assigned:
     for name in touched(tree, inside=False) & set(begins):  # such as a table that a loop of the module fills
         if not isinstance(literals.get(name), FIXED):
             begins[name] = COMPUTED
-    reported = {name: value for name, value in literals.items() if begins[name] == SAID}
+    reported = {name: value for name, value in literals.items() if begins[name] == LITERAL}
     return Assigned(begins, reported, frozenset(touched(tree)))
 
 
@@ -94,7 +94,7 @@ def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
         return COMPUTED
     try:
         literals[name] = ast.literal_eval(value)
-        return SAID
+        return LITERAL
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         pass
     if isinstance(value, ast.Call):
@@ -103,7 +103,7 @@ def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
         if called in CLOCKS and not arguments:
             return CLOCK
         if called in EMPTY and all(isinstance(argument, (ast.Name, ast.Constant)) for argument in arguments):
-            return SAID
+            return LITERAL
     return COMPUTED
 
 

@@ -60,8 +60,8 @@ class Comparison:
         names = list(self.subjects)
         if self.unknown:
             unknown = f"unknown whether {' and '.join(self.unknown)} {_differ_verb(self.unknown)}"
-            known = f"{', '.join(names)} {_differ_verb(names)}" if names else "nothing else differs"
-            return f"{unknown}; {known}"
+            others = f"{', '.join(names)} {_differ_verb(names)}" if names else "nothing else differs"
+            return f"{unknown}; {others}"
         if not names:
             return NOTHING
         shown = list(self.values[:MOST_VALUES])

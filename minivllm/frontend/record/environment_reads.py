@@ -29,13 +29,13 @@ def values(texts: Mapping[str, str]) -> dict[str, Entries]:
     for module, text in texts.items():
         for name in sorted(set(names(text))):
             key = f"{module.partition(':')[0]}.environ[{name}]"
-            known = {"begins": "computed", "own": True, "scalar": True}
+            entry = {"begins": "computed", "own": True, "scalar": True}
             if name == COMPUTED:
-                found[key] = {"digest": "", "shown": "a variable whose name the code computes", **known}
+                found[key] = {"digest": "", "shown": "a variable whose name the code computes", **entry}
                 continue
             value = os.environ.get(name)
             digest = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-            found[key] = {"digest": digest, "shown": shown(name, value, digest), **known}
+            found[key] = {"digest": digest, "shown": shown(name, value, digest), **entry}
     return found
 
 

@@ -311,8 +311,8 @@ def _literals(function: types.FunctionType, typed: bool) -> tuple[Mapping[str, A
     """Return the literals of names in the file of a function, and the names that functions of the file change."""
     if typed:
         return {}, changed_by(lines_of(function))
-    known = assigned.of_module(function.__module__ or "")
-    return known.literals, known.changed
+    analysis = assigned.of_module(function.__module__ or "")
+    return analysis.literals, analysis.changed
 
 
 def changed_by(text: str | None) -> Set[str]:

@@ -65,7 +65,7 @@ def plugin_source(target: str) -> Source:
             continue
         data, changed = source
         found[current] = (sha(data), changed)
-        found |= {f"{current}:{name}": known for name, known in beside(_file(current), data)}
+        found |= {f"{current}:{name}": entry for name, entry in beside(_file(current), data)}
         todo += filter(scope.has, _imports(current, data))
         todo += filter(scope.may_extend, bases(current, data))
     if module not in found:

@@ -63,9 +63,9 @@ def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, E
         return found
     texts = {}
     for name in source.files:
-        known = sources.located(name) if all(part.isidentifier() for part in name.split(".")) else None
-        if known is not None:
-            texts[name] = known[0].decode("utf-8", "replace")
+        found_source = sources.located(name) if all(part.isidentifier() for part in name.split(".")) else None
+        if found_source is not None:
+            texts[name] = found_source[0].decode("utf-8", "replace")
     return found | environment_reads.values({**texts, **source.texts})
 
 
@@ -76,10 +76,10 @@ def look_again(parts: Iterable[JsonObject]) -> None:
         if not before:
             continue
         _, now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm")
-        for name, known in before.items():
+        for name, entry in before.items():
             from_beside = name.endswith(("()", "]")) and name not in now
-            if not from_beside and now.get(name, {}).get("digest") != known["digest"]:
-                known["moving"] = True
+            if not from_beside and now.get(name, {}).get("digest") != entry["digest"]:
+                entry["moving"] = True
 
 
 def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
@@ -88,17 +88,17 @@ def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
     ``first`` means that both records are of the first engine of their process before any request.  Then only the start
     of the engine can have changed the value.
     """
-    known = [value for value in (a, b) if value is not None]
-    digests = {value["digest"] for value in known}
+    present = [value for value in (a, b) if value is not None]
+    digests = {value["digest"] for value in present}
     if "" in digests:
         return UNKNOWN
-    if len(known) == 2 and len(digests) == 1:
+    if len(present) == 2 and len(digests) == 1:
         return SAME
-    if not any(value.get("moving") for value in known):
+    if not any(value.get("moving") for value in present):
         return OTHER
     if first:  # a container may be a cache that the start filled
-        return OTHER if all(value.get("scalar") for value in known) else UNKNOWN
-    return IGNORED if all(value["begins"] == assigned.SAID for value in known) else UNKNOWN
+        return OTHER if all(value.get("scalar") for value in present) else UNKNOWN
+    return IGNORED if all(value["begins"] == assigned.LITERAL for value in present) else UNKNOWN
 
 
 def settled(part: JsonObject) -> dict[str, str]:
@@ -107,11 +107,11 @@ def settled(part: JsonObject) -> dict[str, str]:
     Only replaced functions of built-in plug-ins are included: their loaded modules depend on earlier work of the
     process, and their text is part of minivllm's hash.
     """
-    known = part.get("values") or {}
+    recorded = part.get("values") or {}
     if part["distribution"] == "minivllm":
-        known = {name: value for name, value in known.items() if name.endswith("()")}
+        recorded = {name: value for name, value in recorded.items() if name.endswith("()")}
     constant = {}
-    for name, value in known.items():
+    for name, value in recorded.items():
         if value.get("own") and not value.get("moving") and value["begins"] != CLOCK:
             constant[name] = value["digest"]
     return constant
@@ -207,22 +207,22 @@ class _Reads:
         if name in self.found or len(self.found) >= MOST:
             return
         text = ValueText(self._folders)
-        known: Entries = {"digest": ""}
+        entry: Entries = {"digest": ""}
         try:
-            digest = known["digest"] = text.digest(value)
+            digest = entry["digest"] = text.digest(value)
             secret = isinstance(value, (str, bytes)) and SECRET.search(key)
-            known["shown"] = f"hidden ({digest[:8]})" if secret else text.shown(value, digest)
+            entry["shown"] = f"hidden ({digest[:8]})" if secret else text.shown(value, digest)
         except UnknownValueError as exc:
-            known["shown"] = str(exc)
+            entry["shown"] = str(exc)
         if type(value) in PLAIN:
-            known["scalar"] = True
+            entry["scalar"] = True
         in_closure = ", " in key
         begins, literals = self._text_of(module, (_named(module, value) if in_closure else "") or key)
-        known["begins"] = begins
+        entry["begins"] = begins
         is_code = isinstance(value, (*NAMED, functools.partial)) or hasattr(value, "__wrapped__")
         unchanged = key in literals and type(literals[key]) is type(value) and literals[key] == value
         if not is_code and not (unchanged and module.startswith(PLUGINS)):
-            self.found[name] = known
+            self.found[name] = entry
             self._where[name] = module, key
         for thing in text.code:
             self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
@@ -230,9 +230,9 @@ class _Reads:
     def _text_of(self, module: str, key: str) -> tuple[str, JsonObject]:
         """Return the kind of a name's first value, and the literals of the module of the plug-in that assigns it."""
         for name in (module, *sorted(self.scope)):
-            known = assigned.of_module(name)
-            if key in known.begins:
-                return known.begins[key], known.literals
+            analysis = assigned.of_module(name)
+            if key in analysis.begins:
+                return analysis.begins[key], analysis.literals
         return assigned.COMPUTED, {}
 
     def mark(self, own: set[str]) -> None:

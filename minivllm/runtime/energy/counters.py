@@ -69,7 +69,7 @@ class Nvml:
             raise OSError(f"NVML has no GPU {uuid}")
         self.joules()
 
-    def _ask(self, name: str, value: Any, *arguments: Any) -> int:
+    def _query(self, name: str, value: Any, *arguments: Any) -> int:
         """Call a function of NVML that stores its result in ``value``, and return the result.  OSError if NVML lacks
         the function or reports an error."""
         function = getattr(self.library, name, None)
@@ -79,14 +79,14 @@ class Nvml:
 
     def joules(self) -> float:
         """Return the joules since the driver was loaded."""
-        return self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
+        return self._query("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
 
     def look(self) -> tuple[float, float, int]:
         """Return the clock of the multiprocessors in MHz, the power in watts, and the reasons of throttling as bits."""
         return (
-            float(self._ask("nvmlDeviceGetClockInfo", ctypes.c_uint(), ctypes.c_uint(1))),
-            self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint()) / 1e3,
-            self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong()),
+            float(self._query("nvmlDeviceGetClockInfo", ctypes.c_uint(), ctypes.c_uint(1))),
+            self._query("nvmlDeviceGetPowerUsage", ctypes.c_uint()) / 1e3,
+            self._query("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong()),
         )
 
 

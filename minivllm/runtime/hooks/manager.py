@@ -135,7 +135,7 @@ class HookManager:
         except BaseException as exc:
             raise PluginError(f"{call.member} failed in {call.hook}: {describe_error(exc)}") from exc
 
-    def ask(self, name: str, **values: Any) -> tuple[str, Any] | None:
+    def first_result(self, name: str, **values: Any) -> tuple[str, Any] | None:
         """Return the first answer that is not None, with the name of its plug-in.  PluginError if a plug-in raises."""
         for call in self._calls[name]:
             answer = self._strict(call, values)
@@ -281,19 +281,19 @@ def _words(exc: pluggy.PluginValidationError) -> str:
     return f"{hook}: {last[:1].lower()}{last[1:]}; its parameters are: {', '.join(parameters)}"
 
 
-def ask_model(parts: Sequence[Part], model: str) -> tuple[str, str] | None:
+def resolve_model(parts: Sequence[Part], model: str) -> tuple[str, str] | None:
     """Return the first hook's directory or id for a model name, with the name of the plug-in, or None."""
-    return _ask_first(parts, "minivllm_resolve_model", str, "a path or an id", model=model)
+    return _first_result(parts, "minivllm_resolve_model", str, "a path or an id", model=model)
 
 
-def ask_config(parts: Sequence[Part], path: str) -> tuple[str, Mapping[str, Any]] | None:
+def read_config(parts: Sequence[Part], path: str) -> tuple[str, Mapping[str, Any]] | None:
     """Return the first hook's options in a configuration file, with the name of the plug-in, or None."""
-    return _ask_first(parts, "minivllm_read_config", Mapping, "a mapping of options", path=path)
+    return _first_result(parts, "minivllm_read_config", Mapping, "a mapping of options", path=path)
 
 
-def _ask_first(parts: Sequence[Part], hook: str, kind: Any, expected: str, **values: Any) -> tuple[str, Any] | None:
+def _first_result(parts: Sequence[Part], hook: str, kind: Any, expected: str, **values: Any) -> tuple[str, Any] | None:
     """Return the first answer to a first-result hook.  PluginError if it does not have the type ``kind``."""
-    found = HookManager.make(parts, hook).ask(hook, **values) if parts else None
+    found = HookManager.make(parts, hook).first_result(hook, **values) if parts else None
     if found is not None and not isinstance(found[1], kind):
         name, answer = found
         raise PluginError(f"hooks {name!r}: {hook} returned a {type(answer).__name__}; expected {expected}")

@@ -75,7 +75,7 @@ class ConfinedImages:
         job = {"kind": source.kind, "media_type": source.media_type}
         data = source.value.encode("utf-8", "surrogatepass")
         async with self._seats.one() as worker:
-            answer, more = await ask(self._confined, worker, job, data)
+            answer, more = await run_job(self._confined, worker, job, data)
         a, b, c = answer["shape"]
         values = np.frombuffer(more[1], answer["dtype"])
         return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], more[0]))
@@ -106,14 +106,16 @@ class Seats:
                 self._free.append(worker)
 
 
-async def ask(confined: Confined, worker: int, job: dict[str, Any], data: bytes) -> tuple[dict[str, Any], list[bytes]]:
+async def run_job(
+    confined: Confined, worker: int, job: dict[str, Any], data: bytes
+) -> tuple[dict[str, Any], list[bytes]]:
     """Run the job of an image in a free worker, and return its answer.
 
     RequestError if the work refuses the image, or if it exceeds a limit."""
     try:
-        answer, more = await confined.ask(worker, job, [data], seconds=SECONDS, megabytes=MEGABYTES)
+        answer, more = await confined.run_job(worker, job, [data], seconds=SECONDS, megabytes=MEGABYTES)
     except Exceeded as exc:
-        limit = f"{SECONDS:g} s of CPU time" if exc.what == "time" else f"{MEGABYTES} MiB of memory"
+        limit = f"{SECONDS:g} s of CPU time" if exc.resource == "time" else f"{MEGABYTES} MiB of memory"
         raise refuse(f"reading it takes more than {limit}; send a smaller or simpler one") from None
     if "error" in answer:
         raise RequestError(*answer["error"])

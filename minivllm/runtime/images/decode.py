@@ -51,8 +51,8 @@ def bytes_of_url(url: Any) -> bytes:
         raise refuse(f"url={shown(url)}: expected a data URL, as in data:image/png;base64,...")
     head = DATA_URL.match(url[:256])
     if head is None:
-        what = "remote and local files are not opened" if ":" in url[:16] or "/" in url[:16] else "it is no data URL"
-        raise refuse(f"url={shown(url[:64])}: {what}; expected data:image/png;base64,...")
+        problem = "remote and local files are not opened" if ":" in url[:16] or "/" in url[:16] else "it is no data URL"
+        raise refuse(f"url={shown(url[:64])}: {problem}; expected data:image/png;base64,...")
     if head.group(3) is None:
         raise refuse("the data URL has no ;base64; expected data:image/png;base64,...")
     return bytes_of_base64(url[head.end() :], head.group(1) or "")

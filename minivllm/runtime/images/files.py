@@ -63,7 +63,7 @@ class FileDecoder:
         job's."""
         async with self._seats.one() as worker:
             memory = self._memory[worker]
-            answer, _ = await confined.ask(self._confined, worker, {**job, "memory": memory}, data)
+            answer, _ = await confined.run_job(self._confined, worker, {**job, "memory": memory}, data)
             if "size" not in answer:
                 return None
             width, height = answer["size"]

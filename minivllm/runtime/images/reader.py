@@ -99,9 +99,9 @@ class ImageReader:
         pixels = np.array(image)  # the program may change its image at any time
         digest = digest_of(pixels, image.size)
         with self._lock:
-            known = self._prepared.get(digest)
-        if known is not None:
-            return known
+            prepared = self._prepared.get(digest)
+        if prepared is not None:
+            return prepared
         values, shape, tokens = values_of(self.encoder(), pixels)
         if not 0 < tokens < self.max_tokens:
             most = f"max_model_len={self.max_tokens}"

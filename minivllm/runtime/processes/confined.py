@@ -40,11 +40,11 @@ NOBODY = 0  # job number in a frame that is about the worker itself
 
 
 class Exceeded(Exception):
-    """Error of a job that exceeded its limit of ``what``, "time" or "memory"."""
+    """Error of a job that exceeded its limit of ``resource``, "time" or "memory"."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, resource: str) -> None:
+        super().__init__(resource)
+        self.resource = resource
 
 
 def frame(number: int, parts: Sequence[bytes]) -> bytes:
@@ -73,7 +73,7 @@ class Confined:
             self._starting = asyncio.create_task(self._start())
         return self._starting
 
-    async def ask(
+    async def run_job(
         self, worker: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Run a job and return the parts of its answer, the first of them parsed as JSON.
@@ -87,7 +87,9 @@ class Confined:
             self._numbers += 1
             try:
                 workers = await asyncio.shield(starting)
-                answer, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [request, *parts]), PATIENCE)
+                answer, more = await asyncio.wait_for(
+                    workers[worker].run_job(self._numbers, [request, *parts]), PATIENCE
+                )
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as e:
                 reason = describe_error(e)
                 self._drop(starting)
@@ -168,7 +170,7 @@ class _Seat:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def ask(self, number: int, parts: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    async def run_job(self, number: int, parts: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """Send a job and return the parts of its answer, or of a frame about the worker.
 
         EOFError, OSError or ValueError if the worker cannot be used any more."""

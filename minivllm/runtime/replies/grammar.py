@@ -94,8 +94,8 @@ def writes(spelling: Spelling) -> bool:
     """Return whether grammars of a format can be written."""
     form = spelling.format
     tags = form.channels.tags if form.channels is not None else ()
-    known = {JSON, OBJECT, PAIRS, PYTHON, QUOTED}
-    return set(tags) <= spelling.tokens.keys() and all(calls.arguments in known for calls in form.calls)
+    syntaxes = {JSON, OBJECT, PAIRS, PYTHON, QUOTED}
+    return set(tags) <= spelling.tokens.keys() and all(calls.arguments in syntaxes for calls in form.calls)
 
 
 def _is_untagged(form: ReplyFormat, calls: Calls) -> bool:

@@ -57,8 +57,8 @@ def strict_spellings(form: ReplyFormat, tokens: Iterable[str]) -> list[Calls]:
 
     A parser of constrained answers reads only these.  ``tokens`` has the tags that are tokens.
     """
-    known = set(tokens)
-    return [calls for number, calls in enumerate(form.calls) if number == 0 or _tags(form, calls) <= known]
+    tags = set(tokens)
+    return [calls for number, calls in enumerate(form.calls) if number == 0 or _tags(form, calls) <= tags]
 
 
 def _tags(form: ReplyFormat, calls: Calls) -> set[str]:
@@ -225,8 +225,8 @@ def piece(schema: Any, root: Any) -> Any:
         definitions = root.get(place) if isinstance(root, Mapping) else None
         if not isinstance(definitions, Mapping) or name not in definitions:
             raise Inexpressible(f"the reference {reference[:64]!r}, which names no definition of the schema")
-        known = found.setdefault(place, {})
-        if name not in known:
-            known[name] = definitions[name]
+        moved = found.setdefault(place, {})
+        if name not in moved:
+            moved[name] = definitions[name]
             pending.append(definitions[name])
     return {**schema, **found} if found else schema

@@ -252,8 +252,8 @@ class Arguments:
         names = own.get("type")
         listed = [names] if isinstance(names, str) else names
         rest = [name for name in listed or () if name != "string"]
-        known = {key for name in rest for key in CONDITIONS.get(name, ())} | OF_STRING
-        others = own.keys() - known
+        expressible = {key for name in rest for key in CONDITIONS.get(name, ())} | OF_STRING
+        others = own.keys() - expressible
         if not listed or others or not all(isinstance(name, str) for name in listed):
             raise Inexpressible(f"strings with the schema keywords {', '.join(sorted(others)) or 'other values'}")
         choices.texts.append({key: value for key, value in own.items() if key in OF_STRING})
@@ -288,11 +288,11 @@ class Arguments:
     def _value(self, schema: Any) -> str:
         """Return the name of a rule for a value whose strings are enclosed in the tags ``quote``."""
         key = json.dumps(schema, sort_keys=True)
-        known = self._values.get(key)
-        if known is None:
-            known = self._values[key] = self._rules.later()
-            self._rules.define(known, self._quoted_value(schema))
-        return known
+        rule = self._values.get(key)
+        if rule is None:
+            rule = self._values[key] = self._rules.later()
+            self._rules.define(rule, self._quoted_value(schema))
+        return rule
 
     def _quoted_value(self, schema: Any) -> str:
         """Return the Lark expression for a value in this syntax or in JSON, which the parser reads as well."""

@@ -132,7 +132,7 @@ class Helper:
                 self._say_hello()
                 if self._stopped:
                     raise Stopped
-                return self._ask(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
+                return self._exchange(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
             except TimeoutError:
                 self._kill()
                 return {"ended": "time"}
@@ -150,7 +150,7 @@ class Helper:
         if self._ready:
             return
         try:
-            answer = self._ask(self._hello, START)
+            answer = self._exchange(self._hello, START)
         except TimeoutError as e:
             raise OSError(f"the helper process did not answer within {START:g} s") from e
         if "error" in answer:
@@ -158,7 +158,7 @@ class Helper:
             raise ResourceError(f"the plug-in cannot be made in a process of its own: {answer['error']}")
         self._ready, self._forks = True, answer["forks"]
 
-    def _ask(self, line: bytes, seconds: float) -> Any:
+    def _exchange(self, line: bytes, seconds: float) -> Any:
         """Send a line and return the answer.  TimeoutError after ``seconds``, OSError if the process has died."""
         process = self._process
         end = time.monotonic() + seconds

@@ -187,17 +187,17 @@ def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
     """Return the ``tokenizers.Tokenizer`` of a ``gpt2`` file."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    known = {token: i for i, token in enumerate(vocabulary.tokens)}
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     merges = []
     for n, merge in enumerate(_texts(vocabulary.file, "merges")):
         cut = merge.find(" ", 1)
         left, right = merge[:cut], merge[cut + 1 :]
-        if left not in known or right not in known or left + right not in known:
+        if left not in vocab or right not in vocab or left + right not in vocab:
             raise vocabulary.file.refuse(
                 f"tokenizer.ggml.merges[{n}]={shown(merge)}: expected two tokens that make a token"
             )
         merges.append((left, right))
-    backend = Tokenizer(models.BPE(known, merges, ignore_merges=split.whole))
+    backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, spell])
@@ -212,8 +212,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = vocabulary.tokens
-    known = {token: i for i, token in enumerate(tokens)}
-    of_bytes = all(f"<0x{byte:02X}>" in known for byte in range(256))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    of_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
     scores = _scores(vocabulary)
     if _is_unigram(vocabulary, scores):
@@ -227,7 +227,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
             backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
     else:
         merges = merges_of(vocabulary, scores)
-        backend = Tokenizer(models.BPE(known, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
+        backend = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
     steps: list[Any] = []
     if vocabulary.flag("remove_extra_whitespaces", False):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]

@@ -102,7 +102,7 @@ class TokenizerPool:
         """Convert a part in an idle process, or here if the process refuses a text, so that the error is the same."""
         process = self._idle.get()
         try:
-            found = process.ask(job, part)
+            found = process.convert(job, part)
         finally:
             self._idle.put(process)
         return run(self._tokenizer, job, part) if found is None else found
@@ -190,7 +190,7 @@ class PoolProcess:
         self._link = Connection(ours.detach())
         self._link.send_bytes(self._hello)
 
-    def ask(self, job: dict[str, Any], items: Sequence[Any]) -> list[Any] | None:
+    def convert(self, job: dict[str, Any], items: Sequence[Any]) -> list[Any] | None:
         """Return the results of a job, or None if the tokenizer raised an exception.
 
         A process that has ended is started once more.  ResourceError if it ends again."""

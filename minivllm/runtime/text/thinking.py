@@ -54,8 +54,8 @@ def with_thinking_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sa
         own = tags_of(tokenizer)
         if own is None:
             name = BUDGET if given is None else TAGS
-            what = f"{name}: the tokenizer of this model has no tags of reasoning, such as <think> and </think>"
-            raise RequestError(f'{what}; name them: {TAGS}={{"start": ..., "end": ...}}', name)
+            problem = f"{name}: the tokenizer of this model has no tags of reasoning, such as <think> and </think>"
+            raise RequestError(f'{problem}; name them: {TAGS}={{"start": ..., "end": ...}}', name)
         tags.update(own)
     if given is not None:
         if not isinstance(given, Mapping):

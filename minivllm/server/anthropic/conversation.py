@@ -158,12 +158,12 @@ def _blocks(
     return found
 
 
-def _warn_unread(values: Mapping[str, Any], place: str, known: frozenset[str], warnings: Warnings) -> None:
+def _warn_unread(values: Mapping[str, Any], place: str, read: frozenset[str], warnings: Warnings) -> None:
     """Add a warning for each key with a value that the server does not read."""
-    if values.keys() <= known:
+    if values.keys() <= read:
         return
     for key, value in values.items():
-        if key not in known and value is not None:
+        if key not in read and value is not None:
             warn(warnings, f"{place}.{key[:64]}", "the key is unknown")
 
 

@@ -183,16 +183,16 @@ def _check_lengths(service: Service, all_ids: Sequence[Ids], options: EmbedField
         if not len(ids):
             raise ApiError(400, f"{at}: the text has no tokens; expected at least one", field_of(at))
         if len(ids) > info.max_model_len:
-            what = f"{at}: {len(ids)} tokens; expected at most {info.max_model_len} (max_model_len)"
-            raise ApiError(400, f"{what}: shorten it, or set truncate_prompt_tokens", field_of(at))
+            problem = f"{at}: {len(ids)} tokens; expected at most {info.max_model_len} (max_model_len)"
+            raise ApiError(400, f"{problem}: shorten it, or set truncate_prompt_tokens", field_of(at))
     most = service.server.max_request_cost
     if most is None:
         most = max(COST, 2 * info.max_model_len)
     total = sum(map(len, all_ids))
     if most and total > most:
         name = options.field
-        what = f"{name}: {total:,} tokens in all; expected at most {most:,} in a request (max_request_cost)"
-        raise ApiError(400, f"{what}: send several requests", name)
+        problem = f"{name}: {total:,} tokens in all; expected at most {most:,} in a request (max_request_cost)"
+        raise ApiError(400, f"{problem}: send several requests", name)
 
 
 class _Batch:

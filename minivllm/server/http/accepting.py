@@ -215,12 +215,12 @@ class Acceptor:
         if not self._closed:
             self._loop.add_reader(self._bound.fileno(), self._take)
 
-    def _log(self, what: str) -> None:
+    def _log(self, message: str) -> None:
         """Log a warning, at most one a second."""
         now = time.monotonic()
         if now - self._logged >= 1.0:
             self._logged = now
-            logs.event(what, logging.WARNING, open=self.open, room=self.room, closed=self._dropped)
+            logs.event(message, logging.WARNING, open=self.open, room=self.room, closed=self._dropped)
             self._dropped = 0
 
     def close(self) -> None:

@@ -52,9 +52,9 @@ def admin_token(server: ServerConfig, keys: Sequence[str], admin_key: str = "") 
     if len(set(keys)) == 1:
         return None
     if not keys and not is_loopback(server.host.lower()):
-        what = f"server.admin without a key on server.host={server.host!r}"
+        problem = f"server.admin without a key on server.host={server.host!r}"
         options = f"--api-key, {ENVIRONMENT}, --api-key-file, {ADMIN}"
-        raise ConfigError(f"{what}: expected a key ({options}) or --host 127.0.0.1")
+        raise ConfigError(f"{problem}: expected a key ({options}) or --host 127.0.0.1")
     return secrets.token_urlsafe(24)
 
 
@@ -83,8 +83,8 @@ class ApiKeys:
         key = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         digest = _digest(key)
         found = None
-        for number, known in enumerate(self._digests):
-            if hmac.compare_digest(digest, known):
+        for number, accepted in enumerate(self._digests):
+            if hmac.compare_digest(digest, accepted):
                 found = f"key-{number}"
         return found if key else None
 

@@ -60,8 +60,8 @@ class Bodies:
                 await asyncio.wait_for(self._read(request, most, owner, parts, count), seconds)
             except asyncio.TimeoutError:
                 await self._late.turn()
-                what = f"the body was not complete after {seconds:g} s"
-                raise ApiError(408, what, headers=CLOSE) from None
+                problem = f"the body was not complete after {seconds:g} s"
+                raise ApiError(408, problem, headers=CLOSE) from None
             return await self.parse(b"".join(parts), owner)
 
     async def parse(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
@@ -89,8 +89,8 @@ class Bodies:
                 if size > most:
                     raise too_large(most)
                 if self.held[owner] + len(part) > HELD * most:
-                    what = "too many bodies of your requests are being received; try again later"
-                    raise ApiError(429, what, headers={"Retry-After": "1", "Connection": "close"})
+                    problem = "too many bodies of your requests are being received; try again later"
+                    raise ApiError(429, problem, headers={"Retry-After": "1", "Connection": "close"})
                 self.held[owner] += len(part)
                 count[0] += len(part)
                 parts.append(part)
@@ -154,8 +154,8 @@ def check_text(raw: bytes | str, value: dict[str, Any]) -> None:
     """
     if lone_escape(raw if isinstance(raw, str) else raw.decode("utf-8")):
         field = next((name for name, inner in value.items() if is_text(name) and flaw(inner)), None)
-        what = f"{field or 'the body'} holds half of a surrogate pair (\\ud800 to \\udfff)"
-        raise ApiError(400, f"{what}: expected Unicode text", field)
+        problem = f"{field or 'the body'} holds half of a surrogate pair (\\ud800 to \\udfff)"
+        raise ApiError(400, f"{problem}: expected Unicode text", field)
 
 
 def load_object(raw: bytes | str) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def check_shape(raw: bytes) -> None:
     if shape.depth > MOST_DEPTH:
         raise ApiError(400, f"the JSON of the body is nested too deeply: expected at most {MOST_DEPTH} levels")
     if shape.holders > MOST_HOLDERS:
-        what = f"the body holds {shape.holders} objects and lists"
-        raise ApiError(400, f"{what}; expected at most {MOST_HOLDERS}")
+        problem = f"the body holds {shape.holders} objects and lists"
+        raise ApiError(400, f"{problem}; expected at most {MOST_HOLDERS}")
 
 
 def check_values(values: int) -> None:

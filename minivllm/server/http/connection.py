@@ -44,7 +44,7 @@ READ = 16 << 10
 AHEAD, AHEAD_BYTES = 64, 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # limits of data that is dropped after the last answer of a connection
 PROBES = 0.02, 1.0  # seconds between checks whether a client has left: the first, and the largest
-ASK = 0.1  # interval in seconds from which on each check also sends an interim answer
+INTERIM = 0.1  # interval in seconds from which on each check also sends an interim answer
 POLLED = frozenset({"/health", "/ping", "/ready", "/metrics"})  # paths that monitoring requests every few seconds
 OLD = ("0.9", "1.0")  # versions of HTTP without chunks and interim answers
 NO_REQUEST = "this is not an HTTP request"
@@ -53,9 +53,9 @@ VERSION = re.compile(rb"[A-Z-]{1,24} [!-~]{1,8192} HTTP/(?!1\.[01]\r?\n)[0-9.]{1
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-def response(status: int, what: str) -> bytes:
+def response(status: int, message: str) -> bytes:
     """Return an error answer to bytes that are not a request, after which the connection closes."""
-    body = json.dumps(ApiError(status, what).body()).encode()
+    body = json.dumps(ApiError(status, message).body()).encode()
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
@@ -242,7 +242,7 @@ class WatchedConnection(_Connection):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if seconds >= ASK:
+        if seconds >= INTERIM:
             self._send_interim()
         seconds = min(2 * seconds, PROBES[1])
         self.loop.call_later(seconds, self._watch_client, seconds)
@@ -266,11 +266,11 @@ class WatchedConnection(_Connection):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, NO_REQUEST)
 
-    def _refuse(self, status: int, what: str) -> None:
+    def _refuse(self, status: int, message: str) -> None:
         """Send an error after all pending answers, and end the connection."""
         if self._last is not None or self.transport.is_closing():
             return
-        self._last = status, what
+        self._last = status, message
         self._stop()
         cycle = self.cycle
         # the error is in the body of this request

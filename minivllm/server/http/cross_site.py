@@ -86,8 +86,8 @@ class Hosts:
         name = found[1].lower().strip("[]").removesuffix(".")
         if not self._serves(name, reached):
             name = printable(name, 100)
-            what = f"Host: {name} is not a name of this server"
-            raise ApiError(403, f"{what}; if it should be, start the server with --allowed-hosts {name}")
+            problem = f"Host: {name} is not a name of this server"
+            raise ApiError(403, f"{problem}; if it should be, start the server with --allowed-hosts {name}")
 
     def _is_served(self, name: str, reached: str) -> bool:
         """Return whether a name or an address is accepted."""
@@ -139,8 +139,8 @@ def not_allowed(origin: str, why: str = "") -> ApiError:
     """Return the error for a preflight request of an origin that is not allowed.  ``why`` is a reason, "" for none."""
     origin = printable(origin, 100)
     reason = f" ({printable(why, 200)})" if why else ""
-    what = f"pages of Origin: {origin} may not send requests to this server{reason}"
-    return ApiError(403, f"{what}; if they should, start the server with --allowed-origins {origin}")
+    problem = f"pages of Origin: {origin} may not send requests to this server{reason}"
+    return ApiError(403, f"{problem}; if they should, start the server with --allowed-origins {origin}")
 
 
 def _netloc(origin: str) -> str | None:

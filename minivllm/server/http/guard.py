@@ -139,12 +139,12 @@ class Guard:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if count > self.max_headers or size > self.max_header_bytes:
             most = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
-            what = f"{count} headers of {size} bytes; expected {most}"
-            raise ApiError(431, what, headers=CLOSE)
+            problem = f"{count} headers of {size} bytes; expected {most}"
+            raise ApiError(431, problem, headers=CLOSE)
         url = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if url > self.max_header_bytes:
-            what = f"the URL has {url} bytes; expected at most {self.max_header_bytes}"
-            raise ApiError(414, what, headers=CLOSE)
+            problem = f"the URL has {url} bytes; expected at most {self.max_header_bytes}"
+            raise ApiError(414, problem, headers=CLOSE)
 
     def _check_site(self, scope: Any, changes: bool) -> None:
         """Raise ApiError for an unknown ``Host`` and, if the request may change anything, for a foreign ``Origin``."""
@@ -164,11 +164,11 @@ class Guard:
             raise ApiError(501, odd, headers=CLOSE)
         expected = headers.get(b"expect", b"100-continue").decode("latin-1")
         if expected.lower() != "100-continue":
-            what = f"Expect: {errors.printable(expected, 40)} is not supported; expected 100-continue"
-            raise ApiError(417, what, headers=CLOSE)
+            problem = f"Expect: {errors.printable(expected, 40)} is not supported; expected 100-continue"
+            raise ApiError(417, problem, headers=CLOSE)
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            what = "the request has both Content-Length and Transfer-Encoding: expected one of them"
-            raise ApiError(400, what, headers=CLOSE)
+            problem = "the request has both Content-Length and Transfer-Encoding: expected one of them"
+            raise ApiError(400, problem, headers=CLOSE)
         if scope["method"] == "OPTIONS":
             cross_site.check_preflight(scope["headers"], self.origins)
         path = requested_path(scope)
@@ -176,8 +176,8 @@ class Guard:
         if path not in OPEN and not is_page:
             tenant = self.keys.tenant(headers)
             if tenant is None:
-                what = "expected a valid API key: Authorization: Bearer KEY"
-                raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
+                problem = "expected a valid API key: Authorization: Bearer KEY"
+                raise ApiError(401, problem, headers={"WWW-Authenticate": "Bearer"})
             state["tenant"], state["owner"] = tenant, owner_of(tenant, scope.get("client"))
             state["identity"] = self.keys.identity(tenant)
         # Ollama's clients and documentation send JSON with other content types; a web page cannot send such a request

@@ -32,8 +32,8 @@ def bind(server: ServerConfig) -> socket.socket:
         bound.bind((server.host, server.port))
     except OSError as exc:
         bound.close()
-        what = f"cannot listen on {server.host}:{server.port}: {exc.strerror or exc}"
-        raise ResourceError(f"{what}; choose another --port or --host") from exc
+        problem = f"cannot listen on {server.host}:{server.port}: {exc.strerror or exc}"
+        raise ResourceError(f"{problem}; choose another --port or --host") from exc
     bound.set_inheritable(False)
     return bound
 

@@ -67,8 +67,8 @@ def missing(path: str, routes: Iterable[str]) -> ApiError:
 def refused(method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
     """Return the error 405 for a route that does not accept the request's method."""
     allowed = (headers or {}).get("Allow", "another method")
-    what = f"the route {printable(path, 80)} does not accept {printable(method, 16)}; expected {allowed}"
-    return ApiError(405, what, headers=headers)
+    problem = f"the route {printable(path, 80)} does not accept {printable(method, 16)}; expected {allowed}"
+    return ApiError(405, problem, headers=headers)
 
 
 def _instead(path: str, routes: Sequence[str]) -> str:

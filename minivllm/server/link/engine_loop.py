@@ -529,8 +529,8 @@ class EngineLoop(TurnLoop):
             self._add_values(live)
         except Exception as e:  # the client would wait forever for the end of the request
             log.exception("request %s: its values cannot be sent", request.id)
-            what = f"the values that the request has read cannot be sent: {describe_error(e)}"
-            self.header.setdefault("failed", []).append([live.number, what])
+            problem = f"the values that the request has read cannot be sent: {describe_error(e)}"
+            self.header.setdefault("failed", []).append([live.number, problem])
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed, which is not passed to the sink
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
@@ -619,5 +619,5 @@ def joules_of(request: Request) -> float:
 def _check_remote(params: SamplingParams) -> None:
     """Raise RequestError for parameters that need the text in the engine, because text is made on the client's side."""
     if params.beam_width is not None and params.stop:
-        what = f"stop={shown(params.stop)} with beam_width"
-        raise RequestError(f"{what}: expected stop_token_ids, or an LLM in this process", "stop")
+        problem = f"stop={shown(params.stop)} with beam_width"
+        raise RequestError(f"{problem}: expected stop_token_ids, or an LLM in this process", "stop")

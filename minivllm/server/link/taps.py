@@ -56,8 +56,10 @@ class PooledTaps:
     def check_size(self) -> None:
         """Raise RequestError if the vectors are too large for a frame."""
         if self.bytes > MOST_ADDED:
-            what = f"taps: the vectors that are added are {self.bytes} bytes as float32; expected at most {MOST_ADDED}"
-            raise RequestError(f"{what}: add fewer vectors, each as wide as its point", "taps")
+            problem = (
+                f"taps: the vectors that are added are {self.bytes} bytes as float32; expected at most {MOST_ADDED}"
+            )
+            raise RequestError(f"{problem}: add fewer vectors, each as wide as its point", "taps")
 
     def header(self) -> dict[str, Any]:
         """Return the fields of the request's frame header."""

@@ -90,8 +90,8 @@ async def pull(request: Request, service: Service) -> Any:
         served_name(service, body.model or body.name)
     except ApiError as error:
         names = ", ".join(service.names)
-        what = f"pull {error}: this server pulls no models, and serves {names}"
-        raise ApiError(404, what, "model") from error
+        problem = f"pull {error}: this server pulls no models, and serves {names}"
+        raise ApiError(404, problem, "model") from error
     if body.stream is False:
         return JSONResponse({"status": "success"})
     return StreamingResponse(_pulled(), media_type=LINES)

@@ -26,7 +26,7 @@ def served_name(service: Service, name: str | None) -> str:
     if not name:
         return service.names[0]
     wanted = tagged(name)
-    for known in service.names:
-        if tagged(known) == wanted:
-            return known
+    for served in service.names:
+        if tagged(served) == wanted:
+            return served
     raise ApiError(404, f"model '{printable(name, 100)}' not found", "model")

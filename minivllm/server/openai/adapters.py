@@ -33,8 +33,8 @@ class ServedAdapters:
         for module in modules:
             name, _, path = module.partition("=")
             if name in names:
-                what = f"lora_modules: {shown(name)} is the name of the model"
-                raise ConfigError(f"{what}: expected another name for the adapter")
+                problem = f"lora_modules: {shown(name)} is the name of the model"
+                raise ConfigError(f"{problem}: expected another name for the adapter")
             self.by_name[name] = self._request(name, path)
             names.append(name)
 
@@ -55,8 +55,8 @@ class ServedAdapters:
         if len(self.names) + len(self.loading) > MOST:
             raise ApiError(400, f"{MOST} adapters have names: unload one first", "lora_name")
         if "\0" in path or len(path) > MOST_PATH:
-            what = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
-            raise ApiError(400, f"lora_path={shown(path)}: {what}", "lora_path")
+            problem = f"expected a path of at most {MOST_PATH} characters, without zero bytes"
+            raise ApiError(400, f"lora_path={shown(path)}: {problem}", "lora_path")
         whole = os.path.realpath(os.path.join(self.folder, path))
         if os.path.commonpath([whole, self.folder]) != self.folder or whole == self.folder:
             raise ApiError(400, f"lora_path={shown(path)}: expected a folder within the server's lora_dir", "lora_path")

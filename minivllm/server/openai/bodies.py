@@ -118,9 +118,9 @@ def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | 
     protocol.  ApiError (400) names the first wrong field as the client spelled it."""
     if not issubclass(model, Generation):
         return _checked(model, values)
-    known = {*model.model_fields, *declared_params.names()}
+    declared = {*model.model_fields, *declared_params.names()}
     with named(sent or {}):
-        translation = translate(values, known)
+        translation = translate(values, declared)
     translation.sent.update(sent or {})
     check_required(translation.values, model)
     with named(translation.sent):

@@ -159,8 +159,8 @@ class Chat(Work):
         with named(sent_names(body)):
             ids = await self.prompt()
             most = fit(params, self.requested, len(ids), service.client.info, self.default)
-            asks = [(ids, params.ending_after(most))]
-            check_cost(service, asks, self.requested is None and self.default is None)
+            requests = [(ids, params.ending_after(most))]
+            check_cost(service, requests, self.requested is None and self.default is None)
             begins = params.structured_outputs is not None and TAGS not in self.passed and self.mode != AUTO
             if not begins:  # without reasoning the constrained form begins with the answer
                 self.opened = opens_reasoning(self.parser, tokenizer, ids)
@@ -168,7 +168,7 @@ class Chat(Work):
             pieces = self.in_pieces or until is not None
             marks = self.marks.by_token
             opened = open_streams(
-                service, held, self.state, asks, pieces, self.taps, self.energy, marks, self.model, self.images
+                service, held, self.state, requests, pieces, self.taps, self.energy, marks, self.model, self.images
             )
             streams = await opened
         if until is not None:

@@ -70,7 +70,7 @@ class Completion(Work):
         self.ids: list[Ids] = []
         self._set_params(len(self.prompts), body.logprobs, whole_form(body))
         check_size(service, len(self.prompts), self.params, self.taps)
-        self.asks_scores = self.params.prompt_logprobs is not None
+        self.scores_prompt = self.params.prompt_logprobs is not None
         if body.echo and body.logprobs is not None:
             most = max(self.top, self.params.prompt_logprobs or 0)
             self.params = dataclasses.replace(self.params, prompt_logprobs=most)
@@ -80,7 +80,7 @@ class Completion(Work):
         service, body = self.service, self.body
         with named(sent_names(body)):
             held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
-            asks: list[tuple[Ids, Any]] = []
+            requests: list[tuple[Ids, Any]] = []
             by_length: dict[int, Any] = {}  # prompts with the same limit share one object of parameters
             # if no token is requested, one is generated but not shown, because the scores of a prompt are returned with
             # a token
@@ -91,10 +91,10 @@ class Completion(Work):
                 most = fit(self.params, requested, len(ids), service.client.info, self.default)
                 if most not in by_length:
                     by_length[most] = self.params.ending_after(most)
-                asks.append((ids, by_length[most]))
-            check_cost(service, asks)
+                requests.append((ids, by_length[most]))
+            check_cost(service, requests)
             opening = open_streams(
-                service, held, self.state, asks, bool(body.stream), self.taps, self.energy, model=self.model
+                service, held, self.state, requests, bool(body.stream), self.taps, self.energy, model=self.model
             )
             streams = await opening
         return self._answer("cmpl", "text_completion", streams, hidden=self.only_scores)
@@ -246,7 +246,7 @@ class Completion(Work):
                 if self.body.return_token_ids:
                     choice["token_ids"] = [] if self.only_scores else stream.texts[sample].token_ids
                     choice["prompt_token_ids"] = ids
-                if self.asks_scores:
+                if self.scores_prompt:
                     choice["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
                 choices.append(choice)
         return choices

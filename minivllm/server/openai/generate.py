@@ -131,8 +131,8 @@ class Service:
             return self.names[0]
         if name in self.names:
             return name
-        known = ", ".join(map(repr, self.names[:NAMED]))
-        text = f"The model `{errors.printable(name, 100)}` does not exist. Expected {known}, or no model."
+        served = ", ".join(map(repr, self.names[:NAMED]))
+        text = f"The model `{errors.printable(name, 100)}` does not exist. Expected {served}, or no model."
         raise ApiError(404, text, "model")
 
 
@@ -233,8 +233,8 @@ class Answer:
 
     def _joules(self, completion: int) -> JsonObject:
         """Return the joules of all prompts together, or None if the joules of a prompt are unknown."""
-        known = [s.metrics.joules for s in self.streams if s.metrics.joules is not None]
-        joules = sum(known) if len(known) == len(self.streams) else None
+        measured = [s.metrics.joules for s in self.streams if s.metrics.joules is not None]
+        joules = sum(measured) if len(measured) == len(self.streams) else None
         each = None if joules is None or not completion else joules / completion
         return {"joules": joules, "joules_per_output_token": each, "counter": self.service.client.info.energy}
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .generate import Service
 
 CPU_COST, COST = 1 << 15, 1 << 20  # default limit of a request's cost in tokens, on a CPU and on other devices
-UNSAID = 512  # number of tokens that is assumed for an answer without a limit of the client
+ASSUMED_TOKENS = 512  # number of tokens that is assumed for an answer without a limit of the client
 SCORED = 20  # number of log-probabilities of one token that cost as much as the token
 
 
@@ -36,7 +36,7 @@ def stream_options(body: Any) -> tuple[bool, bool]:
     return bool(options.include_usage) or every, every
 
 
-def asks_energy(service: Service, body: Any) -> bool:
+def reports_energy(service: Service, body: Any) -> bool:
     """Return whether the usage reports joules.  ApiError (400) if the server does not measure them."""
     if body.include_energy and not service.client.info.energy:
         text = "include_energy: this server does not measure joules; start it with --set energy=on"
@@ -73,22 +73,22 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
         raise ApiError(400, f"{text}; expected at most {most} in a request (max_branches)", name)
 
 
-def check_cost(service: Service, asks: Sequence[tuple[Any, SamplingParams]], unlimited: bool = False) -> None:
+def check_cost(service: Service, prompts: Sequence[tuple[Any, SamplingParams]], unlimited: bool = False) -> None:
     """Raise ApiError (400) for a request that would keep the engine busy for too long.
 
-    ``asks`` has the token ids and the parameters of each prompt.  ``unlimited`` means that the client has not set
+    ``prompts`` has the token ids and the parameters of each prompt.  ``unlimited`` means that the client has not set
     ``max_tokens``, so the model determines the length of the answers."""
     info, most = service.client.info, service.server.max_request_cost
     if most is None:
         most = max(CPU_COST if info.device == "cpu" else COST, 2 * info.max_model_len)
-    costs = [_cost(len(ids), params, unlimited) for ids, params in asks]
+    costs = [_cost(len(ids), params, unlimited) for ids, params in prompts]
     cost = sum(costs)
     if not most or cost <= most:
         return
-    params = asks[0][1]
+    params = prompts[0][1]
     answer_scores = params.logprobs or 0
     scores = max(answer_scores, params.prompt_logprobs or 0)
-    shape = f"prompts: {len(asks)}, {width_name(params)}={params.width}, max_tokens={params.max_tokens}"
+    shape = f"prompts: {len(prompts)}, {width_name(params)}={params.width}, max_tokens={params.max_tokens}"
     if scores:
         shape += f", log-probabilities of each token: {scores}"
     text = f"this request may cost {round(cost):,} tokens ({shape}); expected at most {most:,} (max_request_cost)"
@@ -99,7 +99,7 @@ def _cost(prompt: int, params: SamplingParams, unlimited: bool) -> float:
     """Return the cost of a prompt of ``prompt`` tokens and its answers, in tokens."""
     answer = params.max_tokens or 0
     if unlimited and not params.ignore_eos:
-        answer = min(answer, UNSAID)
+        answer = min(answer, ASSUMED_TOKENS)
     prompt_cost = prompt * (1 + (params.prompt_logprobs or 0) / SCORED)
     answer_cost = answer * (1 + (params.logprobs or 0) / SCORED)
     return prompt_cost + params.width * answer_cost

@@ -170,9 +170,9 @@ def whole_form(body: Any, tools: Tools | None = None, spelling: Spelling | None 
     the choice ``auto`` an answer is of the ``response_format``, or calls if the format of calls (``spelling``) differs
     from it.  ApiError (400) for ``structured_outputs`` together with forced calls.
     """
-    known = getattr(body, "known_form", None)
-    if known is not None:
-        return known
+    ready = getattr(body, "known_form", None)
+    if ready is not None:
+        return ready
     form = form_of(body)
     if tools is None:
         return form
@@ -202,8 +202,8 @@ def form_of(body: Any) -> JsonObject | None:
 
     ApiError (400) if both fields set a form, or if this engine has no grammars."""
     form = body.structured_outputs
-    known = form is None or (isinstance(form, dict) and "reply" not in form)
-    _expect(known, FORM, "an object with one of json, regex, choice, grammar")
+    is_form = form is None or (isinstance(form, dict) and "reply" not in form)
+    _expect(is_form, FORM, "an object with one of json, regex, choice, grammar")
     if body.response_format is not None:
         _expect(isinstance(body.response_format, dict), FORMAT, 'an object with a "type"')
         other = _form_of_format(body.response_format)
@@ -278,9 +278,9 @@ def _stops(value: Any, most: int) -> list[str]:
 def _check_stop_ids(value: Any, vocab: int) -> None:
     """Raise ApiError (400) unless the value is a list of token ids of a vocabulary, at most ``MOST_STOP_IDS``."""
     _expect(isinstance(value, list), "stop_token_ids", "a list of token ids")
-    known = all(type(token) is int and 0 <= token < vocab for token in value[:MOST_STOP_IDS])
+    are_ids = all(type(token) is int and 0 <= token < vocab for token in value[:MOST_STOP_IDS])
     expected = f"at most {MOST_STOP_IDS} token ids from 0 to {vocab - 1}"
-    _expect(known and len(value) <= MOST_STOP_IDS, "stop_token_ids", expected)
+    _expect(are_ids and len(value) <= MOST_STOP_IDS, "stop_token_ids", expected)
 
 
 def _bias(value: Any, vocab: int) -> dict[int, float]:

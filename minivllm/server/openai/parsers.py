@@ -101,8 +101,8 @@ def _entry(catalog: Catalog, option: str, name: str) -> Any:
     registry = catalog["parser"]
     name = name if registry.installed(name) else ALSO.get(name, name)
     if not registry.installed(name):
-        known = [AUTO, *(entry.name for entry in registry.entries), *tools.PARSERS]
-        raise ConfigError(f"server.{option}={shown(name)}: there are {', '.join(known)}.{suggest(name, known)}")
+        names = [AUTO, *(entry.name for entry in registry.entries), *tools.PARSERS]
+        raise ConfigError(f"server.{option}={shown(name)}: there are {', '.join(names)}.{suggest(name, names)}")
     try:
         return registry.find(name)
     except PluginError as exc:

@@ -123,10 +123,10 @@ def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
     if not os.path.lexists(folder / f"{name}{SUFFIX}"):
         there = sorted(path.stem for path in folder.glob(f"*{SUFFIX}"))
         more = f" and {len(there) - NAMED} more" if len(there) > NAMED else ""
-        known = (
+        listed = (
             f"the vectors are {', '.join(map(brief, there[:NAMED]))}{more}" if there else "the server has no vectors"
         )
-        raise ApiError(404, f"{at}: there is no vector {name}; {known}", "taps")
+        raise ApiError(404, f"{at}: there is no vector {name}; {listed}", "taps")
     try:
         return read_npy(files.read_bytes(folder / f"{name}{SUFFIX}", LARGEST, RequestError, f"{at}: {name}{SUFFIX}"))
     except ValueError as exc:  # RequestError too

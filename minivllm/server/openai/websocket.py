@@ -136,8 +136,8 @@ class Connection(Socket):
         if kind == "auth":
             return
         if not isinstance(kind, str) or kind not in (*KINDS, "cancel"):
-            known = ", ".join((*KINDS, "cancel"))
-            raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: expected one of {known}", "type")
+            accepted = ", ".join((*KINDS, "cancel"))
+            raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: expected one of {accepted}", "type")
         assert ident is not None
         unknown = next((key for key in message if key not in ("type", "id", "body")), None)
         if unknown:

@@ -12,7 +12,7 @@ from . import fields
 from .bodies import sent_names
 from .expert_routes import check_routes
 from .generate import Answer, Service
-from .limits import asks_energy, check_branches, check_counts, stream_options, width_name
+from .limits import check_branches, check_counts, reports_energy, stream_options, width_name
 from .logprobs import Speller
 from .params import limited, make_params, requested_tokens
 from .taps import check_reads, read_taps
@@ -43,7 +43,7 @@ class Work:
         self._check_served()
         self.model = service.check_model(body.model)
         self.include_usage, self.continuous = stream_options(body)
-        self.energy = asks_energy(service, body)
+        self.energy = reports_energy(service, body)
         self.n = 1 if body.n is None else body.n
         self.best_of = best_of
         check_counts(service, body.n, best_of)

@@ -241,12 +241,12 @@ class ReplicaClient(EngineClient):
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
-    async def _each(self, ask: Callable[[Replica], Any]) -> list[Any]:
+    async def _each(self, call: Callable[[Replica], Any]) -> list[Any]:
         """Return the answers of all replicas, None for a replica without one."""
 
         async def one_answer(one: Replica) -> Any:
             try:
-                return await asyncio.wait_for(ask(one), SLOW)
+                return await asyncio.wait_for(call(one), SLOW)
             except (asyncio.TimeoutError, EngineDeadError):
                 return None
 

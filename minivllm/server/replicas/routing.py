@@ -38,9 +38,9 @@ class Routing:
         self.name = server.router
         registry = Catalog.discover().allow(loaded.engine.allow_targets)["router"]
         if ":" not in self.name and not registry.installed(self.name):
-            known = [entry.name for entry in registry.entries]
-            text = f"server.router={shown(self.name)}: there are {', '.join(known)}"
-            raise ConfigError(f"{text}.{suggest(self.name, known)}")
+            names = [entry.name for entry in registry.entries]
+            text = f"server.router={shown(self.name)}: there are {', '.join(names)}"
+            raise ConfigError(f"{text}.{suggest(self.name, names)}")
         try:
             entry = registry.find(self.name)
             label = entry.name if entry.builtin or entry.dist == LOCAL else entry.label
@@ -84,14 +84,14 @@ class Routing:
         except Exception as exc:
             self._fault(f"emptied raised {describe_error(exc)}")
 
-    def _fault(self, what: str) -> None:
+    def _fault(self, problem: str) -> None:
         """Count a fault of the router, and log it unless one was logged just now."""
         self.faults += 1
         now = time.monotonic()
         if now - self._logged >= QUIET:
             self._logged = now
             text = "the router failed; the request goes to the replica with the fewest tokens"
-            logs.event(text, logging.ERROR, router=self.name, reason=what, faults=self.faults)
+            logs.event(text, logging.ERROR, router=self.name, reason=problem, faults=self.faults)
 
 
 def block_keys(tokens: np.ndarray, salt: Sequence[str], block: int) -> list[int]:

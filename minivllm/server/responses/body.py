@@ -153,8 +153,8 @@ def _further(body: Any) -> JsonObject:
 
     ApiError (400) for a misspelled field of this protocol."""
     for name in list(body.model_extra or ())[:MOST_UNKNOWN]:
-        known = name in OTHER or name in ChatBody.model_fields
-        near = "" if known else suggest(name[:64], type(body).model_fields, 0.8)
+        is_handled = name in OTHER or name in ChatBody.model_fields
+        near = "" if is_handled else suggest(name[:64], type(body).model_fields, 0.8)
         if near:
             raise ApiError(400, f"unknown field {name[:64]!r}.{near}", name[:64])
     refused = {name for names in REFUSED.values() for name in names}

@@ -37,7 +37,7 @@ from .work import ResponseWork
 
 PATH = "/v1/responses"
 CREATE = "response.create"
-LONGEST_LANE = 128  # largest number of characters of a stream_id
+LONGEST_STREAM_ID = 128  # largest number of characters of a stream_id
 MOST_LOCAL = 64  # largest number of responses that a connection keeps
 
 
@@ -162,8 +162,8 @@ def _stream_of(message: JsonObject) -> str:
     stream_id = message.pop("stream_id", None)
     if stream_id is None:
         return ""
-    if not isinstance(stream_id, str) or not 0 < len(stream_id) <= LONGEST_LANE:
-        raise ApiError(400, f"stream_id: expected a text of 1 to {LONGEST_LANE} characters", "stream_id")
+    if not isinstance(stream_id, str) or not 0 < len(stream_id) <= LONGEST_STREAM_ID:
+        raise ApiError(400, f"stream_id: expected a text of 1 to {LONGEST_STREAM_ID} characters", "stream_id")
     return stream_id
 
 

@@ -125,8 +125,8 @@ def read_tools(tools: Any) -> ToolSet:
         elif kind in OPTIONAL:
             found.skip(str(kind), at)
         else:
-            what = printable(str(kind), 40)
-            raise wrong(f"{at}.type", f"={what!r}: expected {SERVED}; the client must run its tools itself")
+            tool_type = printable(str(kind), 40)
+            raise wrong(f"{at}.type", f"={tool_type!r}: expected {SERVED}; the client must run its tools itself")
         if len(found.functions) > MOST:
             raise ApiError(400, f"tools: expected at most {MOST} functions", "tools")
     return found
@@ -158,8 +158,8 @@ def read_choice(choice: Any, found: ToolSet) -> Any:
         if isinstance(listed, list):
             listed = list(_allowed(listed, found.skipped))
         return {**choice, "tools": listed}
-    what = printable(str(kind), 40)
-    text = f"tool_choice.type={what!r}: expected {FUNCTION}, {CUSTOM} or allowed_tools"
+    choice_type = printable(str(kind), 40)
+    text = f"tool_choice.type={choice_type!r}: expected {FUNCTION}, {CUSTOM} or allowed_tools"
     raise ApiError(400, text, "tool_choice")
 
 
