@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -34,20 +35,30 @@ def fingerprint(wiring: Wiring) -> dict[str, str]:
     found = {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "minivllm": minivllm.__version__}
     found |= {name: _version(name) for name in LIBRARIES}
     found["source of minivllm"] = _sources(Path(minivllm.__file__).parent)
-    for name in sorted({part.target.partition(".")[0].partition(":")[0] for part in _parts(wiring)} - {"minivllm"}):
+    packages = {re.split(r"[.:]", part.target)[0] for part in _parts(wiring)}
+    for name in sorted(packages - {"minivllm"}):
         found[f"plug-in package {name}"] = _package(name)
     weights = {"dummy": (), "pt": PICKLED}.get(wiring.load_format, WEIGHTS)
-    models = [("model", wiring.model_dir), *((f"model of {who}", folder) for who, folder in _own_models(wiring))]
+    models = [("model", wiring.model_dir)]
+    models += [(f"model of {who}", folder) for who, folder in _own_models(wiring)]
     for of, folder in models:
-        found |= {f"{of} file {name}": digest for name, digest in _model(Path(folder), weights)}
+        for name, digest in _model(Path(folder), weights):
+            found[f"{of} file {name}"] = digest
     return found
 
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> str:
     """Describe how ``other`` differs from the fingerprint of rank 0, "" if they are equal."""
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    words = [f"{name} is {other.get(name, NONE)}, and rank 0 has {first.get(name, NONE)}" for name in names[:RECEIVED]]
-    return "; ".join(words) + (f"; and {len(names) - RECEIVED} more" if len(names) > RECEIVED else "")
+    words = []
+    for name in {**first, **other}:
+        here = other.get(name, NONE)
+        there = first.get(name, NONE)
+        if here != there:
+            words.append(f"{name} is {here}, and rank 0 has {there}")
+    more = len(words) - RECEIVED
+    if more > 0:
+        words[RECEIVED:] = [f"and {more} more"]
+    return "; ".join(words)
 
 
 def _parts(wiring: Wiring) -> Iterator[Part]:
@@ -80,8 +91,14 @@ def _digest(pieces: Iterable[bytes]) -> str:
 
 def _sources(folder: Path) -> str:
     """Return a digest of the names and bytes of the files of code in a folder and its subfolders."""
-    files = sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(CODE))
-    return _digest(piece for path in files for piece in (os.path.relpath(path, folder).encode(), _read(path)))
+    files = []
+    for at, _, names in os.walk(folder):
+        files += [os.path.join(at, name) for name in names if name.endswith(CODE)]
+    pieces = []
+    for path in sorted(files):
+        name = os.path.relpath(path, folder)
+        pieces += [name.encode(), _read(path)]
+    return _digest(pieces)
 
 
 def _read(path: str) -> bytes:

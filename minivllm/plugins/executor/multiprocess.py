@@ -287,10 +287,13 @@ class Multiprocess(Process):
             self._calling = False
 
     def _sum(self, verb: str, found: Any, args: Mapping[str, Any] | None) -> Any:
-        self._tell(CALL, json.dumps([self._calls, verb, None if args is None else dict(args)]).encode())
+        given = None if args is None else dict(args)
+        message = json.dumps([self._calls, verb, given])
+        self._tell(CALL, message.encode())
         for rank, child in enumerate(self._others, 1):
             report = json.loads(self._hear(rank, child).data)
-            found = None if found is None or report.get("answer") is None else found + report["answer"]
+            answer = report.get("answer")
+            found = None if found is None or answer is None else found + answer
         return found
 
     def _hear(self, rank: int, child: Child) -> Message:

@@ -160,8 +160,10 @@ class Rank:
     def _failed(self, step: int, where: str, message: str) -> None:
         """Report a failed step.  The engine finds out whether it failed on all ranks."""
         assert self.ranks is not None
-        report = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
-        self.channel.send(PARTED, [json.dumps(report | {"lost": self.ranks.lost is not None}).encode()])
+        lost = self.ranks.lost is not None
+        calls = self.ranks.calls
+        report = {"step": step, "where": where, "calls": calls, "message": message, "lost": lost}
+        self.channel.send(PARTED, [json.dumps(report).encode()])
 
 
 class RankLoop(WorkerLoop):

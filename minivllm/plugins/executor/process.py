@@ -235,6 +235,9 @@ def cannot_start(what: str, e: Exception) -> str:
 
 def capacity_of(answer: dict[str, Any], wiring: Wiring) -> Capacity:
     """Return the capacity that a worker has reported.  Steps run ahead of the engine on a CPU too."""
-    answer["depth"] = max(answer["depth"], 1) if wiring.steps.run_ahead is None else answer["depth"]
-    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in answer.items()}
-    return Capacity(**fields)
+    if wiring.steps.run_ahead is None:
+        answer["depth"] = max(answer["depth"], 1)
+    for name, value in answer.items():
+        if isinstance(value, list):
+            answer[name] = tuple(value)
+    return Capacity(**answer)

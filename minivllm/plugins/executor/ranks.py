@@ -125,10 +125,13 @@ class RankRunner(Runner):
         """Raise RuntimeError unless all ranks have the same plans, columns and hidden states."""
         s = self.state
         self._seen[0] = zlib.crc32(b"".join(encode_plan(plan)), self._seen[0])
-        newest = s.tokens[torch.arange(len(s.known), device=s.device), (s.known - 1).clamp(min=0)]
-        columns = zlib.crc32(b"".join(_bytes(t) for t in (s.known, s.stopped, newest)))
-        found = self.ranks.all_gather([*self._seen, columns])
-        for what, sums in zip(("plans", "hidden states", "columns"), zip(*found, strict=True), strict=True):
+        rows = torch.arange(len(s.known), device=s.device)
+        last = (s.known - 1).clamp(min=0)
+        newest = s.tokens[rows, last]
+        columns = b"".join(map(_bytes, (s.known, s.stopped, newest)))
+        found = self.ranks.all_gather([*self._seen, zlib.crc32(columns)])
+        compared = ("plans", "hidden states", "columns")
+        for what, sums in zip(compared, zip(*found, strict=True), strict=True):
             if len(set(sums)) > 1:
                 listed = ", ".join(f"rank {rank} {one:08x}" for rank, one in enumerate(sums))
                 raise RuntimeError(f"the ranks have different {what} before step {plan.id}: {listed}")

@@ -134,15 +134,15 @@ class RayCluster:
             self._node = found["node"]
             host = found["ip"] if options.address or options.transport == "tcp" else ""
             gate = self._gate = ProcessGate(secret, host)
-            self._launcher.send(OPEN, [json.dumps({"name": gate.name, "tcp": gate.address}).encode()])
+            opened = {"name": gate.name, "tcp": gate.address}
+            self._launcher.send(OPEN, [json.dumps(opened).encode()])
             guests = self._all_in(gate, size, end)
             self._launcher.send(ALL_IN, [b"{}"])
         finally:
             if self._gate is not None:
                 self._gate.close()
-        self._ranks = [
-            PlacedRank(self, guests[place], options.timeout) for place in sorted(guests, key=self._order(guests))
-        ]
+        places = sorted(guests, key=self._order(guests))
+        self._ranks = [PlacedRank(self, guests[place], options.timeout) for place in places]
         for rank, one in enumerate(self._ranks):
             one.show(page, rank)
         return self._ranks
@@ -177,13 +177,16 @@ class RayCluster:
                 guests[guest.hello["place"]][guest.hello["role"]] = guest
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
-            if ended := [place for place in missing if place in self._reasons]:
+            ended = [place for place in missing if place in self._reasons]
+            if ended:
                 how = self._reasons[ended[0]] or "its actor has ended before it came"
                 raise ResourceError(f"rank in place {ended[0]} of {size}: {how}")
             if time.monotonic() > end:
+                places = ", ".join(map(str, missing))
+                limit = self.options.start_timeout
                 raise ResourceError(
-                    f"{len(missing)} of {size} ranks have not come within {self.options.start_timeout:.0f} s: places "
-                    f"{', '.join(map(str, missing))}; {gate.refused} others were refused"
+                    f"{len(missing)} of {size} ranks have not come within {limit:.0f} s: places {places}; "
+                    f"{gate.refused} others were refused"
                 )
         return guests
 
@@ -200,9 +203,13 @@ class RayCluster:
     def settings_of(self, rank: int) -> dict[str, Any]:
         """Return a rank's configuration that depends on the other ranks."""
         mine = self._ranks[rank]
-        gpus = [gpu for one in self._ranks if one.node == mine.node for gpu in one.gpus]
+        gpus: list[str] = []
+        for other in self._ranks:
+            if other.node == mine.node:
+                gpus += other.gpus
         device = gpus.index(mine.gpus[0]) if mine.gpus else 0
-        return {"visible": ",".join(gpus), "device": device, "apart": not all(one.here for one in self._ranks)}
+        apart = not all(one.here for one in self._ranks)
+        return {"visible": ",".join(gpus), "device": device, "apart": apart}
 
     # ---- later ---------------------------------------------------------------------------------------------------
 

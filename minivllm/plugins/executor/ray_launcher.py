@@ -287,7 +287,8 @@ def wants(device: str) -> dict[str, float]:
 
 
 def shown_resources(found: Mapping[str, float]) -> str:
-    return " and ".join(f"{found.get(name, 0):g} {name}" for name in ("GPU", "CPU") if name in found) or "none"
+    shown = [f"{found[name]:g} {name}" for name in ("GPU", "CPU") if name in found]
+    return " and ".join(shown) or "none"
 
 
 def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Mapping[str, float]) -> str:

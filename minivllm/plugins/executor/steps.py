@@ -64,8 +64,9 @@ class Plans:
         last = self._last
         delta = plan.delta
         computed = plan.computed
-        alike = last is not None and all(map(is_, _kept(last.__dict__), _kept(plan.__dict__)))
-        if last is None or not alike or computed.shape != last.computed.shape or computed.dtype != I4:
+        if last is None or computed.shape != last.computed.shape or computed.dtype != I4:
+            return self._encode(plan)
+        if not all(map(is_, _kept(last.__dict__), _kept(plan.__dict__))):
             return self._encode(plan)
         moved = [b"", b""]
         if delta is not NO_CHANGE:
@@ -116,17 +117,21 @@ class StepResults:
         """
         r = result
         n = len(slots)
-        plain = r.slots is slots and r.logprobs is None and r.prompt is None and r.logits is None and not r.errors
+        scored = r.logprobs is not None or r.prompt is not None or r.logits is not None
+        if r.slots is not slots or scored or r.errors or r.lost:
+            return self._encode(r)
         more = r.drafted, r.taps, r.pooled, r.kept
-        if not plain or r.lost or any(map(len, more)) or tuple(r.seams) != self._names:
+        if any(map(len, more)) or tuple(r.seams) != self._names:
             return self._encode(r)
-        fits = r.tokens.shape == r.count.shape == r.flags.shape == (n,)
-        if not fits or r.tokens.dtype != I4 or r.count.dtype != I4 or r.flags.dtype != U1:
-            return self._encode(r)
-        head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, len(r.seams), r.shared)
+        columns = r.tokens, r.count, r.flags
+        for column, dtype in zip(columns, (I4, I4, U1), strict=True):
+            if column.shape != (n,) or column.dtype != dtype:
+                return self._encode(r)
+        n_seams = len(r.seams)
+        head = HEAD.pack(MAGICS[PLAIN], codec.VERSION, r.id, r.device_ms, n, n_seams, r.shared)
         form = FORM.pack(*codec.form_numbers(r.form), 0)
-        seams = struct.pack(f"<{len(r.seams)}d", *r.seams.values())
-        return PLAIN, [head, form, seams, r.tokens.tobytes(), r.count.tobytes(), r.flags.tobytes()]
+        seams = struct.pack(f"<{n_seams}d", *r.seams.values())
+        return PLAIN, [head, form, seams, *(column.tobytes() for column in columns)]
 
     def _encode(self, result: StepResult) -> tuple[int, Sequence[bytes]]:
         parts = codec.encode_result(result)
@@ -155,19 +160,23 @@ class StepResults:
             raise CodecError(f"a result of {n} rows and {n_seams} seams for {rows} and {len(self._names)} seams")
         first = HEAD.size + FORM.size
         _whole(data, first + 8 * n_seams + 9 * n)
-        *form, _ = FORM.unpack_from(data, HEAD.size)
+        *numbers, _ = FORM.unpack_from(data, HEAD.size)
+        form = codec.form_of(*numbers)
+        seconds = struct.unpack_from(f"<{n_seams}d", data, first)
+        seams = dict(zip(self._names, seconds, strict=False))
         at = first + 8 * n_seams
         tokens = np.frombuffer(data, I4, 2 * n, at)
+        flags = np.frombuffer(data, U1, n, at + 8 * n)
         return StepResult(
             id=step,
             slots=slots,
             tokens=tokens[:n],
             count=tokens[n:],
-            flags=np.frombuffer(data, U1, n, at + 8 * n),
+            flags=flags,
             device_ms=device_ms,
             drafted=NO_DRAFTS,
             taps=NO_TAPS,
-            seams=dict(zip(self._names, struct.unpack_from(f"<{n_seams}d", data, first), strict=False)),
-            form=codec.form_of(*form),
+            seams=seams,
+            form=form,
             shared=shared,
         )

@@ -153,7 +153,8 @@ def relative(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def last_kept(keep: Tensor) -> Tensor:
     """Return the index [N, 1] of the last kept value, where ``keep`` [N, M] keeps a prefix; 0 if it keeps none."""
-    return keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+    count = keep.sum(dim=1, keepdim=True)
+    return count.sub_(1).clamp_(min=0)
 
 
 def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -163,14 +164,16 @@ def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tenso
     A value is kept while the mass before it is less than top_p of the mass of the top_k values at or above ``floor``.
     """
     rank = torch.arange(best.shape[1], device=best.device)
-    above = best >= floor[:, None]
-    among = (rank < top_k[:, None]) | (top_k == 0)[:, None]
-    keep = above & among
-    mass = torch.where(keep, best.exp() * MASS_SCALE, 0.0).to(torch.int64)
+    keep = rank < top_k[:, None]
+    keep |= (top_k == 0)[:, None]
+    keep &= best >= floor[:, None]
+    scaled = best.exp() * MASS_SCALE
+    mass = torch.where(keep, scaled, 0.0).to(torch.int64)
     after = mass.cumsum(dim=1)
     total = after[:, -1:].double()
     budget = total * top_p.double()[:, None]
-    budget.masked_fill_((top_p == 1)[:, None], float("inf"))
+    unlimited = (top_p == 1)[:, None]
+    budget.masked_fill_(unlimited, float("inf"))
     before = after - mass
     keep &= before.double() < budget
     return best.gather(1, last_kept(keep)).squeeze(1)

@@ -86,10 +86,13 @@ class MirostatSampler(DefaultSampler):
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: State) -> None:
         slots = rows.slots
-        error, mu, eta = (state[name][slots] for name in ("error", "mu", "eta"))
+        error = state["error"][slots]
+        mu = state["mu"][slots]
+        eta = state["eta"][slots]
         accepted = count > 0
         moved = mu - eta * error
-        state["mu"][slots] = torch.where(accepted & (error != 0), moved, mu)
+        moves = accepted & (error != 0)
+        state["mu"][slots] = torch.where(moves, moved, mu)
         state["error"][slots] = torch.where(accepted, 0.0, error)
 
 
@@ -105,7 +108,10 @@ def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
     x, mass = masses(logits, state["temperature"][rows.slots])
     total = totals(mass) / MASS_SCALE
     best = x == 0
-    surprise = x.sub_(total.log().float()[:, None]).mul_(-1 / math.log(2))
+    normal = total.log().float()
+    surprise = x.sub_(normal[:, None]).mul_(-1 / math.log(2))
     mu = state["mu"][rows.slots][:, None]
-    logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
+    excluded = surprise > mu
+    excluded &= ~best
+    logits.masked_fill_(excluded, float("-inf"))
     return surprise

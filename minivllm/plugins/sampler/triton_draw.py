@@ -15,6 +15,7 @@ depends neither on other rows nor on the dtype of the logits.  The reference is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -176,60 +177,30 @@ def first(
     n, width = logits.shape
     tiles = triton.cdiv(width, TILE)
     group = group_size(width)
-    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
-    w = DrawWork(
-        make(n, tiles),
-        make(n, tiles),
-        make(n, tiles, dtype=torch.int32),
-        make(n, 8),
-        make(n, dtype=torch.int32),
-        make(n, tiles * (TILE // group) if few else 1),
-        group,
-        rows,
-        slots,
-        columns,
-    )
+    new = partial(torch.empty, device=logits.device)
+    peak = new(n, tiles)
+    score = new(n, tiles)
+    index = new(n, tiles, dtype=torch.int32)
+    known = new(n, 8)
+    state = new(n, dtype=torch.int32)
+    top = new(n, tiles * (TILE // group) if few else 1)
+    w = DrawWork(peak, score, index, known, state, top, group, rows, slots, columns)
     temperature, top_k, _, _ = columns
-    _first[(n, tiles)](
-        logits,
-        w.peak,
-        w.score,
-        w.index,
-        w.top,
-        slots,
-        temperature,
-        top_k,
-        *rows,
-        logits.stride(0),
-        width,
-        TILE=TILE,
-        TILES=tiles,
-        GROUP=group,
-        FAST=logits.is_cuda,
-        num_warps=8,
-        **pdl(logits),
-    )
+    read = (slots, temperature, top_k, *rows)
+    stride = logits.stride(0)
+    shape = dict(TILE=TILE, TILES=tiles, GROUP=group, FAST=logits.is_cuda)
+    launch = _first[(n, tiles)]
+    launch(logits, peak, score, index, top, *read, stride, width, **shape, num_warps=8, **pdl(logits))
     pick(logits, w, tokens, True)
     return w
 
 
 def pick(logits: Tensor, w: DrawWork, tokens: Tensor, first: bool) -> None:
     """Write the candidate of each row that is OPEN, or with ``first`` of all rows, whose ``state`` is then ignored."""
-    _pick[(len(logits),)](
-        logits,
-        w.peak,
-        w.score,
-        w.index,
-        w.known,
-        tokens,
-        w.state,
-        w.slots,
-        *w.columns,
-        logits.stride(0),
-        logits.shape[1],
-        TILES=w.tiles,
-        P=w.p,
-        FIRST=first,
-        num_warps=1,
-        **pdl(logits),
-    )
+    n, width = logits.shape
+    best = (w.peak, w.score, w.index)
+    read = (w.slots, *w.columns)
+    stride = logits.stride(0)
+    shape = dict(TILES=w.tiles, P=w.p, FIRST=first)
+    launch = _pick[(n,)]
+    launch(logits, *best, w.known, tokens, w.state, *read, stride, width, **shape, num_warps=1, **pdl(logits))

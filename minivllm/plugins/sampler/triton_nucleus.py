@@ -95,24 +95,14 @@ def nucleus(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     n, width = logits.shape
     stripes = triton.cdiv(w.tiles, TILES_A_STRIPE)
     mass = torch.empty(n, stripes, 2, dtype=torch.int64, device=logits.device)  # units of 2**-30
+    stride = logits.stride(0)
+    best = (w.peak, w.score, w.index)
     shape = dict(TILE=TILE, S=TILES_A_STRIPE, STRIPES=stripes, num_warps=8, **pdl(logits))
+    size = triton.next_power_of_2(stripes)
+    more = dict(TILES=w.tiles, P=size, FAST=logits.is_cuda, maxnreg=80)
+    check = _check[(stripes, n)]
+    redraw = _redraw[(stripes, n)]
     for _ in range(ROUNDS):
-        _check[(stripes, n)](logits, w.known, mass, w.state, logits.stride(0), width, **shape)
-        _redraw[(stripes, n)](
-            logits,
-            w.peak,
-            w.score,
-            w.index,
-            w.known,
-            mass,
-            w.state,
-            *w.rows,
-            logits.stride(0),
-            width,
-            TILES=w.tiles,
-            P=triton.next_power_of_2(stripes),
-            FAST=logits.is_cuda,
-            maxnreg=80,
-            **shape,
-        )
+        check(logits, w.known, mass, w.state, stride, width, **shape)
+        redraw(logits, *best, w.known, mass, w.state, *w.rows, stride, width, **more, **shape)
         pick(logits, w, tokens, False)

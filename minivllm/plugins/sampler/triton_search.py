@@ -133,19 +133,11 @@ def _search(
 def search(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw all rows that are not DONE; ``tokens`` holds the candidates of rows that are OPEN."""
     n, width = logits.shape
-    _search[(n,)](
-        logits,
-        w.known,
-        tokens,
-        w.state,
-        w.slots,
-        w.columns[1],
-        *w.rows,
-        logits.stride(0),
-        width,
-        CHUNK=min(CHUNK, triton.next_power_of_2(width)),
-        BITS=16 if logits.dtype == torch.bfloat16 else 32,
-        FAST=logits.is_cuda,
-        num_warps=16,
-        **pdl(logits),
-    )
+    chunk = min(CHUNK, triton.next_power_of_2(width))
+    bits = 16 if logits.dtype == torch.bfloat16 else 32
+    top_k = w.columns[1]
+    read = (w.slots, top_k, *w.rows)
+    stride = logits.stride(0)
+    shape = dict(CHUNK=chunk, BITS=bits, FAST=logits.is_cuda)
+    launch = _search[(n,)]
+    launch(logits, w.known, tokens, w.state, *read, stride, width, **shape, num_warps=16, **pdl(logits))

@@ -15,6 +15,8 @@ A row takes 8 KB of maxima and k groups of up to 256 bytes.  The reference is ``
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -150,29 +152,16 @@ def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     groups = w.tiles * (TILE // w.group)
     g = triton.next_power_of_2(groups)
     room = min(ROOM, triton.next_power_of_2(width))
-    make = lambda width, dtype=torch.int32: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
-    _few[(n,)](
-        logits,
-        w.top,
-        make(g),
-        make(room, torch.float32),
-        make(room),
-        w.known,
-        tokens,
-        w.state,
-        w.slots,
-        w.columns[1],
-        *w.rows,
-        logits.stride(0),
-        width,
-        GROUP=w.group,
-        GROUPS=groups,
-        G=g,
-        ROOM=room,
-        MOST=MOST,
-        BITS=16 if logits.dtype == torch.bfloat16 else 32,
-        FAST=logits.is_cuda,
-        num_warps=8,
-        maxnreg=128,
-        **pdl(logits),
-    )
+    new = partial(torch.empty, device=logits.device)
+    hits = new(n, g, dtype=torch.int32)
+    value = new(n, room)
+    column = new(n, room, dtype=torch.int32)
+    bits = 16 if logits.dtype == torch.bfloat16 else 32
+    top_k = w.columns[1]
+    work = (w.top, hits, value, column, w.known)
+    read = (w.slots, top_k, *w.rows)
+    stride = logits.stride(0)
+    shape = dict(GROUP=w.group, GROUPS=groups, G=g, ROOM=room, MOST=MOST, BITS=bits, FAST=logits.is_cuda)
+    limits = dict(num_warps=8, maxnreg=128)
+    launch = _few[(n,)]
+    launch(logits, *work, tokens, w.state, *read, stride, width, **shape, **limits, **pdl(logits))

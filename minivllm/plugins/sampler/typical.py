@@ -61,10 +61,11 @@ class TypicalSampler(DefaultSampler):
 def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
     """Exclude untypical tokens of typical rows, in place, and return the rows for the default sampler."""
     if rows.variant & TYPICAL:
-        chunk = max(CHUNK // logits.shape[1], 1)
+        n, width = logits.shape
+        chunk = max(CHUNK // width, 1)
         temperature = state["temperature"][rows.slots]
         typical_p = state["typical_p"][rows.slots]
-        for i in range(0, len(logits), chunk):
+        for i in range(0, n, chunk):
             part = slice(i, i + chunk)
             _restrict(logits[part], temperature[part], typical_p[part])
     return replace(rows, variant=rows.variant & (TYPICAL - 1))
@@ -73,13 +74,16 @@ def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
 def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
     """Set the tokens of ``logits`` [N, V] that are not typical to -inf, in place.  Rows with a NaN keep it."""
     x, mass = masses(logits, temperature)
-    far = (x - mean(x, mass)[:, None]).abs()
+    center = mean(x, mass)[:, None]
+    far = (x - center).abs()
     near = far.nan_to_num(torch.inf).sort(dim=1)
     inside = mass.gather(1, near.indices)
     after = inside.cumsum(dim=1)
     before = after - inside
-    budget = after[:, -1:].double() * typical_p.double()[:, None]
+    total = after[:, -1:].double()
+    budget = total * typical_p.double()[:, None]
     last = last_kept(before.double() < budget)
     edge = near.values.gather(1, last)
-    edge = torch.where((typical_p < 1)[:, None], edge, torch.inf)
+    limited = typical_p[:, None] < 1
+    edge = torch.where(limited, edge, torch.inf)
     logits.masked_fill_(far > edge, float("-inf"))
