@@ -21,7 +21,7 @@ from typing import Any
 
 from minivllm.errors import brief, shown, suggest
 
-DEEPEST = 128  # nesting levels of a value; schemas for structured output may have a hundred
+DEEPEST = 128  # largest number of nesting levels of a value; schemas for structured output may have a hundred
 DIGITS, BITS = 40, 133  # largest size of a whole number; no option needs more
 # ``_LONE`` finds JSON escapes of half a surrogate pair.  ``_ESCAPED`` is removed first: an escaped backslash.
 _ESCAPED = re.compile(r"\\\\")

@@ -159,7 +159,7 @@ class Layers:
         old_name = table.get("name", "auto")
         if old_name == name:
             return
-        # options without a name belong to the name that follows
+        # options that were set without a name belong to the name that is set now, so they are kept
         candidates = ("options", "prefer") if "name" in table else ("prefer",)
         dropped = [key for key in candidates if table.get(key)]
         for key in dropped:

@@ -102,7 +102,10 @@ def _lay_over(
     for name, text in sorted(environ.items()):  # sorted, so that NAME precedes OPTIONS
         if name.startswith(ENV_PREFIX):
             if len(name) > MOST_NAME:
-                raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; expected at most {MOST_NAME}")
+                raise ConfigError(
+                    f"environment variable {brief(name)}: a name of {len(name)} characters; expected at most "
+                    f"{MOST_NAME}"
+                )
             lower = name.removeprefix(ENV_PREFIX).lower()
             top, *rest = lower.split("__")
             path = (ALIASES.get(top, top), *rest)

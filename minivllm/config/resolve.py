@@ -129,7 +129,7 @@ class _Fold:
     warns: bool = True  # log warnings
 
     def run(self) -> Resolved:
-        """Make all choices in order."""
+        """Choose all plug-ins in order, and return the result."""
         config = self.config
         hooks = tuple(self._several("hooks", config.hooks, ()))
         places = ModelPlaces(config, self.weights)

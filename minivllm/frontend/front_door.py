@@ -92,7 +92,7 @@ class FrontDoor:
         None."""
         if model is not None:
             options = {**options, "model": model}
-        prepare_environment()  # before the libraries of torch are loaded
+        prepare_environment()  # must run before the libraries of torch are loaded
         early.open_torch()
         self._loaded = load(config, options, stacklevel=4)  # a warning names the line of the caller
         from minivllm.frontend.record.recorder import RunRecorder

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
 # largest number of characters of a negative prompt, because a server encodes it between two steps
 MOST_NEGATIVE = 32768
-MOST_WORDS = 1024  # number of ``bad_words`` that are encoded here; the processor refuses longer lists
+MOST_WORDS = 1024  # largest number of ``bad_words`` that are encoded here; the processor refuses longer lists
 
 
 TEXT_ONLY = "is not read; expected images in multi_modal_data, and no audio or video"

@@ -626,7 +626,7 @@ class Part:
     name: str  # "minivllm/sdpa"
     target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
     options: Mapping[str, Any] = field(default_factory=dict)
-    options_target: str = ""  # the pydantic model of the options
+    options_target: str = ""  # "module:Class" of the pydantic model of the options, "" without options
     features: tuple[str, ...] = ()  # features of the plug-in's spec
     traits: Mapping[str, Any] = field(default_factory=dict)  # plain traits of the plug-in's spec
     source: str = ""  # origin of the plug-in for error messages, such as "acme 1.0, entry point 'acme_spec:FLASH'"

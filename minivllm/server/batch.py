@@ -45,8 +45,8 @@ URLS = (
     "/v2/rerank",
 )
 KEYS = ("custom_id", "method", "url", "body")
-LONGEST = 64 << 20  # bytes of a line
-MOST_ID = 512  # characters of a custom_id
+LONGEST = 64 << 20  # largest size of a line in bytes
+MOST_ID = 512  # largest number of characters of a custom_id
 FULL, NO_ENGINE = 429, 503  # statuses after which a request is sent again, or the engine is looked at
 AHEAD = 16  # number of requests beyond the number that the engine can run at the same time
 PAUSE = 0.2  # seconds before a request is sent again

@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm.errors import EngineDeadError, RequestError
 
-MOST = 600  # characters of a message
+MOST = 600  # largest number of characters of a message
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowedError", 408: "RequestTimeoutError", 413: "RequestTooLargeError",

@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import printable
 
-MOST = 20_000  # characters of a line of text
+MOST = 20_000  # largest number of characters of a line of text
 log = logging.getLogger("minivllm.server")
 
 

@@ -25,7 +25,7 @@ from .openai.generate import Service, read_body
 from .openai.logprobs import Speller
 from .openai.tokens import MANY
 
-MOST_IDS = 1 << 20  # token ids of a request to /detokenize
+MOST_IDS = 1 << 20  # largest number of token ids in a request to /detokenize
 
 
 async def models(request: Request, service: Service) -> Any:

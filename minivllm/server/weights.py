@@ -15,7 +15,7 @@ from .openai import fields
 from .openai.bodies import PauseBody, SleepBody, WeightsBody
 from .openai.generate import Service, read_body
 
-MOST_PATH = 1024  # characters
+MOST_PATH = 1024  # largest number of characters of a path
 
 
 async def show(request: Request, service: Service) -> Any:

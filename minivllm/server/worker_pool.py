@@ -31,7 +31,7 @@ QUICK, BULK = range(2), range(2, 4)  # numbers of the workers
 BULK_NICE = 5  # nice value (priority) of bulk workers
 LARGE = 1 << 16  # size of a job in bytes above which it counts as large
 READ_SECONDS, READ_MB = 10.0, 64  # limits of CPU seconds and MB for reading a body, without the memory of its bytes
-BYTES_A_BYTE = 16  # bytes of memory for a byte of a body, enough for lists of ids and characters above U+FFFF
+BYTES_A_BYTE = 16  # number of bytes of memory per byte of a body, enough for lists of ids and characters above U+FFFF
 SECONDS_A_BYTE = 1e-5  # seconds of CPU time for tokenizing a byte
 # size in bytes of the fields ``FORMS`` above which a worker reads them, because a schema takes milliseconds
 FORM = 4096

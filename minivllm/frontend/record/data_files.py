@@ -22,7 +22,7 @@ SAVING = ("write_text", "write_bytes", "save", "savez", "savez_compressed", "sav
 CODE = (".py", ".pyc", ".pyi", ".so")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MODES = ("w", "a", "wb", "x")
-MOST = 5000  # entries of a folder that are read
+MOST = 5000  # largest number of entries of a folder that are read
 FOLDERS = 64
 FEWEST = 3  # least number of characters of a pattern besides wildcards; a shorter pattern would match too many files
 

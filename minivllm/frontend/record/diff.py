@@ -13,7 +13,7 @@ from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
 MOST_NAMED = 6  # largest number of differing plug-ins that the verdict names; the list below names all
-MOST_VALUES = 2  # values that the verdict shows
+MOST_VALUES = 2  # largest number of values that the verdict shows
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
 

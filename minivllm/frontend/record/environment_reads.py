@@ -16,7 +16,7 @@ from .machine import SECRET
 
 ENVIRON, GETENV = "environ", "getenv"
 READS = ("get", "pop", "setdefault")
-SHOWN = 60  # characters of a value
+SHOWN = 60  # largest number of shown characters of a value
 COMPUTED = "?"  # placeholder for a name that the code computes
 
 

@@ -38,7 +38,7 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # value that the user left open -> v
     "max_model_len": ("model",),
     "kvcache_block_size": ("attention",),
     "run_ahead": ("executor", "device"),
-    "prompts": ("tokenizer",),  # a chat template is the tokenizer's
+    "prompts": ("tokenizer",),  # the chat template of the tokenizer renders the prompts
 }
 SEVERAL = ("processors", "strategies", "hooks", "kvstore", "adapters")
 # Hooks and KV stores do not change results. If a hook redirects the model's name, the hash of the model shows it.

@@ -24,10 +24,10 @@ from typing import Any
 
 from . import sources
 
-DEEPEST = 12  # nested containers
+DEEPEST = 12  # largest number of nested containers
 LARGEST = 1 << 26  # largest number of bytes of arrays and texts in a value
-MOST = 300_000  # members of containers
-SHOWN = 40  # characters of a value that are shown to readers
+MOST = 300_000  # largest number of members of containers
+SHOWN = 40  # largest number of characters of a value that are shown to readers
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray, type(...)))
 NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
          types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip

@@ -19,7 +19,7 @@ ENGINE = ("core", "device", "frontend", "plugins", "runtime")
 TORCH = ("torch", "torch.nn.functional", "torch.linalg", "torch.special")
 FUNCTION = 0x1  # CO_OPTIMIZED, the flag of the code of functions; code of a class body lacks it
 WRAPPED = ("__wrapped__", "__func__", "fget", "func", "fn", "function", "_function", "python_impl")
-DEEPEST = 5  # decorators around a function
+DEEPEST = 5  # largest number of decorators around a function that are looked through
 
 
 def of_modules(names: Iterable[str]) -> dict[str, str]:

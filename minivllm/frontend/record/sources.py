@@ -29,7 +29,7 @@ CODE = (".py", ".cpp", ".h")
 # folders of minivllm that its hash leaves out, because they run no model or have separate hashes
 APART = ("plugins", "pocket", "frontend/record", "testing")
 WHOLE = 64 * 2**20  # largest size in bytes of a weight file that is hashed as a whole; larger files are sampled
-LARGEST = 512 * 2**20  # the same limit for other files
+LARGEST = 512 * 2**20  # largest size in bytes of any other file that is hashed as a whole; larger files are sampled
 HEADER = 100 * 10**6  # most bytes of the header of a weight file (the limit of safetensors)
 PLACES = 1024  # number of pieces of a sampled file with unknown tensors
 PIECE = 16 * 2**10  # size of a piece in bytes; a sampled weight file has three per tensor: start, middle and end

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.frontend.requests import Tracked
 
 MOST_DIGESTS = 10_000  # largest number of requests with stored digests, by which ``diff`` names differing requests
-MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be repeated
+MOST_REQUESTS = 10_000  # largest number of requests that are kept whole, so that the run can be repeated
 _MODULUS = 2**256
 
 

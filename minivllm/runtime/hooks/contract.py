@@ -30,7 +30,7 @@ import pluggy
 
 from .views import BlocksView, EngineView, FinishedStep, PlannedStep, PreemptionView, RequestEnd, RequestView
 
-API = (1, 2)  # 1.2: minivllm_figures
+API = (1, 2)  # version of the contract of hooks; 1.2 has added minivllm_figures
 PROJECT = "minivllm"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -27,7 +27,7 @@ from .contract import FIGURES, PROJECT, WRAPPERS, HookContracts, Hooks
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
 
-FAILURES = 3  # errors after which a plug-in is disabled
+FAILURES = 3  # number of errors after which a plug-in is disabled
 PREFIX = "minivllm_"
 NAMES = tuple(name for name in vars(HookContracts) if name.startswith(PREFIX))
 log = logging.getLogger("minivllm.hooks")

@@ -27,7 +27,7 @@ from .decode import MAX_BYTES, refuse
 from .kept import key_of
 from .reader import ImageReader
 
-AT_ONCE = 2  # images that are prepared at the same time, which bounds the memory
+AT_ONCE = 2  # largest number of images that are prepared at the same time, which bounds the memory
 SECONDS = 10.0  # limit of the CPU time for preparing an image
 MEGABYTES = 1536  # limit of the memory for preparing an image
 WARM = 6  # factor on the time limit for the first image, because preparing it also loads the processor
@@ -123,7 +123,7 @@ async def run_job(
 
 
 def hello_of(reader: ImageReader) -> bytes:
-    """Return the JSON from which ``make`` makes the reader of a started process."""
+    """Return the JSON from which ``make`` builds the image reader in a started process."""
     part = None if reader.part is None else asdict(reader.part)
     facts = {"part": part, "folder": str(reader.folder), "raw": reader.raw, "max_tokens": reader.max_tokens}
     return json.dumps({**facts, "wiring": asdict(reader.wiring)}).encode()

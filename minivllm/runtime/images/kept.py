@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minivllm.core.interfaces.images import PreparedImage
 
-LIMIT = 128 << 20  # bytes of the values of all kept images
+LIMIT = 128 << 20  # largest number of bytes of the values of all kept images
 
 
 class KeptImages:

@@ -39,18 +39,20 @@ from typing import NamedTuple
 
 from .rhythm import Rhythm, let_others
 
-OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
+OUT, BACK = 4 << 20, 16 << 20  # sizes in bytes of the memories to and from the started process
 # position of a piece, number of its bytes, kind of the message, whether more pieces follow
 NOTE = struct.Struct("<IIHH4x")
 NOTES = 512  # largest number of unread notes, and of bells that are received in one call
 WORD = 8
 # offsets in bytes of the words: pieces read, reader asleep (one cache line), notes written
 READ, ASLEEP, RECEIVED = 0, 8, 64
-HEAD = 128 + NOTES * NOTE.size  # bytes of words and notes before the data of a memory
-ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # the processor keeps stores in order
+HEAD = 128 + NOTES * NOTE.size  # size in bytes of the words and notes before the data of a memory
+# whether the processor keeps stores in order
+ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 PAUSE = 2e-4  # seconds between looks at a full memory
 NAPS = (1e-3, 0.5)  # seconds of the first and the longest sleep between looks
-BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes for the descriptors that arrive with bells
+# size in bytes of the buffer for the descriptors that arrive with bells
+BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 FEW = 1024  # file descriptors from this number on need ``poll``, whose timeout is a whole number of milliseconds
 _fence = threading.Lock()
 

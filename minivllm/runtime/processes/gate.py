@@ -24,7 +24,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-NONCE = 32  # bytes of a nonce and of a proof
+NONCE = 32  # size in bytes of a nonce and of a proof
 SIZE = struct.Struct("<I")
 MOST = 1 << 16  # most bytes of the client's JSON
 PATIENCE = 5.0  # most seconds of a greeting

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-GROWN = 32 << 20  # bytes of growth that cause a trim
+GROWN = 32 << 20  # growth of the resident memory in bytes after which the heap is trimmed
 SETTLE = 30.0  # seconds between trims; a trim takes about 1 ms, and steps need 2 us to get each page back
 LOOK = 1.0  # seconds between looks at the resident memory
 

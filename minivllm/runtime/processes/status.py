@@ -17,11 +17,12 @@ PHASES = ("starts", "meets the others", "loads the model", "is ready")
 # begun and done: number of the last step + 1; calls: finished calls between processes, operation: the present call;
 # met and left: collective operations that the device of the process has begun and has ended
 PHASE, BEGUN, DONE, CALLS, OPERATION, MET, LEFT = range(7)
-LINE = 8  # words
+LINE = 8  # number of words of a process
 
 
 class StatusPage:
-    """The words of ``size`` processes, in the memory of ``channel.shared_file(StatusPage.room(size))``."""
+    """The status words (counters of progress) of ``size`` processes, in the memory of
+    ``channel.shared_file(StatusPage.room(size))``."""
 
     def __init__(self, file: int, size: int, operations: Sequence[str]) -> None:
         """Map the page.  ``operations`` has the names of the calls between processes by number; number 0 is no call."""

@@ -60,8 +60,8 @@ EARLY = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ONEDNN_", "DNN
          "TORCH_", "PYTORCH_", "ATEN_", "LC_ALL", "LC_CTYPE", "LANG")  # fmt: skip
 EARLY_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 GRACE = 5.0  # seconds between SIGHUP and SIGKILL for a command
-LONGEST_PATH = 107  # bytes of the path of a socket
-LONGEST = 1 << 22  # bytes of a message
+LONGEST_PATH = 107  # largest size in bytes of the path of a socket
+LONGEST = 1 << 22  # largest size in bytes of a message
 CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of a peer
 
 

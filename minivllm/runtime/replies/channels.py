@@ -14,7 +14,7 @@ from .plan import MARK
 from .scan import LONGEST
 from .values import is_json
 
-MOST_HEADER = 512  # characters; a longer header is text
+MOST_HEADER = 512  # largest number of characters of a header; a longer one is text
 ANSWER, THOUGHTS, CALL, NOTHING = "answer", "thoughts", "call", "nothing"
 
 

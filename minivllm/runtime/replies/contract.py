@@ -20,7 +20,7 @@ from .parts import Part
 
 API = (1, 0)
 FIRST_MARK = 0xDC80  # code point of the first mark; mark k is the code point FIRST_MARK + k
-MOST_TAGS = 128  # the surrogates U+DC80 to U+DCFF
+MOST_TAGS = 128  # largest number of tags, whose marks are the surrogates U+DC80 to U+DCFF
 
 
 @dataclass(frozen=True)

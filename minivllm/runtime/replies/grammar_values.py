@@ -262,7 +262,7 @@ class Arguments:
             choices.schemas.append({"type": name, **conditions})
 
     def _divide_listed(self, own: dict[str, Any], choices: Choices) -> None:
-        """Add listed values to the choices."""
+        """Add the values of an ``enum`` or ``const`` to the choices."""
         if own.keys() - {"type", "enum", "const"}:
             raise Inexpressible("an enum or const with further conditions")
         values = own["enum"] if "enum" in own else [own["const"]]

@@ -12,7 +12,7 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a function
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # name of a function
 
 
 def new_id() -> str:

@@ -10,7 +10,7 @@ from .plan import MARK, FormPlan
 
 INSIDE = re.compile(rf'["\\]|{MARK}')  # characters to look at within a string: a quotation mark, a backslash or a mark
 CLOSING = {"{": "}", "[": "]"}
-LONGEST = 64  # characters of a tag
+LONGEST = 64  # largest number of characters of a tag
 
 
 class Scanner:

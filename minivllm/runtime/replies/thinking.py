@@ -20,7 +20,7 @@ from minivllm.errors import RequestError, shown
 
 BUDGET, TAGS = "thinking_token_budget", "thinking_tags"  # parameters of a request
 START, END, ANSWER = "start", "end", "answer"  # keys of ``thinking_tags``
-MOST_IDS = 16  # token ids of a tag
+MOST_IDS = 16  # largest number of token ids of a tag
 WANTED = f"a mapping with start, end and answer, each a text or a list of 1 to {MOST_IDS} token ids"
 
 

@@ -24,7 +24,7 @@ from minivllm.runtime.replies.thinking import ThinkingTags
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Request, Seq
 
-BITS = 32  # bits of a word of a mask
+BITS = 32  # number of bits of a word of a mask
 
 
 class Gate:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 START = 60.0  # most seconds for the start of a process, because imports are slow on a busy machine
 STOP = signal.SIGUSR1  # signal that ends the process that compiles a grammar; other processes ignore it
 LEFT = 3  # exit status of a child whose helper receives no more requests
-DRAWS = 4  # tokens that are drawn with a new grammar
+DRAWS = 4  # number of tokens that are drawn with a new grammar
 BY_THE_CLOCK = 5  # wall-clock limit of a grammar as a multiple of its CPU seconds, for loaded machines
 GRACE = 5.0  # seconds after the limit until a helper that has not ended its child is killed
 

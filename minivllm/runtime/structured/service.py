@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
     from minivllm.core.interfaces.structured import StructuredOutputsParams
 
-REFUSED = 1 << 20  # bytes of cached refusals, with the refused grammars
+REFUSED = 1 << 20  # largest number of bytes of cached refusals, with the refused grammars
 TOOLS = "tools"  # the field of a request with the schemas of functions
 ENTRY = 512  # size in bytes of a cached refusal without its texts
 

@@ -20,7 +20,7 @@ from .alphabet import ALPHABET
 from .tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTEXT = 4  # earlier tokens that are decoded again with new tokens, for decoders that look at neighbours
+CONTEXT = 4  # number of earlier tokens that are decoded again with new tokens, for decoders that look at neighbours
 # number of tokens for which a trailing U+FFFD of an unknown decoder is held back; a character has fewer bytes
 PATIENCE = 16
 

@@ -24,7 +24,7 @@ from minivllm.errors import ConfigError
 from .detokenize import IncrementalDetokenizer, StopStrings
 from .tokenizer import Tokenizer
 
-FIRST, MOST = 0xDC80, 128  # the lone surrogates U+DC80 to U+DCFF
+FIRST, MOST = 0xDC80, 128  # the first lone surrogate that is a mark, and the number of marks: U+DC80 to U+DCFF
 MARK = re.compile(f"[{chr(FIRST)}-{chr(FIRST + MOST - 1)}]")
 
 

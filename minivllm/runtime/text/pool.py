@@ -29,8 +29,8 @@ from .tokenizer import Tokenizer
 
 # largest number of characters or token ids that one thread converts in less time than other threads need to start
 FEW = 1 << 16
-PART = 1 << 15  # characters, or token ids, of a job; a few milliseconds
-MOST = 8  # threads that ``size=None`` starts at most
+PART = 1 << 15  # largest number of characters, or token ids, of a job, which takes a few milliseconds
+MOST = 8  # largest number of threads that ``size=None`` starts
 GAIN = 0.8  # largest relative time, compared with one thread, for which ``auto`` uses threads
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 T = TypeVar("T")

@@ -90,7 +90,7 @@ def compile_template(source: str) -> Any:
     def tojson(
         x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        # jinja2's filter would escape HTML
+        # jinja2's own filter ``tojson`` would escape HTML
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def strftime_now(form: str) -> str:

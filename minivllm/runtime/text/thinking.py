@@ -30,7 +30,7 @@ OF_CHANNELS = {
     END: "<|end|>",
     ANSWER: "<|channel|>final<|message|>",
 }
-MOST_TEXT = 256  # characters of a tag
+MOST_TEXT = 256  # largest number of characters of a tag
 
 
 def tags_of(tokenizer: Tokenizer) -> dict[str, str] | None:

@@ -12,14 +12,14 @@ from minivllm.server.replicas.weights import model_files
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-NAME = "minivllm"  # of the application
+NAME = "minivllm"  # name of the application of Ray Serve
 DEPLOYMENT = "Engine"
 BUILDER = "minivllm.server.cluster.deployment:build"
 HEALTH_PERIOD = 1.0  # seconds between two checks of a replica
 HEALTH_TIMEOUT = 10.0
 # Ray Serve's router that sends all requests with the same X-Session-Id header to one replica
 SESSIONS = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-STARTS = 2  # tries to start a replica, after which the deployment has failed
+STARTS = 2  # number of tries to start a replica, after which the deployment has failed
 
 
 def arguments(loaded: Loaded) -> dict[str, Any]:

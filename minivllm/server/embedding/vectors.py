@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service
 
 INPUT = "input"
-AT_ONCE = 256  # prompts of a request that the engine has at the same time
+AT_ONCE = 256  # largest number of prompts of a request that are in the engine at the same time
 
 
 def field_of(place: str) -> str:

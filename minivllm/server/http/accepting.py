@@ -31,13 +31,13 @@ from minivllm.server import logs
 from . import unencrypted
 
 FILES = 65536  # limit of open files that the server requests
-OWN = 64  # descriptors reserved for pipes to processes and for files
-SPARE = 16  # connections beyond ``room``, for /health, /ready and /metrics
-LEAST = 16  # connections without which the server does not start
+OWN = 64  # number of file descriptors reserved for pipes to processes and for files
+SPARE = 16  # number of connections beyond ``room``, for /health, /ready and /metrics
+LEAST = 16  # least number of connections; with fewer the server does not start
 TURN = 64  # largest number of connections that are accepted in one round of the event loop
 AGAIN = 0.2  # seconds until the next try to accept
 GOODBYE = 2.0  # time limit in seconds for a client's answer to the end of TLS
-BACKLOG = 2048  # connections that wait in the kernel
+BACKLOG = 2048  # largest number of connections that wait in the kernel
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 

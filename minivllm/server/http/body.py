@@ -23,7 +23,8 @@ from .crowd import Crowd
 if TYPE_CHECKING:
     from minivllm.server.worker_pool import WorkerPool
 
-SMALL = 1 << 15  # bytes that the event loop parses itself, in a few milliseconds; the worker pool parses larger bodies
+# largest size in bytes of a body that the event loop parses, in a few milliseconds; the worker pool parses larger ones
+SMALL = 1 << 15
 HELD = 16  # limit of an owner's bodies that are being received together, in multiples of the largest body's size
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # limits for receiving the rest of a body that was refused
 
@@ -165,7 +166,7 @@ def load_object(raw: bytes | str) -> dict[str, Any]:
         text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except RecursionError:
-        raise ApiError(400, "the JSON of the body is nested too deeply") from None
+        raise ApiError(400, "the JSON of the body is nested too deeply; use fewer levels") from None
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not JSON: it is not UTF-8") from None
     except json.JSONDecodeError as exc:

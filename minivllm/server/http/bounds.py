@@ -13,11 +13,11 @@ import numpy as np
 
 from minivllm.server.errors import ApiError
 
-MOST_FIELDS = 256  # fields of the body; fewer than a hundred are defined
+MOST_FIELDS = 256  # largest number of fields of a body; fewer than a hundred are defined
 MOST_DEPTH = 128  # largest nesting of objects and lists; a JSON schema may have 100 levels, inside of other objects
-MOST_HOLDERS = 20_000  # objects and lists, enough for 4,096 messages of a few parts each
-MOST_VALUES = 1 << 17  # values of a body, without the token ids of a prompt
-MOST_IN_FIELD = 4096  # values of a field that is not in MOST_IN
+MOST_HOLDERS = 20_000  # largest number of objects and lists of a body, enough for 4,096 messages of a few parts each
+MOST_VALUES = 1 << 17  # largest number of values of a body, without the token ids of a prompt
+MOST_IN_FIELD = 4096  # largest number of values of a field that is not in MOST_IN
 MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
     (  # the last six names are used by other servers for structured output
         "messages",

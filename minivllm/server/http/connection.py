@@ -401,7 +401,8 @@ class Framed(WatchedConnection):
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
-            self._beside -= 2 * len(body)  # the receive buffer may hold as many bytes of other data as of the body
+            # twice the size, because the receive buffer may hold as many bytes of other data as of the body
+            self._beside -= 2 * len(body)
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:

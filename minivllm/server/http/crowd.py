@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-EACH = 16  # requests that start in a round of the event loop, in some milliseconds
+EACH = 16  # number of requests that start in a round of the event loop, which takes some milliseconds
 
 
 class Crowd:

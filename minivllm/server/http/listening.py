@@ -15,7 +15,7 @@ from minivllm.files import SMALL, check
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
-MOST_PATH = 107  # bytes of the path of a Unix socket (sun_path of Linux without the final 0)
+MOST_PATH = 107  # largest size in bytes of the path of a Unix socket (sun_path of Linux without the final 0)
 
 
 def bind(server: ServerConfig) -> socket.socket:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from minivllm.server.fair_queue import owner_of
 
-SMALL = 64 << 10  # unsent bytes of a connection that are not counted, since a stream may have as many
+SMALL = 64 << 10  # number of unsent bytes of a connection that are not counted, since a stream may have as many
 UNREAD = 256 << 20  # largest number of unsent bytes on all connections of one address
 
 

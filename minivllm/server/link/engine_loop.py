@@ -123,7 +123,7 @@ class EngineLoop(TurnLoop):
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turned = time.monotonic()  # time at which the last turn began
-        self.accepted = 0  # requests that the engine accepted; as many have finished once none runs
+        self.accepted = 0  # number of requests that the engine accepted; as many have finished once none runs
         self.turns = 0  # turns with a frame
         self.own_seconds = 0.0  # seconds of commands and frames in the turns with a frame
         self.arriving: FairQueue[Frame] = FairQueue()  # new requests that have not been read
@@ -188,7 +188,10 @@ class EngineLoop(TurnLoop):
         publish(flight, result)
 
     def _step(self) -> bool:
-        """Run a step with a limit on its prompt tokens, and update the cost of a token with the step's time."""
+        """Run a step with a limit on its prompt tokens, and update the measured cost of a token with the step's time.
+
+        Return whether the engine had work.
+        """
         start = time.perf_counter()
         self.engine.planner.most_prefill = self._most_prefill()
         worked = self.engine.step()

@@ -27,7 +27,7 @@ from .frames import Frame, Splitter, encode
 
 GRACE = 5.0  # time limit in seconds for the release of resources after the end of the parent
 BACKLOG = 32 * 2**20  # number of unread bytes from which on the engine waits for its parent
-CHUNK = 1 << 18  # bytes of a read
+CHUNK = 1 << 18  # largest number of bytes of a read
 ENGINE = (
     "minivllm.core.",
     "minivllm.device.worker.",

@@ -10,7 +10,7 @@ from minivllm.core.interfaces.images import PlacedImage, PreparedImage, values_i
 
 # numbers of an image in the column "images": position, tokens, shape of 3 numbers, bytes of its values and of a value
 FIELDS = 7
-DIGEST = 32  # bytes
+DIGEST = 32  # size of a digest in bytes
 
 
 def columns_of(images: Sequence[PlacedImage]) -> dict[str, np.ndarray]:

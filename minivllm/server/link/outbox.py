@@ -14,7 +14,7 @@ from minivllm.errors import EngineDeadError
 from minivllm.server.fair_queue import FairQueue
 
 HIGH = 64 << 10  # number of unsent bytes in the transport from which on frames wait in this queue
-UNREAD = 64 << 20  # bytes of an owner's requests that may wait
+UNREAD = 64 << 20  # largest number of bytes of an owner's requests that may wait
 
 
 class Outbox:

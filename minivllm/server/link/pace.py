@@ -20,7 +20,7 @@ SHARED_TURN = 0.05  # seconds that prompts may add to a step while requests of s
 SHARED_FOR = 10.0
 SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served
 SHARED_LEAST_ELSE = 512  # LEAST for accelerators with several owners, because fewer tokens take about the same time
-FIRST = 32  # tokens of a step on a CPU before any step has been measured
+FIRST = 32  # largest number of tokens of a step on a CPU before any step has been measured
 
 
 class TurnPace(Pace):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SLICE = 0.002  # seconds of handling frames after which other tasks run
 AGAIN = 5.0  # longest time in seconds between two tries to start a child
-TAIL = 2000  # characters of the end of the process's output, for an error message
+TAIL = 2000  # number of characters of the end of the process's output that an error message repeats
 
 
 class ProcessClient(EngineClient):

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 # states of a block, in the order of precedence for a cell that shows several blocks
 FREE, CACHED, USED, SHARED = range(4)
 IN_TIER = 8  # flag of a block's state: the content is also in a tier
-MOST_CELLS = 16_384  # a larger cache is shown with several blocks in a cell
-MOST_ROWS = 512  # running and waiting sequences in a snapshot
-LEAST_WAITING = 64  # waiting sequences that a snapshot has room for, however many run
+MOST_CELLS = 16_384  # largest number of cells of the map; a larger cache is shown with several blocks in a cell
+MOST_ROWS = 512  # largest number of running and waiting sequences in a snapshot
+LEAST_WAITING = 64  # number of waiting sequences that a snapshot has room for, however many run
 MOST_SEARCHED = 4096  # the most waiting sequences that are searched for the sequences of an owner
 MOST_ENDED = 64  # the most ended requests that are kept for open pages
-MOST_STEPS = 512  # steps over which times are averaged
-MOST_FORMS = 6  # forms of steps in a snapshot
+MOST_STEPS = 512  # largest number of steps over which times are averaged
+MOST_FORMS = 6  # largest number of forms of steps in a snapshot
 WATCHED = 10.0  # seconds after a snapshot in which ended requests are recorded
 # reasons why a request does not run, in the order in which they are checked
 LOADING, NO_ROW, HELD, PREFIX, NO_BLOCKS, BUDGET = "loading", "rows", "held", "prefix", "blocks", "budget"

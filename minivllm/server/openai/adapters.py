@@ -16,7 +16,7 @@ from minivllm.server.errors import ApiError
 if TYPE_CHECKING:
     from minivllm.server.link.client import EngineClient
 
-MOST_PATH = 1024  # characters
+MOST_PATH = 1024  # largest number of characters of a path
 MOST = 4096  # largest number of adapters that a server has names for
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.worker_pool import WorkerPool
 
-PIECE = 1 << 16  # least bytes of a piece
+PIECE = 1 << 16  # least number of bytes of a piece
 AT_ONCE = 1024  # largest number of scores of an answer that the event loop converts, in one or two milliseconds
 FEW = 128  # largest number of tokens of an answer whose text positions the event loop computes
 JOB = 1 << 13  # number of scores of a job for the worker pool: about ten milliseconds, and 0.5 MB of JSON
@@ -123,7 +123,7 @@ class TokenScores:
     top: int = 0
 
     async def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
-        """Yield the JSON of the list."""
+        """Yield the JSON list of the scores of all tokens, in parts."""
         before = b"["
         async for (part,) in shaper.shape(self.kind, self.scored, self.top):
             yield before + part
@@ -152,7 +152,7 @@ class CompletionScores:
     top: int
 
     async def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
-        """Yield the JSON of the columns."""
+        """Yield the JSON object of the columns of ``logprobs``, in parts."""
         before = b'{"top_logprobs":['
         tokens: list[bytes] = []
         chosen: list[bytes] = []

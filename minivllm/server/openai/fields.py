@@ -33,7 +33,7 @@ from .field_table import (
     names_of,
 )
 
-MOST = 32  # warnings of an answer
+MOST = 32  # largest number of warnings of an answer
 ENDLESS = (-1, -2)  # values of n_predict and num_predict that request the rest of the context
 NESTED = ("options", "parameters", "sampling_params")  # objects of fields in Ollama, TGI and SGLang
 SYNONYMS = {"max_tokens": "max_completion_tokens"}  # declared fields with the same meaning

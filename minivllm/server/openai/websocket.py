@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "completions": (CompletionBody, Completion),
 }
 LONGEST_ID = 128
-ENDED_IDS = 1024  # ended ids that are remembered; a cancel of an older id is an error
+ENDED_IDS = 1024  # number of ended ids that are kept; a cancel of an older id is an error
 
 
 @dataclass

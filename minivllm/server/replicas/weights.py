@@ -108,7 +108,9 @@ class ReplicatedWeights:
             return await asyncio.wait_for(one.weights(do, **args), self.seconds)
         except asyncio.TimeoutError:
             one.kill()
-            raise EngineDeadError(f"no answer within {self.seconds:g} s; the engine is started again") from None
+            raise EngineDeadError(
+                f"the engine did not answer within {self.seconds:g} s; the engine is started again"
+            ) from None
         except Exception:
             one.versions = before
             raise

@@ -24,8 +24,8 @@ from minivllm.server.openai.answers import Slices
 
 from .tools import INPUT, chat_name
 
-MOST_ITEMS = 4096  # items of a conversation, as many as a chat may have messages
-MOST_SEALED = 1 << 20  # characters of an encrypted content, more than a model's reasoning has
+MOST_ITEMS = 4096  # largest number of items of a conversation, as many as a chat may have messages
+MOST_SEALED = 1 << 20  # largest number of characters of an encrypted content, more than a model's reasoning has
 ROLES = ("system", "developer", "user", "assistant")
 CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 REFERENCE = "item_reference"

@@ -26,7 +26,7 @@ from .items import listed
 from .work import ResponseWork
 
 MOST_LISTED = 100
-HEAD = 1024  # bytes with the first members of a response, which have no text of a client
+HEAD = 1024  # number of bytes with the first members of a response, which have no text of a client
 JSON = "application/json"
 
 
