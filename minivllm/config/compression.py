@@ -31,9 +31,9 @@ class CompressedModel(NamedTuple):
 
     specs: Sequence[AttnSpec]  # layers with attention
     config: Any  # the model's config object
-    recurrent: bool  # the model has recurrent states
+    recurrent: bool  # whether the model has recurrent states
     drafts: int  # number of drafts
-    own_models: bool  # a processor has a second model
+    own_models: bool  # whether a processor has a second model
     facts: Mapping[str, Any]  # facts of the wiring: device, dtype, max_model_len
 
 

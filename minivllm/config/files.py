@@ -90,7 +90,7 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
             raise ConfigError(f"{at}: expected a file, or a list of files")
         target = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
         if not os.path.exists(target):
-            raise ConfigError(f"{at} {shown(base)}: no such file as {brief(target, 300)}")
+            raise ConfigError(f"{at} {shown(base)}: the file {brief(target, 300)} does not exist")
         _extend(target, (*inside, name), found, other)
 
 
@@ -185,7 +185,7 @@ def _loads(text: str) -> dict[str, Any]:
     """Parse a TOML text.  ValueError for a key of many parts, on which ``tomllib`` takes quadratic time."""
     found = _LONG_KEY.search(text)
     if found:
-        raise ValueError(f"the key {brief(found[0].strip(), 40)} has more than {DEEPEST} parts")
+        raise ValueError(f"the key {brief(found[0].strip(), 40)} has more than {DEEPEST} parts; use fewer")
     return tomllib.loads(text)
 
 
@@ -332,7 +332,9 @@ def parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except RecursionError:
-        raise ConfigError(f"{shown(text)}: lists or tables are nested too deeply") from None
+        raise ConfigError(
+            f"{shown(text)}: lists or tables are nested deeper than Python can parse; use fewer levels"
+        ) from None
     except ValueError as exc:
         raise ConfigError(f"{shown(text)}: {_digits(exc)}") from None
     return found["value"] if list(found) == ["value"] else text

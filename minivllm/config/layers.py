@@ -125,7 +125,10 @@ class Layers:
             if not isinstance(inner, dict):
                 dotted = ".".join(path[: i + 1])
                 at = self.origins.get(dotted, "elsewhere")
-                raise ConfigError(f"{begins(source)}{_dotted(path)}: {dotted} is {shown(inner)} from {at}, not a table")
+                raise ConfigError(
+                    f"{begins(source)}{_dotted(path)}: {dotted} is {shown(inner)} from {at}, not a table; remove "
+                    "one of the two"
+                )
             node = inner
         node[path[-1]] = value
         dotted = ".".join(path)
@@ -220,6 +223,9 @@ def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callab
     for key, value in values.items():
         name = aliases.get(key, key)
         if name in found:
-            raise ConfigError(f"{begins(where(key))}{name} is given twice, as {shown(keys[name])} and as {shown(key)}")
+            raise ConfigError(
+                f"{begins(where(key))}{name} is given twice, as {shown(keys[name])} and as {shown(key)}; remove "
+                "one of them"
+            )
         found[name], keys[name] = value, key
     return found

@@ -110,7 +110,9 @@ def _lay_over(
             top, *rest = lower.split("__")
             path = (ALIASES.get(top, top), *rest)
             if path in variables:
-                raise ConfigError(f"{'.'.join(path)} is given twice, as {variables[path]} and as {name}")
+                raise ConfigError(
+                    f"{'.'.join(path)} is given twice, as {variables[path]} and as {name}; unset one of them"
+                )
             variables[path] = name
             layers.put(path, parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:

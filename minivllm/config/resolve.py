@@ -126,7 +126,7 @@ class _Fold:
     selections: list[Selection] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
     states: tuple[Recurrent, ...] = ()
-    warns: bool = True  # log warnings
+    warns: bool = True  # whether warnings are logged
 
     def run(self) -> Resolved:
         """Choose all plug-ins in order, and return the result."""
@@ -371,7 +371,7 @@ class _Fold:
         except AttributeError as exc:  # the architecture reads a field that the config lacks
             raise ModelError(f"{file}: {chosen.entry.label} misses a field: {exc}{raised_at(exc)}") from exc
         if not specs:
-            raise ModelError(f"{file}: the model has no attention layer")
+            raise ModelError(f"{file}: the model has no attention layer, and such models are not served")
         if "any_architecture" in part.features:
             forced = self.config.model_impl == "transformers"
             reason = "asked for" if forced else "no other plug-in serves the model"

@@ -83,7 +83,7 @@ class FrontDoor:
     """The engine of a configuration, with its tokenizer and record.  ``resolved`` holds the chosen plug-ins and the
     reasons."""
 
-    live = False  # True if requests arrive in real time; an executor with a simulated clock is then refused
+    live = False  # whether requests arrive in real time; an executor with a simulated clock is then refused
 
     def __init__(
         self, model: Any, config: Any, record: str | os.PathLike[str] | None, options: Mapping[str, Any]

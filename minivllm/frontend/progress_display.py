@@ -66,7 +66,7 @@ class LogLines:
     def __init__(self, log: Callable[..., None]) -> None:
         self._log = log
         self._begun: dict[str, float] = {}
-        self._logged: dict[str, float] = {}  # when a stage was logged, or began
+        self._logged: dict[str, float] = {}  # stage -> time at which it was last logged, or began
 
     def show(self, stage: str, done: int, total: int) -> None:
         """Log how much of a stage is done, if it is time."""

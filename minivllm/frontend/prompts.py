@@ -171,7 +171,7 @@ def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
             f"a prompt of {type(prompt).__name__}; expected a string or a list of whole token ids", "prompt"
         )
     if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
-        raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
+        raise RequestError("prompt: a token id does not fit 32 bits; expected ids of the vocabulary", "prompt")
     return PromptInput(text, array.astype(np.int32), salt)
 
 

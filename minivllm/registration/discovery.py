@@ -170,7 +170,7 @@ def _offered(points: Any) -> list[Entry]:
             dist = point.dist
             if id(dist) not in heads:
                 heads[id(dist)] = _head(dist)
-            target = point.value.partition("[")[0].strip()  # without the extras
+            target = point.value.partition("[")[0].strip()  # the target without extras
             found.append(Entry(group.removeprefix(f"{GROUP}."), point.name, target, *heads[id(dist)]))
     return found
 

@@ -109,7 +109,10 @@ def read_request(text: bytes, line: int, seen: dict[str, int]) -> BatchRequest:
         raise LineError("invalid_custom_id", f"line {line}: custom_id={shown(custom_id)}: expected {expected}")
     first = seen.setdefault(custom_id, line)
     if first != line:
-        raise LineError("duplicate_custom_id", f"line {line}: custom_id={shown(custom_id)} is that of line {first}")
+        raise LineError(
+            "duplicate_custom_id",
+            (f"line {line}: custom_id={shown(custom_id)} was used in line {first}; expected another one"),
+        )
     method, url, body = value.get("method"), value.get("url"), value.get("body")
     if method != "POST":
         raise LineError("invalid_method", f"line {line}: method={shown(method)}: expected 'POST'", custom_id)

@@ -78,4 +78,8 @@ async def invocations(request: Request, service: Service) -> Response:
         return await chat.answer(request, service, values)
     if "prompt" in values:
         return await completions.answer(request, service, values)
-    raise ApiError(400, "the body has neither messages (for a chat) nor prompt (for a completion)", "messages")
+    raise ApiError(
+        400,
+        ("the body has neither messages (for a chat) nor prompt (for a completion); expected one of them"),
+        "messages",
+    )

@@ -117,7 +117,7 @@ class FolderFiles:
         self.folder = Path(folder)
         self._turn = asyncio.Lock()  # files are changed one after another, in the order of the requests
         if not self.folder.is_dir():
-            raise ConfigError(f"server.responses_dir={folder!r}: no such folder")
+            raise ConfigError(f"server.responses_dir={folder!r}: no such folder; create it")
 
     def existing(self) -> Iterator[tuple[str, int]]:
         """Yield the name and the size of each file, oldest first.  Files that were not completed are removed."""

@@ -98,14 +98,14 @@ def check_config(loaded: Loaded) -> None:
     names a wrong option."""
     server, engine = loaded.server, loaded.engine
     if server.steering_dir is not None and not os.path.isdir(server.steering_dir):
-        raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder")
+        raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder; create it")
     if (server.lora_modules or server.lora_dir) and not (engine.enable_lora or engine.adapters):
         name = "lora_modules" if server.lora_modules else "lora_dir"
         raise ConfigError(f"server.{name} without enable_lora=true or adapters: set both, or neither")
     if server.lora_dir is not None and not os.path.isdir(server.lora_dir):
-        raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder")
+        raise ConfigError(f"server.lora_dir={server.lora_dir!r}: no such folder; create it")
     if server.weights_dir is not None and not os.path.isdir(server.weights_dir):
-        raise ConfigError(f"server.weights_dir={server.weights_dir!r}: no such folder")
+        raise ConfigError(f"server.weights_dir={server.weights_dir!r}: no such folder; create it")
     if engine.tokenizer_pool != {"name": "auto"}:
         problem = "the server converts text in worker processes of its own, which have limits of time and memory"
         raise ConfigError(f"tokenizer_pool: {problem}; remove the option")

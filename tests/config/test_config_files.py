@@ -258,7 +258,7 @@ def test_an_empty_table_takes_nothing_away_but_empty_options_do(write):
         ({"a.toml": "extends = 'a.toml'"}, "a.toml: a file cannot extend itself: a.toml -> a.toml"),
         ({"a.toml": "extends = './d/b.yaml'", "d/b.yaml": "extends: ../c.toml", "c.toml": "extends = 'd/b.yaml'"},
          "d/b.yaml: a file cannot extend itself: b.yaml -> c.toml -> b.yaml"),
-        ({"a.toml": "seed = 1\nextends = 'no.toml'"}, "a.toml:2: extends 'no.toml': no such file as no.toml"),
+        ({"a.toml": "seed = 1\nextends = 'no.toml'"}, "a.toml:2: extends 'no.toml': the file no.toml does not exist"),
         ({"a.toml": "extends = 3"}, "a.toml:1: extends: expected a file, or a list of files"),
         ({"a.toml": "extends = ['b.toml', 3]", "b.toml": ""}, "a.toml:1: extends: expected a file, or a list of files"),
         ({"a.toml": "extends = 'b.toml'", "b.toml": "config_version = 2"},

@@ -12,4 +12,4 @@ from collections.abc import Mapping
 from typing import Any
 
 JsonObject = Mapping[str, Any]  # a bill of materials, or an object in it
-Entries = dict[str, Any]  # the same, to be filled
+Entries = dict[str, Any]  # a bill of materials, or an object in it, that is being filled

@@ -75,7 +75,7 @@ class _Walk:
         self.found: dict[str, tuple[str, float]] = {}
         self.texts: dict[str, str] = {}
         self.missing: list[str] = []
-        self._seen: dict[int, Any] = {}  # by id; the objects are kept so that ids stay unique
+        self._seen: dict[int, Any] = {}  # id() of an object -> the object, which is kept so that the id stays unique
 
     def _new(self, thing: Any) -> bool:
         """Return whether an object is seen for the first time."""

@@ -15,7 +15,8 @@ from typing import Any
 from . import Entries
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-VARIABLES = re.compile(  # without MINIVLLM__..., because these are part of the configuration
+# names of recorded variables; those of MINIVLLM__... are left out, because they are part of the configuration
+VARIABLES = re.compile(
     r"(MINIVLLM_(?!_)|OMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|TORCH_|TRITON_)\w*|"
     r"CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|MODULE_LOADING)|PYTHONHASHSEED"
 )
@@ -136,7 +137,8 @@ def git_state(folder: Path, tracks: str | None = None) -> Entries | None:
 
 def _git(folder: Path, *args: str) -> str | None:
     """Return the output of a git command, None if it fails or takes too long."""
-    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # without locks git does not write to the index
+    # without these locks git does not write to the index
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), *args]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_GIT_SECONDS)

@@ -44,14 +44,14 @@ class ResultTally:
         self.ends: Counter[str] = Counter()
         self.first_error: str | None = None
         self._digests: list[str | None] = []
-        self._joules: list[float | None] = []  # by request; empty unless an energy counter is read
+        self._joules: list[float | None] = []  # joules of each request; empty unless an energy counter is read
         self._prompts = self._sampling = self._outputs = 0
         # number of sequences whose routes were read, and the sum of the hashes of these routes
         self._routed = self._routes = 0
         self._route_counts: np.ndarray | None = None  # tokens of these sequences that used each expert
         self._active = 0  # requests that have not ended
         self._busy = 0.0  # seconds with active requests, up to the last time without one
-        self._since = 0.0  # when the present time with active requests began
+        self._since = 0.0  # time at which the present period with active requests began
         self._batch = 0
         # the last sampling parameters with their JSON and hash, because requests of a call mostly have the same
         # parameters

@@ -139,7 +139,7 @@ class _Reads:
     def __init__(self, scope: set[str]) -> None:
         self.scope = scope
         self.found: dict[str, Entries] = {}
-        self._seen: dict[int, Any] = {}  # by id; the objects are kept so that ids stay unique
+        self._seen: dict[int, Any] = {}  # id() of an object -> the object, which is kept so that the id stays unique
         self._changed: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}  # name of a value -> (module, name in the module)
         self._folders = sorted({folder for name in scope if (folder := _folder(name))}, key=len, reverse=True)

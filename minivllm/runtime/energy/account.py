@@ -75,7 +75,7 @@ class EnergyAccount:
         self.fault = ""  # the reason why the counter is not read any more
         self._last = meter.joules()
         self._read_at = now()
-        self._working = False  # steps are planned, in flight, or wait
+        self._working = False  # whether steps are planned, in flight, or wait
         self._ended_at = 0.0
         self._begun: dict[int, float] = {}  # step in flight -> time of its start
         self._published = 0.0  # time of the last result

@@ -34,7 +34,8 @@ class Rhythm:
     def __init__(self) -> None:
         self.usual = 0.0  # seconds
         self._since = float("-inf")
-        self._looks = cores() > 1  # with a single core, polling would keep the other process from running
+        # polling needs a second core, because on a single one it would keep the other process from running
+        self._looks = cores() > 1
 
     def begin(self) -> None:
         """Start to measure a wait."""

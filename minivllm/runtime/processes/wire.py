@@ -105,7 +105,7 @@ class Wire(Channel):
         if time.monotonic() - since > self.patience:
             raise ChannelStuck(f"has read nothing from the connection for {self.patience:.0f} s")
         if not self._lives():
-            raise ChannelClosed("the other process is out of reach")
+            raise ChannelClosed("the machine of the other process is out of reach")
         self._hear()
         self._gather()
         select.select((), (self._sock,), (), 0.01)

@@ -47,7 +47,7 @@ class DescribedReply:
         self._fresh = bool(plan.first) and context.calls  # whether a call without a tag may begin here
         self._undecided = context.answer  # the content may be JSON
         self._thinking = context.opened and plan.format.reasoning is not None
-        self._untagged = False  # the last head of a call was an object without a tag
+        self._untagged = False  # whether the last head of a call was an object without a tag
         self._owed = False  # whether the closing tag of reasoning may still follow a call that ended the reasoning
         self._ticks = 0  # backticks in a row that end at ``_ticks_end``
         self._ticks_end = -1

@@ -17,9 +17,9 @@ class Output:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.edge = HOLD
-        self.lead = True  # the reasoning has no text yet
+        self.lead = True  # whether the reasoning has no text yet
         self.spaces: list[str] = []  # held whitespace
-        self.touched = False  # the reply has had reasoning or a call
+        self.touched = False  # whether the reply has had reasoning or a call
         self.has_content = False
 
     def take(self) -> list[Part]:

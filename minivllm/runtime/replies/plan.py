@@ -25,7 +25,7 @@ from .elements import matched as match_elements
 from .grammar_rules import strict_spellings
 
 MARK = "[\udc80-\udcff]"
-# elements after the head of a call
+# names for the elements that follow the head of a call
 STREAM, COLLECT, EMPTY, ARGUMENTS = "stream", "collect", "empty", "arguments"
 KEYS = ('"arguments"', '"parameters"')
 OTHER_KEYS = (*KEYS, '"type"', '"id"', '"function"')
@@ -40,9 +40,9 @@ SCALAR = Word(
 # elements that may follow the arguments in an object: a further member, which is ignored
 MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE, SCALAR)
 END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
-# the start of an object whose name is not its first member, or whose arguments are text
+# the start of a call that is an object whose name is not its first member, or whose arguments are text
 UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON)
-# the same without a tag before it; other JSON answers must not be held back
+# the start of such an object if no tag precedes it; other JSON answers must not be held back
 UNTAGGED: tuple[Element, ...] = (OPEN, SPACE, Literal((*KEYS, '"function"')), SPACE, COLON)
 TYPED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"type"',)), SPACE, COLON, SPACE, Literal(('"function"',)))
 TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
@@ -111,7 +111,7 @@ class TagRole:
 
     calls: tuple[CallCandidate, ...] = ()
     thought: CallCandidate | None = None  # the reasoning whose start this tag is, or None
-    closes: bool = False  # the tag ends reasoning
+    closes: bool = False  # whether the tag ends reasoning
 
 
 class FormatPlan:

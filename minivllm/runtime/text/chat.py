@@ -108,7 +108,7 @@ class ChatTemplates:
             chat = plain.tell_calls(chat)
         chat = plain.fit(chat, facts)
         mark = ""
-        # after the checks that name places, because this may add a message
+        # after the checks, whose errors name places, because this step may add a message
         if tools and "tools" not in facts.variables:
             self._note_template(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None

@@ -23,7 +23,7 @@ class Split(NamedTuple):
     patterns: tuple[str, ...]
     bos: bool = False  # whether a prompt begins with BOS if the file has no add_bos_token
     whole: bool = False  # whether a word that is a token stays undivided, even if the merges would not produce it
-    nfc: bool = False  # compose characters first
+    nfc: bool = False  # whether characters are composed first (Unicode normal form C)
 
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

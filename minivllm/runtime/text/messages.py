@@ -282,7 +282,7 @@ def _fitted_content(content: Any, form: str) -> Any:
     """Return content in the form that a template reads."""
     if form == TEXT:
         if isinstance(content, list) and any(is_placeholder(part) for part in content):
-            raise RequestError("messages: the chat template has no place for images", "messages")
+            raise RequestError("messages: the chat template has no place for images; leave them out", "messages")
         return text_of(content)
     if form == PARTS and isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -415,7 +415,7 @@ def marked(chat: Chat, others: Any = None) -> tuple[list[Message], str]:
     *before, last = [dict(message) for message in chat]
     content = last.get("content")
     if content is None or content == []:
-        raise RequestError(f"{GOES_ON}: the last message has no content", GOES_ON)
+        raise RequestError(f"{GOES_ON}: the last message has no content; add the beginning of the answer", GOES_ON)
     if isinstance(content, list) and is_placeholder(content[-1]):
         raise RequestError(f"{GOES_ON}: the last message ends with an image; expected text", GOES_ON)
     taken = json.dumps([list(chat), others], ensure_ascii=False, default=str, skipkeys=True)
@@ -441,4 +441,6 @@ def cut_at(pieces: Sequence[str], mark: str) -> tuple[str, ...]:
             # a template that has trimmed the mark's space would also have trimmed the space before the mark
             whole = pieces[number].startswith(mark, at)
             return (*pieces[:number], kept if whole else kept.rstrip())
-    raise RequestError(f"{GOES_ON}: the chat template does not print the last message as it is", GOES_ON)
+    raise RequestError(
+        f"{GOES_ON}: the chat template does not print the last message as it is; leave {GOES_ON} out", GOES_ON
+    )

@@ -200,7 +200,7 @@ class Tokenizer:
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
-                # without the positions of tokens, which takes a fifth less time
+                # encode_batch_fast computes no positions of tokens, which takes a fifth less time
                 found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:
             raise RequestError(NOT_UNICODE, "prompt") from e

@@ -66,7 +66,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings, images: bo
     turns = _turns(messages, system, warnings, images)
     continues = turns[-1].role == "assistant"
     if continues and not _says(turns[-1].blocks):
-        continues = False  # an empty last message of the assistant has no effect
+        continues = False  # an empty last message of the assistant has no effect, so the answer does not continue it
         turns.pop()
     if not any(turn.role != "system" for turn in turns):
         raise wrong("messages", ": expected a message of role user")

@@ -67,7 +67,14 @@ class PooledTexts:
             self.warnings.append({"field": name, "message": f"{name} has no effect here: no token is generated"})
         self.model = service.check_model(body.model)
         if self.model in service.adapters.by_name:
-            raise ApiError(400, f"model={self.model[:100]!r} is an adapter; vectors are the base model's", "model")
+            raise ApiError(
+                400,
+                (
+                    f"model={self.model[:100]!r} is an adapter, and vectors are the base model's; send a name of the "
+                    "model"
+                ),
+                "model",
+            )
         self.most, self.vocab = service.server.max_inputs, service.client.info.vocab_size
         self.prompts: Sequence[Any] = ()
         self.options = EmbedFields()

@@ -183,11 +183,11 @@ def _constant(name: str) -> NoReturn:
 def _float(text: str) -> float:
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ApiError(400, f"the number {text[:40]} is out of range")
+        raise ApiError(400, f"the number {text[:40]} is out of range; expected a finite number")
     return value
 
 
 def _int(text: str) -> int:
     if len(text) > 40:  # Python needs long for thousands of digits
-        raise ApiError(400, f"the number {text[:20]}... is out of range")
+        raise ApiError(400, f"the number {text[:20]}... is out of range; expected at most 40 characters")
     return int(text)

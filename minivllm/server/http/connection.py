@@ -138,8 +138,8 @@ class WatchedConnection(_Connection):
         self._answered: Any = None  # the request that is being answered; ``cycle`` is the newest request
         self._last: tuple[int, str] | None = None  # the last answer (status, text) of a connection that is ending
         self._dropped = 0  # bytes from the client that were dropped after the answer ``_last``
-        self._half_closed = False  # the client has closed its sending side
-        self._watching = False  # ``_watch_client`` is scheduled
+        self._half_closed = False  # whether the client has closed its sending side
+        self._watching = False  # whether ``_watch_client`` is scheduled
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -318,7 +318,7 @@ class Unchunked:
     def __init__(self, cycle: Any) -> None:
         self._cycle = cycle
         self._send = cycle.send
-        self._open = False  # the answer has no Content-Length
+        self._open = False  # whether the answer has no Content-Length
 
     async def send(self, message: Any) -> None:
         """Send an ASGI message, with uvicorn's chunks turned off."""
@@ -348,10 +348,10 @@ class Framed(WatchedConnection):
 
     def connection_made(self, transport: Any) -> None:
         self._beside = 0
-        self._in_head = True  # the headers are not complete
+        self._in_head = True  # whether the headers are not complete
         self._data = b""  # the data that the parser is reading
         self.url = b""
-        self._switching = False  # the request offers another protocol than a WebSocket
+        self._switching = False  # whether the request offers another protocol than a WebSocket
         super().connection_made(transport)
 
     def on_message_begin(self) -> None:

@@ -88,7 +88,7 @@ async def supervise(
             if door.ended.done():
                 raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
             if remaining <= 0:
-                raise ApiError(408, f"the answer took longer than {seconds:g} s")
+                raise ApiError(408, f"the answer took longer than {seconds:g} s; lower max_tokens, or allow more time")
             if look is not None:
                 await look()
     finally:
@@ -130,7 +130,7 @@ class EventStream(Response):
         self.door = door
         self.server = server
         self.seconds = seconds
-        self._sent = time.monotonic()  # when the last event was sent, or began to be sent
+        self._sent = time.monotonic()  # time at which the last event was sent, or began to be sent
         self._writing = False  # whether an event is being sent
         self._started = False  # whether the status line has been sent
         self._direct: Direct | None = None

@@ -113,11 +113,11 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._last_frame = -math.inf  # time.monotonic() of the last frame
         self._why = "the engine has not been started"
-        self._gone = True  # there is no engine; every request is refused with ``_why``
+        self._gone = True  # whether there is no engine; every request is then refused with ``_why``
         self._draining = False
         # number -> owner and frame of each request without a token yet, if the engine can be restarted
         self._untouched: dict[int, tuple[str, bytes]] = {}
-        self.restarting = False  # the engine has ended and is being restarted
+        self.restarting = False  # whether the engine has ended and is being restarted
         self.restarted = 0  # number of restarts
         self._empty: asyncio.Event | None = None  # set when no request is left
 

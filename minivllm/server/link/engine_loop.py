@@ -148,7 +148,7 @@ class EngineLoop(TurnLoop):
         )
         self.snapshots = Snapshots(engine)
         self._sent = 0.0  # time.monotonic() of the last sent frame
-        self._dead_sent = False  # the end of the engine was reported
+        self._dead_sent = False  # whether the end of the engine was reported
         engine.events.tokens_streamed.subscribe(self._add_tokens)
         self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # full frames of this turn
         self._clear()
@@ -431,7 +431,7 @@ class EngineLoop(TurnLoop):
         """Begin a new frame."""
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
-        self.tokens: list[int] = []  # of ``rows``
+        self.tokens: list[int] = []  # token ids of all ``rows``
         # (rows [6, R], their tokens) of parts that precede ``rows``
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()

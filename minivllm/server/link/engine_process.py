@@ -134,7 +134,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())
     logging.getLogger("minivllm").addHandler(handler)
-    prepare_environment()  # before the libraries of torch are loaded
+    prepare_environment()  # must run before the libraries of torch are loaded
     early.open_torch()
     from minivllm.frontend.building import build_engine
 

@@ -71,7 +71,7 @@ class Forced:
         self._left = ""
         self._in_call = False
         self._depth = 0  # open brackets of the arguments so far
-        self._quoted = False  # the arguments so far end inside a string
+        self._quoted = False  # whether the arguments so far end inside a string
 
     def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
         """Return the parts of calls in new text.  A call begins when its name is complete.

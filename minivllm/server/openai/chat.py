@@ -86,7 +86,7 @@ class Chat(Work):
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
         super().__init__(service, body, state)
         messages, self.sources = service.images.reader.take(body.messages)
-        self.images: tuple[PlacedImage, ...] = ()  # of the prompt
+        self.images: tuple[PlacedImage, ...] = ()  # images of the prompt
         self.messages = check_messages(messages)
         _warn_unread(service, self.messages, self.warnings)
         self.role = answer_role(self.messages, body)

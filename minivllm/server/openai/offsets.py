@@ -30,7 +30,7 @@ class Places:
         self._at = at
         self._prompt = prompt
         self._text = None if tokenizer is None else IncrementalDetokenizer(tokenizer, skip_special)
-        self._held = False  # an earlier token has no text yet
+        self._held = False  # whether an earlier token has no text yet
 
     def next(self, token: int) -> int:
         """Return the position of the next token.  A part of a character has the position of the character."""

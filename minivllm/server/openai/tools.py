@@ -189,7 +189,9 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
         _check_tool(f"tools[{number}]", tool)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools: two functions have the same name", "tools")
+        twice = next(name for name in names if names.count(name) > 1)
+        text = f"tools: two functions have the name {printable(twice, 64)!r}; rename one of them"
+        raise ApiError(400, text, "tools")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         parallel = False
     several = parallel is not False
@@ -272,7 +274,9 @@ def _measure(functions: Sequence[Mapping[str, Any]]) -> None:
     """Raise ApiError (400) for schemas that are too large or too deep for a grammar, before they are processed."""
     parameters = [function.get("parameters") for function in functions]
     if max(map(value_depth, parameters)) > MOST_DEPTH:
-        raise ApiError(400, f"tools: a schema is too large, or nested deeper than {MOST_DEPTH} levels", "tools")
+        raise ApiError(
+            400, (f"tools: a schema is too large, or nested deeper than {MOST_DEPTH} levels; simplify it"), "tools"
+        )
     size = len(json.dumps(parameters, ensure_ascii=False).encode(errors="surrogatepass"))
     if size > MOST_BYTES:
         raise ApiError(400, f"tools: schemas of {size} bytes; expected at most {MOST_BYTES} together", "tools")

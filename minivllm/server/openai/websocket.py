@@ -147,7 +147,7 @@ class Connection(Socket):
             self._cancel(ident)
             return
         if ident in self.running:
-            raise ApiError(400, f"id={ident!r}: a request with this id is running", "id")
+            raise ApiError(400, f"id={ident!r}: a request with this id is running; choose another id", "id")
         most = self.server.max_socket_requests
         if len(self.running) >= most:
             raise ApiError(

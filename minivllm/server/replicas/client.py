@@ -445,7 +445,11 @@ class ReplicaClient(EngineClient):
         if server != self._loaded.server:
             raise ConfigError("the [server] table differs from the running one; restart the server to change it")
         if sum(one.accepts for one in self.replicas) < 2:
-            raise RequestError("an update needs two replicas that serve: one is replaced while others serve", "update")
+            raise RequestError(
+                "an update needs two replicas that serve: one is replaced while others serve; resume drained ones "
+                "first",
+                "update",
+            )
         async with self._updating:
             files = model_files(loaded.engine.model)
             if files != self._files:

@@ -18,7 +18,7 @@ class LifeTotals:
     """The running totals of a replica over all its engines."""
 
     def __init__(self) -> None:
-        self.before: dict[str, int] = dict.fromkeys(TOTALS, 0)  # of ended engines
+        self.before: dict[str, int] = dict.fromkeys(TOTALS, 0)  # the totals of all ended engines
         self.last: dict[str, int] = dict.fromkeys(TOTALS, 0)  # the totals of the running engine
 
     def read(self, stats: Mapping[str, Any]) -> dict[str, Any]:

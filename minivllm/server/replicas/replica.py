@@ -68,7 +68,7 @@ class Replica(ProcessClient):
         self._sizes: dict[int, int] = {}  # number of a stream -> number of its prompt tokens
         self._tokens = 0  # sum of ``_sizes``
         self.closed = False  # whether the socket of the engine has closed while the reason is still unknown
-        self.drained = False  # set by an operator, or for an update of the replicas
+        self.drained = False  # whether an operator, or an update of the replicas, has drained the replica
         self.outdated = ""  # reason why the weights or their state may differ from other replicas, "" if they are equal
         self.engine_version = 0  # version of the weights in the count of the engine
         self.versions: dict[int, int] = {}  # version of the engine -> version that clients see, if they differ
@@ -191,7 +191,7 @@ class Replica(ProcessClient):
         super()._died(why)
 
     async def _cause_of_death(self, why: str, printing: asyncio.Task[None]) -> str:
-        self.closed = True  # no request is sent while the cause is looked for
+        self.closed = True  # send no request to the engine while the cause of its end is looked for
         return await super()._cause_of_death(why, printing)
 
     def _opened(self, description: dict[str, Any]) -> None:
@@ -250,7 +250,9 @@ class Replica(ProcessClient):
         self.drained = True
         try:
             if not await self._drain(seconds):
-                raise ResourceError(f"replica {self.number} still has requests after {seconds:g} s; nothing changed")
+                raise ResourceError(
+                    f"replica {self.number} still has requests after {seconds:g} s; nothing changed, so try again later"
+                )
             if self._restart is not None:
                 await asyncio.gather(self._restart, return_exceptions=True)
             old, self._loaded = self._loaded, loaded

@@ -85,7 +85,7 @@ async def _begin(request: Request, service: Service, work: ResponseWork, seconds
         try:
             answer = await supervise(work.prepare(held), request.receive, service.door, seconds)
         except Gone:
-            return Response(status_code=499)  # for the log only
+            return Response(status_code=499)  # the client has left, so the status 499 is for the log only
         job = Job(work, answer, held.pop_all(), max(end - time.monotonic(), 0.001))
     service.background.start(request.scope["state"]["identity"], job)
     return Response(dump(job.now()), media_type=JSON, headers=warned(work.warnings))
