@@ -66,7 +66,7 @@ COMMON = {"device", "known_failures", "lasting", "once_more", "options", "profil
 PARENT = {"sampler": "processor"}  # seam -> seam whose rules it has too
 SHARED = "[rules of all seams](../plugins.md#rules-of-all-seams)"
 TEMPLATE = "[Template](../plugins.md)"  # of ``minivllm plugins new``
-MANY = 8  # a rule of so many seams is shown in docs/plugins.md only
+MANY = 8  # docs/plugins.md shows the rules (tests of the kit) of at least so many seams
 
 
 def page(kind: Kind) -> str:
@@ -98,7 +98,6 @@ def tables(kind: Kind) -> dict[str, list[str]]:
         "contract": list(contract(kind)),
         "spec": list(claims(kind)),
         "kit": list(overridden(kind.name)),
-        "rules": rule_names(own_rules(kind.name)),
     }
 
 
@@ -224,12 +223,14 @@ def wrapped(text: str) -> list[str]:
 def claims(kind: Kind) -> Iterator[str]:
     """Yield what a spec of the seam may name in ``limits``, ``features``, ``traits`` and ``params``."""
     facts = ", ".join(f"`{fact}`" for fact in kind.facts)
-    yield from ("", f"Facts for `limits`: {facts or 'none'}.", "")
+    text = f"A spec states its `limits` for these facts: {facts}." if facts else "A spec of this seam has no `limits`."
+    yield from ("", *wrapped(text), "")
     for head, names in (("Features:", kind.features), ("Traits:", kind.traits)):
         if names:
             yield from (head, "", *(f"* `{name}`: {meaning}" for name, meaning in names.items()), "")
     if kind.name in REQUESTED:
-        yield from ("`params`: any [parameters of requests](../plugins.md#what-a-spec-says); `reads = SPEC.reads`.", "")
+        parameters = "[parameters of requests](../plugins.md#what-a-spec-says)"
+        yield from (f"A spec may declare {parameters} in `params`; the class then has `reads = SPEC.reads`.", "")
 
 
 # ---- the kit -------------------------------------------------------------------------------------------------------
@@ -261,13 +262,6 @@ def shared_rules() -> dict[tuple[str, str], list[str]]:
     found = [(rule, seam) for seam in KINDS for rule in rules(seam).items()]
     count = Counter(rule for rule, _ in found)
     return {rule: [seam for other, seam in found if other == rule] for rule in count if count[rule] >= MANY}
-
-
-def own_rules(seam: str) -> dict[tuple[str, str], list[str]]:
-    """Return the rules of a seam without those of many seams and those of its parent seam."""
-    parent = PARENT.get(seam)
-    hidden = {*shared_rules(), *(rules(parent).items() if parent else ())}
-    return {rule: [seam] for rule in rules(seam).items() if rule not in hidden}
 
 
 def rule_names(found: Mapping[tuple[str, str], list[str]], with_seams: bool = False) -> list[str]:
@@ -326,7 +320,7 @@ def overridden(seam: str) -> Iterator[str]:
 
 def about_suite(node: ast.ClassDef) -> Iterator[str]:
     """Yield the docstring of a suite without a first sentence that only names the suite."""
-    doc = re.sub(r"^(The s|S)uite of [^.]*\.\s*", "", ast.get_docstring(node) or "")
+    doc = re.sub(r"^(The (conformance )?s|S)uite of [^.]*\.\s*", "", ast.get_docstring(node) or "")
     for part in filter(None, doc.split("\n\n")):
         yield from (*wrapped(re.sub(r"``(.+?)``", r"`\1`", " ".join(part.split()))), "")
 

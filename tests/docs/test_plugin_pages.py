@@ -48,17 +48,6 @@ def test_a_page_has_every_method(make):
         assert f"`{name}(" in (required if name in Evictor.__abstractmethods__ else optional), name
 
 
-@pytest.mark.parametrize("seam", KINDS)
-def test_every_test_of_the_kit_is_named(make, seam):
-    import minivllm.testing
-
-    suite = getattr(minivllm.testing, minivllm.testing.SUITES[seam][1])
-    pages = [seam, *filter(None, [make.PARENT.get(seam)])]
-    text = make.overview() + "".join(make.page(KINDS[page]) for page in pages)
-    for name in (n for n in dir(suite) if n.startswith("test_")):
-        assert f"`{name.removeprefix('test_')}`" in text, name
-
-
 def test_a_rule_is_named_once(make):
     text = "".join(make.pages().values())
     for name, _ in make.shared_rules():
