@@ -22,7 +22,9 @@ class AttentionLayer(Module):
 
     def __init__(self, name: str, layer: AttnLayer, backend: AttentionBackend, device: str, shard: Shard) -> None:
         super().__init__(name)
-        self.layer, self.backend, self.shard = layer, backend, shard
+        self.layer = layer
+        self.backend = backend
+        self.shard = shard
         self.pre: QKPre | None = None  # the operations before attention in the last call
         # [rows of the rotary tables], the factor of each query by position; None means that queries have none
         self.factors: Tensor | None = None
@@ -43,7 +45,9 @@ class AttentionLayer(Module):
             self.pre.both = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None) -> Tensor:
-        spec, tokens, self.pre = self.layer.spec, q.shape[0], pre
+        spec = self.layer.spec
+        tokens = q.shape[0]
+        self.pre = pre
         q = q.view(tokens, spec.heads, spec.dim_qk)
         k = k.view(tokens, spec.kv_heads, spec.dim_qk)
         v = v.view(tokens, spec.kv_heads, spec.dim_v)

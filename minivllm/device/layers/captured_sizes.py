@@ -11,16 +11,20 @@ from __future__ import annotations
 
 MOST_TOKENS = 8192  # largest number of tokens of a captured mixed step, which bounds the memory of captures
 # tokens and rows of the mixed steps that are captured without having been seen
-FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
+FIRST_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+FIRST_ROWS = (16, 128, 512)
 # Longer steps have fewer captures.  A padded row costs little in them, so they have at least LONG_ROWS rows, and with
 # the most rows only the sizes MANY_ROWS_TOKENS.
-LONG_TOKENS, LONG_ROWS, MANY_ROWS_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192), 128, (4096, 8192)
+LONG_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192)
+LONG_ROWS = 128
+MANY_ROWS_TOKENS = (4096, 8192)
 
 # rows of the decode steps that are captured for long contexts without having been seen
 LONG_CONTEXT_ROWS = (8, 64, 256)
 
 # rows of the decode steps, and tokens of mixed steps, that are captured before the engine is ready
-READY_ROWS, READY_TOKENS = (1, 8), 512
+READY_ROWS = (1, 8)
+READY_TOKENS = 512
 
 
 def row_sizes(most: int) -> list[int]:
@@ -109,6 +113,7 @@ def is_first_mixed(size: tuple[int, int], sizes: list[tuple[int, int]]) -> bool:
     ``sizes`` are the results of ``first_mixed``.  The smallest and the largest are captured, and for the fewest and the
     most rows one of READY_TOKENS tokens."""
     rows, tokens = size
-    few, most = min(r for r, _ in sizes), max(r for r, _ in sizes)
+    few = min(r for r, _ in sizes)
+    most = max(r for r, _ in sizes)
     ends = min(sizes, key=lambda one: one[::-1]), max(sizes, key=lambda one: one[::-1])
     return size in ends or (rows in (few, most) and tokens == READY_TOKENS)

@@ -66,7 +66,10 @@ class ProcessGroup:
 
         ``note(call, operation)`` is called when a collective call begins, with its number and its index in
         ``OPERATIONS``, and again with operation 0 when the call has returned on the host."""
-        self.rank, self.size, self.device, self.calls = rank, size, torch.device(device), 0
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.calls = 0
         self.lost: LostRank | None = None
         self.peers: PeerMemory | None = None
         self.why_not = ""  # the reason why ``peers`` is None
@@ -76,7 +79,8 @@ class ProcessGroup:
         """Join the other ranks through ``store``, the path of a file or a torch store.
 
         A wait for the others longer than ``seconds``, here or in a later call, raises LostRank."""
-        limit, device = timedelta(seconds=seconds), None
+        limit = timedelta(seconds=seconds)
+        device = None
         if self.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         meeting = dist.FileStore(store, self.size) if isinstance(store, str) else store
@@ -111,7 +115,8 @@ class ProcessGroup:
         except (RuntimeError, ImportError, AttributeError) as e:
             self.why_not = describe_error(e)
         if not self.least([self.peers is not None])[0]:
-            self.peers, self.why_not = None, self.why_not or "another rank does not reach it"
+            self.peers = None
+            self.why_not = self.why_not or "another rank does not reach it"
 
     def leave(self) -> None:
         self.peers = None

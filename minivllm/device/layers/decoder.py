@@ -70,7 +70,8 @@ class Decoder:
         self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
         entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
         self.norm = parts.norm("norm", spec.hidden, spec.norm)
-        self.first, follows = entries[0], [*entries[1:], self.norm]
+        self.first = entries[0]
+        follows = [*entries[1:], self.norm]
         self.blocks = [DecoderBlock(spec, i, parts, follows[i]) for i in range(len(spec.layers))]
         for block, following in itertools.pairwise(self.blocks):
             block.before(following)
@@ -87,11 +88,13 @@ class Decoder:
             x = x + self.positions(step.position + self.spec.first_position)
         if self.embed_norm is not None:
             x = self.embed_norm(x)[0]
-        taps, watch = step.taps, step.watch
+        taps = step.taps
+        watch = step.watch
         if taps is not None:
             x = taps("layers.0.input", taps("embedding", x))
         if self.first is None:
-            h, residual = Normed(x), x
+            h = Normed(x)
+            residual = x
         else:
             x, residual = self.first(x)
             h = Normed(x)
@@ -135,7 +138,8 @@ class Decoder:
         return [block.name + "experts" for block in self.blocks if block.experts is not None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits, cap = self.head(hidden), self.spec.logit_cap
+        logits = self.head(hidden)
+        cap = self.spec.logit_cap
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -151,8 +155,12 @@ class DecoderBlock:
 
     def __init__(self, spec: DecoderSpec, i: int, parts: ModuleParts, follows: Any) -> None:
         layer = spec.layers[i]
-        name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
-        self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
+        name = f"layers.{i}."
+        self.last = i + 1 == len(spec.layers)
+        self.parallel = layer.parallel
+        self.name = name
+        self.hidden = spec.hidden
+        self.follower = None if self.last else f"layers.{i + 1}.input"
         width = self._mixer(spec, layer, i, parts)
         out = parts.linear(name + "attn.o", width, [("", spec.hidden)], bias=layer.out_bias, split="row")
         hook = None if spec.router_hook is None else partial(spec.router_hook, i)
@@ -160,7 +168,8 @@ class DecoderBlock:
         self.points = self._points()
         scale = layer.residual_scale
         if layer.parallel:
-            self.out, self.both = out, Joined(down, None, follows, scale)
+            self.out = out
+            self.both = Joined(down, None, follows, scale)
             self.mlp_norm = _norm(parts, spec, name + "norm2", layer.mlp_norm)
             return
         around = layer.norms == AROUND
@@ -195,10 +204,13 @@ class DecoderBlock:
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
         """Make attention, or a layer with a state, and return the width of its output over all processes."""
-        self.shared, self.wide, self.clip = parts.shard.size > 1, list[Any](), layer.qkv_clip
+        self.shared = parts.shard.size > 1
+        self.wide = list[Any]()
+        self.clip = layer.qkv_clip
         self.order: tuple[Tensor, Tensor] | None = None
         self.recurrent: Callable[[Normed, StepTensors], Tensor] | None = None
-        name, mixer = f"layers.{i}.attn", layer.attention
+        name = f"layers.{i}.attn"
+        mixer = layer.attention
         if isinstance(mixer, AttnSpec):
             self._attention(spec, layer, mixer, name, parts)
             return mixer.heads * mixer.dim_v
@@ -208,11 +220,13 @@ class DecoderBlock:
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
         """Make the projection, the norms, the rotary tables and the attention of a layer."""
-        twice, self.gated = spec.switch is not None, layer.gated
+        twice = spec.switch is not None
+        self.gated = layer.gated
         linear = parts.qkv(name + ".qkv", self.inputs * spec.hidden, a, layer.qkv_bias, layer.gated)
         self.sizes = [rows for _, rows in linear.info.parts]
         self.gate_out = parts.gate_out
-        self.qkv, self.attn = parts.normed_linear(linear), parts.attention(len(parts.layers), a, name)
+        self.qkv = parts.normed_linear(linear)
+        self.attn = parts.attention(len(parts.layers), a, name)
         norms: list[Any] = [None, None]
         if layer.qk_norm == HEADS:
             self.wide = [
@@ -250,7 +264,8 @@ class DecoderBlock:
     def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
         x = self._mixed(h, step)
         if self.last and step.logits_indices is not None:
-            x, residual = x[step.logits_indices], residual[step.logits_indices]
+            x = x[step.logits_indices]
+            residual = residual[step.logits_indices]
             if self.parallel:
                 h = Normed(h.finished()[step.logits_indices])
         if self.parallel:
@@ -267,9 +282,12 @@ class DecoderBlock:
             qkv = qkv.clamp_(-self.clip, self.clip)
         q, k, v, *gate = qkv.split(self.sizes, dim=-1)
         if taps is not None:
-            q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(self.name + "v", v)
+            q = self._tap_head(taps, "q", q)
+            k = self._tap_head(taps, "k", k)
+            v = taps(self.name + "v", v)
         if self.wide:
-            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+            q = self.wide[0](q)[0]
+            k = self.wide[1](k)[0]
         x = self.attn(q, k, v, step, self.pre)
         return self.gate_out(x, gate[0]) if self.gated else x
 
@@ -296,7 +314,8 @@ class DecoderBlock:
         """Compute the same as a call with unfused parts, and pass the value of each tap point through ``step.taps``.
 
         The layer continues with the value that the taps return."""
-        taps, name = step.taps, self.name
+        taps = step.taps
+        name = self.name
         assert taps is not None
         x = self._mixed(h, step, taps)
         if self.parallel:

@@ -59,7 +59,8 @@ class DeltaNet(Module):
         self.gates = gates
         self.key_heads = spec.key_heads // shard.size
         self.heads = spec.value_heads // shard.size
-        keys, self.inner = self.key_heads * spec.key_dim, self.heads * spec.value_dim
+        keys = self.key_heads * spec.key_dim
+        self.inner = self.heads * spec.value_dim
         self.widths = [keys, keys, self.inner]
         self.channels = 2 * keys + self.inner
         self.conv = torch.empty(self.channels, spec.width, dtype=dtype, device=device)
@@ -290,11 +291,14 @@ class _FoldedTokens:
 
     def keep(self, ring: Tensor, new: Tensor) -> None:
         """Store the newest inputs of each row in its ring, and those before a copied state in the copy's."""
-        step, places = self.step, ring.shape[1]
+        step = self.step
+        places = ring.shape[1]
         end = self.begin + self._certain()
         saved = (step.save_at > self.begin[:, None]) & (step.save_at <= end[:, None])
         for r, which in saved.nonzero().tolist():
-            at, start, token = int(step.save_at[r, which]), int(step.start[r]), int(step.cu_q[r])
+            at = int(step.save_at[r, which])
+            start = int(step.start[r])
+            token = int(step.cu_q[r])
             for p in range(max(at - self.taps, 0), at):
                 value = new[token + p - start] if p >= start else ring[step.rows[r], p % places].clone()
                 ring[step.save_to[r, which], p % places] = value

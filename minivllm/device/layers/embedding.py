@@ -31,7 +31,8 @@ class VocabRange:
     Its weight has ``rows`` rows, which may be more than the range."""
 
     def __init__(self, vocab: int, shard: Shard) -> None:
-        self.vocab, self.rows = vocab, -(-vocab // shard.size)
+        self.vocab = vocab
+        self.rows = -(-vocab // shard.size)
         self.first, self.end = (min(vocab, (shard.rank + i) * self.rows) for i in (0, 1))
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -49,8 +50,11 @@ class Embedding(Module):
         ``info`` describes the part of this process.  ``group`` is the communicator of the processes that share the
         rows; None means that this process has all rows.  ``scheme`` None means an unquantized weight."""
         super().__init__(info.name)
-        self.info, self.scheme, self.group = info, scheme, group
-        self.range, self.dim = VocabRange(rows, share_of(group)), info.in_features
+        self.info = info
+        self.scheme = scheme
+        self.group = group
+        self.range = VocabRange(rows, share_of(group))
+        self.dim = info.in_features
         self.dtype: torch.dtype = getattr(torch, info.dtype)
         if scheme is None:
             self.weight = torch.empty(self.range.rows, self.dim, dtype=self.dtype, device=info.device)
@@ -100,10 +104,12 @@ class LMHead(Linear):
 
     def __init__(self, info: ModuleInfo, scheme: WeightScheme, vocab: int, group: Any = None) -> None:
         super().__init__(info, scheme)
-        self.range, self.over = VocabRange(vocab, info.shard), group
+        self.range = VocabRange(vocab, info.shard)
+        self.over = group
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
-        mine, vocab = super().wanted(), self.range.vocab
+        mine = super().wanted()
+        vocab = self.range.vocab
         return {key: shape if shape is None else (vocab, *shape[1:]) for key, shape in mine.items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
@@ -139,8 +145,12 @@ class TiedLMHead(Module):
     ) -> None:
         """Share the weight of ``tied``.  OptionError if the embedding and the head would have two quantized forms."""
         super().__init__(info.name)
-        self.info, self.tied, self.part, self.scheme_of = info, tied, info.parts[0][0], scheme_of
-        self.fuse, self.invariant = fuse, invariant
+        self.info = info
+        self.tied = tied
+        self.part = info.parts[0][0]
+        self.scheme_of = scheme_of
+        self.fuse = fuse
+        self.invariant = invariant
         self.shared = tied.scheme
         own_scheme = scheme_of(info if self.shared is None else replace(info, device="meta"))
         if self.shared is not None and own_scheme is not None and type(own_scheme) is not type(self.shared):

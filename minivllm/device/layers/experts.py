@@ -81,7 +81,8 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
     float32, in operations whose result does not depend on an element's position."""
     gate, up = x.float().chunk(2, dim=-1)
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
     gate = gate / (gate * -alpha).exp_().add_(1.0)
     return (gate * (up + 1.0)).to(x.dtype)
 
@@ -105,10 +106,14 @@ class Mixture(NormFusing):
     def __init__(
         self, name: str, hidden: int, spec: Experts, parts: ModuleParts, hook: RouterHook | None = None
     ) -> None:
-        self.name, self.spec, self.hook, n = name, spec, hook, spec.count
+        self.name = name
+        self.spec = spec
+        self.hook = hook
+        n = spec.count
         self.router = parts.router(name + ".router", hidden, n, spec.router.bias, spec.router.choice_bias)
         self.logits = parts.normed_linear(self.router)
-        gate_up, inner = name + ".experts.gate_up", spec.inner
+        gate_up = name + ".experts.gate_up"
+        inner = spec.inner
         self.gate_up = parts.expert_linear(gate_up, hidden, n, [("gate", inner), ("up", inner)], spec.bias, "column")
         self.down = parts.expert_linear(name + ".experts.down", inner, n, [("", hidden)], spec.bias, "row")
         self.gate = partial(parts.gate_mul, activation=spec.activation)
@@ -160,7 +165,8 @@ class Mixture(NormFusing):
 
     def choose(self, h: Normed, tap: LayerTaps | None = None) -> tuple[Tensor, Tensor]:
         """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` is as in a call."""
-        logits, given = self.logits(h), None
+        logits = self.logits(h)
+        given = None
         tap = tap or self.taps
         if tap is not None:
             logits = tap("router", logits)
@@ -230,7 +236,8 @@ class Mixture(NormFusing):
         return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream, self._shared_output(h))
 
     def route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        spec, bias = self.spec, self.router.choice_bias
+        spec = self.spec
+        bias = self.router.choice_bias
         if not self.fast:
             return route(logits, spec.chosen, spec.router, bias, given)
         from minivllm.device.kernels.router import route as fast_route
@@ -269,7 +276,8 @@ class Mixture(NormFusing):
         """Return [T, H]: for each token t the sum over s of weights[t, s] times the output of expert ids[t, s]."""
         if self.fast:
             return self.kernel()(h.x, ids, weights, h.squares, h.eps)[0]
-        x, (tokens, k) = h.x, ids.shape
+        x = h.x
+        (tokens, k) = ids.shape
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             y = self._all(x, ids)
         else:
@@ -282,7 +290,8 @@ class Mixture(NormFusing):
     def _make(self) -> Any:
         from minivllm.device.kernels import experts as kernels
 
-        spec, linears = self.spec, (self.gate_up, self.down)
+        spec = self.spec
+        linears = (self.gate_up, self.down)
         up_bias, down_bias = (None if one.bias is None else one.bias.view(spec.count, -1) for one in linears)
         if not isinstance(self.down.scheme, Dense):
             from minivllm.device.kernels.packed_experts import PackedExperts
@@ -301,8 +310,10 @@ class Mixture(NormFusing):
 
     def _hit(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the expert outputs [T * k, H] for ids i64 [T * k], computed for one chosen expert at a time."""
-        order, k = ids.argsort(stable=True), len(ids) // max(1, len(x))
-        y, start = x.new_empty(len(ids), x.shape[1]), 0
+        order = ids.argsort(stable=True)
+        k = len(ids) // max(1, len(x))
+        y = x.new_empty(len(ids), x.shape[1])
+        start = 0
         for e, n in enumerate(ids.bincount(minlength=self.spec.count).tolist()):
             if n:
                 places = order[start : start + n]
@@ -330,7 +341,8 @@ class ExpertsNorm(Joined):
     def __init__(self, experts: Mixture, norm: RMSNorm, whole: bool) -> None:
         super().__init__(experts, None, norm, 1.0)
         self.experts = experts
-        self.norm, self.whole = norm, whole
+        self.norm = norm
+        self.whole = whole
 
     def __call__(self, h: Any, residual: Tensor) -> tuple[Normed, Tensor]:
         if not self.experts.joins or self.norm.fused is None:

@@ -24,7 +24,8 @@ ACTIVATION = {
     "relu2": "relu2",
 }
 EXPERT_KEYS = ("num_experts", "num_local_experts")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # rope_type -> (required numbers of rope_parameters, optional numbers)
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
@@ -42,7 +43,8 @@ ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # fields of the multimodal rotary embedding; they have no effect on text, whose position is equal in all sections
 MROPE = ("mrope_section", "mrope_interleaved")
 HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL, *MROPE}
-LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
+LISTS = {"short_factor", "long_factor"}
+FLAGS = {"truncate"}
 
 
 def activation(cfg: Any, field: str = "hidden_act") -> str:
@@ -66,7 +68,8 @@ def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
 
     ``window`` is in tokens; None means no window.  ModelError for heads that the KV heads do not divide, or of an odd
     size."""
-    dim, n = head_dim(cfg), kv_heads(cfg)
+    dim = head_dim(cfg)
+    n = kv_heads(cfg)
     if n < 1 or cfg.num_attention_heads % n:
         raise ModelError(
             f"num_attention_heads={cfg.num_attention_heads}: expected a multiple of num_key_value_heads={n}"
@@ -117,7 +120,8 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
 
     ``types`` is the config's ``layer_types``; None means full attention in all layers.  ModelError for a wrong
     number of entries, an unknown type, or sliding attention without a valid ``sliding_window``."""
-    layers, window = cfg.num_hidden_layers, getattr(cfg, "sliding_window", None)
+    layers = cfg.num_hidden_layers
+    window = getattr(cfg, "sliding_window", None)
     types = list(types) if types is not None else [FULL] * layers
     if len(types) != layers:
         raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
@@ -135,7 +139,8 @@ def layer_types(cfg: Any, recurrent: str) -> list[str]:
     """Return ``layer_types`` of a model whose layers have full attention, or the type ``recurrent``.
 
     ModelError for a wrong number of entries, an unknown type, and a model without attention."""
-    types, layers = list(cfg.layer_types), cfg.num_hidden_layers
+    types = list(cfg.layer_types)
+    layers = cfg.num_hidden_layers
     if len(types) != layers:
         raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
     wrong = sorted(set(types) - {FULL, recurrent})
@@ -169,7 +174,8 @@ def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
     ``more`` are further fields of ``Experts``.  ModelError for a number of experts, of chosen experts or of units that
     is not a whole number above 0, and for more chosen experts than experts."""
     name = expert_key(cfg)
-    count, chosen = getattr(cfg, name), cfg.num_experts_per_tok
+    count = getattr(cfg, name)
+    chosen = cfg.num_experts_per_tok
     for key, value in ((name, count), ("num_experts_per_tok", chosen), ("the width of an expert", inner)):
         if type(value) is not int or value < 1:
             raise ModelError(f"{key}={shown(value)}: expected a whole number >= 1, the model has layers of experts")
@@ -184,7 +190,8 @@ def sparse_layers(cfg: Any) -> list[bool]:
     """Return for each layer whether it has experts: every ``decoder_sparse_step``-th but for ``mlp_only_layers``.
 
     All are False if ``num_experts`` is 0.  ModelError for a step that is not a whole number above 0."""
-    step, dense = cfg.decoder_sparse_step, set(cfg.mlp_only_layers or ())
+    step = cfg.decoder_sparse_step
+    dense = set(cfg.mlp_only_layers or ())
     if not cfg.num_experts:
         return [False] * cfg.num_hidden_layers
     if type(step) is not int or step < 1:
@@ -257,7 +264,8 @@ def _trained_length(cfg: Any, params: Mapping[str, Any], nested: bool) -> Any:
     A table for one layer type (``nested``) is read first.  A table for all layers is read after the field of the
     config.  ``max_position_embeddings`` is the last choice.
     """
-    own, table = getattr(cfg, ORIGINAL, None), params.get(ORIGINAL)
+    own = getattr(cfg, ORIGINAL, None)
+    table = params.get(ORIGINAL)
     most = getattr(cfg, "max_position_embeddings", None)
     return (table or most) if nested else (own or table or most)
 
@@ -266,9 +274,11 @@ def _check_number(name: str, value: Any, kind: str) -> None:
     if name in FLAGS and isinstance(value, bool):
         return
     if name in LISTS:
-        numbers, want = value if isinstance(value, list) else [None], "a list of positive numbers"
+        numbers = value if isinstance(value, list) else [None]
+        want = "a list of positive numbers"
     else:
-        numbers, want = [value], "a positive number"
+        numbers = [value]
+        want = "a positive number"
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers):
         raise ModelError(f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: expected {want}")
 

@@ -84,7 +84,8 @@ class _Pair:
     activation = "silu"  # activation of the gate, for modes with a gate
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
-        self.linear, self.fuse = linear, fuse and not linear.reduce
+        self.linear = linear
+        self.fuse = fuse and not linear.reduce
         self.bias = linear.bias  # bias that the kernel adds to the product; None means no bias
         self.follower: _Pair | None = None
         self._kernel: Any = None
@@ -172,7 +173,8 @@ class GatedLinear(_Pair):
     ) -> None:
         super().__init__(linear, fuse)
         self.divides = divides
-        self.gate_mul, self.activation = partial(gate_mul, activation=activation), activation
+        self.gate_mul = partial(gate_mul, activation=activation)
+        self.activation = activation
 
     def __call__(self, h: Normed) -> Any:
         kernel = self.kernel(h.x)
@@ -297,7 +299,10 @@ class Joined:
         before: RMSNorm | LayerNorm | None,
         scale: float,
     ) -> None:
-        self.linear, self.after, self.before, self.scale = linear, after, before, scale
+        self.linear = linear
+        self.after = after
+        self.before = before
+        self.scale = scale
         self.kernel = None
         if isinstance(after, RMSNorm) and isinstance(before, RMSNorm) and scale == 1.0:
             self.kernel = before.fused

@@ -50,7 +50,8 @@ class PredictionHead:
         embedding = self.embedding_norm(self.target.embedded(step.ids))[0]
         states = self.hidden_norm(step.hidden)[0]
         x = self.fc(torch.cat([embedding, states], dim=1))
-        h, residual = Normed(x), x
+        h = Normed(x)
+        residual = x
         if self.first is not None:
             x, residual = self.first(x)
             h = Normed(x)
@@ -70,7 +71,8 @@ class VocabularyMap(Module):
 
     def __init__(self, name: str, drafted: int, vocab: int, params: Iterable[str], device: str) -> None:
         super().__init__(name)
-        self.vocab, self.shapes = vocab, {"d2t": (drafted,), "t2d": (vocab,)}
+        self.vocab = vocab
+        self.shapes = {"d2t": (drafted,), "t2d": (vocab,)}
         self.params = tuple(params)
         self.ids = torch.arange(drafted, device=device)
         self.marked: Tensor | None = None  # ``t2d``
@@ -127,7 +129,8 @@ class EagleHead:
         self, spec: DecoderSpec, parts: ModuleParts, states: int, drafted: int, params: Sequence[str], embeds: bool
     ) -> None:
         hidden = spec.hidden
-        self.vocab, self.reduced = spec.vocab, drafted < spec.vocab
+        self.vocab = spec.vocab
+        self.reduced = drafted < spec.vocab
         self.embed: Any = parts.embedding("embed", spec.vocab, hidden) if embeds else None
         self.fc = parts.linear("fc", states, [("", hidden)])
         self.embedding_norm = parts.norm("layers.0.norm1", hidden, spec.norm)

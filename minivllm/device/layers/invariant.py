@@ -44,7 +44,9 @@ class FixedRows:
     ``rows`` 0 means ``ROWS``, or 1 if the position of a row changes its bits for this shape of weight."""
 
     def __init__(self, weight: Tensor, rows: int = 0) -> None:
-        self.weight, self.packed, self.rows = weight, pack(weight), rows or ROWS
+        self.weight = weight
+        self.packed = pack(weight)
+        self.rows = rows or ROWS
         if not rows and not same_at_every_place(self._call, weight.new_empty(ROWS, weight.shape[1])):
             self.rows = 1
 

@@ -51,7 +51,9 @@ class Dense(WeightScheme):
     """The unquantized weight [out, in] in the activations' dtype."""
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
-        self.info, self.fuse, self.invariant = info, fuse, invariant
+        self.info = info
+        self.fuse = fuse
+        self.invariant = invariant
         self.row: Any = None  # the kernel for a product with one row
         self.fixed: Any = None  # with ``invariant``, the product whose bits do not depend on the number of rows
         self.native: StoredProduct | None = None  # the native product of a CPU if it is faster than torch's, else None
@@ -145,7 +147,9 @@ class Linear(Module):
 
     def __init__(self, info: ModuleInfo, scheme: WeightScheme, group: Any = None) -> None:
         super().__init__(info.name)
-        self.info, self.scheme, self.group = info, scheme, group
+        self.info = info
+        self.scheme = scheme
+        self.group = group
         self.reduce = info.split == "row" and info.shard.size > 1
         self.adapter: Any = None  # the ``LayerAdapters`` of the layer; None if no adapters are served
         self.tensors = dict(scheme.tensors)
@@ -168,7 +172,8 @@ class Linear(Module):
         return want
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        info, shard = self.info, self.info.share(part)
+        info = self.info
+        shard = self.info.share(part)
         size = shard.size
         if param == "bias" and self.bias is not None:
             rows = part_rows(info, part)

@@ -85,7 +85,8 @@ class Lowering:
         self.model, self.blocks = self._served(model)
         if type(self.model) is not Decoder or any(type(block) is not DecoderBlock for block in self.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
-        self.modules, self.program = modules, program
+        self.modules = modules
+        self.program = program
         self.block = block  # tokens of a KV block
         self._room = room
         self.copied = 0  # bytes of the copies of weights that the program reads
@@ -142,7 +143,8 @@ class Lowering:
             raise NotLowered(f"layer {i} is a mixture of experts")
         if attention is None:
             return
-        a, cache = attention.spec, attention.cache
+        a = attention.spec
+        cache = attention.cache
         if a.alibi is not None or layer.qkv_clip is not None or layer.qk_norm == HEADS:
             raise NotLowered(
                 f"layer {i} has slopes of distance, a clip of q, k and v, or a norm with weights of each head"
@@ -151,7 +153,8 @@ class Lowering:
             raise NotLowered(f"layer {i} multiplies queries by a factor of their position")
         if a.v_in_k or set(cache) not in ({"k", "v"}, {"k", "v", *SCALES}):
             raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
-        k, v = cache["k"], cache["v"]
+        k = cache["k"]
+        v = cache["v"]
         scaled = SCALES[0] in cache
         if k.dtype not in ((torch.int8,) if scaled else PLAIN) or k.dtype != v.dtype:
             raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
@@ -198,7 +201,8 @@ class Lowering:
         stored = module.stored()
         if stored is None or not readable(stored, module.info.out_features, module.info.in_features):
             raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
-        bias, weight = getattr(module, "bias", None), self._narrow(stored.weight)
+        bias = getattr(module, "bias", None)
+        weight = self._narrow(stored.weight)
         return {
             "format": FORMATS[weight.dtype],
             "n": module.info.out_features,
@@ -259,7 +263,8 @@ class Lowering:
     def _embed(self) -> None:
         if self.model.embed.scheme is not None:
             raise NotLowered("the embedding is quantized")
-        embed, positions = self._narrow(self.model.embed.weight), self.model.positions
+        embed = self._narrow(self.model.embed.weight)
+        positions = self.model.positions
         learned: dict[str, Any] = {}
         if positions is not None:
             table = positions.weight
@@ -278,22 +283,29 @@ class Lowering:
             self.program.add("norm", in_=self.x, out=self.x, **self._norm("embed_norm"))
 
     def _layer(self, i: int, layer: LayerSpec) -> None:
-        name, last = f"layers.{i}.", i + 1 == len(self.spec.layers)
+        name = f"layers.{i}."
+        last = i + 1 == len(self.spec.layers)
         before = layer.norms != AFTER
         attn = self._mixer(i, layer, name + "norm1" if before else None)
         if last:  # after the last attention only the tokens that sample are needed
             self.program.add("pick", in_=self.x, out=attn)
-        o, down = self.modules[name + "attn.o"], self.modules[name + "mlp.down"]
+        o = self.modules[name + "attn.o"]
+        down = self.modules[name + "mlp.down"]
         if layer.parallel:
             mid = self._mlp(name, layer, name + ("norm2" if layer.mlp_norm else "norm1"))
             self._add(attn, o, None, layer)
             self._add(mid, down, None, layer)
             return
-        first, second, middle = None, None, None
+        first = None
+        second = None
+        middle = None
         if layer.norms == AROUND:
-            first, middle, second = name + "norm2", name + "norm3", name + "norm4"
+            first = name + "norm2"
+            middle = name + "norm3"
+            second = name + "norm4"
         elif layer.norms == AFTER:
-            first, second = name + "norm1", name + "norm2"
+            first = name + "norm1"
+            second = name + "norm2"
         elif layer.norms == BEFORE:
             middle = name + "norm2"
         self._add(attn, o, first, layer)
@@ -301,7 +313,8 @@ class Lowering:
 
     def _mixer(self, i: int, layer: LayerSpec, norm: str | None) -> int:
         """Add the projection and attention of layer i, or a layer with a state; return the register of the outputs."""
-        attention, name = self._layers[i], f"layers.{i}.attn."
+        attention = self._layers[i]
+        name = f"layers.{i}.attn."
         if attention is not None:
             return self._attention(i, layer, attention, norm)
         module: Any = self.modules[name + ("delta" if isinstance(layer.recurrent, GatedDelta) else "conv")]
@@ -319,15 +332,18 @@ class Lowering:
         NotLowered if the delta rule runs as a Triton kernel."""
         if module.native_conv is None:
             raise NotLowered(f"{module.name} runs as a Triton kernel")
-        x, out = self._view("qkv", 0, module.channels), self._view("attn", 0, module.inner)
+        x = self._view("qkv", 0, module.channels)
+        out = self._view("attn", 0, module.inner)
         z = self._view("qkv", module.channels, module.inner)
-        layer, memory = module.structure(), module.layer.memory
+        layer = module.structure()
+        memory = module.layer.memory
         self.program.hold(layer)
         self.program.add("delta", in_=x, n=gates, out=out, data=ctypes.addressof(layer))
         for register, ring in ((x, memory["ring"]), (gates, memory["gates"])):
             self._keep(register, ring, module.spec.width)
         weight = module.norm.float()
-        heads, eps = module.heads, module.spec.eps
+        heads = module.heads
+        eps = module.spec.eps
         self.program.add(
             "gate", in_=out, out=z, heads=heads, norm_weight=weight, eps=eps, activation=ACTIVATIONS["silu"]
         )
@@ -336,10 +352,12 @@ class Lowering:
     def _convolution(self, module: ShortConvolution, mixed: int) -> int:
         """Add a short convolution of b | c | x, and return the register of its outputs."""
         channels, width = module.weight.shape
-        ring, out = module.layer.memory["ring"], self._view("attn", 0, channels)
+        ring = module.layer.memory["ring"]
+        out = self._view("attn", 0, channels)
         weight = newest_first(module.weight)
         bias = None if module.bias is None else module.bias.float()
-        places, kind = ring.shape[1], FORMATS[ring.dtype]
+        places = ring.shape[1]
+        kind = FORMATS[ring.dtype]
         self.program.add("conv", in_=mixed, out=out, data=ring, n=places, k=width, format=kind, scale=weight, bias=bias)
         self._keep(self._view("qkv", 2 * channels, channels), ring, width)
         return out
@@ -350,11 +368,14 @@ class Lowering:
 
     def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
         """Add the projection and attention of layer i, and return the register of the heads' outputs."""
-        a, block = attention.spec, self.blocks[i]
+        a = attention.spec
+        block = self.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
-        qkv, attn = self._view("qkv", 0, self._wide(i)), self._view("attn", 0, a.heads * a.dim_v)
+        qkv = self._view("qkv", 0, self._wide(i))
+        attn = self._view("attn", 0, a.heads * a.dim_v)
         self._product(self._qkv(i), self.x, qkv, norm)
-        pre, name = block.pre, f"layers.{i}.attn."
+        pre = block.pre
+        name = f"layers.{i}.attn."
         if layer.qk_norm == WIDTH:
             for which, first, width in (("q", 0, widths[0]), ("k", widths[0], widths[1])):
                 part = self._view("qkv", first, width)
@@ -409,7 +430,8 @@ class Lowering:
         self.program.add("norm", in_=self.branch, out=self.x, adds=1, alpha=scale, **self._norm(after))
 
     def _head(self, logits: int) -> None:
-        weight, spec = self._weight(self.model.head), self.spec
+        weight = self._weight(self.model.head)
+        spec = self.spec
         self.program.add("product", sampling=True, in_=self.out, out=logits, alpha=spec.logit_scale, **weight)
         if spec.logit_cap is not None:
             self.program.add("cap", sampling=True, in_=logits, out=logits, cap=spec.logit_cap)
@@ -430,10 +452,14 @@ class HeadLowering(Lowering):
 
     def _embed(self) -> None:
         """Add the product of the embedding and the hidden states, each of them normed."""
-        tokens, hidden = self.program.most_tokens, self.spec.hidden
-        both, self.states = torch.zeros(tokens, 2 * hidden), torch.zeros(tokens, hidden)
-        left, right = self.program.register(both[:, :hidden]), self.program.register(both[:, hidden:])
-        stream, self.x = self.x, left
+        tokens = self.program.most_tokens
+        hidden = self.spec.hidden
+        both = torch.zeros(tokens, 2 * hidden)
+        self.states = torch.zeros(tokens, hidden)
+        left = self.program.register(both[:, :hidden])
+        right = self.program.register(both[:, hidden:])
+        stream = self.x
+        self.x = left
         super()._embed()
         self.x = stream
         self.program.add("norm", in_=left, out=left, **self._norm("embedding_norm"))

@@ -41,7 +41,8 @@ class Packed:
     def of(self, rows: int) -> Tensor | None:
         """Return the copy for a product of ``rows`` rows; make it if needed.  None if there is no copy."""
         if rows >= PACKED_FROM and self._weight is not None:
-            self._copy, self._weight = pack(self._weight), None
+            self._copy = pack(self._weight)
+            self._weight = None
         return self._copy
 
 

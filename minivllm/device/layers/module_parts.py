@@ -67,10 +67,15 @@ class ModuleParts:
         batch_invariant: bool = False,
         unfused: Sequence[str] = (),
     ) -> None:
-        self.device, self.shard, self.group = str(device), shard or share_of(group), group
+        self.device = str(device)
+        self.shard = shard or share_of(group)
+        self.group = group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.arch: Any = None  # the plug-in of the architecture, which describes or builds the model
-        self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
+        self.quantizer = quantizer
+        self.backend = backend
+        self.fuse = fuse
+        self.invariant = batch_invariant
         # Whether these kernels run depends on the number of rows, so the bits of a result depend on it too.
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
@@ -152,7 +157,9 @@ class ModuleParts:
 
         ``gated`` adds the part "gate"; the output of attention is multiplied by its sigmoid.
         """
-        heads, kv_heads, copies = self.heads(spec.heads), self.kv_heads(spec.kv_heads), self._copies(spec.kv_heads)
+        heads = self.heads(spec.heads)
+        kv_heads = self.kv_heads(spec.kv_heads)
+        copies = self._copies(spec.kv_heads)
         sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
         if gated:
             sizes.append(("gate", heads * spec.dim_v))
@@ -164,7 +171,8 @@ class ModuleParts:
         The module of its input projection is named ``name.in``, that of its gates ``name.gates``, and that of its other
         weights ``name.delta``.  ModelError if the processes do not divide the key heads."""
         self._share(spec.key_heads, f"{name}: key heads")
-        keys, values = spec.key_heads * spec.key_dim, spec.inner
+        keys = spec.key_heads * spec.key_dim
+        values = spec.inner
         mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
         gates = [("b", spec.value_heads), ("a", spec.value_heads)]
         project, gate = (
@@ -269,7 +277,8 @@ class ModuleParts:
         ``whole`` keeps all rows on every process, which is better for a small table.  ``packable`` lets the quantizer
         store it: the model must then read rows only by calling the module."""
         group = self.group if self.shard.size > 1 and not whole else None
-        scheme, info = None, self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
+        scheme = None
+        info = self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
         if packable and (scheme := self._scheme(info)) is not None:
             scheme = None if type(scheme).gather is WeightScheme.gather else scheme
         return self.add(Embedding(info, rows, scheme, group))
@@ -353,7 +362,8 @@ class ModuleParts:
             linear = self.linear(name + ".gate_up", hidden, sizes, bias=mlp.bias, split="column")
             return self.gated_linear(linear, mlp.activation)
         linear = self.linear(name + ".up", hidden, [("", mlp.inner)], bias=mlp.bias, split="column")
-        plain, activation = self.normed_linear(linear), self.activation(mlp.activation)
+        plain = self.normed_linear(linear)
+        activation = self.activation(mlp.activation)
         return lambda h: activation(plain(h))
 
     def mlp_down(self, name: str, hidden: int, mlp: MLP) -> Linear:
@@ -403,7 +413,8 @@ class ModuleParts:
             group = self._geometries.index(spec.geometry)
         else:
             group = self._group_of[index]
-        heads, slopes = self.heads(spec.heads), spec.alibi
+        heads = self.heads(spec.heads)
+        slopes = spec.alibi
         if slopes is not None:
             if len(slopes) != spec.heads:
                 raise ModelError(
@@ -430,7 +441,8 @@ class ModuleParts:
             cos, sin = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)
             if self.free_rows:
                 free = cos.new_zeros(self.free_rows, cos.shape[1])
-                cos, sin = torch.cat((cos, free)), torch.cat((sin, free))
+                cos = torch.cat((cos, free))
+                sin = torch.cat((sin, free))
             self._tables[key] = cos, sin
         return self._tables[key]
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from .parts import ModelParts
 
-MOST_TOKENS, MANY_TOKENS = 64, 512
+MOST_TOKENS = 64
+MANY_TOKENS = 512
 
 
 class NativeSteps:
@@ -55,7 +56,9 @@ class NativeSteps:
         watched: Any = None,
         adapters: int | None = None,
     ) -> None:
-        self.state, self.watched, self.adapters = state, watched, adapters
+        self.state = state
+        self.watched = watched
+        self.adapters = adapters
         self._check(wiring, parts)
         rows = min(len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens), MOST_TOKENS)
         self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
@@ -83,8 +86,11 @@ class NativeSteps:
         )
         if self.watched is not None:
             made.keep_states(self.watched.memory)
-        self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
-        self.copied, self.narrowed = made.copied, made.narrowed  # bytes of the copies of weights, the copies
+        self.program = made.program
+        self.hidden = made.hidden
+        self.logits = made.logits
+        self.copied = made.copied  # bytes of the copies of weights
+        self.narrowed = made.narrowed  # the copies themselves
         self.head: NativeHead | None = None  # the layers of a drafter's head
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
@@ -172,8 +178,11 @@ class NativeSteps:
     def _forward(self, plan: StepPlan, used: np.ndarray) -> torch.Tensor | None:
         """Run FORWARD and return the hidden states [N, H] of the tokens ``used`` i64 [N]; None if N is 0."""
         whole = merged(plan) if len(plan.draft) else plan
-        box, r, n = self._box, len(whole.slots), len(used)
-        box[0], box[1] = r, n
+        box = self._box
+        r = len(whole.slots)
+        n = len(used)
+        box[0] = r
+        box[1] = n
         box[2 : 2 + r] = whole.slots
         box[2 + r : 2 + 2 * r] = whole.q_len
         box[2 + 2 * r : 2 + 3 * r] = whole.computed
@@ -233,8 +242,10 @@ class NativeSteps:
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
         """Draw the tokens of N rows, write them to the columns, and return i32 [3, N]: tokens, counts and flags."""
-        box, n = self._box, len(plan.samples)
-        box[0], box[1] = n, LOGITS | DRAW
+        box = self._box
+        n = len(plan.samples)
+        box[0] = n
+        box[1] = LOGITS | DRAW
         box[2 : 2 + n] = plan.slots[plan.samples]
         box[2 + n : 2 + 2 * n] = (plan.computed + plan.q_len)[plan.samples]
         box[2 + 2 * n : 2 + 3 * n] = plan.draft[plan.samples] if len(plan.draft) else 0
@@ -257,24 +268,31 @@ class NativeHead:
 
     def __init__(self, steps: NativeSteps, model: Any, parts: ModelParts, one_rope: bool, room: int) -> None:
         state = steps.state
-        self.steps, self.state = steps, state
+        self.steps = steps
+        self.state = state
         for plugin in (parts.backend, parts.backend.ctx.kv_format):
             if not replaceable(plugin):
                 raise NotLowered(f"{type(plugin).__name__} of the drafter's head runs itself")
         # a draft is not yet accepted, so lengths and ends of the sequences stay unchanged
-        self.known, self.stopped = torch.zeros_like(state.known), torch.zeros_like(state.stopped)
+        self.known = torch.zeros_like(state.known)
+        self.stopped = torch.zeros_like(state.stopped)
         own = {"known": self.known, "stopped": self.stopped, "end": torch.full_like(state.end, 1 << 40), "ahead": 1}
         columns = {**steps.columns, **own, "rope_first": None if one_rope else state.rope_first}
-        threads, rows = torch.get_num_threads(), min(len(state.stopped), MOST_TOKENS)
+        threads = torch.get_num_threads()
+        rows = min(len(state.stopped), MOST_TOKENS)
         made = lower(
             model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room, narrowed=steps.narrowed
         )
         assert isinstance(made, HeadLowering)
-        self.program, self.hidden, self.states, self.logits = made.program, made.hidden, made.states, made.logits
+        self.program = made.program
+        self.hidden = made.hidden
+        self.states = made.states
+        self.logits = made.logits
         self.copied = made.copied
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._out = np.zeros((3, rows), np.int32)
-        self._at, self._out_at = address(self._box), address(self._out)
+        self._at = address(self._box)
+        self._out_at = address(self._out)
 
     def takes(self, q_len: np.ndarray) -> bool:
         """Return whether the program can compute rows of ``q_len`` i32 [N] pairs."""
@@ -288,7 +306,8 @@ class NativeHead:
         ``states`` [T, H] are the hidden states of the pairs.  Return (the results f32 [N, H] and the logits f32 [N, V]
         of the last pair of each row), which the next call overwrites.
         """
-        box, r = self._box, len(slots)
+        box = self._box
+        r = len(slots)
         self.states[: len(states)] = states
         self.stopped.copy_(self.state.stopped)
         box[0] = box[1] = r
@@ -309,8 +328,10 @@ class NativeHead:
         """Draw a token of each row from the logits of the last call, and write it to the history.
 
         ``position`` i32 [N] are the places of the tokens.  Return the tokens i64 [N]."""
-        box, r = self._box, len(slots)
-        box[0], box[1] = r, DRAW
+        box = self._box
+        r = len(slots)
+        box[0] = r
+        box[1] = DRAW
         box[2 : 2 + r] = slots
         box[2 + r : 2 + 2 * r] = np.minimum(position, self.state.tokens.shape[1] - 1)
         box[2 + 2 * r : 2 + 3 * r] = 0
@@ -331,7 +352,8 @@ class NativeHead:
         The head computes ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.  The rows
         have ``known`` i32 [N] tokens, and each only draws tokens (``NativeSteps.draws_rows``).  ``memory`` [places, H]
         holds the hidden states of the served model, by the places of KV group 0."""
-        box, r = self._box, len(slots)
+        box = self._box
+        r = len(slots)
         source = HeadStates(
             memory.data_ptr(),
             FORMATS[memory.dtype],
@@ -341,7 +363,8 @@ class NativeHead:
             self.state.tokens.shape[1] - 2,
         )
         self.stopped.copy_(self.state.stopped)
-        box[0], box[1] = r, k
+        box[0] = r
+        box[1] = k
         box[2 : 2 + r] = slots
         box[2 + r : 2 + 2 * r] = q_len
         box[2 + 2 * r : 2 + 3 * r] = computed

@@ -24,7 +24,9 @@ class RMSNorm(Module):
 
     def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
-        self.eps, self.offset, self.fused = kind.eps, kind.offset, None
+        self.eps = kind.eps
+        self.offset = kind.offset
+        self.fused = None
         if fuse:
             from minivllm.device.kernels.norm import add_rms_norm
 
@@ -63,7 +65,11 @@ class SplitNorm(Module):
         self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, group: Any, copies: int
     ) -> None:
         super().__init__(name)
-        self.dim, self.eps, self.offset, self.group, self.copies = dim, kind.eps, kind.offset, group, copies
+        self.dim = dim
+        self.eps = kind.eps
+        self.offset = kind.offset
+        self.group = group
+        self.copies = copies
         self.shares = group.size // copies
         self.weight = torch.empty(dim // self.shares, dtype=torch.float32 if kind.offset else dtype, device=device)
         self.tensors = {"weight": self.weight}
@@ -90,7 +96,8 @@ class LayerNorm(Module):
 
     def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
-        self.eps, self.fused = kind.eps, None
+        self.eps = kind.eps
+        self.fused = None
         if fuse:
             from minivllm.device.kernels.norm import add_layer_norm
 
@@ -117,7 +124,10 @@ class HeadsNorm(Module):
         self, name: str, heads: int, here: range, dim: int, kind: Norm, dtype: torch.dtype, device: str
     ) -> None:
         super().__init__(name)
-        self.heads, self.here, self.dim, self.kind = heads, here, dim, kind
+        self.heads = heads
+        self.here = here
+        self.dim = dim
+        self.kind = kind
         self.weight = torch.empty(len(here), dim, dtype=torch.float32 if kind.offset else dtype, device=device)
         self.tensors = {"weight": self.weight}
 

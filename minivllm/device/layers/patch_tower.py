@@ -39,9 +39,11 @@ class PatchTower:
 
         ``levels`` are the numbers of the layers whose outputs give additional features (deepstack).
         """
-        self.visual, self.levels = visual, list(levels)
+        self.visual = visual
+        self.levels = list(levels)
         config = visual.config
-        self.heads, self.merge = int(config.num_heads), int(config.spatial_merge_size)
+        self.heads = int(config.num_heads)
+        self.merge = int(config.spatial_merge_size)
         self.dim = int(config.hidden_size) // self.heads
         # another attribute in each release of transformers; 10,000 is the value of all checkpoints
         self.theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
@@ -60,7 +62,8 @@ class PatchTower:
 
         The patches of several images follow one another, and attend only to the same image.
         """
-        tables, visual = self.tables(grid), self.visual
+        tables = self.tables(grid)
+        visual = self.visual
         x = F.linear(patches, *self.embed)
         frame = grid[1] * grid[2]
         x = (x.view(-1, len(tables.learned), x.shape[1]) + tables.learned).view_as(x)
@@ -97,15 +100,18 @@ class PatchTower:
     def _computed(self, grid: tuple[int, int, int]) -> Tables:
         """Compute the positions of the patches of a grid, on the host."""
         frames, rows, columns = grid
-        weight, merge = self.visual.pos_embed.weight, self.merge
+        weight = self.visual.pos_embed.weight
+        merge = self.merge
         squares = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
         order = squares.transpose(1, 2).flatten()  # index of each patch in rows of the image
-        row, column = order // columns, order % columns
+        row = order // columns
+        column = order % columns
         learned = _resampled(weight, rows, columns)[order.to(weight.device)].repeat(frames, 1)
         exponents = torch.arange(0, self.dim // 2, 2, dtype=torch.float32) / (self.dim // 2)
         turns = torch.stack([row, column], 1).float()[..., None] / self.theta**exponents
         angles = turns.flatten(1).repeat(frames, 1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         tables = torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
         return Tables(learned.to(weight.dtype), *(one.to(weight.device) for one in tables))
 

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H200
 CHUNK = 8192  # most 32-bit words that a program exchanges at a meeting
-WORD_ROWS, WORDS = 128, 8192  # most rows of a sum by words, and most 32-bit words of a row
-MOVERS, PLACE = 132, 32768  # most programs of a gather, and bytes that each moves at a time
+WORD_ROWS = 128  # most rows of a sum by words
+WORDS = 8192  # most 32-bit words of a row in such a sum
+MOVERS = 132  # most programs of a gather
+PLACE = 32768  # bytes that each program of a gather moves at a time
 # (fewest rows, elements that a program of a gather moves at a time), ascending.  Each entry is a kernel that all ranks
 # must compile before rank 0 captures a draw.  ``RankGraphs.warm``, which gathers one row, compiles the first; the step
 # that measures memory (``worker.build``) compiles the last.
@@ -52,7 +54,8 @@ class RegionLayout:
     size: int
 
     def __post_init__(self) -> None:
-        at, size = 0, self.size
+        at = 0
+        size = self.size
         for name, count in (
             ("sum_flags", 4 * BLOCKS * size),
             ("move_flags", 4 * MOVERS * size),
@@ -88,7 +91,8 @@ def reachable(size: int) -> str:
 
 def _atomics_between(a: int, b: int) -> bool:
     """Return whether the driver reports native atomics of GPU a on GPU b's memory; True if it cannot be queried."""
-    native, found = 3, ctypes.c_int(1)  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    native = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    found = ctypes.c_int(1)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native, a, b)
     except (OSError, AttributeError):
@@ -115,7 +119,10 @@ class PeerMemory:
     object that keeps the mappings alive."""
 
     def __init__(self, rank: int, peers: Tensor, keep: Any = None) -> None:
-        self.rank, self.size, self.peers, self.keep = rank, len(peers), peers, keep
+        self.rank = rank
+        self.size = len(peers)
+        self.peers = peers
+        self.keep = keep
         self.layout = RegionLayout(self.size)
         self.alone = False  # True while the other ranks do not take part, as in the trial of a draw
         device = peers.device
@@ -216,7 +223,8 @@ class PeerMemory:
             self._sum_by_flags(at, tokens, n, way == "split", sizes)
 
     def _sum_by_flags(self, at: tuple[Any, ...], tokens: int, n: int, split: bool, sizes: dict[str, Any]) -> None:
-        programs, each = min(tokens, BLOCKS), 1
+        programs = min(tokens, BLOCKS)
+        each = 1
         while 2 * each * n <= CHUNK and each < 4 and each * programs < tokens:
             each *= 2
         sum_by_flags[(programs,)](

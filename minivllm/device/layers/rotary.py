@@ -31,7 +31,8 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
 
     ``longest`` 0 selects the frequencies of short requests.  A larger value selects the frequencies of requests longer
     than ``rope.switch``, and is the most tokens that such a request may have."""
-    numbers, dim = dict(rope.numbers), rope.dim
+    numbers = dict(rope.numbers)
+    dim = rope.dim
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = rope.theta
     if rope.kind == "dynamic" and longest:  # NTK-aware scaling increases the base with the length of the sequence
@@ -54,7 +55,9 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
 
 def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
     """Scale frequencies ``inv`` [dim / 2] as Llama 3.1: divide low ones by a factor, keep high ones, blend between."""
-    factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
+    factor = numbers["factor"]
+    low = numbers["low_freq_factor"]
+    high = numbers["high_freq_factor"]
     wave = 2 * math.pi / inv
     blend = ((numbers["original_max_position_embeddings"] / wave - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inv / factor + blend * inv
@@ -64,16 +67,21 @@ def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Return the frequencies [dim / 2] and the factor of cos and sin of YaRN (arXiv:2309.00071).
 
     Frequencies that make many turns within the trained length are kept, and low ones are divided by the factor."""
-    factor, dim, trained = numbers["factor"], rope.dim, numbers["original_max_position_embeddings"]
+    factor = numbers["factor"]
+    dim = rope.dim
+    trained = numbers["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:
         """Return the fractional index of the pair that makes this number of turns within the trained length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair(numbers.get("beta_fast") or 32), pair(numbers.get("beta_slow") or 1)
+    low = pair(numbers.get("beta_fast") or 32)
+    high = pair(numbers.get("beta_slow") or 1)
     if numbers.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     waves = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
     width = high - low if high != low else 0.001
     kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
@@ -93,7 +101,8 @@ def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bo
 
     Each pair has its own divisor; ``long`` selects the divisors for long sequences."""
     stretch = torch.tensor(numbers["long_factor" if long else "short_factor"], dtype=torch.float32)
-    factor, scale = numbers["factor"], numbers.get("attention_factor")
+    factor = numbers["factor"]
+    scale = numbers.get("attention_factor")
     if scale is None:
         trained = math.log(numbers["original_max_position_embeddings"])
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / trained)

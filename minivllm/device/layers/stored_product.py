@@ -43,7 +43,8 @@ class StoredProduct(NamedTuple):
             weight, scale, zero, group = self.stored
             addresses = [None if t is None else t.data_ptr() for t in (weight, scale, zero, None)]
             size = FORMATS[weight.dtype], self.outputs, self.inputs, group or self.inputs
-            matrix, numbers = MatrixAddresses(*addresses, *size), x.float().contiguous()
+            matrix = MatrixAddresses(*addresses, *size)
+            numbers = x.float().contiguous()
             given = ctypes.addressof(matrix), numbers.data_ptr(), len(x), first, last
             team().run("shared_product", *given, y.data_ptr(), FORMATS[y.dtype], y.stride(0))
         return y if out is None or y is out else out.copy_(y)

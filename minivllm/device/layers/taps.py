@@ -26,7 +26,10 @@ class TapsOfStep:
         keep: Callable[[str, Tensor], Any],
         routes: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.steering, self.slots, self.read, self.keep = steering, slots, read, keep
+        self.steering = steering
+        self.slots = slots
+        self.read = read
+        self.keep = keep
         self.routes: Mapping[str, Tensor] = {} if routes is None else routes
         self.points = read | steering.keys() | self.routes.keys()
         self.used: set[str] = set()
@@ -48,7 +51,8 @@ class LayerTaps:
     """The taps of one layer.  Its points are named without the prefix ``layers.i.``."""
 
     def __init__(self, taps: StepTaps, prefix: str) -> None:
-        self.taps, self.prefix = taps, prefix
+        self.taps = taps
+        self.prefix = prefix
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
         return self.taps(self.prefix + point, x)

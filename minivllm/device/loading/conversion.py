@@ -26,7 +26,9 @@ class TextConversion(Conversion):
     """
 
     def __init__(self, names: TensorNames, cfg: Any, inner: Conversion | None) -> None:
-        self.names, self.hidden, self.inner = names, cfg.hidden_size, inner
+        self.names = names
+        self.hidden = cfg.hidden_size
+        self.inner = inner
 
     def name(self, source: str) -> str | None:
         new = self.names.of(source)
@@ -60,7 +62,8 @@ def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> t
 
     The conversion is None if the files use the names of the rules.
     """
-    names, inner = TensorNames(headers, arch.weights(cfg), cfg), arch.conversion(cfg)
+    names = TensorNames(headers, arch.weights(cfg), cfg)
+    inner = arch.conversion(cfg)
     return (TextConversion(names, cfg, inner) if names.changes else inner), names
 
 

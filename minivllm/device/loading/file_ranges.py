@@ -49,11 +49,14 @@ def read_ranges(path: Path, first: int, ranges: Sequence[FileRange]) -> None:
     ordered = sorted(ranges, key=lambda one: one.begin)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        begin, end, parts = ordered[0].begin, ordered[0].begin, list[memoryview]()
+        begin = ordered[0].begin
+        end = ordered[0].begin
+        parts = list[memoryview]()
         for one in ordered:
             if one.begin != end or len(parts) == MOST_PARTS:
                 _fill(file, first + begin, parts)
-                begin, parts = one.begin, []
+                begin = one.begin
+                parts = []
             parts.append(one.memory)
             end = one.end
         _fill(file, first + begin, parts)

@@ -70,7 +70,8 @@ def config_of(path: Path) -> NewFields:
     if type(parts) is not int or parts not in (0, 1):
         raise file.refuse(f"is one of {shown(parts)} parts; merge them (llama-gguf-split --merge)")
     model_type, name, _ = KNOWN[file.architecture]
-    heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
+    heads = _count(file, "attention.head_count")
+    width = _count(file, "embedding_length")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise file.refuse("lacks a matrix token_embd.weight; download it again")
@@ -142,7 +143,8 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _special(file: GgufFile) -> NewFields:
-    bos, ends = file.values.get("tokenizer.ggml.bos_token_id"), list(file.ends)
+    bos = file.values.get("tokenizer.ggml.bos_token_id")
+    ends = list(file.ends)
     return {
         "bos_token_id": bos if type(bos) is int else None,
         "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else ends,
@@ -170,7 +172,8 @@ def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> NewFiel
 
 def _rope(file: GgufFile) -> NewFields:
     """Return ``rope_theta`` and ``rope_scaling``, which transformers reads as ``rope_parameters``."""
-    theta, scaling = _digits(_number(file, "rope.freq_base", 10000.0)), None
+    theta = _digits(_number(file, "rope.freq_base", 10000.0))
+    scaling = None
     factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
     kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
     if not isinstance(kind, str):
@@ -202,7 +205,9 @@ def _llama3(file: GgufFile, theta: float) -> NewFields:
     factors = _number_tensor(found).double().flatten()
     angles = theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
     turns = LLAMA3["original_max_position_embeddings"] * angles / (2 * math.pi)
-    low, high, factor = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"], float(f"{float(factors.max()):.5g}")
+    low = LLAMA3["low_freq_factor"]
+    high = LLAMA3["high_freq_factor"]
+    factor = float(f"{float(factors.max()):.5g}")
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
         raise file.refuse(f"tensor {ROPE_FACTORS} is none of Llama 3's, and other factors of frequencies are not read")

@@ -38,7 +38,9 @@ END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
     "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
-STRING, ARRAY, BOOL = 8, 9, 7
+STRING = 8
+ARRAY = 9
+BOOL = 7
 CONTROL = 3  # tokenizer.ggml.token_type of a token that no text has
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -138,15 +140,18 @@ class _Header:
     """A reader of the header of one file: ``data`` are its bytes, ``at`` is the offset of the next value."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 8
-        self.strings, self.text = 0, 0  # number and total bytes of the strings read so far
+        self.data = data
+        self.at = 8
+        self.strings = 0  # number of the strings read so far
+        self.text = 0  # bytes of the strings read so far
 
     def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return the values and the tensors of the file.
 
         ``sizes`` maps the number of a tensor type to (name, elements of a block, bytes of a block).
         """
-        tensors, keys = self._unpack("<Q"), self._unpack("<Q")
+        tensors = self._unpack("<Q")
+        keys = self._unpack("<Q")
         self._fits("tensors", tensors, 24, MOST_TENSORS)  # bytes that an entry has at least
         self._fits("keys", keys, 13, MOST_KEYS)
         values: dict[str, Any] = {}
@@ -174,7 +179,8 @@ class _Header:
             raise Broken(f"the header announces {count} {what}, but only {len(self.data) - self.at} bytes do")
 
     def _string(self, what: str) -> str:
-        size, begin = self._unpack("<Q"), self.at
+        size = self._unpack("<Q")
+        begin = self.at
         self.text += size
         if self.text > MOST_TEXT:
             raise Broken(f"it has more than {MOST_TEXT >> 20} MiB of text")
@@ -193,7 +199,8 @@ class _Header:
                 raise Broken(f"{shown(key)} is of type {kind}, which the format does not have")
             value = self._unpack(FORMATS[kind])
             return bool(value) if kind == BOOL else value
-        kind, count = self._unpack("<I"), self._unpack("<Q")
+        kind = self._unpack("<I")
+        count = self._unpack("<Q")
         if kind == STRING:
             return self._strings(count, key)
         if kind not in SCALARS:
@@ -212,8 +219,11 @@ class _Header:
         self.strings += count
         self._fits(f"strings of {shown(key)}", self.strings, 0, MOST_STRINGS)
         self._fits(f"strings of {shown(key)}", count, 8, MOST_STRINGS)
-        data, at, length = self.data, self.at, struct.Struct("<Q")
-        found, first = [], at
+        data = self.data
+        at = self.at
+        length = struct.Struct("<Q")
+        found = []
+        first = at
         try:
             for _ in range(count):
                 (size,) = length.unpack_from(data, at)
@@ -224,12 +234,14 @@ class _Header:
                 at = end
         except UnicodeDecodeError:
             raise Broken(f"string {len(found)} of {shown(key)} is not UTF-8") from None
-        self.at, self.text = at, self.text + at - first
+        self.at = at
+        self.text = self.text + at - first
         return found
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the entry of a tensor: (name, shape, number of its type, offset from the end of the header)."""
-        name, dims = self._string("the name of a tensor"), self._unpack("<I")
+        name = self._string("the name of a tensor")
+        dims = self._unpack("<I")
         if dims > MOST_DIMS:
             raise Broken(f"tensor {shown(name)} has {dims} dimensions; expected at most {MOST_DIMS}")
         shape = tuple(reversed([self._unpack("<Q") for _ in range(dims)]))
@@ -254,10 +266,8 @@ class _Header:
             if offset < end or start + offset + bytes_ > len(self.data):
                 where = "overlaps another" if offset < end else "goes beyond the end of the file"
                 raise Broken(f"tensor {shown(name)}, {bytes_} bytes at {offset}, {where}")
-            found[name], end = (
-                GgufTensor(kind, shape, self._mapped(kind, shape, start + offset, bytes_)),
-                offset + bytes_,
-            )
+            found[name] = GgufTensor(kind, shape, self._mapped(kind, shape, start + offset, bytes_))
+            end = offset + bytes_
         return {name: found[name] for name, *_ in table}
 
     def _mapped(self, kind: str, shape: tuple[int, ...], at: int, size: int) -> Any:

@@ -153,7 +153,8 @@ def longest_context(cfg: Any) -> int | None:
     """
     _, most = _context_named(cfg)
     params = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
-    kind, factor = params.get("rope_type") or params.get("type"), params.get("factor")
+    kind = params.get("rope_type") or params.get("type")
+    factor = params.get("factor")
     if most is None or not isinstance(factor, (int, float)) or kind not in ("dynamic", "yarn"):
         return most
     name = "original_max_position_embeddings"
@@ -163,7 +164,8 @@ def longest_context(cfg: Any) -> int | None:
 
 def describe_context(cfg: Any) -> str:
     """Return ``longest_context`` in words, for a message."""
-    most, (key, named) = longest_context(cfg), _context_named(cfg)
+    most = longest_context(cfg)
+    (key, named) = _context_named(cfg)
     stretched = "" if most == named else f", which its rotary embedding stretches to {most}"
     return f"{key}={named}{stretched}"
 

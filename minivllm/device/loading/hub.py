@@ -28,7 +28,8 @@ CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")
 PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched only for load_format='pt'
 WEIGHTS = "*.safetensors"
 POOLING = "1_Pooling"  # folder of sentence-transformers that is read for embeddings
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 MOST_NAMED = 3  # files, in a message
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}")
@@ -178,7 +179,8 @@ def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
 def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
-    at, url = _at(name, hub), constants.ENDPOINT
+    at = _at(name, hub)
+    url = constants.ENDPOINT
     token = "set HF_TOKEN, or run `hf auth login`"
     try:
         return Path(snapshot_download(name, **_download_arguments(wanted, hub), **_bars()))
@@ -230,7 +232,8 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
     why = f"the hub ({constants.ENDPOINT}) " + (f"answers {status}" if status else f"cannot be reached{unless}")
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
-    at, cache = _at(name, hub), Path(os.path.expanduser(hub.download_dir or constants.HF_HUB_CACHE))
+    at = _at(name, hub)
+    cache = Path(os.path.expanduser(hub.download_dir or constants.HF_HUB_CACHE))
     here = cache / f"models--{name.replace('/', '--')}"
     partial = _snapshot(here, hub.revision or "main")
     todo = f"run `hf download {name}` where there is a network"

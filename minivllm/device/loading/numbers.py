@@ -18,7 +18,8 @@ from .text_model import NESTED, nested_parts
 
 MOST_LAYERS = 2_000  # published models have up to about 130 layers; a model with thousands takes seconds to build
 INT32 = (1 << 31) - 1  # positions and token ids are held in 32 bits
-TINY, HUGE = 2.0**-126, 2.0**127  # float32 stores numbers between these limits without loss
+TINY = 2.0**-126  # float32 stores numbers from this limit to HUGE without loss
+HUGE = 2.0**127
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float", "double", "half", "float8_e4m3fn", "float8_e5m2")
 
 

@@ -104,7 +104,8 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
             rule = getattr(scheme, "rule", "")  # only quantizers that treat modules differently have a rule
-            one.quantized, form = True, _form(module.tensors) + (f", as {rule}" if rule else "")
+            one.quantized = True
+            form = _form(module.tensors) + (f", as {rule}" if rule else "")
             one.served[form] = scheme.served(device, sm)
             one.forms[f"{form}, beside the embedding's own" if isinstance(module, TiedLMHead) else form] += 1
         else:

@@ -96,7 +96,8 @@ def known_keys(cfg: Any) -> set[str]:
     """Return the keys of config.json that the class of a configuration reads, in any spelling."""
     if isinstance(cfg, PlainConfig):
         return {*FIELDS[cfg.model_type], *ROPE}
-    kind, known = type(cfg), set[str]()
+    kind = type(cfg)
+    known = set[str]()
     for cls in kind.__mro__:
         if cls.__module__ == "transformers.configuration_utils" or not hasattr(cls, "model_type"):
             break

@@ -12,7 +12,12 @@ from typing import Any
 
 from . import Fields
 
-WHOLE, REAL, FLAG, WORD, NULL, MANY = int, (int, float), bool, str, type(None), list
+WHOLE = int
+REAL = (int, float)
+FLAG = bool
+WORD = str
+NULL = type(None)
+MANY = list
 Kinds = tuple[type, ...]
 THETA = 10_000.0  # base of the rotary embedding if a file has none
 
@@ -81,7 +86,8 @@ class PlainConfig:
 
     def __init__(self, values: Fields, whole: Callable[[], Any]) -> None:
         self.__dict__.update(values)
-        self._whole, self._made = whole, None
+        self._whole = whole
+        self._made = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in UNSET:
@@ -104,7 +110,8 @@ def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
     if not all(type(values[name]) in kinds for name, (_, kinds) in fields.items()):
         return None
     rope = _rope(raw)
-    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    heads = values["num_attention_heads"]
+    layers = values["num_hidden_layers"]
     types = values.get("layer_types")
     if rope is None or heads < 1 or values["hidden_size"] % heads:
         return None
@@ -129,12 +136,14 @@ def two_ropes(raw: Fields) -> str:
 
     Only ``rope_scaling`` is then read.
     """
-    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+    scaling = raw.get("rope_scaling")
+    parameters = raw.get("rope_parameters")
     if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
         return ""
     if not scaling or not parameters:
         return ""
-    lost, theta = parameters.get("rope_theta"), scaling.get("rope_theta", raw.get("rope_theta", THETA))
+    lost = parameters.get("rope_theta")
+    theta = scaling.get("rope_theta", raw.get("rope_theta", THETA))
     more = ""
     if lost is not None and lost != theta and "rope_theta" not in scaling:
         more = f"; rope_theta is {theta} and not {lost}: write rope_theta in rope_scaling too"

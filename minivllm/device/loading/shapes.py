@@ -108,7 +108,8 @@ def check(
     headers: Mapping[str, Header] = (
         {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
     )
-    every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
+    every = arch.weights(cfg)
+    plan = blueprint(arch, cfg, parts)
     conversion, names = conversion_of(arch, cfg, headers)
     rules = of_one_form(every, text_names(headers, names))
     packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is

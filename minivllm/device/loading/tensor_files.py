@@ -120,7 +120,8 @@ def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, li
         raise ModelError(f"{folder}: no such model directory; expected one with config.json and *.safetensors")
     if pickled:
         return _pickled(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if files.is_there(single):
         return [(single, None)]
     if files.is_there(index):

@@ -45,7 +45,8 @@ PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
 OF_TEXT = "the text model of "  # start of the note about tensors of other models, which an image encoder may read
-PREDICTED, CACHE_SCALES = "next-token prediction", "scales of keys and values"
+PREDICTED = "next-token prediction"
+CACHE_SCALES = "scales of keys and values"
 MOST_HEADER = 256 << 20  # bytes
 
 
@@ -90,7 +91,8 @@ class TensorNames:
     def notes(self) -> list[str]:
         """Return a sentence for each kind of tensors that are left out."""
         own = (PREDICTED, CACHE_SCALES)
-        reported, others = [], {what: found for what, found in self.skipped.items() if what not in own}
+        reported = []
+        others = {what: found for what, found in self.skipped.items() if what not in own}
         if others:
             parts = ", ".join(f"{len(found)} of {what}" for what, found in others.items())
             total = sum(map(len, others.values()))
@@ -211,7 +213,8 @@ def names_in(folder: Path, load_format: str = "auto") -> list[str] | None:
 
     ``load_format`` selects the files.  Faults of files are left to the loader, which reads all of them.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     pickled = load_format == "pt"
     if pickled:
         index = folder / "pytorch_model.bin.index.json"
@@ -235,7 +238,8 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
     """Return sentences on the tensors that are left out.  ModelError for a tensor that has no place."""
     found = TensorNames(names, arch.weights(cfg), cfg)
     for name in unplaced(found, arch, cfg):
-        number, end = NUMBER.search(name), name.rpartition(".")[2]
+        number = NUMBER.search(name)
+        end = name.rpartition(".")[2]
         known = [source.replace("*", number[0] if number else "0", 1) for source in found.sources]
         raise no_place(str(folder), name, [f"{source}.{end}" for source in known])
     return found.notes()

@@ -109,7 +109,10 @@ class WeightUpdate:
 
         ``partial`` allows missing tensors.  ``finite`` refuses infinite numbers and NaN.  ``once`` lets ``write`` check
         the numbers of tensors in host memory, if they are needed on a GPU anyway.  ModelError changes nothing."""
-        self.parts, self.loaded, self.finite, self.once = parts, parts.loaded, finite, once
+        self.parts = parts
+        self.loaded = parts.loaded
+        self.finite = finite
+        self.once = once
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
         # (name in the checkpoint, dtype, whether all numbers are finite) of each checked tensor
@@ -159,8 +162,10 @@ class WeightUpdate:
 
     def _placed(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors by the names of their targets.  ModelError for a tensor that cannot be stored."""
-        targets, rules = self.loaded.targets, self.loaded.rules
-        known, roots = needless(rules), roots_of(targets)
+        targets = self.loaded.targets
+        rules = self.loaded.rules
+        known = needless(rules)
+        roots = roots_of(targets)
         same = self._same_as(targets)
         given: dict[str, Tensor] = {}
         copies: list[tuple[str, str, Tensor]] = []

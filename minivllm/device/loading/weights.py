@@ -137,7 +137,8 @@ def load_weights(
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: expected one of {', '.join(LOAD_FORMATS)}")
-    read, pickled = load_format != "dummy", load_format == "pt"
+    read = load_format != "dummy"
+    pickled = load_format == "pt"
     rules = arch.weights(cfg)
     notes: list[str] = []
     stamps = file_stamps(Path(model_dir), pickled) if read else {}
@@ -202,7 +203,8 @@ def tie(
             rules = untied
             continue
         shared = next((rule.source for rule in rules if rule.module == head.tied.name), None)
-        mine, theirs = headers.get(f"{own}.weight"), headers.get(f"{shared}.weight")
+        mine = headers.get(f"{own}.weight")
+        theirs = headers.get(f"{shared}.weight")
         if mine is None:
             continue
         if theirs is None:
@@ -240,7 +242,8 @@ def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
     if mine.shape != theirs.shape:
         return False
     with opened(mine.path) as left, opened(theirs.path) as right:
-        a, b = left.get_tensor(mine.name), right.get_tensor(theirs.name)  # mapped, not read
+        a = left.get_tensor(mine.name)  # mapped into memory, not read
+        b = right.get_tensor(theirs.name)
         pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
         return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
 
@@ -313,7 +316,8 @@ def _targets_of(
 ) -> None:
     """Add the targets of a rule in a module to ``targets`` and ``filled``; ``number`` is the module's layer."""
     parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
-    first, stacked = rule_pattern(parts_of[0]), "{e}" in parts_of[0] and "{e}" not in rule.source
+    first = rule_pattern(parts_of[0])
+    stacked = "{e}" in parts_of[0] and "{e}" not in rule.source
     experts: dict[str, int] = {}  # of each parameter
     for part, param in wanted:
         match = first.fullmatch(part)

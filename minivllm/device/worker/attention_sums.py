@@ -68,7 +68,11 @@ class AttentionSums:
     def __init__(
         self, layers: Sequence[Sequence[AttnLayer]], fmt: KVFormat, state: DeviceState, dtype: torch.dtype, kernel: bool
     ) -> None:
-        self.layers, self.format, self.state, self.dtype, self.kernel = layers, fmt, state, dtype, kernel
+        self.layers = layers
+        self.format = fmt
+        self.state = state
+        self.dtype = dtype
+        self.kernel = kernel
         # layer index -> index in its KV group
         self.number = {layer.index: i for group in layers for i, layer in enumerate(group)}
         self._of_slot: dict[int, dict[int, RowSums]] = {}
@@ -162,7 +166,8 @@ class AttentionSums:
         prompt = row.sums.shape[-1]
         inside = at < prompt
         at = at.clamp(max=prompt - 1)
-        sums, queries = row.sums.gather(-1, at), row.all_queries().gather(-1, at)
+        sums = row.sums.gather(-1, at)
+        queries = row.all_queries().gather(-1, at)
         self._of_slot[slot][group] = RowSums(sums * inside, queries * inside)
 
     def note(self, delta: Delta) -> None:

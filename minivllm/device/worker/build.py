@@ -52,7 +52,8 @@ CPU_CACHE_SHARE = 0.25  # share of the free memory; the operating system allocat
 CPU_CACHE_LIMIT = 8 << 30
 # Largest share of the memory after weights and slots' states for checkpoints of states, and largest number of
 # checkpoints per slot.
-CHECKPOINT_SHARE, CHECKPOINTS_EACH = 0.2, 4
+CHECKPOINT_SHARE = 0.2
+CHECKPOINTS_EACH = 4
 
 
 @dataclass
@@ -133,7 +134,8 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 
     ``ranks`` is the communicator of the processes that share the model, or None if one process has all of it.  Models
     of a drafter or of processors are not sharded: each process loads all weights of those in its wiring."""
-    device, times = torch.device(wiring.device), StartTimes()
+    device = torch.device(wiring.device)
+    times = StartTimes()
     with times.of("config"):
         cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
@@ -241,9 +243,11 @@ def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt
 
 def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemory:
     """Allocate the recurrent states: one for each slot, and checkpoints.  Raise ResourceError if they do not fit."""
-    slots, drafts = wiring.max_num_seqs + 1, wiring.speculation.num_speculative_tokens
+    slots = wiring.max_num_seqs + 1
+    drafts = wiring.speculation.num_speculative_tokens
     each = state_bytes(parts.states, parts.dtype, drafts)
-    free, checkpoints = _free_for_states(worker, parts), wiring.cache.num_state_checkpoints
+    free = _free_for_states(worker, parts)
+    checkpoints = wiring.cache.num_state_checkpoints
     if checkpoints < 0:
         fit = int(CHECKPOINT_SHARE * (free - slots * each)) // each
         checkpoints = max(0, min(fit, CHECKPOINTS_EACH * wiring.max_num_seqs))
@@ -375,7 +379,8 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
     second: list[Any] = [layer for own in worker.own_models.values() for layer in own.parts.layers]
     if worker.target_states is not None:
         second.append(worker.target_states)
-    layers, n_layers = [*parts.layers, *second], len(parts.layers)
+    layers = [*parts.layers, *second]
+    n_layers = len(parts.layers)
     groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
     worker.num_blocks = blocks
     worker.caches = allocate(layers, layouts, groups, blocks, worker.device)

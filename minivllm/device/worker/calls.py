@@ -44,9 +44,12 @@ class ProcessorChain:
         slots: int,
         seams: SeamTimes,
     ) -> None:
-        self.names, self.made = [name for name, _ in made], [processor for _, processor in made]
+        self.names = [name for name, _ in made]
+        self.made = [processor for _, processor in made]
         self.sampler: Any = self.made[-1]
-        self.state, self.seams, self.seam_names = state, seams, processor_seams(self.names)
+        self.state = state
+        self.seams = seams
+        self.seam_names = processor_seams(self.names)
         state.active = np.zeros((len(self.made), slots), bool)
         state.processors = [
             ProcessorState(p, slots, state.device, active) for p, active in zip(self.made, state.active, strict=True)
@@ -60,7 +63,9 @@ class SampleCalls(ABC):
     Exceptions of plug-ins are raised to the caller, and their time is not measured; subclasses change both."""
 
     def __init__(self, chain: ProcessorChain, wants_min: bool) -> None:
-        self.chain, self.state, self.wants_min = chain, chain.state, wants_min
+        self.chain = chain
+        self.state = chain.state
+        self.wants_min = wants_min
 
     @abstractmethod
     def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
@@ -125,7 +130,8 @@ class SampleCalls(ABC):
 
     def draw(self, logits: Tensor, rows: Rows) -> Draw:
         """Call the sampler; return its tokens i64 [N], which may be outside the vocabulary."""
-        rows.variant, out = self.sampler_variant(), Draw(self.blank(logits))
+        rows.variant = self.sampler_variant()
+        out = Draw(self.blank(logits))
         try:
             self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
             out.check(logits)
@@ -158,7 +164,8 @@ class BoundCalls(SampleCalls):
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
         super().__init__(chain, bool(chain.state.wants_min[slots].any()))
-        self.slots, self.failed = slots, np.zeros(len(slots), bool)
+        self.slots = slots
+        self.failed = np.zeros(len(slots), bool)
 
     def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
         its = self.state.processors[p]
@@ -188,7 +195,8 @@ class GuardedCalls(BoundCalls):
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
         rows = np.flatnonzero(~self.failed) if rows is None else rows
         self.failed[rows] = True
-        name, message = self.chain.names[p], describe_error(e, self.chain.made[p])
+        name = self.chain.names[p]
+        message = describe_error(e, self.chain.made[p])
         self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
 
 
@@ -207,7 +215,8 @@ class SeparateCalls(GuardedCalls):
     failed between steps; these rows end in this step, and their errors are removed from it.
     """
 
-    float32, changes = True, True
+    float32 = True
+    changes = True
 
     def __init__(
         self,
@@ -220,10 +229,14 @@ class SeparateCalls(GuardedCalls):
     ) -> None:
         plan = running.plan
         super().__init__(chain, plan.slots[plan.samples].astype(np.int64), running.errors)
-        self.wiring, self.own_models = wiring, own_models
-        self.running, self.plan, self.late = running, plan, late
+        self.wiring = wiring
+        self.own_models = own_models
+        self.running = running
+        self.plan = plan
+        self.late = late
         self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
-        self.topk, self.processed = plan.topk, wiring.logprobs_mode == "processed_logprobs"
+        self.topk = plan.topk
+        self.processed = wiring.logprobs_mode == "processed_logprobs"
         self.pairs = self.state.to(plan.guided.T).long() if len(plan.guided) else None
         for j, slot in enumerate(self.slots.tolist()) if poison else ():
             if slot in poison:
@@ -248,7 +261,8 @@ class SeparateCalls(GuardedCalls):
         """
         if self.pairs is None:
             return logits
-        logits, invariant = logits.float(), self.wiring.batch_invariant
+        logits = logits.float()
+        invariant = self.wiring.batch_invariant
         sampling.guide_rows(logits, self.pairs, self.state.to(self.plan.scale), invariant)
         return logits
 
@@ -266,7 +280,8 @@ class SeparateCalls(GuardedCalls):
 
     def meet_host(self, logits: Tensor) -> None:
         """Apply the token masks to ``logits`` in place, and start the copy of the logits in ``plan.host``."""
-        plan, to = self.plan, self.state.to
+        plan = self.plan
+        to = self.state.to
         if self.late is not None:
             sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
         if len(plan.host):
@@ -278,7 +293,8 @@ class SeparateCalls(GuardedCalls):
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
         """Write the drawn tokens to the columns, report them to the processors, and start the copy of the result."""
-        plan, to = self.plan, self.state.to
+        plan = self.plan
+        to = self.state.to
         waits = np.concatenate([plan.host, plan.held])
         draft = plan.draft[plan.samples] if len(plan.draft) else None
         failed = to(self.failed) if self.failed.any() else None

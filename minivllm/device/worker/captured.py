@@ -71,9 +71,12 @@ def bounds(key: GraphKey, groups: int) -> step.HostLengths:
 
 def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) -> StepTensors:
     """Create the static tensors of a captured decode step of ``slots`` i64 [B]; ``read_columns`` fills them."""
-    size, groups, device = len(slots), len(state.table), slots.device
+    size = len(slots)
+    groups = len(state.table)
+    device = slots.device
     make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-    ids, position = make(size), make(size)
+    ids = make(size)
+    position = make(size)
     meta = AttnMeta(
         slots=slots,
         cu_q=torch.arange(size + 1, dtype=torch.int32, device=device),
@@ -107,9 +110,13 @@ class CapturedCalls(SampleCalls):
 
     def __init__(self, runner: Runner, b: Buffers, operations: SampleOperations, masks: DeviceMasks | None) -> None:
         super().__init__(runner.chain, operations.wants_min)
-        self.runner, self.b, self.operations = runner, b, operations
-        self.masks, self.sampler = masks if operations.late else None, runner.sampler
-        self.topk, self.processed = operations.topk, runner.processed
+        self.runner = runner
+        self.b = b
+        self.operations = operations
+        self.masks = masks if operations.late else None
+        self.sampler = runner.sampler
+        self.topk = operations.topk
+        self.processed = runner.processed
         written = operations.wants_min or max(operations.variants[:-1], default=-1) >= 0
         self.float32 = written or not self.sampler.any_dtype
         self.changes = written or operations.late or not self.sampler.keeps_logits
@@ -130,7 +137,8 @@ class CapturedCalls(SampleCalls):
 
     def rows(self) -> Rows:
         """Return the rows; each draws the token after the newest of its slot."""
-        state, slots = self.state, self.b.slots
+        state = self.state
+        slots = self.b.slots
         position, prompt, seed, sample = gather(slots, (state.known, state.prompt, state.seed, state.sample))
         return Rows(slots, position, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
 
@@ -146,7 +154,8 @@ class CapturedCalls(SampleCalls):
         return None if self.sampler.keeps_logits else best_of_tiles(logits)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor | None) -> Tensor:
-        state, b = self.state, self.b
+        state = self.state
+        b = self.b
         if peaks is None:
             peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(logits)
         commit_columns(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])

@@ -53,8 +53,12 @@ class CapturedPasses:
     ``slots`` i64 [B] are the slots of the rows, and ``key`` is the shape of the call."""
 
     def __init__(self, runner: Runner, own: OwnModel, slots: Tensor, key: ProposalKey) -> None:
-        self.runner, self.own, self.slots, self.state = runner, own, slots, runner.state
-        size, self.width = len(slots), own.most_pending(key.k)
+        self.runner = runner
+        self.own = own
+        self.slots = slots
+        self.state = runner.state
+        size = len(slots)
+        self.width = own.most_pending(key.k)
         self.first = self._static(size * self.width, key.span)
         self.later = self._static(size, key.span)
         device = slots.device
@@ -72,7 +76,8 @@ class CapturedPasses:
 
     def logits(self, j: int) -> Tensor:
         """Return the logits [B, V] for draft ``j`` of each row (``DraftModel.logits``)."""
-        second, state = self.own.second, self.state
+        second = self.own.second
+        state = self.state
         (static, key), shift = (self.later, self.shifts[j]) if j else (self.first, self.first_shift)
         meta = static.meta
         meta.slots.copy_(self.slots if j else self.slots[:, None].expand(-1, self.width).reshape(-1))
@@ -147,7 +152,8 @@ class CapturedProposals:
     def _fill(self, size: int, slots: np.ndarray) -> Tensor:
         """Copy the slots of a call to the device unless they equal those of the previous call, and return all B
         slots."""
-        spare, device = self.runner.wiring.max_num_seqs, self.runner.device
+        spare = self.runner.wiring.max_num_seqs
+        device = self.runner.device
         padded = np.full(size, spare, np.int64)
         padded[: len(slots)] = slots
         if size not in self.slots:
@@ -160,7 +166,8 @@ class CapturedProposals:
 
     def _capture(self, key: ProposalKey) -> Captured | None:
         """Record a call for spare rows.  Return None and write a note if that fails."""
-        r, vocab = self.runner, self.drafting.vocab_size
+        r = self.runner
+        vocab = self.drafting.vocab_size
         slots = self._fill(key.rows, np.zeros(0, np.int64))
         given = torch.zeros(key.rows, dtype=torch.int32, device=r.device)
         passes = None if self.own is None else CapturedPasses(r, self.own, slots, key)

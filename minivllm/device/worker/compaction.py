@@ -57,7 +57,9 @@ class Compactor:
         """Build the compressor ``part``.  PluginError if the KV cache of a layer is not stored token by token."""
         ctx = CompressorContext(wiring.device, wiring.dtype, wiring.max_model_len)
         compressor: Compressor = build_part("compressor", part, ctx)
-        self.name, self.state, self.block = f"compressor {part.name}", state, wiring.block
+        self.name = f"compressor {part.name}"
+        self.state = state
+        self.block = wiring.block
         self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
         _check_layout(self.name, worker.parts.layers, wiring.block)
         # number of a layer -> its rotary tables, if keys are rotated to new positions
@@ -68,11 +70,13 @@ class Compactor:
                 "in `ModelParts.rotations`; use a compressor that leaves keys as they are"
             )
         self.tensors = self._tensors(wiring)  # by KV group; empty if torch moves the tokens
-        fmt, dtype = worker.backend.ctx.kv_format, worker.parts.dtype
+        fmt = worker.backend.ctx.kv_format
+        dtype = worker.parts.dtype
         self.scores = RowScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))
         if compressor.attention_sums:
             self.scores.sums = self._attention_sums(wiring, worker)
-        self.sets, self.parallel = KeptSets(), wiring.parallel.tensor_parallel_size
+        self.sets = KeptSets()
+        self.parallel = wiring.parallel.tensor_parallel_size
 
     @property
     def compressor(self) -> Compressor:
@@ -117,7 +121,8 @@ class Compactor:
             kernel = all(fits(layer.cache, layer.spec.kv_heads, layer.spec.dim_qk) for layer in layers)
             reason = "the kernel cannot read the keys of this attention back end or KV format"
             if kernel and "lse" not in wiring.parts["attention"].features:
-                kernel, reason = False, "the attention back end returns no log-sum-exp"
+                kernel = False
+                reason = "the attention back end returns no log-sum-exp"
         if not kernel and wiring.device != "cpu":
             worker.notes.append(f"torch adds up attention for the compressor, which takes long: {reason}")
         return AttentionSums(self.layers, worker.backend.ctx.kv_format, self.state, worker.parts.dtype, kernel)
@@ -214,8 +219,12 @@ class Compactor:
         cos, sin = self.rotations[layer.index]
         assert self.state.rope_first is not None and self.state.dropped is not None
         first = self.state.rope_first[row.slot] + self.state.dropped[layer.group, row.slot]
-        old, new = first + tokens, first + torch.arange(tokens.shape[1], device=tokens.device)
-        old_cos, old_sin, new_cos, new_sin = cos[old], sin[old], cos[new], sin[new]
+        old = first + tokens
+        new = first + torch.arange(tokens.shape[1], device=tokens.device)
+        old_cos = cos[old]
+        old_sin = sin[old]
+        new_cos = cos[new]
+        new_sin = sin[new]
         scale = old_cos.square() + old_sin.square()
         cos = (new_cos * old_cos + new_sin * old_sin) / scale
         sin = (new_sin * old_cos - new_cos * old_sin) / scale
@@ -266,7 +275,8 @@ class Compactor:
         Reading the seeds from the device later would wait for the device.
         """
         self.sets.note(delta)
-        join, seeds = delta.join, self.scores.seeds
+        join = delta.join
+        seeds = self.scores.seeds
         if join is not None:
             seeds.update(zip(join.slot.tolist(), join.seed.tolist(), strict=True))
         for source, slot, _ in delta.fork.tolist():

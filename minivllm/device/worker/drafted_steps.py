@@ -71,10 +71,14 @@ def draft_table(slots: np.ndarray, draft: np.ndarray, size: int, spare: int) -> 
     """Return ``DraftBuffers.table`` for rows in ``slots`` [R] with ``StepPlan.draft`` [R], padded to ``size`` rows."""
     padded = np.zeros((2, size), np.int64)
     padded[0] = spare
-    padded[0, : len(slots)], padded[1, : len(slots)] = slots, draft
+    padded[0, : len(slots)] = slots
+    padded[1, : len(slots)] = draft
     first = np.flatnonzero(padded[1] == 0)
-    heads, many, begins = np.full(size, spare), np.zeros(size, np.int64), np.full(size + 1, size)
-    heads[: len(first)], begins[: len(first)] = padded[0][first], first
+    heads = np.full(size, spare)
+    many = np.zeros(size, np.int64)
+    begins = np.full(size + 1, size)
+    heads[: len(first)] = padded[0][first]
+    begins[: len(first)] = first
     many[: len(first)] = np.diff(np.append(first, size)) > 1
     row = np.cumsum(padded[1] == 0) - 1
     return np.concatenate([padded.ravel(), heads, many, row, begins])
@@ -91,7 +95,8 @@ class DraftedCalls(CapturedCalls):
         return replace(rows, position=rows.position + self.b.draft)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor | None) -> Tensor:
-        state, b = self.state, self.b
+        state = self.state
+        b = self.b
         if peaks is None:
             peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(logits)
         most = self.runner.wiring.speculation.num_speculative_tokens
@@ -104,7 +109,8 @@ class DraftedCalls(CapturedCalls):
         """Report the accepted tokens to the processors, all tokens of a sequence at its first row.
 
         Rows of drafts become rows of the spare slot without tokens."""
-        b, size = self.b, len(tokens)
+        b = self.b
+        size = len(tokens)
         at = torch.arange(size, device=tokens.device)[:, None] + torch.arange(1 + most, device=tokens.device)
         spare = self.runner.wiring.max_num_seqs
         its = replace(rows, slots=rows.slots.masked_fill(b.draft > 0, spare))
@@ -123,7 +129,8 @@ class DraftedSteps:
 
     def __post_init__(self) -> None:
         wiring = self.runner.wiring
-        self.spare, self.most = wiring.max_num_seqs, wiring.speculation.num_speculative_tokens
+        self.spare = wiring.max_num_seqs
+        self.most = wiring.speculation.num_speculative_tokens
         self.sizes = row_sizes(self.spare * (1 + self.most))
 
     def key(self, plan: StepPlan) -> DraftedKey | None:
@@ -242,7 +249,8 @@ class DraftedSteps:
             return None
         start = (state.known[b.heads] - 1).int()
         found = state.recurrent.of_step(b.heads, start, b.cu_q.int(), state.stopped, b.many.bool())
-        found.row, found.longest = b.row, 1 + self.most
+        found.row = b.row
+        found.longest = 1 + self.most
         return found
 
     def _capture_sample(self, b: DraftBuffers, operations: SampleOperations) -> Captured | None:

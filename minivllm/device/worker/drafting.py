@@ -41,7 +41,9 @@ class Drafting:
     def __init__(
         self, wiring: Wiring, state: DeviceState, seams: SeamTimes, vocab_size: int, model: DraftModel | None
     ) -> None:
-        self.state, self.seams, self.vocab_size = state, seams, vocab_size
+        self.state = state
+        self.seams = seams
+        self.vocab_size = vocab_size
         self.part = wiring.parts["drafter"]
         ctx = DrafterContext(vocab_size, wiring.max_model_len, wiring.device, model)
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
@@ -71,16 +73,20 @@ class Drafting:
         """Write the drafts of a step to the columns.
 
         On a CPU, draft rows for which the drafter proposed no token are removed from the plan of the step."""
-        plan, state = running.plan, self.state
+        plan = running.plan
+        state = self.state
         if self.host is not None:
             self.host.apply(plan)
             running.host_tokens = self.host
         if not len(plan.draft):
             return
-        running.without_drafts, self._failed = self._failed, None
+        running.without_drafts = self._failed
+        self._failed = None
         first, heads = group_rows(plan.draft)
         wanted = np.bincount(first, minlength=len(first))[heads] - 1
-        k, slots_np, known = int(wanted.max()), plan.slots[heads], plan.computed[heads] + 1
+        k = int(wanted.max())
+        slots_np = plan.slots[heads]
+        known = plan.computed[heads] + 1
         count = None
         if not self.broken:
             count = self.propose(running, Ask(None, k, slots_np, known))  # type: ignore[arg-type]
@@ -93,7 +99,8 @@ class Drafting:
             plan = running.plan
             keep = _kept(plan, first, heads, running.drafted.numpy())
             if not keep.all():
-                running.came, (running.plan, running.back) = plan, without(plan, keep)
+                running.came = plan
+                (running.plan, running.back) = without(plan, keep)
 
     def propose(self, running: Running, ask: Ask) -> torch.Tensor | None:
         """Write the drafts of the rows of ``ask``, which has no ``rows`` yet, to the history.

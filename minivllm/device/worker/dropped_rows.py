@@ -23,10 +23,15 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     at[plan.samples] = np.arange(len(plan.samples))
     samples = np.flatnonzero(at[rows] >= 0)
     back = at[rows][samples]
-    new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
-    new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
-    prompt, taps, pooled = plan.prompt.copy(), plan.taps[keep[plan.taps[:, 1]]], plan.pooled.copy()
-    prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
+    new = np.zeros(len(plan.samples), np.int32)
+    row = np.zeros(len(keep), np.int32)
+    new[back] = np.arange(len(back))
+    row[rows] = np.arange(len(rows))
+    prompt = plan.prompt.copy()
+    taps = plan.taps[keep[plan.taps[:, 1]]]
+    pooled = plan.pooled.copy()
+    prompt[:, 0] = row[prompt[:, 0]]
+    taps[:, 1] = row[taps[:, 1]]
     pooled[:, 0] = row[pooled[:, 0]]
     given, routes = _given_of(plan, keep)
     given[:, 0] = row[given[:, 0]]

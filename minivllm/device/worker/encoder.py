@@ -29,7 +29,8 @@ class LoadedEncoder:
 
         ModelError for weights that do not fit, torch.OutOfMemoryError, and PluginError for other failures."""
         self.plugin: ImageEncoder = build_part("encoder", part, ctx)
-        self.levels, self.hidden = wiring.images.facts.levels, hidden
+        self.levels = wiring.images.facts.levels
+        self.hidden = hidden
         self.dtype: torch.dtype = getattr(torch, wiring.dtype)
         try:
             if wiring.load_format == "dummy":

@@ -139,14 +139,16 @@ class Graphs:
         gradual = self.gradual and wanted
         self.later = LaterCaptures(self, self.runner.worker.rehearsals, gradual)
         self.spare = self.runner.wiring.max_num_seqs
-        self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
+        self.sizes = row_sizes(self.spare)
+        self.coarse = coarse_sizes(self.spare)
         self.shared_sizes = [] if self.runner.shared is None else shared_sizes(self.spare)
         self.recorder = GraphRecorder()
         self.imaged = self.runner.image_steps()
         # operations of a token are estimated as two for each weight of two bytes; all experts are counted
         self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
         if self.known is not None:
-            self.costs, self.sizes = self.known.costs, list(self.known.sizes)
+            self.costs = self.known.costs
+            self.sizes = list(self.known.sizes)
 
     def measured(self) -> MeasuredCaptures:
         """Return the results of measurements so far."""
@@ -156,7 +158,8 @@ class Graphs:
 
     def shape(self, plan: StepPlan) -> GraphKey | None:
         """Return the shape of a step, padded as little as captures allow.  None means that it cannot be captured."""
-        rows, tokens = len(plan.slots), int(plan.q_len.sum())
+        rows = len(plan.slots)
+        tokens = int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
         if len(plan.sums):
@@ -166,9 +169,11 @@ class Graphs:
         if len(plan.draft) and self.runner.state.recurrent is not None:
             return None  # a recurrent state reads a row and its drafts as one row
         longest = int((plan.computed + plan.q_len).max())
-        (steered, read), given = self.runner.taps.of_step(plan), len(plan.given) > 0
+        (steered, read) = self.runner.taps.of_step(plan)
+        given = len(plan.given) > 0
         methods, changed = self.runner.adapts(plan)
-        adapts, observed = bool(methods), len(plan.observe) > 0
+        adapts = bool(methods)
+        observed = len(plan.observe) > 0
         kind = AdaptedKey if adapts else GraphKey
         if (images := self.runner.images) is not None and images.reached(plan):
             if self.imaged is None or steered or read or given or adapts or not self.imaged.takes(plan):
@@ -219,7 +224,8 @@ class Graphs:
         if key in self.forwards:
             # the device is busy with a long step while the host launches the kernels
             return key if own <= saved else None
-        larger, lost = self._larger(key), saved - own
+        larger = self._larger(key)
+        lost = saved - own
         if larger is not None and self.costs.padding_ms(tokens, larger.tokens) > saved:
             larger = None
         if larger is not None:
@@ -376,7 +382,8 @@ class Graphs:
 
         Without ``gradual`` all sizes are captured now.  The largest sizes come first, so that smaller captures reuse
         their memory."""
-        sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
+        sampler = self.runner.sampler
+        prompt = np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
         others = (-1,) * (len(self.runner.processors) - 1)
@@ -472,7 +479,8 @@ class Graphs:
         """Return the number of tokens of the longest captured step if longer steps are slower to launch than to run,
         else 0.  It is compared with a step of ``max_num_batched_tokens``.  Two captured steps are then faster than
         one step of the same tokens as separate launches."""
-        budget, longest = self.runner.wiring.max_num_batched_tokens, max(self._mixed_tokens(), default=0)
+        budget = self.runner.wiring.max_num_batched_tokens
+        longest = max(self._mixed_tokens(), default=0)
         return longest if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens() else 0
 
     def step_sizes(self) -> tuple[int, ...]:
@@ -508,7 +516,8 @@ class Graphs:
         """Draw the tokens of a step of the spare slot from ``hidden`` [1, H] by separate launches.
 
         An exception of a plug-in is noted."""
-        r, running = self.runner, Running(plan)
+        r = self.runner
+        running = Running(plan)
         step.sample(SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {}), r.state, r.model, hidden)
         for error in running.errors:
             self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
@@ -542,7 +551,8 @@ class Graphs:
         the other rows get the spare slot.  Slots are copied only if they changed."""
         b = self._buffers(size)
         if not np.array_equal(b.host_slots[: len(slots)], slots) or (b.host_slots[len(slots) :] != self.spare).any():
-            b.host_slots[: len(slots)], b.host_slots[len(slots) :] = slots, self.spare
+            b.host_slots[: len(slots)] = slots
+            b.host_slots[len(slots) :] = self.spare
             b.slots.copy_(torch.from_numpy(b.host_slots.copy()), non_blocking=True)
         return b
 
@@ -611,7 +621,8 @@ class Graphs:
 
     def _mixed(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
         """Return the operations of a mixed step, and the tensors of its capture by their names in ``Captured``."""
-        r, size = self.runner, step.table_size(key.rows, key.tokens)
+        r = self.runner
+        size = step.table_size(key.rows, key.tokens)
         host = bounds(key, len(r.worker.groups))
         table = torch.zeros(size, dtype=torch.int64, device=r.device)
         table[: key.rows] = self.spare
@@ -666,7 +677,8 @@ class Graphs:
         The sampler reads float32 logits if captured draws had all bits of its variant with these, and not all of them
         with 16-bit logits.  Kernels for 16-bit logits are then not compiled, which takes up to two seconds.  The tokens
         do not depend on the dtype."""
-        calls, variant = CapturedCalls(self.runner, b, operations, self.masks), operations.variants[-1]
+        calls = CapturedCalls(self.runner, b, operations, self.masks)
+        variant = operations.variants[-1]
         compiled = {wide: not variant & ~bits for wide, bits in self.draw_bits.items()}
         calls.float32 = calls.float32 or (compiled[True] and not compiled[False])
         return calls

@@ -60,7 +60,8 @@ class HeadModel(OwnModel):
         computes the pairs that are missing in its KV cache, and the last pair in any case.  A row with one known token
         has no pair, so its logits are undefined.
         """
-        pairs, done = self.total(known), self._done(slots, known)
+        pairs = self.total(known)
+        done = self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(pairs - done > most)).size:
             self._run(slots[far], np.full(len(far), most, np.int32), done[far])
@@ -73,7 +74,8 @@ class HeadModel(OwnModel):
 
         ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the native
         program cannot compute or draw these rows."""
-        native, done = self.native, self._done(slots, known)
+        native = self.native
+        done = self._done(slots, known)
         q_len = self.total(known) - done
         if native is None or not native.takes(q_len) or not native.steps.draws_rows(slots):
             return None
@@ -87,7 +89,8 @@ class HeadModel(OwnModel):
 
     def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
         """Return the hidden states [T, W] of ``q_len`` pairs of each row, after its first ``computed`` pairs."""
-        row, first = np.repeat(np.arange(len(slots)), q_len), q_len.cumsum() - q_len
+        row = np.repeat(np.arange(len(slots)), q_len)
+        first = q_len.cumsum() - q_len
         position = (computed - first)[row] + np.arange(len(row))
         return self.states.at(self.state, *self.state.to(np.stack([slots[row], position]).astype(np.int64)))
 
@@ -98,7 +101,8 @@ class HeadModel(OwnModel):
         return np.minimum(self.read[slots], self.total(known) - 1)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
-        self.read[slots], self.drafted[slots] = np.maximum(known - 1, 0), extra + 1
+        self.read[slots] = np.maximum(known - 1, 0)
+        self.drafted[slots] = extra + 1
 
     def most_pending(self, k: int) -> int:
         """Return the number of pairs of a row that a captured call computes in its first pass.

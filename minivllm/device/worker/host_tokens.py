@@ -26,7 +26,8 @@ class HostTokens:
         self.ended = ended
         # the operating system allocates a page of this memory at its first write
         self.tokens = np.empty((slots, max_len + 1), np.int32)
-        self.length, self.prompt = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.length = np.zeros(slots, np.int64)
+        self.prompt = np.zeros(slots, np.int64)
         self.owner = np.zeros(slots, np.int64)
         self.since = np.zeros(slots, np.int64)  # id of the step in which the sequence got its slot
 
@@ -61,7 +62,8 @@ class HostTokens:
         for i, slot in enumerate(join.slot.tolist()):
             n = int(join.known[i])
             self.tokens[slot, :n] = join.tokens[end[i] - n : end[i]]
-        self.length[join.slot], self.prompt[join.slot] = join.known, join.prompt
+        self.length[join.slot] = join.known
+        self.prompt[join.slot] = join.prompt
         self.owner[join.slot] = join.owner if len(join.owner) else 0
         self.since[join.slot] = step
 

@@ -52,7 +52,8 @@ class ImageSteps:
         table = np.zeros((2, tokens), np.int64)
         table[0] = -1
         for piece in pieces:
-            end, last = piece.at + piece.length, piece.first + piece.length
+            end = piece.at + piece.length
+            last = piece.first + piece.length
             table[1, piece.at : end] = 1
             self.features[:, piece.at : end].copy_(images.features[piece.span.number][:, piece.first : last])
         if images.axes is not None:
@@ -63,7 +64,8 @@ class ImageSteps:
     def enter(self, read: StepTensors) -> None:
         """Give the inputs of a captured step the rotary rows and the features of a later ``fill``."""
         tokens = len(read.ids)
-        rows, marks = self.table[0, :tokens], self.table[1, :tokens]
+        rows = self.table[0, :tokens]
+        marks = self.table[1, :tokens]
         read.meta.position = torch.where(rows >= 0, rows, read.meta.position)
         read.taps = FixedFeatures((marks > 0)[:, None], self.features[:, :tokens])
 
@@ -74,7 +76,8 @@ class FixedFeatures:
     ``mask`` bool [T, 1] marks the tokens of images, and ``values`` [levels, T, hidden] has their features."""
 
     def __init__(self, mask: Tensor, values: Tensor) -> None:
-        self.mask, self.values = mask, values
+        self.mask = mask
+        self.values = values
         self.levels = {layer_point(level): level for level in range(1, len(values))}
         self.points = frozenset({EMBEDDING, *self.levels})
 

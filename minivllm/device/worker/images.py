@@ -78,8 +78,11 @@ class ImageState:
         scratch: int,
     ) -> None:
         """Start without images.  ``tables`` are the rotary tables, whose rows from ``scratch`` on are free."""
-        self.facts, self.encoder, self.state = facts, encoder, state
-        self.tables, self.scratch = tables, scratch
+        self.facts = facts
+        self.encoder = encoder
+        self.state = state
+        self.tables = tables
+        self.scratch = scratch
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
         self.failed: dict[int, str] = {}  # number of an image -> reason why its features are missing
@@ -159,7 +162,8 @@ class ImageState:
         rows = zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
         for slot, computed, n, start in rows:
             for span in self.spans[slot]:
-                first, end = max(span.position, computed), min(span.end, computed + n)
+                first = max(span.position, computed)
+                end = min(span.end, computed + n)
                 if first < end:
                     yield Piece(span, slot, start + first - computed, first - span.position, end - first)
 
@@ -167,7 +171,8 @@ class ImageState:
         """Prepare a step for its images: set the rotary rows of ``meta``, and return the taps that insert the features.
 
         Also return the numbers of images without features, each with the reason."""
-        found, lost = [], {}
+        found = []
+        lost = {}
         pieces = list(self.pieces(plan))
         for piece in pieces:
             reason = self.why_lost(piece.span)
@@ -219,7 +224,8 @@ class ImageState:
             plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True
         ):
             end = min(computed + n, int(self.upto[slot]))
-            shift, behind = 0, computed
+            shift = 0
+            behind = computed
             for span in self.spans[slot]:
                 # the text between the previous image and this one
                 positions = np.arange(behind, min(span.position, end))
@@ -247,7 +253,9 @@ class ImageState:
         span = piece.span
         before = sum(self._shift(one) for one in self.spans[piece.slot] if one.position < span.position)
         merge = self.facts.merge
-        frames, rows, columns = span.shape[0], span.shape[1] // merge, span.shape[2] // merge
+        frames = span.shape[0]
+        rows = span.shape[1] // merge
+        columns = span.shape[2] // merge
         grid = np.indices((frames, rows, columns)).reshape(3, -1)
         return grid[:, piece.first : piece.first + piece.length] + span.position + before
 
@@ -271,7 +279,8 @@ class FeatureTaps:
     then: StepTaps | None = None
 
     def __init__(self, index: Tensor, values: Tensor) -> None:
-        self.index, self.values = index, values
+        self.index = index
+        self.values = values
         self.levels = {layer_point(level): level for level in range(1, len(values))}
         self.points = frozenset({EMBEDDING, *self.levels})
 

@@ -64,5 +64,6 @@ class KeptSets:
     def take(self) -> Tensor | None:
         """Start the copy of the tokens of ``send`` to the host, and return them i32 in one dimension; None if there are
         none."""
-        sent, self._returned = self._returned, []
+        sent = self._returned
+        self._returned = []
         return to_host(torch.cat([tokens.flatten() for tokens in sent])) if sent else None

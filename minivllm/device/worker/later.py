@@ -52,7 +52,9 @@ class LaterCaptures:
     """The captures that are left for later.  Without ``gradual`` there are none."""
 
     def __init__(self, graphs: Captures, rehearsals: Rehearsals, gradual: bool) -> None:
-        self.graphs, self.rehearsals, self.gradual = graphs, rehearsals, gradual
+        self.graphs = graphs
+        self.rehearsals = rehearsals
+        self.gradual = gradual
         self.begun = False  # the start is over
         self.queue: deque[Shape] = deque()
         # compilations of the kernels of a capture that was rehearsed

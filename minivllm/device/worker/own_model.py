@@ -42,9 +42,14 @@ class OwnModel(DraftModel):
         read_plan: Callable[[StepPlan], StepTensors],
         second: SecondModel,
     ) -> None:
-        self.wiring, self.state, self.chain, self.read_plan, self.second = wiring, state, chain, read_plan, second
+        self.wiring = wiring
+        self.state = state
+        self.chain = chain
+        self.read_plan = read_plan
+        self.second = second
         size = wiring.max_num_seqs + 1
-        self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.read = np.zeros(size, np.int64)
+        self.extra = np.zeros(size, np.int64)
         # drafts of each row that the call in the previous step computed, 0 without a call
         self.drafted = np.zeros(size, np.int64)
         # the passes of a call that is being captured (``captured_proposals.CapturedPasses``), else None
@@ -67,7 +72,8 @@ class OwnModel(DraftModel):
         table = delta.table[delta.table[:, 0] == 0]
         # a block that replaced an equal block of the prefix cache may lack the KV of this model
         if len(table):
-            slots, index = table[:, 1], table[:, 2].astype(np.int64)
+            slots = table[:, 1]
+            index = table[:, 2].astype(np.int64)
             start = index * self.wiring.block
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
@@ -113,7 +119,9 @@ class OwnModel(DraftModel):
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
         """Note that the KV cache holds the ``known`` tokens, and then ``extra`` drafts."""
-        self.read[slots], self.extra[slots], self.drafted[slots] = known, extra, extra + 1
+        self.read[slots] = known
+        self.extra[slots] = extra
+        self.drafted[slots] = extra + 1
 
     # ---- captured calls ------------------------------------------------------------------------------------------
 
@@ -137,13 +145,15 @@ class OwnModel(DraftModel):
 
     def catch_up(self, slots: np.ndarray, known: np.ndarray, k: int) -> None:
         """Compute missing inputs until each row lacks at most ``most_pending`` of its ``known`` i32 [N] tokens."""
-        done, total = self._done(slots, known), self.total(known)
+        done = self._done(slots, known)
+        total = self.total(known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(total - done > self.most_pending(k))).size:
             q_len = np.minimum(total - done - 1, most)[far]
             self._run(slots[far], q_len.astype(np.int32), done[far])
             done[far] += q_len
-        self.read[slots], self.extra[slots] = done, 0
+        self.read[slots] = done
+        self.extra[slots] = 0
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
         """Add inputs of a captured pass that only this model needs.
@@ -169,7 +179,8 @@ class OwnModel(DraftModel):
 
         ``copied`` means that a model with recurrent states uses the copies.  Return the logits f32 [N, V] of the last
         token of each row."""
-        model, backend = self.second.model, self.second.backend
+        model = self.second.model
+        backend = self.second.backend
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         states = self.second.states
@@ -188,7 +199,8 @@ class OwnModel(DraftModel):
         if self.passes is not None:
             return self.passes.draw(ask.rows, logits, j)
         state = self.state
-        slots, position = ask.rows.slots, ask.rows.position + j
+        slots = ask.rows.slots
+        position = ask.rows.position + j
         rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)
         calls = BoundCalls(self.chain, ask.slots.astype(np.int64))
         step.restrict(calls, state, logits, rows)

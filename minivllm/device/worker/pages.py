@@ -55,7 +55,8 @@ class LeavingBatch:
     Pages without memory are None."""
 
     def __init__(self, pages: list[np.ndarray | None], ended: Any) -> None:
-        self.pages, self.ended = pages, ended
+        self.pages = pages
+        self.ended = ended
 
     @property
     def ready(self) -> bool:
@@ -76,7 +77,9 @@ class LeavingPages:
     def __init__(self, total: int, slot: int, device: torch.device) -> None:
         """Allocate nothing yet.  There are slots of ``slot`` bytes, at least two, and of ``total`` bytes in all."""
         self._slots: list[Tensor | None] = [None] * max(2, total // slot)
-        self._size, self._device, self._next = slot, device, 0
+        self._size = slot
+        self._device = device
+        self._next = 0
         self._ended: list[Any] = [None] * len(self._slots)  # events behind the last copies
         self._batches: deque[LeavingBatch] = deque()  # whose copies may run, so that their memory is not used again
         self.stream = torch.cuda.Stream(device)
@@ -119,7 +122,9 @@ class Landing:
     """Device memory u8 [bytes] of pages that are copied to the device together."""
 
     def __init__(self, memory: Tensor, begun: Any, ended: Any, sources: Sequence[Tensor], freed: deque[int]) -> None:
-        self.memory, self.begun, self.ended = memory, begun, ended
+        self.memory = memory
+        self.begun = begun
+        self.ended = ended
         self.sources: Sequence[Tensor] = sources  # host memory, until the copies have ended
         self._freed = freed
 
@@ -143,7 +148,8 @@ class LandedPage:
     """A page u8 [bytes] of a landing."""
 
     def __init__(self, landing: Landing, page: Tensor) -> None:
-        self.landing, self.page = landing, page
+        self.landing = landing
+        self.page = page
 
 
 class DevicePages:
@@ -172,7 +178,8 @@ class DevicePages:
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         # events behind copies of staged pages that were written before their copies ended, and the pages in host memory
         self._arriving: deque[tuple[Any, Sequence[Tensor]]] = deque()
-        self.written_bytes, self.written_seconds = 0, 0.0
+        self.written_bytes = 0
+        self.written_seconds = 0.0
         self._staged = 0  # bytes of staging memory in use, and of its parts that are free again
         self._freed: deque[int] = deque()
         self._tables: list[Any] = [None] * len(self.groups)
@@ -224,7 +231,8 @@ class DevicePages:
 
     def _gather(self, group: int, blocks: Sequence[int], pages: Tensor) -> Tensor:
         """Copy blocks to ``pages`` u8 [n, bytes] on the device, and return these."""
-        table, size = self._tables[group], self.page_bytes[group]
+        table = self._tables[group]
+        size = self.page_bytes[group]
         if not blocks:
             return pages
         if table is not None:
@@ -296,12 +304,14 @@ class DevicePages:
 
     def _scatter(self, group: int, blocks: Sequence[int], pages: Sequence[Tensor]) -> None:
         """Write pages u8 [bytes] on the device to blocks."""
-        table, addresses = self._tables[group], [page.data_ptr() for page in pages]
+        table = self._tables[group]
+        addresses = [page.data_ptr() for page in pages]
         if table is not None and not any(address % table.unit for address in addresses):
             table.move(blocks, addresses, pack=False)
             return
         index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
-        page, at = torch.stack(list(pages)), 0
+        page = torch.stack(list(pages))
+        at = 0
         for t in self.groups[group]:
             size = _row_bytes(t)
             part = page[:, at : at + size].contiguous().view(t.dtype)

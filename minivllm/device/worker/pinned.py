@@ -35,7 +35,8 @@ class HostSlab:
 
     def __init__(self, size: int) -> None:
         """Allocate ``size`` bytes, and touch each page of the system."""
-        self._registered, self._size = False, size
+        self._registered = False
+        self._size = size
         # private, because a system need not have huge pages of shared memory
         self._memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = np.frombuffer(self._memory, np.uint8)
@@ -71,7 +72,9 @@ class SlabPiece:
 
     def __init__(self, at: int, size: int, slab: Any, free: list[tuple[Any, int]]) -> None:
         # a piece references its slab, so the slab is freed after its last piece
-        self.slab, self.at, self._free = slab, at, free
+        self.slab = slab
+        self.at = at
+        self._free = free
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 3}
 
     def __del__(self) -> None:
@@ -108,7 +111,8 @@ class PinnedSlabs:
         self._allocate = allocate
         self._free: dict[int, list[tuple[Any, int]]] = {}  # by size of a piece: (slab, address)
         self._made: dict[int, int] = {}  # bytes of slabs by size of a page, with those that are being made
-        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -146,7 +150,8 @@ class PinnedSlabs:
     def _add(self, size: int) -> None:
         """Allocate a slab of pieces of ``size`` bytes, which was counted.  An exception removes it from the count."""
         try:
-            slab, step = self._allocate(_slab_bytes(size)), _step(size)
+            slab = self._allocate(_slab_bytes(size))
+            step = _step(size)
         except BaseException:
             with self._lock:
                 self._made[size] -= _slab_bytes(size)

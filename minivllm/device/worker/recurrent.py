@@ -55,7 +55,10 @@ class StateMemory:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.slots, self.checkpoints, self.drafts, self.device = slots, checkpoints, drafts, device
+        self.slots = slots
+        self.checkpoints = checkpoints
+        self.drafts = drafts
+        self.device = device
         total = slots + checkpoints
         self.bytes = state_bytes(layers, dtype, drafts)
         self.memory: list[Mapping[str, Tensor]] = []
@@ -140,7 +143,8 @@ class StateMemory:
         """Note which tokens the states cover."""
         n = step.cu_q[1:] - step.cu_q[:-1]
         certain = torch.where(step.drafts, n.clamp(max=1), n)
-        begin, end = step.start - step.behind.clamp(min=0), step.start + certain
+        begin = step.start - step.behind.clamp(min=0)
+        end = step.start + certain
         saved = (step.save_at > begin[:, None]) & (step.save_at <= end[:, None])
         null = self.slots - 1
         self.valid[step.save_to.masked_fill(~saved, null)] = step.save_at

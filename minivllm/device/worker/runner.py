@@ -68,9 +68,12 @@ class Runner:
     drafts: Any = Drafting  # class that runs the drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
-        self.wiring, self.alone = wiring, ranks is None
+        self.wiring = wiring
+        self.alone = ranks is None
         self.worker = w = build_worker(wiring, ranks)
-        self.device, self.model, self.backend = w.device, w.model, w.backend
+        self.device = w.device
+        self.model = w.model
+        self.backend = w.backend
         self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # one more than the requests: the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
@@ -89,7 +92,9 @@ class Runner:
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
-        self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
+        self.names = chain.names
+        self.processors = chain.made
+        self.sampler = chain.sampler
         self.processed = wiring.logprobs_mode == "processed_logprobs"
         self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
@@ -109,7 +114,8 @@ class Runner:
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         with w.times.of("captures"):
-            self.graphs, self.native = self.captured_steps(), self.native_steps()
+            self.graphs = self.captured_steps()
+            self.native = self.native_steps()
         self.drafted = self.drafted_steps()  # captures of steps with drafts; None without the option
         self.weights = RunningWeights(self)
         pin_ahead(self.device)
@@ -122,7 +128,8 @@ class Runner:
             return None
         with torch.inference_mode():
             parts = self.worker.parts
-            room, adapters = free_ram() // 4, None if self.adapters is None else self.adapters.low_rank
+            room = free_ram() // 4
+            adapters = None if self.adapters is None else self.adapters.low_rank
             made, why_not = native_steps(
                 self.wiring, self.state, self.model, parts, self.sampler, room, self.states_read, adapters
             )
@@ -209,7 +216,8 @@ class Runner:
         from .captured_proposals import CapturedProposals
         from .drafted_steps import DraftedSteps
 
-        steps, own = DraftedSteps(self), self.own_models.get("drafter")
+        steps = DraftedSteps(self)
+        own = self.own_models.get("drafter")
         if "graph_safe" in self.drafting.part.features and (own is None or own.second.states is None):
             self.drafting.captured = CapturedProposals(self, self.drafting, steps, own)
         return steps
@@ -224,7 +232,8 @@ class Runner:
         """Return the blocks, states and features of the device.
 
         ``depth`` is the number of steps that run ahead: by default 1 on a GPU and 0 on a CPU."""
-        w, depth = self.worker, self.wiring.steps.run_ahead
+        w = self.worker
+        depth = self.wiring.steps.run_ahead
         step_tokens = 0 if self.graphs is None else self.graphs.step_tokens()
         notes = list(w.notes)
         if step_tokens:
@@ -298,7 +307,8 @@ class Runner:
                 apart = self.images is not None and self.images.reached(plan)
                 if self.native is not None and not apart and self._runs_natively(self.native, plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
-                    running.native, running.draws_natively = True, running.pooled is None
+                    running.native = True
+                    running.draws_natively = running.pooled is None
                     return running
                 hidden = self._replay(running, plan)
                 if hidden is not None:
@@ -333,7 +343,8 @@ class Runner:
             key = captures.key(plan) if captures is not None else None
             hidden = captures.forward(key, plan) if captures is not None and key is not None else None
             if hidden is not None:
-                running.captures, running.graph = captures, key
+                running.captures = captures
+                running.graph = key
                 if key is not None and key.shared:
                     running.shared = self.shared_rows(plan)
                 return hidden
@@ -364,7 +375,8 @@ class Runner:
 
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
         """Run the layers as separate launches."""
-        read, found = self.read(plan), dict[str, "Tensor"]()
+        read = self.read(plan)
+        found = dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
         read.taps = own = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
@@ -383,7 +395,8 @@ class Runner:
                 features.precede(read.taps)
                 read.taps = features
         selects = self.selects_tokens(read) and not methods
-        at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
+        at = np.cumsum(plan.q_len)[plan.samples] - 1
+        indices = None
         needed = used_tokens(plan, at)
         used: np.ndarray | None = None
         if not len(plan.prompt) and len(needed) < len(read.ids) and (len(needed) or selects):
@@ -482,7 +495,8 @@ class Runner:
         back = np.flatnonzero(join.known > join.prompt)
         if not len(back):
             return
-        slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
+        slots_np = join.slot[back].astype(np.int64)
+        prompt = join.prompt[back].astype(np.int64)
         count = join.known[back] - prompt
         slots, first = self.state.to(np.stack([slots_np, prompt]))
         at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
@@ -494,7 +508,8 @@ class Runner:
         if not len(plan.delta.token):
             return
         slots_np = plan.delta.token[:, 0].astype(np.int64)
-        slots, tokens = self.state.to(slots_np), self.state.to(plan.delta.token[:, 1]).long()
+        slots = self.state.to(slots_np)
+        tokens = self.state.to(plan.delta.token[:, 1]).long()
         position = self.state.known[slots]
         self.state.tokens[slots, position] = tokens.int()
         self.state.known[slots] = position + 1
@@ -517,7 +532,8 @@ class Runner:
         """Draw the tokens of a step, write them to the columns, and start the copy of the result to the host.
 
         ``late`` has the token masks, None if no row has one."""
-        running.sampled, running.sampler = True, self.names[-1]
+        running.sampled = True
+        running.sampler = self.names[-1]
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
@@ -535,7 +551,8 @@ class Runner:
             self._fail(running, "sampling", as_exception(e))
         if self.device.type == "cpu":
             running.device_ms = (time.perf_counter() - running.start) * 1e3
-        running.hidden, running.seams = None, self.seams.take()
+        running.hidden = None
+        running.seams = self.seams.take()
 
     def _draws_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
         """Return whether the native part can draw the tokens of a step.
@@ -559,7 +576,8 @@ class Runner:
         )
         if done is None:
             return False
-        running.packed, running.pick = to_host(done[0]), plan.samples
+        running.packed = to_host(done[0])
+        running.pick = plan.samples
         if done[1] is not None:
             running.logprobs = tuple(to_host(t) for t in done[1])
         return True
@@ -586,7 +604,8 @@ class Runner:
     # ---- results and faults --------------------------------------------------------------------------------------
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
-        scope, parts = "device" if what == "delta" else "step", self.wiring.parts
+        scope = "device" if what == "delta" else "step"
+        parts = self.wiring.parts
         who = external_part(e) or (parts[what].name if what in ("attention", "model") else what)
         running.errors = [StepError(scope, who, describe_step_error(e, parts))]
         running.hidden = None

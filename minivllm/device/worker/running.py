@@ -17,9 +17,12 @@ from .host_tokens import HostTokens
 if TYPE_CHECKING:
     from .state import DeviceState
 
-NO_TAPS, NO_DRAFTS, NO_KEPT = no_rows(dtype=np.float32), no_rows(), no_rows()
+NO_TAPS = no_rows(dtype=np.float32)
+NO_DRAFTS = no_rows()
+NO_KEPT = no_rows()
 NO_SUMS = no_rows(0, 0, dtype=np.float64)
-NATIVE, SEPARATE = StepForm("native"), StepForm("separate")
+NATIVE = StepForm("native")
+SEPARATE = StepForm("separate")
 
 
 @dataclass

@@ -25,8 +25,11 @@ def _signed(word: int) -> int:
 
 # The first two constants are from "lowbias32" by Chris Wellons (nullprogram.com/blog/2018/07/31, public domain) and mix
 # lanes and rows. The others are odd constants with well spread bits.
-MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B
-INIT, FOLD_A, FOLD_B = 0x9E3779B9, 0xCC9E2D51, 0x1B873593
+MIX_1 = 0x7FEB352D
+MIX_2 = 0x846CA68B
+INIT = 0x9E3779B9
+FOLD_A = 0xCC9E2D51
+FOLD_B = 0x1B873593
 
 
 def _xorshift_(x: Tensor, bits: int) -> Tensor:
@@ -161,8 +164,10 @@ def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bo
     total = logsumexp if batch_invariant else _logsumexp
     rows = max(KEYS // logits.shape[1], 1)
     for (own, other), by in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
-        a, b = logits[own], logits[other]
-        a, b = a - total(a), b - total(b)
+        a = logits[own]
+        b = logits[other]
+        a = a - total(a)
+        b = b - total(b)
         logits[own] = a.sub_(b).mul_(by[:, None]).add_(b)
 
 

@@ -28,7 +28,8 @@ def score_prompt(
 
     ``hidden`` [T, H] are the hidden states of all tokens of the step.  The output layer runs on parts of them, so that
     memory never has to hold the logits [T, V] of all tokens."""
-    rows, counts = plan.prompt[:, 0], plan.prompt[:, 1].astype(np.int64)
+    rows = plan.prompt[:, 0]
+    counts = plan.prompt[:, 1].astype(np.int64)
     row = np.repeat(rows, counts)
     ahead = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first = np.cumsum(plan.q_len) - plan.q_len

@@ -31,7 +31,8 @@ class SharedPages:
     """
 
     def __init__(self, group: int, slots: int, columns: int, block: int, token_bytes: float, least: int) -> None:
-        self.group, self.block = group, block
+        self.group = group
+        self.block = block
         self.pages = np.zeros((slots, columns), np.int32)
         self.least_tokens = max(1, int(least / token_bytes))
         first = max(1, -(-LEAST_TOKENS // block))
@@ -55,7 +56,8 @@ class SharedPages:
         if not len(delta.table):
             return
         changed = delta.table[delta.table[:, 0] == self.group]
-        slots, index = changed[:, 1], changed[:, 2]
+        slots = changed[:, 1]
+        index = changed[:, 2]
         # a block of the row was replaced, for instance by an equal cached block
         if np.count_nonzero(self.pages[slots, index]):
             self.slots = None
@@ -66,7 +68,8 @@ class SharedPages:
         decoding = int(np.count_nonzero(plan.q_len == 1))
         if self.slots is None or decoding != self.decoding or not np.array_equal(self.slots, plan.slots):
             # a copy, because the plan's memory may be written again
-            self.slots, self.decoding = plan.slots.copy(), decoding
+            self.slots = plan.slots.copy()
+            self.decoding = decoding
             self.rows = self._estimate(plan)
         return self.rows
 
@@ -77,7 +80,8 @@ class SharedPages:
 
     def _estimate(self, plan: StepPlan) -> int:
         decode = plan.q_len == 1
-        slots, whole = plan.slots[decode], plan.computed[decode] // self.block
+        slots = plan.slots[decode]
+        whole = plan.computed[decode] // self.block
         most = shared = 0
         for depth in self.depths:
             deep = slots[whole >= depth]
@@ -88,7 +92,8 @@ class SharedPages:
             counts = counts[counts >= FEWEST_ROWS]
             saved = int((counts - 1).sum()) * depth * self.block
             if saved > most:
-                most, shared = saved, int(counts.sum())
+                most = saved
+                shared = int(counts.sum())
         return shared if most >= self.least_tokens else 0
 
 

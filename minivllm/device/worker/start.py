@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
-FIRST, ALL = "first", "all"  # captures whose kernels are compiled: those of the start, or all
+# captures whose kernels are compiled
+FIRST = "first"  # the captures that are made before the server is ready
+ALL = "all"
 
 
 class Rehearsals:
@@ -33,7 +35,8 @@ class Rehearsals:
     """
 
     def __init__(self, wiring: Wiring, times: StartTimes, device: torch.device, kernels: bool) -> None:
-        self.times, self.device = times, device
+        self.times = times
+        self.device = device
         self.ahead: CompileAhead | None = None
         self.marks: CompiledMarks | None = None
         self.note: str | None = None

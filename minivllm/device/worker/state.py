@@ -32,7 +32,8 @@ NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # pinned the host waits for the device
 PINNED_FROM = 16 << 10
 # bytes of the pinned arrays that are allocated ahead, and how many of each size: enough for three steps
-AHEAD_SIZES, AHEAD_EACH = tuple(1 << n for n in range(6, 23)), 3
+AHEAD_SIZES = tuple(1 << n for n in range(6, 23))
+AHEAD_EACH = 3
 
 
 def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -71,7 +72,8 @@ class ProcessorState:
     def __init__(
         self, processor: Processor, slots: int, device: torch.device, active: np.ndarray | None = None
     ) -> None:
-        self.specs, self.device = dict(processor.columns()), device
+        self.specs = dict(processor.columns())
+        self.device = device
         self.columns = {
             name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
             for name, c in self.specs.items()
@@ -84,7 +86,8 @@ class ProcessorState:
 
         ``rows`` maps an index into ``slots`` to the ``Row`` of a sequence that uses the processor.  The columns of the
         other sequences get their fill values."""
-        self.active[slots], self.variant[slots] = False, 0
+        self.active[slots] = False
+        self.variant[slots] = 0
         for name, spec in self.specs.items():
             self.columns[name].index_fill_(0, at, spec.fill)
         if not rows:
@@ -111,8 +114,10 @@ class ProcessorState:
             column[slot].copy_(values)
 
     def fork(self, source: np.ndarray, to: np.ndarray) -> None:
-        self.active[to], self.variant[to] = self.active[source], self.variant[source]
-        a, b = _index(source, self.device), _index(to, self.device)
+        self.active[to] = self.active[source]
+        self.variant[to] = self.variant[source]
+        a = _index(source, self.device)
+        b = _index(to, self.device)
         for column in self.columns.values():
             column[b] = column[a]
 
@@ -138,13 +143,15 @@ class DeviceState:
         def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
-        self.device, self.block = device, block
+        self.device = device
+        self.block = block
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
         # A model may have two tables of rotary embeddings, stored one after the other.  ``rope_first`` is the row at
         # which the table of a slot begins: a sequence that may become longer than ``rope_switch`` uses the second.
         # With ``offsets`` it is instead the offset of the positions behind the images of a slot, or of the positions
         # behind a compression that rotates keys to new positions.
-        self.rope_switch, self.rope_rows = rope_switch, max_len + 1
+        self.rope_switch = rope_switch
+        self.rope_rows = max_len + 1
         self.rope_first = make(slots) if offsets or rope_switch is not None else None
         # one tensor, so that a join needs one copy; each column begins at a multiple of 128 bytes
         self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
@@ -194,7 +201,8 @@ class DeviceState:
         if len(delta.copy):
             for g in np.unique(delta.copy[:, 0]).tolist():
                 rows = delta.copy[delta.copy[:, 0] == g]
-                source, to = self.to(rows[:, 1]).long(), self.to(rows[:, 2]).long()
+                source = self.to(rows[:, 1]).long()
+                to = self.to(rows[:, 2]).long()
                 for layer in caches[g]:
                     for tensor in layer.values():
                         tensor[to] = tensor[source]
@@ -246,8 +254,10 @@ class DeviceState:
             state.join(j.slot, at, bound)
 
     def _fork(self, fork: np.ndarray) -> None:
-        source, to = fork[:, 0].astype(np.int64), fork[:, 1].astype(np.int64)
-        a, b = self.to(source), self.to(to)
+        source = fork[:, 0].astype(np.int64)
+        to = fork[:, 1].astype(np.int64)
+        a = self.to(source)
+        b = self.to(to)
         self.numbers[:, b] = self.numbers[:, a]
         for column in (self.tokens, self.stop_ids):
             column[b] = column[a]

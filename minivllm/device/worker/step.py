@@ -63,17 +63,21 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
     It holds slots R | cu_q R + 1 | q_len R | kv_len R | last token R | row T | position T.  ``rows`` R and ``tokens`` T
     may be larger than in the plan.  Rows of padding have the slot ``spare``; tokens from cu_q[R] on are padding."""
     out = np.zeros(table_size(rows, tokens), np.int64)
-    r, ends, kv_len = len(plan.slots), plan.q_len.cumsum(), plan.computed + plan.q_len
+    r = len(plan.slots)
+    ends = plan.q_len.cumsum()
+    kv_len = plan.computed + plan.q_len
     t = int(ends[-1]) if r else 0
     out[:r] = plan.slots
-    cu_q, q_len = rows + 1, 2 * rows + 1
+    cu_q = rows + 1
+    q_len = 2 * rows + 1
     out[cu_q : cu_q + r] = ends
     if r < rows:
         out[r:rows] = spare
         out[cu_q + r : q_len] = t
     for i, column in enumerate((plan.q_len, kv_len, ends - 1)):
         out[q_len + i * rows : q_len + i * rows + r] = column
-    row, position = 5 * rows + 1, 5 * rows + 1 + tokens
+    row = 5 * rows + 1
+    position = 5 * rows + 1 + tokens
     out[row : row + t] = at = np.arange(r).repeat(plan.q_len)
     out[position : position + t] = np.arange(t) + (kv_len - ends)[at]
     return out
@@ -85,7 +89,9 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
     ``table`` is described at ``pack_rows``.  Token ids and places in the KV cache are read from the columns of the
     slots.  Two kinds of tokens write their keys and values to the null block, where they are never read: tokens of
     rows that ended on the device before this step, and with ``padded`` the tokens from cu_q[R] on."""
-    r, t, block = len(host.q_len), host.tokens, state.block
+    r = len(host.q_len)
+    t = host.tokens
+    block = state.block
     slots, cu_q, q_len, kv_len, last, row, position = table.split([r, r + 1, r, r, r, t, t])
     slot_of = slots[row]
     ids = state.tokens[slot_of, position].long()
@@ -253,7 +259,8 @@ def accept(
     ``draft`` [N] is ``StepPlan.draft`` of the rows: of the rows of a sequence, tokens are accepted up to the first
     draft that was not drawn.  None means none, for each of these three.
     """
-    slots, position = rows.slots, rows.position
+    slots = rows.slots
+    position = rows.position
     tokens = drawn.clamp(0, width - 1)
     ends = state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots]
     flags = sampling.stop_flags(tokens, position, *ends, bad)
@@ -269,7 +276,8 @@ def accept(
         taken &= ~host
     if draft is not None:  # tokens after a rejected draft are not accepted, and their flags are ignored
         right = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
-        taken, flags = taken & right, torch.where(right, flags, 0)
+        taken = taken & right
+        flags = torch.where(right, flags, 0)
     taken &= (flags & (FAILED | NAN)) == 0
     flags = torch.where(stopped, OVERSHOOT, flags)
     count = taken.int()

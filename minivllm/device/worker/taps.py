@@ -51,10 +51,13 @@ class TapState:
         state: DeviceState,
         ranks: Any = None,
     ) -> None:
-        self.ranks, found = ranks, tap_points(model)
+        self.ranks = ranks
+        found = tap_points(model)
         self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
         self.widths = tuple(self.points.values())
-        self.names, self.dtype, self.state = list(self.points), dtype, state
+        self.names = list(self.points)
+        self.dtype = dtype
+        self.state = state
         self.slots = len(state.known)
         # point at which a step may give experts -> its width
         self.given = {point: self.points[point] for point in given_points(model) if point in self.points}
@@ -76,7 +79,8 @@ class TapState:
 
         Return an error for each slot whose vectors do not fit in memory.
         """
-        join, to = delta.join, self.state.to
+        join = delta.join
+        to = self.state.to
         failed: dict[int, StepError] = {}
         if join is not None:
             if self.steering:
@@ -85,7 +89,8 @@ class TapState:
                     column.index_fill_(0, slots, 0)
             at = 0
             for row, number in join.steer.tolist():
-                point, slot = self.names[number], int(join.slot[row])
+                point = self.names[number]
+                slot = int(join.slot[row])
                 vector = join.vectors[at : at + self.points[point]]
                 at += len(vector)
                 if not self._has_room(point):
@@ -215,7 +220,8 @@ class TapState:
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
         """Return a dict from each point that is read to the numbers i64 [n] of the tokens to read, ascending."""
-        ends, found = plan.q_len.cumsum(), {}
+        ends = plan.q_len.cumsum()
+        found = {}
         for number, rows, first in by_point(plan.taps):
             n = plan.q_len[rows] - first
             before = n.cumsum() - n

@@ -73,7 +73,9 @@ class Watch:
     """The implementation of ``model.StepWatch`` for one step; ``places`` i64 [T] are flat slots."""
 
     def __init__(self, states: TargetStates, places: Tensor) -> None:
-        self.states, self.places, self.points = states, places, states.points
+        self.states = states
+        self.places = places
+        self.points = states.points
 
     def __call__(self, point: str, x: Tensor) -> None:
         first = self.states.first[point]

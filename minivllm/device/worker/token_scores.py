@@ -47,7 +47,10 @@ class RowScores:
     def __init__(
         self, compressor: Compressor, name: str, wiring: Wiring, fmt: KVFormat, dtype: torch.dtype, kernels: bool
     ) -> None:
-        self.compressor, self.name, self.format, self.dtype = compressor, name, fmt, dtype
+        self.compressor = compressor
+        self.name = name
+        self.format = fmt
+        self.dtype = dtype
         self.gathers = kernels and wiring.parts["kvformat"].name in PLAIN
         self.queries = QueryStore() if compressor.window else None
         self.sums: AttentionSums | None = None  # None unless the compressor reads sums
@@ -75,7 +78,8 @@ class RowScores:
 
     def _parts(self, layers: list[AttnLayer], stored: int) -> list[list[AttnLayer]]:
         """Return the layers in parts that are scored at once."""
-        spec, most = layers[0].spec, 1
+        spec = layers[0].spec
+        most = 1
         if self.compressor.joins_layers:
             of_layer = spec.kv_heads * max(spec.dim_qk, spec.dim_v) * stored * self.dtype.itemsize
             most = max(1, LOADED // of_layer)
@@ -86,7 +90,8 @@ class RowScores:
     def _score(self, layers: list[AttnLayer], row: CompactedRow) -> Tensor:
         """Return the scores of the compressor, [stored] or [layers, kv_heads, stored].  PluginError for scores of
         another shape."""
-        stored, heads = row.stored, layers[0].spec.kv_heads
+        stored = row.stored
+        heads = layers[0].spec.kv_heads
         keys, values = self._load(layers, row)
         sums, queries = (None, None) if self.sums is None else self.sums.of(row.slot, layers, stored)
         tokens = StoredTokens(
@@ -115,8 +120,10 @@ class RowScores:
 
         Keys or values that the compressor does not read are zeros, which need no memory.
         """
-        spec, loads = layers[0].spec, self.compressor.loads
-        lines, zero = len(layers) * spec.kv_heads, row.sources.new_zeros((), dtype=self.dtype)
+        spec = layers[0].spec
+        loads = self.compressor.loads
+        lines = len(layers) * spec.kv_heads
+        zero = row.sources.new_zeros((), dtype=self.dtype)
         keys = zero.expand(row.stored, lines, spec.dim_qk)
         values = zero.expand(row.stored, lines, spec.dim_v)
         if not loads:

@@ -31,7 +31,8 @@ class RunningWeights:
     """The weights of a runner.  ``level`` 0 means that it is awake."""
 
     def __init__(self, runner: Any) -> None:  # ``runner`` is the Runner that creates this object
-        self.runner, self.level = runner, 0
+        self.runner = runner
+        self.level = 0
         self.dropped = False  # the weights of the model are dropped, and not written since then
         self.update: WeightUpdate | None = None
         self.spare = SpareMemory()  # memory of the old weights while an update is written
@@ -78,7 +79,8 @@ class RunningWeights:
 
         If the model's weights were dropped, no old weights could be restored after the write, so all numbers are
         checked now."""
-        self.update, once = None, self.level != 2
+        self.update = None
+        once = self.level != 2
         if tensors is not None:
             self.update = WeightUpdate(self.parts, tensors, partial, finite, once)
             return
@@ -109,7 +111,8 @@ class RunningWeights:
 
     def _forget_old(self) -> None:
         """Free the copies of the old weights."""
-        spare, self.spare = self.spare, SpareMemory()
+        spare = self.spare
+        self.spare = SpareMemory()
         spare.clear()
         if spare.added:
             del spare
@@ -126,7 +129,8 @@ class RunningWeights:
 
     def _restore(self) -> None:
         """Restore the weights from before the update."""
-        update, self.update = self.update, None
+        update = self.update
+        self.update = None
         if update is None:
             return
         if self.level == 2:  # the weights stay undefined until another update or a wake
@@ -137,7 +141,8 @@ class RunningWeights:
 
     def _commit(self) -> None:
         """End the update.  The engine uses the new weights from here on, so this must not fail."""
-        self.update, self.dropped = None, False
+        self.update = None
+        self.dropped = False
         self._forget_old()
         if not self.level:
             self._renew_native()
