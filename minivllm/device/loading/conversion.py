@@ -36,8 +36,10 @@ class TextConversion(Conversion):
 
     def header(self, source: str, header: Header) -> Header:
         """Return the header with the shape that the tensor has after the conversion of this class."""
-        shape = header.shape
-        return replace(header, shape=(shape[0], shape[2], shape[1])) if self._turns(source, shape) else header
+        if not self._turns(source, header.shape):
+            return header
+        experts, inputs, outputs = header.shape
+        return replace(header, shape=(experts, outputs, inputs))
 
     def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         mine = self._mine(found)
@@ -46,8 +48,11 @@ class TextConversion(Conversion):
     def _mine(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for source, tensor in found:
             name = self.names.of(source)
-            if name is not None:
-                yield name, tensor.transpose(1, 2) if self._turns(source, tuple(tensor.shape)) else tensor
+            if name is None:
+                continue
+            if self._turns(source, tuple(tensor.shape)):
+                tensor = tensor.transpose(1, 2)
+            yield name, tensor
 
     def _turns(self, source: str, shape: tuple[int, ...]) -> bool:
         """Return whether a tensor of all experts is stored as [in, out], which is the case if its shape is not [out,
@@ -64,7 +69,9 @@ def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> t
     """
     names = TensorNames(headers, arch.weights(cfg), cfg)
     inner = arch.conversion(cfg)
-    return (TextConversion(names, cfg, inner) if names.changes else inner), names
+    if names.changes:
+        return TextConversion(names, cfg, inner), names
+    return inner, names
 
 
 def by_rules(headers: Mapping[str, Header], conversion: Conversion | None) -> Mapping[str, Header]:
@@ -77,8 +84,11 @@ def by_rules(headers: Mapping[str, Header], conversion: Conversion | None) -> Ma
     found: dict[str, Header] = {}
     for source, header in headers.items():
         name = conversion.name(source)
-        if name is not None:
-            found[name] = conversion.header(source, header) if isinstance(conversion, TextConversion) else header
+        if name is None:
+            continue
+        if isinstance(conversion, TextConversion):
+            header = conversion.header(source, header)
+        found[name] = header
     return found
 
 

@@ -41,6 +41,14 @@ KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
     "gemma2": ("gemma2", "Gemma2ForCausalLM", FOUR_NORMS),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {**FOUR_NORMS, **HEAD_NORMS}),
 }
+# fields of config.json -> GGUF keys of their values, which are whole numbers
+COUNTS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"
 # number of layers of the 27B models, whose scale of q follows from the width of the heads
@@ -77,29 +85,34 @@ def config_of(path: Path) -> NewFields:
         raise file.refuse("lacks a matrix token_embd.weight; download it again")
     head_dim = _count(file, "attention.key_length", width // heads)
     _check_fixed(file, head_dim)
-    raw: NewFields = {
-        "model_type": model_type,
-        "architectures": [name],
-        "vocab_size": embedding.shape[0],
-        "hidden_size": width,
-        "intermediate_size": _count(file, "feed_forward_length"),
-        "num_hidden_layers": _count(file, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _count(file, "attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": _count(file, "context_length"),
-        "rms_norm_eps": _digits(_number(file, "attention.layer_norm_rms_epsilon")),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": _dtype(file),
-        **_special(file),
-        **_attention(file, heads, width, head_dim),
-        **_rope(file),
-    }
-    placed = {name: found for name, found in file.tensors.items() if name != ROPE_FACTORS}
-    packed = sorted({found.kind for name, found in placed.items() if is_packed(tensor_name(file, name)[0], found)})
+    raw: NewFields = {field: _count(file, key) for field, key in COUNTS.items()}
+    raw["model_type"] = model_type
+    raw["architectures"] = [name]
+    raw["vocab_size"] = embedding.shape[0]
+    raw["num_key_value_heads"] = _count(file, "attention.head_count_kv", heads)
+    raw["head_dim"] = head_dim
+    raw["rms_norm_eps"] = _digits(_number(file, "attention.layer_norm_rms_epsilon"))
+    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    raw["dtype"] = _dtype(file)
+    raw |= _special(file)
+    raw |= _attention(file, heads, width, head_dim)
+    raw |= _rope(file)
+    packed = _packed_kinds(file)
     if packed:
         raw["quantization_config"] = {"quant_method": "gguf", "types": packed}
     return raw
+
+
+def _packed_kinds(file: GgufFile) -> list[str]:
+    """Return the sorted names of the formats of the matrices that stay packed, such as "Q4_K"."""
+    kinds = set()
+    for name, found in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        module, _ = tensor_name(file, name)
+        if is_packed(module, found):
+            kinds.add(found.kind)
+    return sorted(kinds)
 
 
 def _number(file: GgufFile, key: str, default: Any = None) -> Any:
@@ -126,10 +139,11 @@ def _check_fixed(file: GgufFile, head_dim: int) -> None:
     of_heads = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
     for key, allowed in {**of_heads, **FIXED_ROPE}.items():
         value = _number(file, key, allowed[-1])
-        if not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
-            raise file.refuse(
-                f"{file.architecture}.{key}={value:g}: expected {allowed[-1]:g}; another value is not implemented"
-            )
+        if any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
+            continue
+        raise file.refuse(
+            f"{file.architecture}.{key}={value:g}: expected {allowed[-1]:g}; another value is not implemented"
+        )
 
 
 def _digits(value: float) -> float:
@@ -138,31 +152,41 @@ def _digits(value: float) -> float:
 
 
 def _dtype(file: GgufFile) -> str:
+    """Return the dtype of a file's matrices, "bfloat16" if they have several formats or a packed one."""
     kinds = {t.kind for t in file.tensors.values() if len(t.shape) > 1}
-    return {"F32": "float32", "F16": "float16"}.get(next(iter(kinds)) if len(kinds) == 1 else "", "bfloat16")
+    if kinds == {"F32"}:
+        return "float32"
+    if kinds == {"F16"}:
+        return "float16"
+    return "bfloat16"
 
 
 def _special(file: GgufFile) -> NewFields:
+    """Return the ids of the first token of a text and of the tokens that end an answer, as config.json has them."""
     bos = file.values.get("tokenizer.ggml.bos_token_id")
     ends = list(file.ends)
-    return {
-        "bos_token_id": bos if type(bos) is int else None,
-        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else ends,
-    }
+    found: NewFields = {"bos_token_id": None, "eos_token_id": None}
+    if type(bos) is int:
+        found["bos_token_id"] = bos
+    if len(ends) == 1:
+        found["eos_token_id"] = ends[0]
+    elif ends:
+        found["eos_token_id"] = ends
+    return found
 
 
 def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> NewFields:
     if file.architecture == "llama":
-        biased = {part: f"blk.0.{part}.bias" in file.tensors for part in LINEAR}
-        return {
-            "attention_bias": any(biased[part] for part in LINEAR if part.startswith("attn")),
-            "mlp_bias": any(biased[part] for part in LINEAR if part.startswith("ffn")),
-        }
+        biased = [part for part in LINEAR if f"blk.0.{part}.bias" in file.tensors]
+        in_attention = [part for part in biased if part.startswith("attn")]
+        in_mlp = [part for part in biased if part.startswith("ffn")]
+        return {"attention_bias": bool(in_attention), "mlp_bias": bool(in_mlp)}
     if not file.architecture.startswith("gemma"):
         return {}
     found: NewFields = {}
-    for name, default in SOFT_CAPS.items():
-        found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
+    for name, cap in SOFT_CAPS.items():
+        default = cap if file.architecture == "gemma2" else None
+        found[name] = file.of_model(name, default)
     if file.of_model("attention.sliding_window") is not None:
         found["sliding_window"] = _count(file, "attention.sliding_window")
     widest = _count(file, "block_count") == WIDEST_GEMMA[file.architecture]
@@ -174,7 +198,9 @@ def _rope(file: GgufFile) -> NewFields:
     """Return ``rope_theta`` and ``rope_scaling``, which transformers reads as ``rope_parameters``."""
     theta = _digits(_number(file, "rope.freq_base", 10000.0))
     scaling = None
-    factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
+    factor = None
+    if file.of_model("rope.scaling.factor") is not None:
+        factor = _number(file, "rope.scaling.factor")
     kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
     if not isinstance(kind, str):
         raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: expected none, linear or yarn")
@@ -191,7 +217,9 @@ def _rope(file: GgufFile) -> NewFields:
         far = {"rope_type": "default", "rope_theta": theta} | (scaling or {})
         near = {"rope_type": "default", "rope_theta": 10000.0}
         return {"rope_parameters": {"full_attention": far, "sliding_attention": near}}
-    return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
+    if scaling:
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    return {"rope_theta": theta}
 
 
 def _llama3(file: GgufFile, theta: float) -> NewFields:
@@ -203,13 +231,15 @@ def _llama3(file: GgufFile, theta: float) -> NewFields:
     if found.kind not in FLOATS:
         raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: expected {', '.join(FLOATS)}")
     factors = _number_tensor(found).double().flatten()
-    angles = theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    exponents = torch.arange(len(factors), dtype=torch.float64) / len(factors)
+    angles = theta**-exponents
     turns = LLAMA3["original_max_position_embeddings"] * angles / (2 * math.pi)
     low = LLAMA3["low_freq_factor"]
     high = LLAMA3["high_freq_factor"]
     factor = float(f"{float(factors.max()):.5g}")
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    if not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+    wanted = 1 / ((1 - smooth) / factor + smooth)
+    if not torch.allclose(factors, wanted, rtol=1e-4):
         raise file.refuse(f"tensor {ROPE_FACTORS} is none of Llama 3's, and other factors of frequencies are not read")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
@@ -241,10 +271,12 @@ def gguf_tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, Callab
             continue
         module, param = tensor_name(file, name)
         if is_packed(module, found):
-            yield f"{module}.{found.kind.lower()}", tuple(found.data.shape), "U8", _reader(file, name, _raw)
+            read = _reader(file, name, _raw)
+            yield f"{module}.{found.kind.lower()}", tuple(found.data.shape), "U8", read
         else:
             dtype = found.kind if found.kind in FLOATS else "F32"
-            yield f"{module}.{param}", found.shape, dtype, _reader(file, name, _number_tensor)
+            read = _reader(file, name, _number_tensor)
+            yield f"{module}.{param}", found.shape, dtype, read
 
 
 def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> Callable[[], Tensor]:
@@ -258,10 +290,13 @@ def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> 
             ) from None
         if file.architecture == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
             heads = _count(file, "attention.head_count")
-            heads = heads if found[1] == "q" else _count(file, "attention.head_count_kv", heads)
+            if found[1] == "k":
+                heads = _count(file, "attention.head_count_kv", heads)
             pairs = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2)
             return pairs.flatten(0, 2).contiguous()
-        return tensor - 1 if file.architecture.startswith("gemma") and name.endswith("norm.weight") else tensor
+        if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            return tensor - 1
+        return tensor
 
     return call
 

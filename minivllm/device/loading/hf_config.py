@@ -173,7 +173,11 @@ def describe_context(cfg: Any) -> str:
 def _context_named(cfg: Any) -> tuple[str, int | None]:
     """Return the key with the largest number of tokens of a sequence, and its value."""
     keys = ("max_position_embeddings", *CONTEXT_KEYS.get(str(getattr(cfg, "model_type", "")), ()))
-    return next(((key, value) for key in keys if (value := getattr(cfg, key, None)) is not None), (keys[0], None))
+    for key in keys:
+        value = getattr(cfg, key, None)
+        if value is not None:
+            return key, value
+    return keys[0], None
 
 
 def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Path:  # noqa: B008

@@ -80,9 +80,7 @@ def whole_model(folder: Path) -> list[str]:
     if not (folder / INDEX).exists():
         return [*lacks, SINGLE]
     listed = files.read_json(folder / INDEX, files.PART, ModelError)
-    shards = listed.get("weight_map") if isinstance(listed, dict) else None
-    names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()  # the loader refuses a wrong index
-    return lacks + sorted(name for name in names if not (folder / name).exists())
+    return lacks + _missing(folder, listed)
 
 
 def whole_pickled(folder: Path) -> list[str]:
@@ -90,11 +88,20 @@ def whole_pickled(folder: Path) -> list[str]:
     index = folder / "pytorch_model.bin.index.json"
     if index.exists():
         listed = files.read_json(index, files.PART, ModelError)
-        shards = listed.get("weight_map") if isinstance(listed, dict) else None
-        names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()
-        return without_weights(folder) + sorted(name for name in names if not (folder / name).exists())
+        return without_weights(folder) + _missing(folder, listed)
     there = any(path.exists() for pattern in PICKLED for path in folder.glob(pattern))
     return without_weights(folder) + ([] if there else ["pytorch_model.bin"])
+
+
+def _missing(folder: Path, listed: Any) -> list[str]:
+    """Return the sorted names of the shards in an index of shards that a folder lacks.
+
+    A wrong index has no names; the loader refuses it."""
+    shards = listed.get("weight_map") if isinstance(listed, dict) else None
+    if not isinstance(shards, dict):
+        return []
+    names = {str(shard) for shard in shards.values()}
+    return sorted(name for name in names if not (folder / name).exists())
 
 
 def other_folders(name: str) -> list[str]:

@@ -33,9 +33,12 @@ class Whole:
 
     def refuse(self, value: Any) -> str | None:
         """Return a description of the accepted values, or None if the value is accepted."""
-        if (value is None and self.null) or (type(value) is int and self.least <= value <= self.most):
+        if value is None and self.null:
             return None
-        return f"a whole number from {self.least} to {self.most}{' or null' if self.null else ''}"
+        if type(value) is int and self.least <= value <= self.most:
+            return None
+        wanted = f"a whole number from {self.least} to {self.most}"
+        return f"{wanted} or null" if self.null else wanted
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ class Real:
     most: float
 
     def refuse(self, value: Any) -> str | None:
-        if value is None or (type(value) in (int, float) and self.least <= value <= self.most):
+        if value is None:
+            return None
+        if type(value) in (int, float) and self.least <= value <= self.most:
             return None
         return f"a number from {self.least:.3g} to {self.most:.3g}"
 
@@ -58,7 +63,9 @@ class Ids:
     least: int = 0
 
     def refuse(self, value: Any) -> str | None:
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return None
+        ids = value if isinstance(value, list) else [value]
         if all(type(i) is int and self.least <= i <= INT32 for i in ids):
             return None
         return f"token ids from {self.least} to {INT32}, or null"
@@ -68,82 +75,103 @@ class Dtype:
     """The name of a dtype that weights have, or null."""
 
     def refuse(self, value: Any) -> str | None:
-        if value is None or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES):
+        if value is None:
+            return None
+        if isinstance(value, str) and value.removeprefix("torch.") in DTYPES:
             return None
         return f"one of {', '.join(DTYPES)}, or null"
 
 
+VOCABULARY = Whole(1, 1 << 24)
+LAYERS = Whole(1, MOST_LAYERS)
+LAYERS_OR_NULL = Whole(1, MOST_LAYERS, null=True)
+WIDTH = Whole(1, 1 << 18)  # of the hidden states
+WIDTH_OR_NULL = Whole(1, 1 << 18, null=True)
+INNER = Whole(1, 1 << 22)  # width inside an MLP
+INNER_OR_NULL = Whole(1, 1 << 22, null=True)
+HEADS = Whole(1, 1 << 14)
+HEADS_OR_NULL = Whole(1, 1 << 14, null=True)
+HEAD_DIM = Whole(1, 1 << 12, null=True)
+EXPERTS = Whole(1, 1 << 14)
+POSITIONS = Whole(1, INT32)
+POSITIONS_OR_NULL = Whole(1, INT32, null=True)
+WINDOW_LAYERS = Whole(0, INT32, null=True)
+SCALE = Real(TINY, HUGE)
+FRACTION = Real(TINY, 1.0)
+IDS = Ids()
+IDS_OR_UNSET = Ids(-1)  # some checkpoints store -1 for a missing id, which is not used
+LABELS = Whole(0, 1 << 16, null=True)  # transformers creates a name for each label, though labels are not used
+DTYPE = Dtype()
 # fields that the engine and its architectures read -> their accepted values
 LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
-    "vocab_size": Whole(1, 1 << 24),
-    "hidden_size": Whole(1, 1 << 18),
-    "intermediate_size": Whole(1, 1 << 22),
-    "num_hidden_layers": Whole(1, MOST_LAYERS),
-    "num_attention_heads": Whole(1, 1 << 14),
-    "num_key_value_heads": Whole(1, 1 << 14, null=True),
-    "head_dim": Whole(1, 1 << 12, null=True),
-    "max_position_embeddings": Whole(1, INT32, null=True),
-    "sliding_window": Whole(1, INT32, null=True),
-    "max_window_layers": Whole(0, INT32, null=True),
-    "num_experts": Whole(1, 1 << 14),
-    "num_local_experts": Whole(1, 1 << 14),
-    "num_experts_per_tok": Whole(1, 1 << 14),
-    "moe_intermediate_size": Whole(1, 1 << 22),
-    "shared_expert_intermediate_size": Whole(1, 1 << 22),
-    "decoder_sparse_step": Whole(1, MOST_LAYERS),
-    "swiglu_limit": Real(TINY, HUGE),
-    "swiglu_alpha": Real(TINY, HUGE),
-    "rms_norm_eps": Real(TINY, 1.0),
-    "layer_norm_eps": Real(TINY, 1.0),
-    "norm_epsilon": Real(TINY, 1.0),
-    "ffn_dim": Whole(1, 1 << 22),
-    "n_embd": Whole(1, 1 << 18),
-    "n_inner": Whole(1, 1 << 22, null=True),
-    "n_layer": Whole(1, MOST_LAYERS),
-    "n_head": Whole(1, 1 << 14),
-    "n_positions": Whole(1, INT32),
-    "d_model": Whole(1, 1 << 18, null=True),
-    "n_heads": Whole(1, 1 << 14, null=True),
-    "n_layers": Whole(1, MOST_LAYERS, null=True),
-    "num_heads": Whole(1, 1 << 14, null=True),
-    "num_layers": Whole(1, MOST_LAYERS, null=True),
-    "n_embed": Whole(1, 1 << 18, null=True),
-    "num_kv_heads": Whole(1, 1 << 14, null=True),
-    "ffn_hidden_size": Whole(1, 1 << 22, null=True),
-    "max_seq_len": Whole(1, INT32, null=True),
-    "seq_length": Whole(1, INT32, null=True),
-    "window_size": Whole(1, INT32, null=True),
-    "layer_norm_epsilon": Real(TINY, 1.0),
-    "query_pre_attn_scalar": Real(TINY, HUGE),
-    "attn_logit_softcapping": Real(TINY, HUGE),
-    "final_logit_softcapping": Real(TINY, HUGE),
-    "logit_scale": Real(TINY, HUGE),
-    "logits_scaling": Real(TINY, HUGE),
-    "attention_multiplier": Real(TINY, HUGE),
-    "embedding_multiplier": Real(TINY, HUGE),
-    "residual_multiplier": Real(TINY, HUGE),
-    "rope_local_base_freq": Real(TINY, HUGE),
-    "rope_theta": Real(TINY, HUGE),
-    "partial_rotary_factor": Real(TINY, 1.0),
-    "bos_token_id": Ids(),
-    "eos_token_id": Ids(),
-    "pad_token_id": Ids(-1),  # some checkpoints store -1 for a missing id, which is not used
-    # transformers creates a name for each label, though labels are not used
-    "num_labels": Whole(0, 1 << 16, null=True),
-    "dtype": Dtype(),
-    "torch_dtype": Dtype(),
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS_OR_NULL,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": POSITIONS_OR_NULL,
+    "sliding_window": POSITIONS_OR_NULL,
+    "max_window_layers": WINDOW_LAYERS,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "moe_intermediate_size": INNER,
+    "shared_expert_intermediate_size": INNER,
+    "decoder_sparse_step": LAYERS,
+    "swiglu_limit": SCALE,
+    "swiglu_alpha": SCALE,
+    "rms_norm_eps": FRACTION,
+    "layer_norm_eps": FRACTION,
+    "norm_epsilon": FRACTION,
+    "ffn_dim": INNER,
+    "n_embd": WIDTH,
+    "n_inner": INNER_OR_NULL,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": POSITIONS,
+    "d_model": WIDTH_OR_NULL,
+    "n_heads": HEADS_OR_NULL,
+    "n_layers": LAYERS_OR_NULL,
+    "num_heads": HEADS_OR_NULL,
+    "num_layers": LAYERS_OR_NULL,
+    "n_embed": WIDTH_OR_NULL,
+    "num_kv_heads": HEADS_OR_NULL,
+    "ffn_hidden_size": INNER_OR_NULL,
+    "max_seq_len": POSITIONS_OR_NULL,
+    "seq_length": POSITIONS_OR_NULL,
+    "window_size": POSITIONS_OR_NULL,
+    "layer_norm_epsilon": FRACTION,
+    "query_pre_attn_scalar": SCALE,
+    "attn_logit_softcapping": SCALE,
+    "final_logit_softcapping": SCALE,
+    "logit_scale": SCALE,
+    "logits_scaling": SCALE,
+    "attention_multiplier": SCALE,
+    "embedding_multiplier": SCALE,
+    "residual_multiplier": SCALE,
+    "rope_local_base_freq": SCALE,
+    "rope_theta": SCALE,
+    "partial_rotary_factor": FRACTION,
+    "bos_token_id": IDS,
+    "eos_token_id": IDS,
+    "pad_token_id": IDS_OR_UNSET,
+    "num_labels": LABELS,
+    "dtype": DTYPE,
+    "torch_dtype": DTYPE,
 }
 ROPE = ("rope_parameters", "rope_scaling")
 ROPE_LIMITS: Mapping[str, Whole | Real] = {
-    "rope_theta": Real(TINY, HUGE),
-    "factor": Real(TINY, HUGE),
-    "low_freq_factor": Real(TINY, HUGE),
-    "high_freq_factor": Real(TINY, HUGE),
-    "attention_factor": Real(TINY, HUGE),
-    "beta_fast": Real(TINY, HUGE),
-    "beta_slow": Real(TINY, HUGE),
-    "partial_rotary_factor": Real(TINY, 1.0),
-    "original_max_position_embeddings": Whole(1, INT32, null=True),
+    "rope_theta": SCALE,
+    "factor": SCALE,
+    "low_freq_factor": SCALE,
+    "high_freq_factor": SCALE,
+    "attention_factor": SCALE,
+    "beta_fast": SCALE,
+    "beta_slow": SCALE,
+    "partial_rotary_factor": FRACTION,
+    "original_max_position_embeddings": POSITIONS_OR_NULL,
 }
 PARTS = ("quantization_config", *NESTED)
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -186,7 +214,8 @@ def unread(part: Fields) -> set[str]:
     """Return the keys of a configuration that are not used, because they belong to a disabled part."""
     counts = {key: part[key] for key in COUNTS if key in part}
     found = {key for key, value in counts.items() if _is_none(value)}
-    if part.get("enable_moe_block") is False or (counts and all(map(_is_none, counts.values()))):
+    without_experts = bool(counts) and len(found) == len(counts)
+    if without_experts or part.get("enable_moe_block") is False:
         found |= OF_EXPERTS | set(COUNTS)
     if _is_none(part.get("shared_expert_intermediate_size")):
         found.add("shared_expert_intermediate_size")
@@ -208,13 +237,15 @@ def check_numbers(where: str, raw: Fields) -> None:
 
     for prefix, part in (("", raw), *nested_parts(raw)):
         for name in PARTS:
-            refuse(prefix + name, part.get(name), _not_of(part.get(name), dict, "an object or null"))
-        refuse(f"{prefix}model_type", part.get("model_type"), _not_of(part.get("model_type"), str, "a name, or null"))
+            inner = part.get(name)
+            refuse(prefix + name, inner, _not_of(inner, dict, "an object or null"))
+        kind = part.get("model_type")
+        refuse(f"{prefix}model_type", kind, _not_of(kind, str, "a name, or null"))
         skipped = unread(part)
         for key, value in part.items():
-            if key == "sliding_window" and value == 0 and part.get("model_type") == "qwen2_moe":
+            if key == "sliding_window" and value == 0 and kind == "qwen2_moe":
                 continue  # for this model type transformers writes 0 for no window
-            if key == "intermediate_size" and value is None and part.get("model_type") == "gpt_neo":
+            if key == "intermediate_size" and value is None and kind == "gpt_neo":
                 continue  # four times hidden_size
             if key in LIMITS and key not in skipped:
                 refuse(prefix + key, value, LIMITS[key].refuse(value))

@@ -62,7 +62,9 @@ def outline(
     parts = _Outline(dtype, quantizer, max_len)
     plan = blueprint(arch, cfg, parts)
     if plan is not None:
-        parts.found = Found(None, names_of(arch, cfg, plan, find_targets(of_one_form(arch.weights(cfg), ()), plan)))
+        rules = of_one_form(arch.weights(cfg), ())
+        targets = find_targets(rules, plan)
+        parts.found = Found(None, names_of(arch, cfg, plan, targets))
     with torch.inference_mode():
         arch.build(cfg, parts)
     quantizer.finish()
@@ -126,17 +128,20 @@ def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
         of = f" of {_mib(one.plain)}" if one.quantized else ""
         forms = [f"{form} ({n})" if len(one.forms) > 1 else form for form, n in one.forms.items()]
         yield name, f"{many}{_mib(one.held)}{of}: {'; '.join(forms)}"
-    held, plain = (sum(getattr(one, key) for one in found.values()) for key in ("held", "plain"))
+    held = sum(one.held for one in found.values())
+    plain = sum(one.plain for one in found.values())
     yield "weights", f"{_mib(held)} of {_mib(plain)}"
     by_rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, one in found.items():
         for form, served in one.served.items():
-            if served:
-                label = f"{name} of {form}" if len(one.served) > 1 else name
-                by_rows.setdefault(tuple(served.items()), []).append(label)
+            if not served:
+                continue
+            label = f"{name} of {form}" if len(one.served) > 1 else name
+            by_rows.setdefault(tuple(served.items()), []).append(label)
     for pairs, names in by_rows.items():
+        label = f" ({', '.join(names)})" if len(by_rows) > 1 else ""
         for rows, sentence in pairs:
-            yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(by_rows) > 1 else sentence
+            yield f"rows {rows}", sentence + label
 
 
 def _mib(size: int) -> str:

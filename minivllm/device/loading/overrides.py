@@ -129,21 +129,25 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
         near = suggest(key, sorted(known - UNREAD.keys()))
         raise ConfigError(f"{option}: {who} reads no such key.{near or ' Leave it out.'}")
     derived = set() if isinstance(cfg, PlainConfig) else set(_own_texts(type(cfg)))
-    if key in ignores and key not in derived | OLDER | FIELDS.get(getattr(cfg, "model_type", ""), {}).keys():
+    plain = FIELDS.get(getattr(cfg, "model_type", ""), {})
+    if key in ignores and key not in derived | OLDER | plain.keys():
         raise ConfigError(f"{option} changes nothing: {who} does not read it; leave it out")
     if key in ("rope_scaling", "rope_parameters", "rope_theta"):
         tables = list(_tables(getattr(cfg, "rope_parameters", None) or {}))
         given = {key: value} if key == "rope_theta" else dict(_flat(value or {}))
-        wrong = [name for name, of in given.items() if of is not None and not any(t.get(name) == of for t in tables)]
-        if wrong:
-            want = f"{wrong[0]}={shown(given[wrong[0]])}"
-            have = f"{wrong[0]}={shown(tables[0].get(wrong[0]) if tables else None)}"
+        for name, number in given.items():
+            if number is None or any(table.get(name) == number for table in tables):
+                continue
+            read = tables[0].get(name) if tables else None
+            want = f"{name}={shown(number)}"
+            have = f"{name}={shown(read)}"
             raise ConfigError(
                 f"{option} has no effect: config.json has another spelling of the rotary embedding, which comes first: "
                 f"{want} was set, and the model gets {have}; make the change in that of rope_scaling and "
                 "rope_parameters which the file has, or the other one set to null"
             )
-        _refuse_idle(option, given, {str(t.get("rope_type") or "default") for t in tables})
+        kinds = {str(table.get("rope_type") or "default") for table in tables}
+        _refuse_idle(option, given, kinds)
     elif isinstance(value, (bool, int, float, str)) and hasattr(cfg, key) and getattr(cfg, key) != value:
         raise ConfigError(
             f"{option}={shown(value)} has no effect: with the other keys of config.json it becomes "
@@ -153,9 +157,15 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
 
 def _refuse_idle(option: str, given: Fields, kinds: set[str]) -> None:
     """Refuse numbers of a rotary embedding that none of its types reads."""
-    read = {name for kind in kinds - {"default"} for names in ROPES.get(kind, ()) for name in names}
-    every = {name for needs, takes in ROPES.values() for name in (*needs, *takes)}
-    idle = [name for name, value in given.items() if value is not None and name in every - read]
+    read: set[str] = set()
+    every: set[str] = set()
+    for kind, (needs, takes) in ROPES.items():
+        names = {*needs, *takes}
+        every |= names
+        if kind in kinds - {"default"}:
+            read |= names
+    unread = every - read
+    idle = [name for name, value in given.items() if value is not None and name in unread]
     if idle:
         raise ConfigError(
             f"{option}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type too, "

@@ -106,9 +106,11 @@ def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
     fields = FIELDS.get(str(raw.get("model_type")))
     if fields is None or not set(raw) <= fields.keys() | NO_MATTER | ROPE:
         return None
-    values = {name: raw.get(name, default) for name, (default, _) in fields.items()}
-    if not all(type(values[name]) in kinds for name, (_, kinds) in fields.items()):
-        return None
+    values = {}
+    for name, (default, kinds) in fields.items():
+        values[name] = raw.get(name, default)
+        if type(values[name]) not in kinds:
+            return None
     rope = _rope(raw)
     heads = values["num_attention_heads"]
     layers = values["num_hidden_layers"]
@@ -159,8 +161,10 @@ def _rope(raw: Fields) -> dict[str, Any] | None:
     if not isinstance(given, dict) or not given.keys() <= ROPE_NUMBERS | {"rope_type", "type"}:
         return None
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        return None
     theta = given.get("rope_theta", raw.get("rope_theta", THETA))
     numbers = {name: given[name] for name in given.keys() & ROPE_NUMBERS}
-    if kind not in ROPE_KINDS or not all(type(v) in (int, float) for v in (theta, *numbers.values())):
+    if not all(type(number) in (int, float) for number in (theta, *numbers.values())):
         return None
     return {**numbers, "rope_type": kind, "rope_theta": theta}

@@ -20,6 +20,7 @@ from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
 from minivllm.device.layers.embedding import Embedding
 from minivllm.device.layers.fields import expert_key
+from minivllm.device.layers.module import Module
 from minivllm.device.layers.module_parts import Found
 from minivllm.device.layers.norm import LayerNorm, RMSNorm
 from minivllm.device.layers.parts import ModelParts
@@ -62,7 +63,9 @@ class Blueprint(ModelParts):
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
         key = (rope, twice)
         if key not in self._tables:
-            rows = (self.backend.ctx.max_len + 1) * (2 if twice else 1)
+            rows = self.backend.ctx.max_len + 1
+            if twice:
+                rows *= 2
             table = torch.empty(rows, rope.dim, device="meta")
             self.tables += 2 * table.numel() * table.element_size()
             self._tables[key] = table, table
@@ -73,9 +76,9 @@ class Blueprint(ModelParts):
         total = self.tables
         for module in self.modules.values():
             matrix = quantized and not isinstance(module, (LayerNorm, RMSNorm))
-            total += sum(
-                int(t.numel() * (LEAST_BYTES if matrix else t.element_size())) for t in module.tensors.values()
-            )
+            for tensor in module.tensors.values():
+                each = LEAST_BYTES if matrix else tensor.element_size()
+                total += int(tensor.numel() * each)
         return total
 
 
@@ -105,27 +108,32 @@ def check(
     Raise ModelError, which names the key of config.json that the tensors contradict, and ResourceError for weights that
     take more than ``free`` bytes.
     """
-    headers: Mapping[str, Header] = (
-        {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
-    )
+    read = load_format != "dummy"
+    headers: Mapping[str, Header] = {}
+    if read:
+        headers = checkpoint_headers(Path(folder), load_format == "pt")
     every = arch.weights(cfg)
     plan = blueprint(arch, cfg, parts)
     conversion, names = conversion_of(arch, cfg, headers)
     rules = of_one_form(every, text_names(headers, names))
-    packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
-    targets = {} if plan is None else find_targets(of_one_form(every, ()) if packed else rules, plan)
+    targets: dict[str, Target] = {}
+    if plan is not None:
+        packed = any(rule.param not in ("", *PLAIN) for rule in rules)
+        plain = of_one_form(every, ()) if packed else rules  # no weight of the plan is packed
+        targets = find_targets(plain, plan)
     roots = roots_of(targets)
-    headers = {whole_name(name, targets, roots): header for name, header in by_rules(headers, conversion).items()}
+    renamed = by_rules(headers, conversion)
+    headers = {whole_name(name, targets, roots): header for name, header in renamed.items()}
     _check_layers(folder, cfg, rules, headers)
     _check_experts(folder, cfg, rules, headers)
-    if plan is not None:
-        _check_shapes(folder, cfg, targets, headers)
-        devices = 1 if parts.device == "cpu" else parts.shard.size  # the processes of a machine share its memory
-        _check_memory(folder, plan, plan.bytes(quantized) // devices, free)
     if plan is None:
         return Found()
-    read = load_format != "dummy"
-    return Found(sources_of(arch, cfg, plan, targets, headers) if read else None, names_of(arch, cfg, plan, targets))
+    _check_shapes(folder, cfg, targets, headers)
+    devices = 1 if parts.device == "cpu" else parts.shard.size  # the processes of a machine share its memory
+    need = plan.bytes(quantized) // devices
+    _check_memory(folder, plan, need, free)
+    sources = sources_of(arch, cfg, plan, targets, headers) if read else None
+    return Found(sources, names_of(arch, cfg, plan, targets))
 
 
 def names_of(
@@ -134,12 +142,13 @@ def names_of(
     """Return the name of each part's weight in a checkpoint, or of the weight of all experts, by module and part."""
     found: dict[str, dict[str, str]] = {}
     for name, target in targets.items():
-        if target.param == "weight":
-            numbers = range(target.experts) if target.experts else (0,)
-            parts = {
-                part.replace("{e}", str(e)): name.removesuffix(".weight") for part in target.parts for e in numbers
-            }
-            found.setdefault(target.module.name, {}).update(parts)
+        if target.param != "weight":
+            continue
+        of_module = found.setdefault(target.module.name, {})
+        stem = name.removesuffix(".weight")
+        for e in range(target.experts or 1):
+            for part in target.parts:
+                of_module[part.replace("{e}", str(e))] = stem
     for head, own in own_names(arch, cfg, plan).items():
         found.setdefault(head.name, {})[head.part] = own
     return found
@@ -152,12 +161,13 @@ def sources_of(
 
     A tied head has the tensors of its own weight if the checkpoint has them.
     """
-    stems = {
-        name.removesuffix(".weight"): [(target.module.name, part) for part in target.parts]
-        for name, target in targets.items()
-        if target.param == "weight" and not target.experts
-    }
-    groups = {name.removesuffix(".weight"): target.groups for name, target in targets.items()}
+    stems: dict[str, list[tuple[str, str]]] = {}  # name of a tensor without its parameter -> modules and parts
+    groups: dict[str, int] = {}
+    for name, target in targets.items():
+        stem = name.removesuffix(".weight")
+        groups[stem] = target.groups
+        if target.param == "weight" and not target.experts:
+            stems[stem] = [(target.module.name, part) for part in target.parts]
     for head, own in own_names(arch, cfg, plan).items():
         stems[own] = [(head.name, head.part)]
     found: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
@@ -166,11 +176,13 @@ def sources_of(
         while stem and stem not in stems:
             stem = stem.rpartition(".")[0]
         if stem and stem != name:
-            found.setdefault(stem, {})[name[len(stem) + 1 :]] = (header.shape, header.dtype)
+            param = name[len(stem) + 1 :]
+            found.setdefault(stem, {})[param] = (header.shape, header.dtype)
     made: dict[str, dict[str, PartSource]] = {}
     for stem, tensors in found.items():
+        source = PartSource(stem, tensors, groups.get(stem, 1))
         for module, part in stems[stem]:
-            made.setdefault(module, {})[part] = PartSource(stem, tensors, groups.get(stem, 1))
+            made.setdefault(module, {})[part] = source
     return made
 
 
@@ -180,16 +192,23 @@ def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers:
     for name, target in targets.items():
         if packed and not isinstance(target.module, (Embedding, LayerNorm, RMSNorm)):
             continue
-        header = headers.get(name)  # a missing tensor may belong to another module, so the loader reports it
-        if header is not None and target.shape is not None and header.shape != target.shape:
+        header = headers.get(name)
+        if header is None or target.shape is None:
+            continue  # a missing tensor may belong to another module, so the loader reports it
+        if header.shape != target.shape:
             raise ModelError(_contradiction(folder, cfg, name, target.shape, header.shape))
 
 
 def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], has: tuple[int, ...]) -> str:
-    wrong = [want for want, have in zip(wanted, has, strict=False) if want != have]
-    fields = " or ".join(dict.fromkeys(text for size in wrong for text in _fields_of(cfg, size)))
+    """Return the message for a tensor whose shape in the checkpoint differs from the shape of its parameter."""
+    fields: list[str] = []
+    for want, have in zip(wanted, has, strict=False):
+        if want != have:
+            fields += _fields_of(cfg, want)
+    keys = " or ".join(dict.fromkeys(fields))
+    about = f"{keys}: " if keys else ""
     return (
-        f"{folder}/config.json: {fields + ': ' if fields else ''}tensor {shown(name)} has shape {list(has)}, "
+        f"{folder}/config.json: {about}tensor {shown(name)} has shape {list(has)}, "
         f"expected {list(wanted)}; config.json and the weights do not belong together"
     )
 
@@ -198,9 +217,11 @@ def _fields_of(cfg: Any, size: int) -> list[str]:
     """Return the keys of config.json, with their values, whose value or product of values equals ``size``."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
-        values = [value for value in (getattr(cfg, key, None) for key in keys) if type(value) is int]
-        if len(values) == len(keys) and math.prod(values) == size:
-            found.append(" x ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
+        values = {key: getattr(cfg, key, None) for key in keys}
+        numbers = [value for value in values.values() if type(value) is int]
+        if len(numbers) == len(keys) and math.prod(numbers) == size:
+            factors = [f"{key}={value}" for key, value in values.items()]
+            found.append(" x ".join(factors))
     return found
 
 
@@ -213,8 +234,11 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
     spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]
     layers: dict[int, str] = {}
     for name in headers:
-        match = next(filter(None, (p.fullmatch(name) for p in patterns)), None)
-        if match and len(match["i"]) < 10 and not any(p.fullmatch(name) for p in spare):
+        matches = (p.fullmatch(name) for p in patterns)
+        match = next(filter(None, matches), None)
+        if match is None or len(match["i"]) >= 10:
+            continue
+        if not any(p.fullmatch(name) for p in spare):
             layers.setdefault(int(match["i"]), name)
     if not layers or type(configured) is not int:
         return
@@ -240,20 +264,28 @@ def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mappin
     patterns = [re.compile(rule_pattern(source).pattern + r"\..+") for source in sorted(sources)]
     met = (pattern.fullmatch(name) for name in headers for pattern in patterns)
     experts = {int(match["e"]): match[0] for match in met if match and len(match["e"]) < 10}
-    there = 1 + max(experts, default=-1)
-    if there and type(configured) is int and configured != there:
+    if not experts or type(configured) is not int:
+        return
+    last = max(experts)
+    there = last + 1
+    if configured != there:
         raise ModelError(
-            f"{folder}/config.json: {key}={configured}: the checkpoint has experts 0 to {there - 1}; expected {there} "
-            f"(the last is of {shown(experts[there - 1])})"
+            f"{folder}/config.json: {key}={configured}: the checkpoint has experts 0 to {last}; expected {there} "
+            f"(the last is of {shown(experts[last])})"
         )
 
 
 def _check_memory(folder: str, plan: Blueprint, need: int, free: int) -> None:
-    if need > free:
-        modules = plan.modules.values()
-        largest = max(modules, key=lambda m: sum(t.numel() for t in m.tensors.values()))
-        shapes = ", ".join(str(list(t.shape)) for t in largest.tensors.values())
-        raise ResourceError(
-            f"no memory for the model's weights: {folder}/config.json makes them {need / 2**30:.1f} GiB (the largest, "
-            f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; use a smaller model"
-        )
+    if need <= free:
+        return
+
+    def numbers(module: Module) -> int:
+        return sum(tensor.numel() for tensor in module.tensors.values())
+
+    largest = max(plan.modules.values(), key=numbers)
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in largest.tensors.values())
+    needed = f"{need / 2**30:.1f} GiB"
+    raise ResourceError(
+        f"no memory for the model's weights: {folder}/config.json makes them {needed} (the largest, "
+        f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; use a smaller model"
+    )

@@ -60,12 +60,17 @@ class TensorNames:
         names = list(names)
         self._known: dict[str, bool] = {}  # results of ``placed``, because a checkpoint may have 100,000 names
         self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
-        self.roots = sorted({source.partition(".")[0] + "." for source in self.sources if "." in source})
+        roots = {source.partition(".")[0] + "." for source in self.sources if "." in source}
+        self.roots = sorted(roots)
         self.packed = bool(getattr(cfg, "quantization_config", None))
+        self.wrapped = ""
+        self.turned: tuple[str, ...] = ()
+        self.prefix = ""
         of = getattr(cfg, MARK, None)
-        self.wrapped = str(of["architecture"]) if of else ""
-        self.turned = tuple(of["turned"]) if of else ()
-        self.prefix = self._prefix(names) if of else ""
+        if of:
+            self.wrapped = str(of["architecture"])
+            self.turned = tuple(of["turned"])
+            self.prefix = self._prefix(names)
         self.beyond = self._beyond(names, cfg)
         self.skipped: dict[str, list[str]] = {}
         self._names = {name: self._named(name) for name in names}
@@ -135,8 +140,10 @@ class TensorNames:
         text = self._rooted(name.removeprefix(self.prefix))
         if self.placed(text) or OWN_PREFIX.search(self.prefix):
             return text
-        mine = text.startswith(tuple(self.roots)) and not any(OTHER.fullmatch(word) for word in text.split("."))
-        return text if mine else None
+        if not text.startswith(tuple(self.roots)):
+            return None
+        foreign = any(OTHER.fullmatch(word) for word in text.split("."))
+        return None if foreign else text
 
     def _rooted(self, name: str) -> str:
         """Return the name with the root that it lacks, as in a file saved from a model without its head."""
@@ -155,16 +162,21 @@ class TensorNames:
         for name in names:
             words = name.split(".")
             at = next((i for i, word in enumerate(words) if word in tails), None)
-            if at is not None and not any(OTHER.fullmatch(word) for word in words[:at]):
-                prefix = "".join(word + "." for word in words[:at])
-                roots = [root for root in self.roots if prefix == root or prefix.endswith("." + root)]
-                prefix = prefix.removesuffix(max(roots, key=len, default=""))
-                found.setdefault(prefix, 0)
+            if at is None or any(OTHER.fullmatch(word) for word in words[:at]):
+                continue
+            prefix = "".join(word + "." for word in words[:at])
+            roots = [root for root in self.roots if prefix == root or prefix.endswith("." + root)]
+            longest = max(roots, key=len, default="")
+            found.setdefault(prefix.removesuffix(longest), 0)
         for name in names:
-            if "0" in name.split(".") or not NUMBER.search(name):
-                for prefix in found:
-                    if name.startswith(prefix) and self.placed(self._rooted(name[len(prefix) :])):
-                        found[prefix] += 1
+            if "0" not in name.split(".") and NUMBER.search(name):
+                continue  # one layer suffices
+            for prefix in found:
+                if not name.startswith(prefix):
+                    continue
+                text = self._rooted(name[len(prefix) :])
+                if self.placed(text):
+                    found[prefix] += 1
         return max(found, key=lambda prefix: found[prefix], default="")
 
     def _beyond(self, names: Sequence[str], cfg: Any) -> tuple[str, ...]:
@@ -177,19 +189,23 @@ class TensorNames:
         layers: dict[tuple[str, int], list[str]] = {}
         for name in names:
             text = self._of_text(name) if self.wrapped else self._rooted(name)
+            if text is None:
+                continue
             for stem in stems:
-                number = (text or "").removeprefix(stem).partition(".")[0]
-                if text is not None and text.startswith(stem) and number.isdecimal() and depth <= int(number) < 1 << 31:
+                if not text.startswith(stem):
+                    continue
+                number = text.removeprefix(stem).partition(".")[0]
+                if number.isdecimal() and depth <= int(number) < 1 << 31:
                     layers.setdefault((stem, int(number)), []).append(text)
         if not layers:
             return ()
         counts = [getattr(cfg, key, None) for key in PREDICTION_KEYS]
         reported = max((n for n in counts if type(n) is int), default=0)
-        return tuple(
-            f"{stem}{number}."
-            for (stem, number), found in layers.items()
-            if number < depth + reported or any(PREDICTION_PART.search(name) for name in found)
-        )
+        prefixes = []
+        for (stem, layer), found in layers.items():
+            if layer < depth + reported or any(PREDICTION_PART.search(name) for name in found):
+                prefixes.append(f"{stem}{layer}.")
+        return tuple(prefixes)
 
 
 def _numberless(name: str) -> str:
@@ -238,9 +254,10 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
     """Return sentences on the tensors that are left out.  ModelError for a tensor that has no place."""
     found = TensorNames(names, arch.weights(cfg), cfg)
     for name in unplaced(found, arch, cfg):
-        number = NUMBER.search(name)
+        match = NUMBER.search(name)
+        number = match[0] if match else "0"
         end = name.rpartition(".")[2]
-        known = [source.replace("*", number[0] if number else "0", 1) for source in found.sources]
+        known = [source.replace("*", number, 1) for source in found.sources]
         raise no_place(str(folder), name, [f"{source}.{end}" for source in known])
     return found.notes()
 
@@ -252,7 +269,9 @@ def unplaced(found: TensorNames, arch: ModelArch, cfg: Any) -> Iterator[str]:
         new = found.of(name)
         if new is not None and conversion is not None:
             new = conversion.name(new)
-        if new is not None and not found.placed(found._rooted(new)) and not BUFFERS.fullmatch(new):
+        if new is None or BUFFERS.fullmatch(new):
+            continue
+        if not found.placed(found._rooted(new)):
             yield new
 
 

@@ -67,7 +67,8 @@ class Target:
         if self.experts and (not tensor.dim() or len(tensor) != self.experts):
             raise ModelError(f"shape {list(tensor.shape)}, expected {self.experts} experts first")
         for e in range(self.experts):
-            self._fill(tensor[e], tuple(part.replace("{e}", str(e)) for part in self.parts))
+            parts = [part.replace("{e}", str(e)) for part in self.parts]
+            self._fill(tensor[e], parts)
 
     def _fill(self, tensor: Tensor, parts: Sequence[str]) -> None:
         if len(parts) == 1 or self.whole:
@@ -75,8 +76,9 @@ class Target:
         elif self.interleaved:
             pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
         elif self.groups > 1:
-            groups = tensor.unflatten(0, (self.groups, -1)).split([n // self.groups for n in self.rows], dim=1)
-            pieces = [piece.flatten(0, 1) for piece in groups]
+            grouped = tensor.unflatten(0, (self.groups, -1))
+            rows = [n // self.groups for n in self.rows]  # of each part in one group
+            pieces = [piece.flatten(0, 1) for piece in grouped.split(rows, dim=1)]
         else:
             pieces = tensor.split(list(self.rows))
         for part, piece in zip(parts, pieces, strict=True):
@@ -150,7 +152,8 @@ def load_weights(
         for note in names.notes():
             notes.append(note)
             log.info("%s: %s", model_dir, note)
-    rules = of_one_form(rules, text_names(headers, names) if several_forms(rules, load_format) else ())
+    several = several_forms(rules, load_format)
+    rules = of_one_form(rules, text_names(headers, names) if several else ())
     targets = find_targets(rules, parts)
     parts.loaded = LoadedRules(str(model_dir), cfg, rules, targets)
     if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
@@ -159,8 +162,10 @@ def load_weights(
         if not read:
             tensors = dummy_tensors(targets, parts, seed)
         else:
-            tensors = reported(checkpoint_tensors(Path(model_dir), pickled), sum(size for size, *_ in stamps.values()))
-            tensors = tensors if conversion is None else conversion.tensors(tensors)
+            total = sum(size for size, *_ in stamps.values())
+            tensors = reported(checkpoint_tensors(Path(model_dir), pickled), total)
+            if conversion is not None:
+                tensors = conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
         check_unchanged(stamps)
         for module in parts.modules.values():
@@ -226,7 +231,9 @@ def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, 
     of their own.
     """
     heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
-    sources = {rule.module: rule.source for rule in _untied(arch, cfg)} if heads else {}
+    if not heads:
+        return {}
+    sources = {rule.module: rule.source for rule in _untied(arch, cfg)}
     return {head: sources[head.name] for head in heads if head.name in sources}
 
 
@@ -250,8 +257,11 @@ def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
 
 def weight_bytes(parts: ModelParts) -> int:
     """Return the bytes of all parameters on this process's device.  Shared parameters count once."""
-    tensors = {t.data_ptr(): t for m in parts.modules.values() for t in m.tensors.values()}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    sizes = {}
+    for module in parts.modules.values():
+        for tensor in module.tensors.values():
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
 
 
 def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
@@ -272,7 +282,8 @@ def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
     there |= {name.rpartition(".")[0] for name in there}
     for form in forms:
         others = set().union(*(sources[other] for other in forms if other != form))
-        if any(re.sub(r"\{[ie]\}|(?<=\.)\d+(?=\.)", "*", source) in there for source in sources[form] - others):
+        only_here = sources[form] - others
+        if any(re.sub(r"\{[ie]\}|(?<=\.)\d+(?=\.)", "*", source) in there for source in only_here):
             break
     else:
         form = forms[0]
@@ -291,18 +302,20 @@ def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
         if rule.module is None:
             continue
         pattern = rule_pattern(rule.module)
-        for name in [rule.module] if "{i}" not in rule.module else wanted:
+        names = wanted if "{i}" in rule.module else [rule.module]
+        for name in names:
             match = pattern.fullmatch(name)
             if match and name in wanted:
                 number = match.groupdict().get("i", "")
                 _targets_of(rule, number, parts.modules[name], wanted[name], targets, filled)
     for name, module in wanted.items():
         for part, param in module:
-            if (name, part, param) not in filled:
-                packed = ", or load a checkpoint that is quantized as config.json says" * (param not in PLAIN)
-                raise ModelError(
-                    f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights(){packed}"
-                )
+            if (name, part, param) in filled:
+                continue
+            packed = "" if param in PLAIN else ", or load a checkpoint that is quantized as config.json says"
+            raise ModelError(
+                f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights(){packed}"
+            )
     return targets
 
 
@@ -318,7 +331,12 @@ def _targets_of(
     parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
     first = rule_pattern(parts_of[0])
     stacked = "{e}" in parts_of[0] and "{e}" not in rule.source
-    experts: dict[str, int] = {}  # of each parameter
+    experts: dict[str, int] = {}  # number of experts of each parameter
+
+    def source_of(param: str, expert: str) -> str:
+        stem = rule.source.replace("{i}", number).replace("{e}", expert)
+        return stem if rule.param else f"{stem}.{param}"
+
     for part, param in wanted:
         match = first.fullmatch(part)
         if not match or (rule.param and rule.param != param):
@@ -326,25 +344,26 @@ def _targets_of(
         e = match.groupdict().get("e", "")
         mine = tuple(one.replace("{e}", e) for one in parts_of)
         for one in mine:
-            if (module.name, one, param) in filled:
+            place = (module.name, one, param)
+            if place in filled:
                 raise ModelError(
                     f"the architecture's rules fill {module.name}.{param} {shown(one)} twice: fix its weights()"
                 )
-            filled.add((module.name, one, param))
+            filled.add(place)
         experts[param] = experts.get(param, 0) + 1
         if stacked and experts[param] > 1:
             continue
-        source = rule.source.replace("{i}", number).replace("{e}", e)
-        whole = source if rule.param else f"{source}.{param}"
+        whole = source_of(param, e)
         shapes = [wanted[one, param] for one in mine]
-        targets[whole] = _target(whole, module, parts_of if stacked else mine, param, shapes, rule)
-    if stacked:
-        for param, count in experts.items():
-            whole = rule.source.replace("{i}", number)
-            whole = whole if rule.param else f"{whole}.{param}"
-            target = targets[whole]
-            shape = None if target.shape is None else (count, *target.shape)
-            targets[whole] = replace(target, shape=shape, experts=count)
+        named = parts_of if stacked else mine
+        targets[whole] = _target(whole, module, named, param, shapes, rule)
+    if not stacked:
+        return
+    for param, count in experts.items():
+        whole = source_of(param, "")
+        target = targets[whole]
+        shape = None if target.shape is None else (count, *target.shape)
+        targets[whole] = replace(target, shape=shape, experts=count)
 
 
 def _target(
@@ -355,22 +374,33 @@ def _target(
     shapes: Sequence[tuple[int, ...] | None],
     rule: Rule,
 ) -> Target:
-    whole = [shape for shape in shapes if shape is not None]
+    """Return the target of the tensor ``whole_name``, whose ``parts`` have these shapes; None is a shape that only the
+    scheme has.  Raise ModelError for a tensor that cannot be divided into its parts."""
+    known = [shape for shape in shapes if shape is not None]
     scheme: WeightScheme | None = getattr(module, "scheme", None)
     able = "cuts_groups" if rule.groups > 1 else "cuts_parts"
-    if scheme is not None and getattr(scheme, able, False) and param in scheme.params() and rule.pairs is None:
+    packed = scheme is not None and param in scheme.params()
+    if packed and getattr(scheme, able, False) and rule.pairs is None:
         return Target(module, parts, param, None, whole=True)
-    cut = len(parts) > 1 and not rule.interleaved  # cut at rows that only the scheme can find
-    if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
-        what = "cut" if cut else "transposed" if rule.transposed else "put in order"
+    change = ""  # of the order of rows, which only the scheme can find in a quantized tensor
+    if len(parts) > 1 and not rule.interleaved:
+        change = "cut"
+    elif rule.transposed:
+        change = "transposed"
+    elif rule.pairs is not None:
+        change = "put in order"
+    if change and len(known) < len(shapes):
         raise ModelError(
-            f"{whole_name} is quantized, but its rows must be {what}: "
+            f"{whole_name} is quantized, but its rows must be {change}: "
             "that is not implemented; use the model in a floating dtype"
         )
-    rows = tuple(shape[0] for shape in whole if shape)
-    shape = None if not whole else (sum(rows), *whole[0][1:]) if len(parts) > 1 else whole[0]
+    rows = tuple(shape[0] for shape in known if shape)
+    shape: tuple[int, ...] | None = known[0] if known else None
+    if shape is not None and len(parts) > 1:
+        shape = (sum(rows), *shape[1:])
     turned = rule.transposed and shape is not None and len(shape) == 2
-    shape = shape[::-1] if shape and turned else shape
+    if shape and turned:
+        shape = shape[::-1]
     uneven = sorted({n for n in rows if n % rule.groups})
     if uneven:
         raise ModelError(
