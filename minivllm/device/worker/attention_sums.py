@@ -74,7 +74,9 @@ class AttentionSums:
         self.dtype = dtype
         self.kernel = kernel
         # layer index -> index in its KV group
-        self.number = {layer.index: i for group in layers for i, layer in enumerate(group)}
+        self.number: dict[int, int] = {}
+        for group in layers:
+            self.number |= {layer.index: i for i, layer in enumerate(group)}
         self._of_slot: dict[int, dict[int, RowSums]] = {}
         self._rows: list[tuple[int, int, int, int]] = []  # (slot, first token, tokens, stored tokens) of the step
         self._tables: dict[int, SummedRows] = {}  # by KV group
@@ -82,20 +84,19 @@ class AttentionSums:
     def of_step(self, plan: StepPlan) -> AttentionSums:
         """Prepare the sums of the rows ``plan.sums``, which get room for the tokens of the step."""
         ends = plan.q_len.cumsum()
-        self._rows = [
-            (
-                int(plan.slots[i]),
-                int(ends[i] - plan.q_len[i]),
-                int(plan.q_len[i]),
-                int(plan.computed[i] + plan.q_len[i]),
-            )
-            for i in plan.sums.tolist()
-        ]
-        for slot, _, _, stored in self._rows:
+        groups = self._groups()
+        self._rows = []
+        for i in plan.sums.tolist():
+            slot = int(plan.slots[i])
+            tokens = int(plan.q_len[i])
+            stored = int(plan.computed[i]) + tokens
+            self._rows.append((slot, int(ends[i]) - tokens, tokens, stored))
             of_row = self._of_slot.setdefault(slot, {})
-            for group in self._groups():
+            for group in groups:
                 of_row[group] = self._grown(of_row.get(group), group, stored)
-        self._tables = {group: self._table(group) for group in self._groups()} if self.kernel else {}
+        self._tables = {}
+        if self.kernel:
+            self._tables = {group: self._table(group) for group in groups}
         return self
 
     def _groups(self) -> list[int]:
@@ -119,7 +120,8 @@ class AttentionSums:
             sums = self._of_slot[slot][group].sums
             columns.append((first, tokens, stored, slot, sums.data_ptr(), sums.stride(0)))
         table = self.state.to(np.array(columns, np.int64).T)
-        return SummedRows(table, max(stored for *_, stored in self._rows), len(self._rows))
+        longest = max(stored for *_, stored in self._rows)
+        return SummedRows(table, longest, len(self._rows))
 
     def norms(self, layer: AttnLayer, q: Tensor) -> Tensor | None:
         """Return the tensor f32 [T, heads] for the log-sum-exp of a layer; None if it is not needed."""
@@ -140,14 +142,16 @@ class AttentionSums:
         for slot, first, tokens, stored in self._rows:
             keys = self._keys(layer, slot, stored)
             sums = self._of_slot[slot][layer.group].sums[number]
+            own = slice(first, first + tokens)
             sees = None
             if meta.host_sees is not None:
-                sees = self.state.to(meta.host_sees[first : first + tokens])
-            sum_attention(sums, q[first : first + tokens], keys, layer.spec, layer.sinks, sees)
+                sees = self.state.to(meta.host_sees[own])
+            sum_attention(sums, q[own], keys, layer.spec, layer.sinks, sees)
 
     def _keys(self, layer: AttnLayer, slot: int, stored: int) -> Tensor:
         """Return the keys [stored, kv_heads, dim_qk] of a row in a layer."""
-        blocks = self.state.table[layer.group, slot, : -(-stored // self.state.block)].long()
+        count = -(-stored // self.state.block)
+        blocks = self.state.table[layer.group, slot, :count].long()
         keys, _ = self.format.load(layer.cache, blocks[None], self.dtype)
         return keys[0, :stored]
 
@@ -155,7 +159,10 @@ class AttentionSums:
         """Return the sums and the numbers of queries f32 [layers * kv_heads, stored] of a row in consecutive layers of
         a group; None without sums."""
         row = self._of_slot.get(slot, {}).get(layers[0].group)
-        return (None, None) if row is None else row.of_layers(self.number[layers[0].index], len(layers), stored)
+        if row is None:
+            return None, None
+        first = self.number[layers[0].index]
+        return row.of_layers(first, len(layers), stored)
 
     def keep(self, slot: int, group: int, chosen: Tensor) -> None:
         """Keep the sums of the tokens ``chosen`` i32 [layers, kv_heads, kept] of a group."""
@@ -175,8 +182,9 @@ class AttentionSums:
 
         A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
         """
-        forks = delta.fork.tolist()
-        copies = {slot: dict(self._of_slot.get(source, {})) for source, slot, _ in forks}
+        copies = {}
+        for source, slot, _ in delta.fork.tolist():
+            copies[slot] = dict(self._of_slot.get(source, {}))
         for slot in delta.leave.tolist():
             self._of_slot.pop(slot, None)
         if delta.join is not None:
@@ -198,13 +206,16 @@ def sum_attention(
     own = torch.arange(n - tokens, n, device=q.device) if sees is None else sees
     key = torch.arange(n, device=q.device)
     columns = keys.float().permute(1, 2, 0)
-    for part, last in zip(q.split(max(1, PAIRS // (heads * n))), own.split(max(1, PAIRS // (heads * n))), strict=True):
+    at_once = max(1, PAIRS // (heads * n))
+    for part, last in zip(q.split(at_once), own.split(at_once), strict=True):
         lines = part.float().view(len(part), kv_heads, -1, dim).permute(1, 2, 0, 3)
-        scores = (lines.reshape(kv_heads, -1, dim) @ columns).view(*lines.shape[:3], n) * spec.softmax_scale
+        products = lines.reshape(kv_heads, -1, dim) @ columns
+        scores = products.view(*lines.shape[:3], n) * spec.softmax_scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         scores.masked_fill_(key > last[:, None], float("-inf"))
         if spec.sinks and sinks is not None:
             sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat((scores, sink), dim=-1)
-        sums += scores.softmax(dim=-1).sum(dim=(1, 2))[:, :n]
+        attention = scores.softmax(dim=-1).sum(dim=(1, 2))
+        sums += attention[:, :n]

@@ -141,19 +141,20 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
     fmt = build_part("kvformat", wiring.parts["kvformat"])
     with times.of("weights"):
         model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
-    groups = [list(g) for g in wiring.cache.groups]
+    processors = make_processors(wiring, cfg.vocab_size)
+    rehearsals = Rehearsals(wiring, times, device, has_kernels(wiring))
     worker = Worker(
-        device,
-        model,
-        parts.backend,
-        make_processors(wiring, cfg.vocab_size),
-        groups,
-        cfg.vocab_size,
-        cfg.hidden_size,
-        weight_bytes(parts),
-        parts,
-        times,
-        Rehearsals(wiring, times, device, has_kernels(wiring)),
+        device=device,
+        model=model,
+        backend=parts.backend,
+        processors=processors,
+        groups=[list(group) for group in wiring.cache.groups],
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.hidden_size,
+        weight_bytes=weight_bytes(parts),
+        parts=parts,
+        times=times,
+        rehearsals=rehearsals,
         notes=notes,
     )
     if worker.rehearsals.note is not None:
@@ -179,10 +180,13 @@ def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> Non
     for name, chosen in {**second, **wiring.own_models}.items():
         own = open_checkpoint(chosen.model_dir).hf_config()
         layers = build_part("model", chosen.parts["model"]).attention(own)
-        made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),))
+        group = tuple(range(len(layers)))
+        made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (group,))
         label = "the draft model" if name == "drafter" else f"the model of {name}"
-        slots = wiring.max_num_seqs + 1
-        states = _allocate_states(worker, its, slots, slots, 0, label) if its.states else None
+        states = None
+        if its.states:
+            slots = wiring.max_num_seqs + 1
+            states = _allocate_states(worker, its, slots, slots, 0, label)
         worker.own_models[name] = SecondModel(made, its.backend, its, states)
         worker.notes += [f"{label}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
@@ -229,8 +233,9 @@ def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt
     part = wiring.parts["drafter"]
     folder = draft.model_dir
     own = cfg if folder == wiring.model_dir else open_checkpoint(folder).hf_config()
-    files = HeadFiles(folder, own, names_in(Path(folder), wiring.load_format))
-    head = head_of(part, files, build_part("model", wiring.parts["model"]), cfg)
+    names = names_in(Path(folder), wiring.load_format)
+    arch = build_part("model", wiring.parts["model"])
+    head = head_of(part, HeadFiles(folder, own, names), arch, cfg)
     worker.target_states = TargetStates(worker.model, head.points, wiring.block, worker.parts.dtype, part.name)
     chosen = {**wiring.parts, **draft.parts}
     made, parts, notes = _load(wiring, folder, chosen, head.cfg, fmt, (), arch=head.arch)
@@ -249,8 +254,10 @@ def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemo
     free = _free_for_states(worker, parts)
     checkpoints = wiring.cache.num_state_checkpoints
     if checkpoints < 0:
-        fit = int(CHECKPOINT_SHARE * (free - slots * each)) // each
-        checkpoints = max(0, min(fit, CHECKPOINTS_EACH * wiring.max_num_seqs))
+        left = free - slots * each
+        fit = int(CHECKPOINT_SHARE * left) // each
+        most = CHECKPOINTS_EACH * wiring.max_num_seqs
+        checkpoints = max(0, min(fit, most))
         if parts.group is not None:
             (checkpoints,) = parts.group.least([checkpoints])
     copies = f" and {checkpoints} checkpoints" if checkpoints else ""
@@ -265,7 +272,8 @@ def _free_for_states(worker: Worker, parts: ModelParts) -> int:
     """Return the bytes that recurrent states may take on the device."""
     free = _free_memory(str(worker.device))
     if worker.device.type == "cpu":
-        free = min(int(2 * CPU_CACHE_SHARE * free), 2 * CPU_CACHE_LIMIT) // parts.shard.size
+        share = int(2 * CPU_CACHE_SHARE * free)
+        free = min(share, 2 * CPU_CACHE_LIMIT) // parts.shard.size
     return free
 
 
@@ -284,10 +292,9 @@ def _allocate_states(worker: Worker, parts: ModelParts, slots: int, copies: int,
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
     """Return the arguments of the constructor of a wiring's attention back end."""
-    rows = min(
-        wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens),
-        max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
-    )
+    with_drafts = wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens)
+    tokens = max(wiring.max_num_batched_tokens, wiring.max_num_seqs)
+    rows = min(with_drafts, tokens)
     return AttentionContext(
         device=wiring.device,
         dtype=wiring.dtype,
@@ -316,8 +323,10 @@ def _load(
     ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  ``arch`` None means the architecture
     in ``chosen``; otherwise it is that of a head, which reads modules of the target model.  Return (model, its parts,
     notes on the weights for the user)."""
-    backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
-    quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    context = attention_context(wiring, fmt)
+    backend = build_part("attention", wiring.parts["attention"], context)
+    stored = getattr(cfg, "quantization_config", None)
+    quantizer = build_part("quantizer", chosen["quantizer"], stored)
     head = arch is not None
     arch = arch or build_part("model", chosen["model"])
     parts = ModelParts(
@@ -361,15 +370,22 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
     if wiring.cache.num_kvcache_blocks > 0:
         blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
     else:
-        blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
-        blocks = blocks if parts.group is None else parts.group.least(blocks)
+        budget = _budget(worker, wiring, parts, layouts)
+        blocks = _fit(worker, wiring, budget, windows)
+        if parts.group is not None:
+            blocks = parts.group.least(blocks)
     try:
         _allocate(worker, parts, layouts, blocks)
     except (RuntimeError, MemoryError) as e:
-        need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
+        need = _cache_bytes(worker, blocks) / 2**30
         raise ResourceError(
             f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
         ) from e
+
+
+def _cache_bytes(worker: Worker, blocks: Sequence[int]) -> int:
+    """Return the bytes of a KV cache with ``blocks[g]`` blocks in group g."""
+    return sum(count * size for count, size in zip(blocks, worker.block_bytes, strict=True))
 
 
 def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
@@ -380,8 +396,9 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
     if worker.target_states is not None:
         second.append(worker.target_states)
     layers = [*parts.layers, *second]
-    n_layers = len(parts.layers)
-    groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
+    groups = [list(group) for group in worker.groups]
+    if second:
+        groups[0] += range(len(parts.layers), len(layers))
     worker.num_blocks = blocks
     worker.caches = allocate(layers, layouts, groups, blocks, worker.device)
 
@@ -396,18 +413,22 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
     block = wiring.block
     per_row = -(-wiring.max_model_len // block) + 1
     most = wiring.max_num_seqs * per_row + 1
+    step_blocks = -(-wiring.max_num_batched_tokens // block)
     want = []
     for g, window in enumerate(windows):
-        seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
-        chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
-        want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
-    whole = sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))
+        if g == 0 or window is None:
+            want.append(most)
+            continue
+        seen = min(per_row, -(-window // block) + 2)
+        want.append(min(most, wiring.max_num_seqs * seen + step_blocks + 1))
+    whole = _cache_bytes(worker, want)
     share = min(1.0, budget / max(1, whole))
     blocks = [int(n * share) for n in want]
     if min(blocks) < 3:
+        left = f"{budget / 2**20:.0f} MiB"
+        each = sum(worker.block_bytes)
         raise ResourceError(
-            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes "
-            f"{sum(worker.block_bytes)} bytes; "
+            f"no room for a KV cache: {left} are left for it, a block takes {each} bytes; "
             "raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_kvcache_blocks"
         )
     tokens = (blocks[0] - 1) * block
@@ -422,7 +443,8 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
     On a CPU it is a share of the free memory.  On a GPU a trial step first measures the memory of activations.
     """
     if worker.device.type == "cpu":
-        return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
+        usable = int(CPU_CACHE_SHARE * free_ram())
+        return min(usable, CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
     worker.rehearsals.compile(lambda: _trial_step(worker, wiring))
     with ALONE:  # a concurrent capture of another engine would be counted here
@@ -434,29 +456,29 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
     reserved = (1 - wiring.cache.gpu_memory_utilization) * total
-    features = 0 if worker.encoder is None else wiring.images.cache_mb << 20
-    features += 2 * staging_bytes(total) if wiring.cache.stores else 0
-    return int(free - reserved - 1.2 * activations - (256 << 20) - features)
+    reserved += 256 << 20
+    if worker.encoder is not None:
+        reserved += wiring.images.cache_mb << 20
+    if wiring.cache.stores:
+        reserved += 2 * staging_bytes(total)
+    return int(free - reserved - 1.2 * activations)
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:
     """Run the largest possible step on the null block, so that the caller can measure its temporary memory."""
-    t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
-    rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
-    plan = StepPlan(
-        0,
-        np.arange(rows),
-        np.full(rows, t // rows, np.int32),
-        np.zeros(rows, np.int32),
-        no_rows(),
-    )
-    groups = len(worker.groups)
-    state = DeviceState(rows, wiring.max_model_len, groups, wiring.block, worker.device)
+    whole = wiring.max_model_len
+    t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * whole)
+    longest = -(-t // whole)  # number of rows of the greatest length
+    rows = max(1, min(wiring.max_num_seqs, longest))
+    q_len = np.full(rows, t // rows, np.int32)
+    computed = np.zeros(rows, np.int32)
+    plan = StepPlan(0, np.arange(rows), q_len, computed, no_rows())
+    state = DeviceState(rows, whole, len(worker.groups), wiring.block, worker.device)
     host = step.host_lengths(plan, state.dropped_host)
     state.recurrent = worker.states
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
-        tensors = step.read_rows(state, table, host)[0]
+        tensors, _ = step.read_rows(state, table, host)
         hidden = step.forward(worker.model, worker.backend, tensors, GraphKey())
         n = min(wiring.max_num_seqs, host.tokens)
         logits = worker.model.logits(hidden[:n]).float()

@@ -51,9 +51,9 @@ class ProcessorChain:
         self.seams = seams
         self.seam_names = processor_seams(self.names)
         state.active = np.zeros((len(self.made), slots), bool)
-        state.processors = [
-            ProcessorState(p, slots, state.device, active) for p, active in zip(self.made, state.active, strict=True)
-        ]
+        state.processors = []
+        for processor, active in zip(self.made, state.active, strict=True):
+            state.processors.append(ProcessorState(processor, slots, state.device, active))
         self.commits = [type(p).commit is not Processor.commit for p in self.made]
 
 
@@ -99,12 +99,18 @@ class SampleCalls(ABC):
 
         If a processor fails, the logits of its rows become 0, so that the sampler can still run."""
         for p in range(len(self.chain.made) - 1):
-            if (found := self.bound(p)) is not None:
+            found = self.bound(p)
+            if found is not None:
                 self._apply(p, logits, rows, *found)
 
     def _apply(self, p: int, logits: Tensor, rows: Rows, some: np.ndarray | None, variant: int) -> None:
-        index = None if some is None else self.state.to(some)
-        part, its = (logits, rows) if index is None else (logits[index], rows.pick(index))
+        index = None
+        part = logits
+        its = rows
+        if some is not None:
+            index = self.state.to(some)
+            part = logits[index]
+            its = rows.pick(index)
         its.variant = variant
         try:
             its.own_logits = self.own_logits(p, some)
@@ -146,16 +152,23 @@ class SampleCalls(ABC):
         ``tokens`` is i64 [N, k]; of row i the first ``count[i]`` are accepted.  If a processor raises and ``fail``
         returns, the rows that use the processor are stopped."""
         for p, processor in enumerate(self.chain.made):
-            if not self.chain.commits[p] or (found := self.bound(p)) is None:
+            if not self.chain.commits[p]:
                 continue
-            index = None if found[0] is None else self.state.to(found[0])
-            its = rows if index is None else rows.pick(index)
-            its.variant = found[1]
-            sampled = (tokens, count) if index is None else (tokens[index], count[index])
+            found = self.bound(p)
+            if found is None:
+                continue
+            some, variant = found
+            its = rows
+            sampled = tokens, count
+            if some is not None:
+                index = self.state.to(some)
+                its = rows.pick(index)
+                sampled = tokens[index], count[index]
+            its.variant = variant
             try:
                 self.run(p, processor.commit, *sampled, its, self.state.processors[p].columns)
             except Exception as e:
-                self.fail(p, e, found[0])
+                self.fail(p, e, some)
                 self.state.stopped[its.slots] = True
 
 
@@ -172,10 +185,13 @@ class BoundCalls(SampleCalls):
         on = its.active[self.slots] & ~self.failed
         if not on.any():
             return None
-        return None if on.all() else np.flatnonzero(on), int(np.bitwise_or.reduce(its.variant[self.slots[on]]))
+        rows = None if on.all() else np.flatnonzero(on)
+        variants = its.variant[self.slots[on]]
+        return rows, int(np.bitwise_or.reduce(variants))
 
     def sampler_variant(self) -> int:
-        return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
+        variants = self.state.processors[-1].variant[self.slots]
+        return int(np.bitwise_or.reduce(variants))
 
     def blank(self, logits: Tensor) -> Tensor:
         """Return a tensor of -1, which is no token, so that a row without a written token is detected."""
@@ -228,20 +244,29 @@ class SeparateCalls(GuardedCalls):
         poison: dict[int, StepError],
     ) -> None:
         plan = running.plan
-        super().__init__(chain, plan.slots[plan.samples].astype(np.int64), running.errors)
+        slots = plan.slots[plan.samples].astype(np.int64)
+        super().__init__(chain, slots, running.errors)
         self.wiring = wiring
         self.own_models = own_models
         self.running = running
         self.plan = plan
         self.late = late
-        self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
+        ends = plan.computed + plan.q_len
+        self.position = ends[plan.samples].astype(np.int64)
         self.topk = plan.topk
         self.processed = wiring.logprobs_mode == "processed_logprobs"
-        self.pairs = self.state.to(plan.guided.T).long() if len(plan.guided) else None
-        for j, slot in enumerate(self.slots.tolist()) if poison else ():
+        self.pairs: Tensor | None = None
+        if len(plan.guided):
+            self.pairs = self.state.to(plan.guided.T).long()
+        if poison:
+            self._fail_poisoned(poison)
+
+    def _fail_poisoned(self, poison: dict[int, StepError]) -> None:
+        """Fail the rows of slots in ``poison``, and remove their errors from it."""
+        for row, slot in enumerate(self.slots.tolist()):
             if slot in poison:
-                self.errors.append(replace(poison[slot], rows=(j,)))
-                self.failed[j] = True
+                self.errors.append(replace(poison[slot], rows=(row,)))
+                self.failed[row] = True
         for slot in self.slots[self.failed].tolist():
             poison.pop(slot, None)
 
@@ -250,7 +275,8 @@ class SeparateCalls(GuardedCalls):
         if own is None:
             return None
         at = slice(None) if some is None else some
-        slots, known = (x[at].astype(np.int32) for x in (self.slots, self.position))
+        slots = self.slots[at].astype(np.int32)
+        known = self.position[at].astype(np.int32)
         return self.run(p, own.logits_behind, slots, known)
 
     def guide(self, logits: Tensor) -> Tensor:
@@ -262,8 +288,8 @@ class SeparateCalls(GuardedCalls):
         if self.pairs is None:
             return logits
         logits = logits.float()
-        invariant = self.wiring.batch_invariant
-        sampling.guide_rows(logits, self.pairs, self.state.to(self.plan.scale), invariant)
+        scale = self.state.to(self.plan.scale)
+        sampling.guide_rows(logits, self.pairs, scale, self.wiring.batch_invariant)
         return logits
 
     def draw(self, logits: Tensor, rows: Rows) -> Draw:
@@ -276,16 +302,19 @@ class SeparateCalls(GuardedCalls):
 
     def rows(self) -> Rows:
         slots, position = self.state.to(np.stack([self.slots, self.position]))
-        return step.rows_of(self.state, slots, position, int(self.position.max()))
+        longest = int(self.position.max())
+        return step.rows_of(self.state, slots, position, longest)
 
     def meet_host(self, logits: Tensor) -> None:
         """Apply the token masks to ``logits`` in place, and start the copy of the logits in ``plan.host``."""
         plan = self.plan
         to = self.state.to
         if self.late is not None:
-            sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
+            mask = to(self.late.mask)
+            sampling.apply_mask(logits, mask, to(plan.late).long())
         if len(plan.host):
-            self.running.logits = to_host(logits[to(plan.host).long()])
+            rows = to(plan.host).long()
+            self.running.logits = to_host(logits[rows])
 
     def peaks(self, logits: Tensor) -> Tensor:
         """Return bool [N], True for rows whose logits allow no draw (see ``sampling.bad_rows``)."""
@@ -306,8 +335,9 @@ class SeparateCalls(GuardedCalls):
             self.commit(tokens[:, None], count, rows)
         else:
             self._commit_slots(tokens, count, rows, draft)
-        for row in (row for e in self.errors[before:] for row in e.rows):
-            flags[row] = FAILED
+        for error in self.errors[before:]:
+            for row in error.rows:
+                flags[row] = FAILED
         self.running.packed = to_host(torch.stack([tokens.int(), count, flags]))
         return tokens
 
@@ -318,7 +348,9 @@ class SeparateCalls(GuardedCalls):
         heads, tokens, count = step.by_slot(self.state, draft, tokens, count)
         calls = GuardedCalls(self.chain, self.slots[heads], [])
         calls.commit(tokens, count, rows.pick(self.state.to(heads)))
-        self.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in calls.errors]
+        for error in calls.errors:
+            first = heads[list(error.rows)]
+            self.errors.append(replace(error, rows=tuple(first.tolist())))
 
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         wiring = self.wiring

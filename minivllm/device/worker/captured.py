@@ -64,7 +64,8 @@ def bounds(key: GraphKey, groups: int) -> step.HostLengths:
     """Return upper bounds of the row lengths of every step that runs in a capture of shape ``key``.
 
     A capture serves steps of many lengths, and only the device has the exact ones."""
-    most = np.full(key.rows, 1 if key.kind == "decode" else key.tokens, np.int32)
+    longest = 1 if key.kind == "decode" else key.tokens
+    most = np.full(key.rows, longest, np.int32)
     kv_len = np.full((groups, key.rows), key.span, np.int32)
     return step.HostLengths(key.tokens, key.rows, most, kv_len)
 
@@ -74,16 +75,22 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
     size = len(slots)
     groups = len(state.table)
     device = slots.device
-    make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
+
+    def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
     ids = make(size)
     position = make(size)
+    rotary = position if state.rope_first is None else make(size)
+    cu_q = torch.arange(size + 1, dtype=torch.int32, device=device)
+    row = torch.arange(size, device=device)
     meta = AttnMeta(
         slots=slots,
-        cu_q=torch.arange(size + 1, dtype=torch.int32, device=device),
-        q_len=make(size, dtype=torch.int32) + 1,
+        cu_q=cu_q,
+        q_len=make(size, dtype=torch.int32, fill=1),
         kv_len=make(groups, size, dtype=torch.int32),
-        position=position if state.rope_first is None else make(size),
-        row=torch.arange(size, device=device),
+        position=rotary,
+        row=row,
         table=state.table,
         slot_map=make(groups, size),
         block=state.block,
@@ -117,7 +124,8 @@ class CapturedCalls(SampleCalls):
         self.sampler = runner.sampler
         self.topk = operations.topk
         self.processed = runner.processed
-        written = operations.wants_min or max(operations.variants[:-1], default=-1) >= 0
+        processors = operations.variants[:-1]
+        written = operations.wants_min or max(processors, default=-1) >= 0
         self.float32 = written or not self.sampler.any_dtype
         self.changes = written or operations.late or not self.sampler.keeps_logits
 

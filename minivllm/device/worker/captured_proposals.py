@@ -66,21 +66,30 @@ class CapturedPasses:
         self.first_shift = back.expand(size, self.width).reshape(-1).contiguous()
         self.shifts = [torch.full((size,), j - own.ahead, device=device) for j in range(key.k)]
         none = torch.empty(0, device=device)
-        self.calls = CapturedCalls(runner, Buffers(slots, none, none, no_rows()), key.operations, None)
+        buffers = Buffers(slots, none, none, no_rows())
+        self.calls = CapturedCalls(runner, buffers, key.operations, None)
         self.last: Tensor | None = None  # [B, W] results of the newest pass
 
     def _static(self, size: int, span: int) -> tuple[StepTensors, GraphKey]:
         key = GraphKey("decode", size, size, span)
         slots = torch.zeros(size, dtype=torch.int64, device=self.slots.device)
-        return column_tensors(self.state, slots, bounds(key, len(self.state.table))), key
+        lengths = bounds(key, len(self.state.table))
+        return column_tensors(self.state, slots, lengths), key
 
     def logits(self, j: int) -> Tensor:
         """Return the logits [B, V] for draft ``j`` of each row (``DraftModel.logits``)."""
         second = self.own.second
         state = self.state
-        (static, key), shift = (self.later, self.shifts[j]) if j else (self.first, self.first_shift)
+        slots = self.slots
+        if j:
+            static, key = self.later
+            shift = self.shifts[j]
+        else:
+            static, key = self.first
+            shift = self.first_shift
+            slots = slots[:, None].expand(-1, self.width).reshape(-1)
         meta = static.meta
-        meta.slots.copy_(self.slots if j else self.slots[:, None].expand(-1, self.width).reshape(-1))
+        meta.slots.copy_(slots)
         ahead = self.own.ahead
         drafts.begin_at(meta.slots, shift, state, static.ids, static.position, meta.kv_len, meta.slot_map, ahead)
         if state.rope_first is not None:
@@ -89,8 +98,10 @@ class CapturedPasses:
         read = StepTensors(static.ids, static.position, meta)
         self.own.enter(read, self.last if j else None)
         hidden = step.forward(second.model, second.backend, read, key)
-        self.last = hidden if j else hidden[self.width - 1 :: self.width].contiguous()
-        return second.model.logits(self.last)
+        if not j:
+            hidden = hidden[self.width - 1 :: self.width].contiguous()
+        self.last = hidden
+        return second.model.logits(hidden)
 
     def draw(self, rows: Rows, logits: Tensor, j: int) -> Tensor:
         """Draw draft ``j`` of each row and append it to the history (``DraftModel.draw``)."""
@@ -126,11 +137,14 @@ class CapturedProposals:
         if key is None or self.made.get(key, key) is None:
             return None
         exact = slack == 0
-        if self.own is not None and not self.own.covers(slots[~exact], k):
-            return None
-        if self.own is not None and exact.any():
-            self.own.catch_up(slots[exact], known[exact], k)
-        captured = self.made[key] if key in self.made else self.made.setdefault(key, self._capture(key))
+        if self.own is not None:
+            if not self.own.covers(slots[~exact], k):
+                return None
+            if exact.any():
+                self.own.catch_up(slots[exact], known[exact], k)
+        if key not in self.made:
+            self.made[key] = self._capture(key)
+        captured = self.made[key]
         if captured is None:
             return None
         self._fill(key.rows, slots)
@@ -144,8 +158,10 @@ class CapturedProposals:
         operations = graphs.slot_operations(slots, -1, False)
         if operations is None or len(slots) > graphs.sizes[-1]:
             return None
-        size = graphs.sizes[int(np.searchsorted(graphs.sizes, len(slots)))]
-        span = SHORT if int(known.max()) + k <= SHORT else self.runner.wiring.max_model_len
+        at = int(np.searchsorted(graphs.sizes, len(slots)))
+        size = graphs.sizes[at]
+        longest = int(known.max()) + k
+        span = SHORT if longest <= SHORT else self.runner.wiring.max_model_len
         key = ProposalKey(size, k, span, operations)
         return key if key in self.made or len(self.made) < CAPTURES else None
 
@@ -175,7 +191,8 @@ class CapturedProposals:
         def run() -> Tensor:
             longest = min(key.span, r.state.tokens.shape[1] - 1)
             rows = step.rows_of(r.state, slots, r.state.known[slots], longest)
-            tokens, count = self.drafting.drafter.propose(Ask(rows, key.k, no_rows(), no_rows()))
+            ask = Ask(rows, key.k, no_rows(), no_rows())
+            tokens, count = self.drafting.drafter.propose(ask)
             check_drafts(tokens, count, key.rows, key.k)
             drafts.put(slots, tokens, r.state, vocab, 0, count, given)
             return given

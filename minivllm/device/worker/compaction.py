@@ -203,8 +203,10 @@ class Compactor:
             shifts[row.slot] = gone
             self.state.dropped_host[group, row.slot] += gone
             self.state.dropped[group, row.slot : row.slot + 1].add_(gone)
-        for slot, shift in shifts.items() if self.rotations else ():
-            assert self.state.rope_first is not None
+        if not self.rotations:
+            return
+        assert self.state.rope_first is not None
+        for slot, shift in shifts.items():
             self.state.rope_first[slot : slot + 1].sub_(shift)
 
     def _rotation(self, layer: AttnLayer, row: CompactedRow, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -218,7 +220,8 @@ class Compactor:
             return None
         cos, sin = self.rotations[layer.index]
         assert self.state.rope_first is not None and self.state.dropped is not None
-        first = self.state.rope_first[row.slot] + self.state.dropped[layer.group, row.slot]
+        first = self.state.rope_first[row.slot]
+        first = first + self.state.dropped[layer.group, row.slot]
         old = first + tokens
         new = first + torch.arange(tokens.shape[1], device=tokens.device)
         old_cos = cos[old]

@@ -67,21 +67,30 @@ class DraftBuffers(Buffers):
     host: np.ndarray  # host copy of ``table``
 
 
+# fields of a plan that are empty in every captured step with drafts
+APART = (
+    "host", "held", "late", "guided", "prompt", "pooled", "observe", "sums", "taps", "steered", "given",
+)  # fmt: skip
+
+
 def draft_table(slots: np.ndarray, draft: np.ndarray, size: int, spare: int) -> np.ndarray:
     """Return ``DraftBuffers.table`` for rows in ``slots`` [R] with ``StepPlan.draft`` [R], padded to ``size`` rows."""
-    padded = np.zeros((2, size), np.int64)
-    padded[0] = spare
-    padded[0, : len(slots)] = slots
-    padded[1, : len(slots)] = draft
-    first = np.flatnonzero(padded[1] == 0)
+    n = len(slots)
+    slot_of = np.full(size, spare)
+    slot_of[:n] = slots
+    number = np.zeros(size, np.int64)
+    number[:n] = draft
+    is_head = number == 0
+    first = np.flatnonzero(is_head)
+    sequences = len(first)
     heads = np.full(size, spare)
-    many = np.zeros(size, np.int64)
+    heads[:sequences] = slot_of[first]
     begins = np.full(size + 1, size)
-    heads[: len(first)] = padded[0][first]
-    begins[: len(first)] = first
-    many[: len(first)] = np.diff(np.append(first, size)) > 1
-    row = np.cumsum(padded[1] == 0) - 1
-    return np.concatenate([padded.ravel(), heads, many, row, begins])
+    begins[:sequences] = first
+    many = np.zeros(size, np.int64)
+    many[:sequences] = np.diff(np.append(first, size)) > 1
+    row = np.cumsum(is_head) - 1
+    return np.concatenate([slot_of, number, heads, many, row, begins])
 
 
 class DraftedCalls(CapturedCalls):
@@ -98,7 +107,9 @@ class DraftedCalls(CapturedCalls):
         state = self.state
         b = self.b
         if peaks is None:
-            peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(logits)
+            peaks = drawn.peaks
+        if peaks is None:
+            peaks = best_of_tiles(logits)
         most = self.runner.wiring.speculation.num_speculative_tokens
         drafts.commit(b.slots, b.draft, drawn.tokens, peaks, state, b.out, b.total, logits.shape[1], most)
         if any(self.chain.commits):
@@ -111,7 +122,8 @@ class DraftedCalls(CapturedCalls):
         Rows of drafts become rows of the spare slot without tokens."""
         b = self.b
         size = len(tokens)
-        at = torch.arange(size, device=tokens.device)[:, None] + torch.arange(1 + most, device=tokens.device)
+        first = torch.arange(size, device=tokens.device)
+        at = first[:, None] + torch.arange(1 + most, device=tokens.device)
         spare = self.runner.wiring.max_num_seqs
         its = replace(rows, slots=rows.slots.masked_fill(b.draft > 0, spare))
         self.commit(tokens[at.clamp_(max=size - 1)], b.total, its)
@@ -136,20 +148,11 @@ class DraftedSteps:
     def key(self, plan: StepPlan) -> DraftedKey | None:
         """Return the shape of the capture in which a step runs, or None if this class does not capture it."""
         rows = len(plan.slots)
-        apart = (
-            plan.host,
-            plan.held,
-            plan.late,
-            plan.guided,
-            plan.prompt,
-            plan.pooled,
-            plan.observe,
-            plan.sums,
-            plan.taps,
-        )
-        if not len(plan.draft) or rows > self.sizes[-1] or any(map(len, apart)) or len(plan.samples) < rows:
+        if not len(plan.draft) or rows > self.sizes[-1] or len(plan.samples) < rows:
             return None
-        if (plan.q_len != 1).any() or len(plan.steered) or len(plan.given) or self.runner.adapts(plan)[0]:
+        if any(len(getattr(plan, name)) for name in APART):
+            return None
+        if (plan.q_len != 1).any() or self.runner.adapts(plan)[0]:
             return None
         size = self.sizes[int(np.searchsorted(self.sizes, rows))]
         span = SHORT if int(plan.computed.max()) < SHORT else self.runner.wiring.max_model_len
@@ -211,7 +214,8 @@ class DraftedSteps:
             host = draft_table(NONE, NONE, size, self.spare)
             table = torch.from_numpy(host).to(r.device)
             slots, draft, heads, many, row, cu_q = table.split([size] * 5 + [size + 1])
-            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            dtype = getattr(torch, r.wiring.dtype)
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=dtype, device=r.device)
             out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
             total = torch.zeros_like(out[0])
             views = (table, draft, heads, many, row, cu_q, total)
@@ -222,8 +226,10 @@ class DraftedSteps:
         """Copy the rows of a step to the device unless they equal the rows of the previous step."""
         n = len(slots)
         size = len(b.slots)
-        same = (b.host[:n] == slots).all() and (b.host[size : size + n] == draft).all()
-        if not same or (b.host[n:size] != self.spare).any():
+        numbers = b.host[size : size + n]
+        same = (b.host[:n] == slots).all() and (numbers == draft).all()
+        padding = b.host[n:size]
+        if not same or (padding != self.spare).any():
             b.host = draft_table(slots, draft, size, self.spare)
             b.table.copy_(staged(b.host, self.runner.device), non_blocking=True)
 
@@ -236,7 +242,8 @@ class DraftedSteps:
             drafts.begin_at(b.slots, b.draft, r.state, static.ids, static.position, meta.kv_len, meta.slot_map)
             if r.state.rope_first is not None:
                 torch.add(static.position, r.state.rope_first[b.slots], out=meta.position)
-            read = StepTensors(static.ids, static.position, meta, states=self._states(b))
+            states = self._states(b)
+            read = StepTensors(static.ids, static.position, meta, states=states)
             read.watch = r.watch(read)
             step.forward(r.model, r.backend, read, key, out=b.hidden)
 
@@ -248,7 +255,8 @@ class DraftedSteps:
         if state.recurrent is None:
             return None
         start = (state.known[b.heads] - 1).int()
-        found = state.recurrent.of_step(b.heads, start, b.cu_q.int(), state.stopped, b.many.bool())
+        cu_q = b.cu_q.int()
+        found = state.recurrent.of_step(b.heads, start, cu_q, state.stopped, b.many.bool())
         found.row = b.row
         found.longest = 1 + self.most
         return found
@@ -256,11 +264,15 @@ class DraftedSteps:
     def _capture_sample(self, b: DraftBuffers, operations: SampleOperations) -> Captured | None:
         r = self.runner
         before = b.table.clone()
-        b.table.copy_(torch.from_numpy(draft_table(NONE, NONE, len(b.slots), self.spare)))
+        spare_rows = draft_table(NONE, NONE, len(b.slots), self.spare)
+        b.table.copy_(torch.from_numpy(spare_rows))
+
+        def run() -> Any:
+            calls = DraftedCalls(r, b, operations, None)
+            return step.sample(calls, r.state, r.model, b.hidden)
+
         try:
-            return self._capture(
-                lambda: step.sample(DraftedCalls(r, b, operations, None), r.state, r.model, b.hidden), None
-            )
+            return self._capture(run, None)
         except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self.note("sampling of steps with drafts", as_exception(e))
             return None

@@ -83,7 +83,8 @@ class Drafting:
         running.without_drafts = self._failed
         self._failed = None
         first, heads = group_rows(plan.draft)
-        wanted = np.bincount(first, minlength=len(first))[heads] - 1
+        sizes = np.bincount(first, minlength=len(first))
+        wanted = sizes[heads] - 1
         k = int(wanted.max())
         slots_np = plan.slots[heads]
         known = plan.computed[heads] + 1
@@ -109,7 +110,9 @@ class Drafting:
         plan = running.plan
         heads = group_rows(plan.draft)[1]
         if self.captured is not None:
-            slack = plan.slack[heads] if len(plan.slack) else np.zeros(len(heads), np.int32)
+            slack = np.zeros(len(heads), np.int32)
+            if len(plan.slack):
+                slack = plan.slack[heads]
             try:
                 count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k, slack)
             except Exception as e:  # the drafter's model raised in an operation that is not captured
@@ -123,20 +126,25 @@ class Drafting:
         if self.head is not None:
             drafts = self.seams.run("drafter", self.head.propose, ask.slots, ask.known, ask.k)
             if drafts is not None:  # the first token of a sequence has no states before it
-                return torch.from_numpy(np.where(ask.known > 1, ask.k, 0).astype(np.int32))
-        packed = state.to(np.stack([ask.slots, ask.known]).astype(np.int64))
+                counts = np.where(ask.known > 1, ask.k, 0)
+                return torch.from_numpy(counts.astype(np.int32))
+        columns = np.stack([ask.slots, ask.known])
+        packed = state.to(columns.astype(np.int64))
         found = self._ask(running, packed, ask)
         if found is None:
             return None
+        tokens, usable = found
         slots, position = packed
-        at = (position[:, None] + torch.arange(ask.k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
-        state.tokens[slots[:, None], at] = found[0].int()
-        return found[1].int()
+        last = state.tokens.shape[1] - 1
+        at = position[:, None] + torch.arange(ask.k, device=state.device)
+        state.tokens[slots[:, None], at.clamp_(max=last)] = tokens.int()
+        return usable.int()
 
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the drafter's tokens i64 [N, k] and their counts i64 [N]; None if it fails."""
         slots, position = packed
-        ask = replace(ask, rows=rows_of(self.state, slots, position, int(ask.known.max())))
+        longest = int(ask.known.max())
+        ask = replace(ask, rows=rows_of(self.state, slots, position, longest))
         if self.host is not None:
             history = self.host.known(ask.slots, ask.known)
             ask = replace(ask, history=history, owner=self.host.owner[ask.slots])
@@ -150,10 +158,10 @@ class Drafting:
 
 def check_drafts(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int) -> None:
     """Raise ValueError unless ``tokens`` and ``count`` have the shapes and dtypes of k drafts for n rows."""
-    if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
-        raise ValueError(
-            f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; expected {(n, k)} and {(n,)}"
-        )
+    shape = tuple(tokens.shape)
+    counts = tuple(count.shape)
+    if shape != (n, k) or counts != (n,):
+        raise ValueError(f"drafts of shape {shape}, count {counts}; expected {(n, k)} and {(n,)}")
     for name, found in (("drafts", tokens), ("count", count)):
         if found.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"{name} are {found.dtype}; expected int64")
@@ -166,12 +174,13 @@ def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: in
     shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
     check_drafts(tokens, count, n, k)
     there = (tokens >= 0) & (tokens < vocab)
-    usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
+    valid = there.int().cumprod(1).sum(1)  # number of tokens before the first that is none
+    usable = torch.minimum(count, valid).clamp_(min=0)
     if tokens.device.type == "cpu":
-        if (count < 0).any() or (count > k).any():
-            raise ValueError(
-                f"count goes from {int(count.min())} to {int(count.max())}; expected 0 to {k} drafts a row"
-            )
+        least = int(count.min())
+        most = int(count.max())
+        if least < 0 or most > k:
+            raise ValueError(f"count goes from {least} to {most}; expected 0 to {k} drafts a row")
         if (usable < count).any():
             raise ValueError(f"a draft is out of range; expected tokens 0 to {vocab - 1}")
     return torch.where(there, tokens, 0), usable

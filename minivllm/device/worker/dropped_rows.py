@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import StepPlan, StepResult, group_rows
+from minivllm.core.interfaces.plan import LogProbs, StepError, StepPlan, StepResult, group_rows
+
+# fields of a plan with one number for each row, and fields with indices in ``samples``
+OF_ROWS = ("slots", "q_len", "computed", "draft")
+OF_SAMPLES = ("late", "host", "held", "guided")
 
 
 def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
@@ -16,9 +20,12 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     Rows that still have drafts come after the other rows with one token, as ``StepPlan`` requires.
     """
     first, _ = group_rows(plan.draft)
-    alone = np.bincount(first[keep], minlength=len(first))[first] == 1
+    remaining = np.bincount(first[keep], minlength=len(first))  # rows of each sequence, at its first row
+    alone = remaining[first] == 1
     rows = np.flatnonzero(keep)
-    rows = rows[np.argsort(2 * (plan.q_len[rows] > 1) + ~alone[rows], kind="stable")]
+    several = plan.q_len[rows] > 1
+    order = np.argsort(2 * several + ~alone[rows], kind="stable")
+    rows = rows[order]
     at = np.full(len(keep), -1)
     at[plan.samples] = np.arange(len(plan.samples))
     samples = np.flatnonzero(at[rows] >= 0)
@@ -28,31 +35,20 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     new[back] = np.arange(len(back))
     row[rows] = np.arange(len(rows))
     prompt = plan.prompt.copy()
-    taps = plan.taps[keep[plan.taps[:, 1]]]
-    pooled = plan.pooled.copy()
     prompt[:, 0] = row[prompt[:, 0]]
+    stays = keep[plan.taps[:, 1]]
+    taps = plan.taps[stays]
     taps[:, 1] = row[taps[:, 1]]
+    pooled = plan.pooled.copy()
     pooled[:, 0] = row[pooled[:, 0]]
     given, routes = _given_of(plan, keep)
     given[:, 0] = row[given[:, 0]]
-    return replace(
-        plan,
-        slots=plan.slots[rows],
-        q_len=plan.q_len[rows],
-        computed=plan.computed[rows],
-        draft=plan.draft[rows],
-        slack=plan.slack[rows] if len(plan.slack) else plan.slack,
-        samples=samples.astype(np.int32),
-        late=new[plan.late],
-        host=new[plan.host],
-        held=new[plan.held],
-        guided=new[plan.guided],
-        prompt=prompt,
-        taps=taps,
-        pooled=pooled,
-        given=given,
-        routes=routes,
-    ), back
+    of_rows = {name: getattr(plan, name)[rows] for name in OF_ROWS}
+    of_samples = {name: new[getattr(plan, name)] for name in OF_SAMPLES}
+    slack = plan.slack[rows] if len(plan.slack) else plan.slack
+    plan = replace(plan, **of_rows, **of_samples, slack=slack, samples=samples.astype(np.int32))
+    plan = replace(plan, prompt=prompt, taps=taps, pooled=pooled, given=given, routes=routes)
+    return plan, back
 
 
 def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +57,9 @@ def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         return plan.given.copy(), plan.routes
     rows, counts = plan.given.T
     tokens = plan.routes.reshape(int(counts.sum()), -1)
-    return plan.given[keep[rows]], tokens[np.repeat(keep[rows], counts)].ravel()
+    stays = keep[rows]
+    tokens = tokens[np.repeat(stays, counts)]
+    return plan.given[stays], tokens.ravel()
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
@@ -75,26 +73,24 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
         out[back] = part
         return out
 
+    def moved(error: StepError) -> StepError:
+        if not error.rows:
+            return error
+        rows = back[list(error.rows)]
+        return replace(error, rows=tuple(rows.tolist()))
+
     lp = result.logprobs
     if lp is not None:
-        lp = replace(
-            lp,
-            chosen=full(lp.chosen),
-            rank=full(lp.rank),
-            top_ids=full(lp.top_ids),
-            top=full(lp.top),
-        )
-    errors = tuple(replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors)
-    return replace(
-        result,
-        slots=plan.slots[plan.samples],
-        tokens=full(result.tokens),
-        count=full(result.count),
-        flags=full(result.flags),
-        logprobs=lp,
-        errors=errors,
-        taps=result.taps if result.failure else _spread_taps(result.taps, back, plan, widths),
-    )
+        lp = LogProbs(full(lp.chosen), full(lp.rank), full(lp.top_ids), full(lp.top))
+    errors = tuple(moved(error) for error in result.errors)
+    taps = result.taps
+    if not result.failure:
+        taps = _spread_taps(taps, back, plan, widths)
+    slots = plan.slots[plan.samples]
+    tokens = full(result.tokens)
+    count = full(result.count)
+    flags = full(result.flags)
+    return replace(result, slots=slots, tokens=tokens, count=count, flags=flags, logprobs=lp, errors=errors, taps=taps)
 
 
 def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
@@ -104,7 +100,8 @@ def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: S
     removed = np.zeros(len(plan.slots), bool)
     removed[np.delete(plan.samples, back)] = True  # each removed row would have drawn a token
     point, row, first = plan.taps.T
-    sizes = np.asarray(widths)[point] * (plan.q_len[row] - first)
+    tokens = plan.q_len[row] - first
+    sizes = np.asarray(widths)[point] * tokens
     there = np.repeat(~removed[row], sizes)
     out = np.zeros(len(there), np.float32)
     out[there] = values

@@ -50,8 +50,10 @@ class HeadModel(OwnModel):
         if not j:
             return self.logits_behind(ask.slots, ask.known, ask.k - 1)
         # all rows draw as many drafts as the row with the most drafts; additional drafts of the other rows are dropped
-        pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, self.wiring.max_model_len - 2)
-        return self._run(ask.slots, np.ones(len(pairs), np.int32), pairs, copied=True)
+        last = self.wiring.max_model_len - 2
+        pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, last)
+        ones = np.ones(len(pairs), np.int32)
+        return self._run(ask.slots, ones, pairs, copied=True)
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
         """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
@@ -64,10 +66,12 @@ class HeadModel(OwnModel):
         done = self._done(slots, known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(pairs - done > most)).size:
-            self._run(slots[far], np.full(len(far), most, np.int32), done[far])
+            q_len = np.full(len(far), most, np.int32)
+            self._run(slots[far], q_len, done[far])
             done[far] += most
         self.keep(slots, known, extra)
-        return self._run(slots, (pairs - done).astype(np.int32), done)
+        missing = (pairs - done).astype(np.int32)
+        return self._run(slots, missing, done)
 
     def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> np.ndarray | None:
         """Draw k drafts of each row in one native call, and write them to the history.  Return the drafts i32 [k, N].
@@ -77,14 +81,17 @@ class HeadModel(OwnModel):
         native = self.native
         done = self._done(slots, known)
         q_len = self.total(known) - done
-        if native is None or not native.takes(q_len) or not native.steps.draws_rows(slots):
+        if native is None or not native.takes(q_len):
+            return None
+        if not native.steps.draws_rows(slots):
             return None
         self.keep(slots, known, k - 1)
         return native.propose(slots, q_len, done, known, k, self.states.memory)
 
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
-        if self.passes is None and self.native is not None and self.native.draws(ask.slots, logits):
-            return self.native.draw(ask.slots, ask.known + j)
+        native = None if self.passes is not None else self.native
+        if native is not None and native.draws(ask.slots, logits):
+            return native.draw(ask.slots, ask.known + j)
         return super().draw(ask, logits, j)
 
     def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
@@ -92,7 +99,9 @@ class HeadModel(OwnModel):
         row = np.repeat(np.arange(len(slots)), q_len)
         first = q_len.cumsum() - q_len
         position = (computed - first)[row] + np.arange(len(row))
-        return self.states.at(self.state, *self.state.to(np.stack([slots[row], position]).astype(np.int64)))
+        places = np.stack([slots[row], position]).astype(np.int64)
+        slot_of, at = self.state.to(places)
+        return self.states.at(self.state, slot_of, at)
 
     def total(self, known: np.ndarray) -> np.ndarray:
         return np.maximum(known - 1, 1)
@@ -111,12 +120,16 @@ class HeadModel(OwnModel):
         return 1 + k
 
     def covers(self, slots: np.ndarray, k: int) -> bool:
+        if not super().covers(slots, k):
+            return False
         # a row whose last step had more drafts may lack more (token, state) pairs
-        return super().covers(slots, k) and bool((self.drafted[slots] <= k).all())
+        return bool((self.drafted[slots] <= k).all())
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
         read.drafted = last is not None
-        read.hidden = self.states.at(self.state, read.meta.slots, read.position) if last is None else last
+        if last is None:
+            last = self.states.at(self.state, read.meta.slots, read.position)
+        read.hidden = last
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
         """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.
@@ -137,7 +150,9 @@ class HeadModel(OwnModel):
         slot_of = read.meta.slots[read.meta.row]
         read.ids = self.state.tokens[slot_of, read.position + 1].long()
         read.drafted = copied
-        read.hidden = self.last if copied else self.states.at(self.state, slot_of, read.position)
+        read.hidden = self.last
+        if not copied:
+            read.hidden = self.states.at(self.state, slot_of, read.position)
         indices = self.state.to(last) if len(read.ids) > len(slots) else None
         model = self.second.model
         self.last = step.forward(model, self.second.backend, read, GraphKey(), indices)

@@ -55,13 +55,15 @@ class HostTokens:
         n = int(self.length[slot])
         self.length[slot] = 0
         if n:
-            self.ended(int(self.owner[slot]), self.tokens[slot, :n].copy(), int(self.prompt[slot]))
+            tokens = self.tokens[slot, :n].copy()
+            self.ended(int(self.owner[slot]), tokens, int(self.prompt[slot]))
 
     def _join(self, join: Join, step: int) -> None:
-        end = join.known.cumsum()
-        for i, slot in enumerate(join.slot.tolist()):
-            n = int(join.known[i])
-            self.tokens[slot, :n] = join.tokens[end[i] - n : end[i]]
+        begin = 0
+        for slot, n in zip(join.slot.tolist(), join.known.tolist(), strict=True):
+            end = begin + n
+            self.tokens[slot, :n] = join.tokens[begin:end]
+            begin = end
         self.length[join.slot] = join.known
         self.prompt[join.slot] = join.prompt
         self.owner[join.slot] = join.owner if len(join.owner) else 0
@@ -73,8 +75,10 @@ class HostTokens:
         A token is dropped if its slot has a sequence that joined after the step."""
         rows = plan.samples
         slots = plan.slots[rows]
-        accepted = (result.count > 0) & (self.since[slots] <= plan.id) & (self.length[slots] > 0)
-        at = (plan.computed + plan.q_len)[rows][accepted]
+        current = (self.since[slots] <= plan.id) & (self.length[slots] > 0)
+        accepted = current & (result.count > 0)
+        ends = (plan.computed + plan.q_len)[rows]
+        at = ends[accepted]
         slots = slots[accepted]
         self.tokens[slots, at] = result.tokens[accepted]
         np.maximum.at(self.length, slots, at + 1)
@@ -84,6 +88,8 @@ class HostTokens:
 
         Raise RuntimeError if a token has not been returned to the host yet, which is a fault of the engine.
         """
-        if (self.length[slots] < known).any():
-            raise RuntimeError(f"slots {slots.tolist()} have {self.length[slots].tolist()} tokens; expected {known}")
-        return [self.tokens[slot, :n] for slot, n in zip(slots.tolist(), known.tolist(), strict=True)]
+        lengths = self.length[slots]
+        if (lengths < known).any():
+            raise RuntimeError(f"slots {slots.tolist()} have {lengths.tolist()} tokens; expected {known}")
+        counts = zip(slots.tolist(), known.tolist(), strict=True)
+        return [self.tokens[slot, :n] for slot, n in counts]

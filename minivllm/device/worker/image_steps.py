@@ -40,10 +40,10 @@ class ImageSteps:
 
     def takes(self, plan: StepPlan) -> bool:
         """Return whether a step can be captured: its images have features, and it is not too long."""
+        if int(plan.q_len.sum()) > MOST_TOKENS:
+            return False
         images = self.images
-        return int(plan.q_len.sum()) <= MOST_TOKENS and not any(
-            images.why_lost(piece.span) for piece in images.pieces(plan)
-        )
+        return not any(images.why_lost(piece.span) for piece in images.pieces(plan))
 
     def fill(self, plan: StepPlan, tokens: int) -> None:
         """Copy the features and the rotary rows of a step to the fixed memory, for a replay of ``tokens`` tokens."""
@@ -55,7 +55,8 @@ class ImageSteps:
             end = piece.at + piece.length
             last = piece.first + piece.length
             table[1, piece.at : end] = 1
-            self.features[:, piece.at : end].copy_(images.features[piece.span.number][:, piece.first : last])
+            features = images.features[piece.span.number]
+            self.features[:, piece.at : end].copy_(features[:, piece.first : last])
         if images.axes is not None:
             where, rows = images.rotary_rows(plan, pieces, [])
             table[0, where] = rows

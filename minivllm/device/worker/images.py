@@ -65,6 +65,16 @@ class Piece(NamedTuple):
     first: int
     length: int
 
+    def tokens(self) -> np.ndarray:
+        """Return the indices i64 [length] of the part's tokens in the step."""
+        return np.arange(self.at, self.at + self.length)
+
+
+def _rows(plan: StepPlan) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the slot, the computed tokens, the tokens and the first token's index in the step of each row."""
+    starts = np.cumsum(plan.q_len) - plan.q_len
+    return zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
+
 
 class ImageState:
     """The features of images on the device, and the images of each slot."""
@@ -103,7 +113,8 @@ class ImageState:
             self.features.pop(number, None)
             self.failed.pop(number, None)
             if size:
-                self._encode(number, values_in(delta.pixels[at : at + size], each), shape)
+                pixels = delta.pixels[at : at + size]
+                self._encode(number, values_in(pixels, each), shape)
                 at += size
         changed = []
         if delta.join is not None:
@@ -115,7 +126,8 @@ class ImageState:
         if changed and self.facts.sections:
             slots = np.array(changed)
             assert self.state.rope_first is not None
-            where, offsets = self.state.to(np.stack([slots, self.offset[slots]]))
+            pairs = np.stack([slots, self.offset[slots]])
+            where, offsets = self.state.to(pairs)
             self.state.rope_first[where] = offsets
 
     def _encode(self, number: int, values: np.ndarray, shape: Sequence[int]) -> None:
@@ -158,14 +170,13 @@ class ImageState:
 
     def pieces(self, plan: StepPlan) -> Iterator[Piece]:
         """Yield the parts of images that the rows of a step compute."""
-        starts = np.cumsum(plan.q_len) - plan.q_len
-        rows = zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
-        for slot, computed, n, start in rows:
+        for slot, computed, n, start in _rows(plan):
             for span in self.spans[slot]:
                 first = max(span.position, computed)
                 end = min(span.end, computed + n)
                 if first < end:
-                    yield Piece(span, slot, start + first - computed, first - span.position, end - first)
+                    at = start + first - computed
+                    yield Piece(span, slot, at, first - span.position, end - first)
 
     def enter(self, plan: StepPlan, meta: AttnMeta) -> tuple[FeatureTaps | None, dict[int, str]]:
         """Prepare a step for its images: set the rotary rows of ``meta``, and return the taps that insert the features.
@@ -183,16 +194,21 @@ class ImageState:
         if self.facts.span:
             meta.host_sees = self._seen(plan, pieces)
         if self.axes is not None:
-            where, rows = self.rotary_rows(plan, found, [piece for piece in pieces if piece.span.number in lost])
+            without = [piece for piece in pieces if piece.span.number in lost]
+            where, rows = self.rotary_rows(plan, found, without)
             if len(where):
                 index, to = self.state.to(np.stack([where, rows]))
                 meta.position[index] = to
         if not found:
             return None, lost
-        index = np.concatenate([np.arange(piece.at, piece.at + piece.length) for piece in found])
-        parts = [self.features[piece.span.number][:, piece.first : piece.first + piece.length] for piece in found]
+        tokens = np.concatenate([piece.tokens() for piece in found])
+        parts = []
+        for piece in found:
+            end = piece.first + piece.length
+            features = self.features[piece.span.number]
+            parts.append(features[:, piece.first : end])
         values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return FeatureTaps(self.state.to(index), values), lost
+        return FeatureTaps(self.state.to(tokens), values), lost
 
     def _seen(self, plan: StepPlan, pieces: list[Piece]) -> np.ndarray:
         """Return the last position i64 [T] that each token of a step attends to: its own, or the end of its image."""
@@ -217,12 +233,9 @@ class ImageState:
 
         Tokens of ``lost`` pieces get row 0, because their own positions may be outside of the tables.
         """
-        starts = np.cumsum(plan.q_len) - plan.q_len
         text: list[np.ndarray] = []
         rows: list[np.ndarray] = []
-        for slot, computed, n, start in zip(
-            plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True
-        ):
+        for slot, computed, n, start in _rows(plan):
             end = min(computed + n, int(self.upto[slot]))
             shift = 0
             behind = computed
@@ -235,14 +248,15 @@ class ImageState:
                 shift += self._shift(span)
         if pieces:
             axes = np.concatenate([self._positions(piece) for piece in pieces], axis=1)
+            tokens = axes.shape[1]
             free = len(self.tables[0][0]) - self.scratch if self.tables else 0
-            if axes.shape[1] > free:
-                raise ValueError(f"a step has {axes.shape[1]} tokens of images; expected at most {free}")
+            if tokens > free:
+                raise ValueError(f"a step has {tokens} tokens of images; expected at most {free}")
             self._write(self.state.to(axes))
-            text += [np.arange(piece.at, piece.at + piece.length) for piece in pieces]
-            rows.append(self.scratch + np.arange(axes.shape[1]))
+            text += [piece.tokens() for piece in pieces]
+            rows.append(self.scratch + np.arange(tokens))
         for piece in lost:
-            text.append(np.arange(piece.at, piece.at + piece.length))
+            text.append(piece.tokens())
             rows.append(np.zeros(piece.length, np.int64))
         if not text:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -251,13 +265,13 @@ class ImageState:
     def _positions(self, piece: Piece) -> np.ndarray:
         """Return the positions i64 [3, length] (time, row, column) of a part of an image."""
         span = piece.span
-        before = sum(self._shift(one) for one in self.spans[piece.slot] if one.position < span.position)
+        earlier = [one for one in self.spans[piece.slot] if one.position < span.position]
+        shift = sum(self._shift(one) for one in earlier)
         merge = self.facts.merge
-        frames = span.shape[0]
-        rows = span.shape[1] // merge
-        columns = span.shape[2] // merge
-        grid = np.indices((frames, rows, columns)).reshape(3, -1)
-        return grid[:, piece.first : piece.first + piece.length] + span.position + before
+        frames, height, width = span.shape
+        grid = np.indices((frames, height // merge, width // merge)).reshape(3, -1)
+        end = piece.first + piece.length
+        return grid[:, piece.first : end] + span.position + shift
 
     def _write(self, positions: Tensor) -> None:
         """Write the cos and sin of ``positions`` i64 [3, n] to the free rows of the tables."""
@@ -324,6 +338,7 @@ def axis_of_frequency(facts: ImageFacts) -> Tensor:
 
 def lacks_points(points: Mapping[str, int], levels: int) -> str:
     """Return why a model with these tap points cannot read features of ``levels`` levels, "" if it can."""
-    needed = [EMBEDDING, *(layer_point(level) for level in range(1, levels))]
-    missing = next((point for point in needed if point not in points), None)
-    return "" if missing is None else f"the model has no point {missing!r}, at which features enter"
+    needed = [EMBEDDING]
+    needed += [layer_point(level) for level in range(1, levels)]
+    missing = [point for point in needed if point not in points]
+    return f"the model has no point {missing[0]!r}, at which features enter" if missing else ""

@@ -35,17 +35,20 @@ class KeptSets:
         A row that joins gets the set of its sequence, and a fork the set of its parent.  A row may join the slot that
         another row leaves.
         """
+        of_slot = self._of_slot
         for slot, seq in delta.keep.tolist():
-            self._of_sequence[seq] = self._of_slot.get(slot, {})
+            self._of_sequence[seq] = of_slot.get(slot, {})
         for slot in delta.leave.tolist():
             self._of_slot.pop(slot, None)
         join = delta.join
         if join is not None:
             saved = join.saved.tolist() or [-1] * len(join.slot)
             for slot, seq in zip(join.slot.tolist(), saved, strict=True):
-                self._of_slot[slot] = dict(self._of_sequence.get(seq, {}))
+                of_sequence = self._of_sequence.get(seq, {})
+                of_slot[slot] = dict(of_sequence)
         for source, slot, _ in delta.fork.tolist():
-            self._of_slot[slot] = dict(self._of_slot.get(source, {}))
+            of_parent = of_slot.get(source, {})
+            of_slot[slot] = dict(of_parent)
         for seq in delta.forget.tolist():
             self._of_sequence.pop(seq, None)
 
@@ -66,4 +69,7 @@ class KeptSets:
         none."""
         sent = self._returned
         self._returned = []
-        return to_host(torch.cat([tokens.flatten() for tokens in sent])) if sent else None
+        if not sent:
+            return None
+        tokens = torch.cat([chosen.flatten() for chosen in sent])
+        return to_host(tokens)

@@ -58,28 +58,33 @@ class OwnModel(DraftModel):
     def note(self, plan: StepPlan) -> None:
         """Update the counts for a step: rows that join or fork, rows without drafts, and blocks that changed."""
         delta = plan.delta
+        states = self.second.states
         if delta.join is not None:
-            self.read[delta.join.slot] = 0
-            self.extra[delta.join.slot] = 0
-            self.drafted[delta.join.slot] = 0
+            slots = delta.join.slot
+            self.read[slots] = 0
+            self.extra[slots] = 0
+            self.drafted[slots] = 0
         for source, to, _ in delta.fork.tolist():
             self.read[to] = self.read[source]
             self.extra[to] = 0
-        if self.second.states is not None and len(delta.fork):
-            self.second.states.copy(*self.state.to(delta.fork[:, :2].T.astype(np.int64)))
+        if states is not None and len(delta.fork):
+            forks = delta.fork[:, :2].T.astype(np.int64)
+            states.copy(*self.state.to(forks))
         lone = _lone(plan) if len(plan.draft) else plan.slots
-        self.extra[lone] = self.drafted[lone] = 0
+        self.extra[lone] = 0
+        self.drafted[lone] = 0
         table = delta.table[delta.table[:, 0] == 0]
         # a block that replaced an equal block of the prefix cache may lack the KV of this model
         if len(table):
             slots = table[:, 1]
             index = table[:, 2].astype(np.int64)
-            start = index * self.wiring.block
             before = self.read.copy()
-            np.minimum.at(self.read, slots, start)
-            self.extra[self.read < before] = self.drafted[self.read < before] = 0
-            if self.second.states is not None:
-                self.read[self.read < before] = 0  # a recurrent state cannot be moved back to an earlier token
+            np.minimum.at(self.read, slots, index * self.wiring.block)
+            shorter = self.read < before
+            self.extra[shorter] = 0
+            self.drafted[shorter] = 0
+            if states is not None:
+                self.read[shorter] = 0  # a recurrent state cannot be moved back to an earlier token
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if self.passes is not None:
@@ -108,7 +113,8 @@ class OwnModel(DraftModel):
         if self.second.states is not None:
             return self._run_newest(slots, known, done)
         self.keep(slots, known, extra)
-        return self._run(slots, (known - done).astype(np.int32), done)
+        missing = (known - done).astype(np.int32)
+        return self._run(slots, missing, done)
 
     def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Return the number of ``known`` tokens in the KV cache of this model, less than ``known``."""
@@ -148,8 +154,9 @@ class OwnModel(DraftModel):
         done = self._done(slots, known)
         total = self.total(known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
-        while (far := np.flatnonzero(total - done > self.most_pending(k))).size:
-            q_len = np.minimum(total - done - 1, most)[far]
+        pending = self.most_pending(k)
+        while (far := np.flatnonzero(total - done > pending)).size:
+            q_len = np.minimum(total[far] - done[far] - 1, most)
             self._run(slots[far], q_len.astype(np.int32), done[far])
             done[far] += q_len
         self.read[slots] = done
@@ -166,13 +173,16 @@ class OwnModel(DraftModel):
         Return the logits f32 [N, V] of the newest token of each row."""
         states = self.second.states
         assert states is not None
-        older = np.flatnonzero(done < known - 1)
+        newest = known - 1
+        older = np.flatnonzero(done < newest)
         if len(older):
-            self._run(slots[older], (known - 1 - done)[older].astype(np.int32), done[older])
-        self.read[slots] = known - 1
+            q_len = (newest - done)[older].astype(np.int32)
+            self._run(slots[older], q_len, done[older])
+        self.read[slots] = newest
         at = self.state.to(slots.astype(np.int64))
         states.copy(at, at + states.slots)
-        return self._run(slots, np.ones(len(slots), np.int32), known - 1, copied=True)
+        ones = np.ones(len(slots), np.int32)
+        return self._run(slots, ones, newest, copied=True)
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
         """Compute the ``q_len`` tokens of each row that follow its first ``computed`` tokens.
@@ -201,7 +211,8 @@ class OwnModel(DraftModel):
         state = self.state
         slots = ask.rows.slots
         position = ask.rows.position + j
-        rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)
+        longest = int(ask.known.max()) + j
+        rows = step.rows_of(state, slots, position, longest)
         calls = BoundCalls(self.chain, ask.slots.astype(np.int64))
         step.restrict(calls, state, logits, rows)
         tokens = calls.draw(logits, rows).tokens.clamp_(0, logits.shape[1] - 1)
@@ -215,17 +226,16 @@ def rows_plan(slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> tup
 
     Also return the index i64 [N] of the last token of each row in the plan."""
     order = np.argsort(q_len > 1, kind="stable")
-    plan = StepPlan(
-        id=0,
-        slots=slots[order],
-        q_len=q_len[order],
-        computed=computed[order].astype(np.int32),
-        samples=np.arange(len(slots), dtype=np.int32),
-    )
-    last = np.cumsum(plan.q_len) - 1
+    lengths = q_len[order]
+    before = computed[order].astype(np.int32)
+    samples = np.arange(len(slots), dtype=np.int32)
+    plan = StepPlan(0, slots[order], lengths, computed=before, samples=samples)
+    last = np.cumsum(lengths) - 1
     return plan, last[np.argsort(order)]
 
 
 def _lone(plan: StepPlan) -> np.ndarray:
     """Return the slots of the rows without drafts."""
-    return plan.slots[(plan.draft == 0) & (np.append(plan.draft[1:], 0) == 0)]
+    following = np.append(plan.draft[1:], 0)
+    lone = (plan.draft == 0) & (following == 0)
+    return plan.slots[lone]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -167,13 +167,14 @@ class DevicePages:
         device: torch.device,
     ) -> None:
         # the device with its number, because the current device may differ in other threads
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        self.groups = [[layer[name] for layer in group for name in sorted(layer)] for group in caches]
-        if states is not None:
-            tensors = [memory[name] for memory in states.memory for name in sorted(memory)]
-            self.groups.append([*tensors, states.valid])
-        self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
         self.on_gpu = device.type == "cuda"
+        self.device = device
+        if self.on_gpu:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.groups = [_sorted(group) for group in caches]
+        if states is not None:
+            self.groups.append([*_sorted(states.memory), states.valid])
+        self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
         # pages that the steps copy to the device, with events before and behind the copies
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         # events behind copies of staged pages that were written before their copies ended, and the pages in host memory
@@ -193,7 +194,8 @@ class DevicePages:
             total = torch.cuda.get_device_properties(self.device).total_memory
             self.staging = self.queue = staging_bytes(total)
             self._pinned = PinnedSlabs(self._allocate)
-            self._leaving = LeavingPages(self.queue, max(READ, *self.page_bytes), self.device)
+            largest = max(READ, *self.page_bytes)
+            self._leaving = LeavingPages(self.queue, largest, self.device)
             if find_spec("triton") is not None:
                 self._build_tables()
 
@@ -203,16 +205,21 @@ class DevicePages:
         from minivllm.device.kernels.pages import PageTable
 
         for group, tensors in enumerate(self.groups):
-            if all(t.is_contiguous() for t in tensors):
-                self._tables[group] = PageTable(tensors)
-                with torch.inference_mode():  # compiles the kernel; nothing reads block 0
-                    page = torch.empty(1, self.page_bytes[group], dtype=torch.uint8, device=self.device)
-                    self._scatter(group, [0], self._gather(group, [0], page).unbind())
-                self._choose(group)
+            if not all(t.is_contiguous() for t in tensors):
+                continue
+            self._tables[group] = PageTable(tensors)
+            with torch.inference_mode():  # compiles the kernel; nothing reads block 0
+                page = torch.empty(1, self.page_bytes[group], dtype=torch.uint8, device=self.device)
+                gathered = self._gather(group, [0], page)
+                self._scatter(group, [0], gathered.unbind())
+            self._choose(group)
 
     def layout(self) -> list[list[tuple[str, list[int]]]]:
         """Return dtype and shape of a block in each tensor of each group."""
-        return [[(str(t.dtype), list(t.shape[1:])) for t in tensors] for tensors in self.groups]
+        found = []
+        for tensors in self.groups:
+            found.append([(str(t.dtype), list(t.shape[1:])) for t in tensors])
+        return found
 
     # ---- to the host -------------------------------------------------------------------------------------------------
 
@@ -226,8 +233,8 @@ class DevicePages:
             host = [self._pinned.at_hand(size) for _ in blocks]
             own = [block for block, page in zip(blocks, host, strict=True) if page is not None]
             number, memory = self._leaving.take(len(own) * size)
-            gathered = memory.view(len(own), size)
-            return self._leaving.leave(number, self._gather(group, own, gathered), host)
+            gathered = self._gather(group, own, memory.view(len(own), size))
+            return self._leaving.leave(number, gathered, host)
 
     def _gather(self, group: int, blocks: Sequence[int], pages: Tensor) -> Tensor:
         """Copy blocks to ``pages`` u8 [n, bytes] on the device, and return these."""
@@ -236,7 +243,9 @@ class DevicePages:
         if not blocks:
             return pages
         if table is not None:
-            table.move(blocks, [pages.data_ptr() + i * size for i in range(len(blocks))], pack=True)
+            first = pages.data_ptr()
+            addresses = [first + i * size for i in range(len(blocks))]
+            table.move(blocks, addresses, pack=True)
             return pages
         index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
         parts = [t[index].reshape(len(blocks), -1).view(torch.uint8) for t in self.groups[group]]
@@ -282,7 +291,10 @@ class DevicePages:
         if not isinstance(page, LandedPage):
             return 0.0
         landing = page.landing
-        return landing.seconds * page.page.nbytes / landing.memory.nbytes if landing.arrived else None
+        if not landing.arrived:
+            return None
+        share = page.page.nbytes / landing.memory.nbytes
+        return landing.seconds * share
 
     def write(self, group: int, blocks: Sequence[int], pages: Sequence[Any]) -> None:
         sources = [torch.from_numpy(page) for page in pages if not isinstance(page, LandedPage)]
@@ -330,16 +342,19 @@ class DevicePages:
         parts = torch.empty(n, size, dtype=torch.uint8, device=self.device).unbind()
         times: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(8):
-            self.by_kernel[group] = turn % 2 == 1
+            by_kernel = turn % 2 == 1
+            self.by_kernel[group] = by_kernel
             begun = self._mark()
             self._copy(group, sources, parts)
             ended = self._mark()
             ended.synchronize()
-            times[turn % 2 == 1].append(begun.elapsed_time(ended))
+            times[by_kernel].append(begun.elapsed_time(ended))
         best = {way: min(found) for way, found in times.items()}
         self.by_kernel[group] = best[True] < best[False]
-        self.copy_seconds = max(self.copy_seconds or 0.0, min(best.values()) / 1e3 / (n * size))
-        speeds = {way: n * size / 1e6 / milliseconds for way, milliseconds in best.items()}
+        copied = n * size
+        seconds = min(best.values()) / 1e3
+        self.copy_seconds = max(self.copy_seconds or 0.0, seconds / copied)
+        speeds = {way: copied / 1e6 / milliseconds for way, milliseconds in best.items()}
         chosen = "a kernel" if self.by_kernel[group] else "the copy engine"
         self.notes.append(
             f"pages of {size} bytes are copied to the device by {chosen} (copy engine {speeds[False]:.1f} GB/s, "
@@ -413,6 +428,11 @@ def staging_bytes(total: int) -> int:
     return min(STAGING, int(total * STAGING_SHARE))
 
 
+def _sorted(memories: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Return the tensors of the memories of layers, those of a layer in the order of their names."""
+    return [memory[name] for memory in memories for name in sorted(memory)]
+
+
 def _row_bytes(t: Tensor) -> int:
     """Return the bytes of one block in a tensor."""
     return t[0].numel() * t.element_size()
@@ -423,28 +443,28 @@ def identity_of(wiring: Wiring, layout: Any) -> str:
     seconds = list(wiring.own_models.values())
     if wiring.speculation.draft_model is not None:
         seconds.append(wiring.speculation.draft_model)
-    folders = [wiring.model_dir, *(model.model_dir for model in seconds)]
-    parts = [wiring.parts[seam] for seam in PAGES]
+    folders = [wiring.model_dir]
+    served = {seam: wiring.parts[seam] for seam in PAGES}
+    parts = list(served.values())
     for model in seconds:
+        folders.append(model.model_dir)
         parts += model.parts.values()
-    facts = {
-        "keys": KEYS,
-        "code": code_of(part.target for part in parts),
-        "files": [dict(model_files(folder)) for folder in folders],
-        "load_format": wiring.load_format,
-        "seed": wiring.seed if wiring.load_format == "dummy" else None,
-        "parts": {seam: [wiring.parts[seam].target, dict(wiring.parts[seam].options)] for seam in PAGES},
-        "dtype": wiring.dtype,
-        "machine": [torch.__version__, *_machine(wiring.device)],
-        "block": wiring.block,
-        "ranks": wiring.parallel.tensor_parallel_size,
-        "invariant": wiring.batch_invariant,
-        "steps": [wiring.steps.graph, wiring.steps.fuse, list(wiring.steps.unfused)],
-        "overrides": dict(wiring.hf_overrides),
-        "rope_switch": wiring.rope_switch,
-        "layout": layout,
-    }
-    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32).hexdigest()
+    facts: dict[str, Any] = {"keys": KEYS, "layout": layout}
+    facts["code"] = code_of(part.target for part in parts)
+    facts["files"] = [dict(model_files(folder)) for folder in folders]
+    facts["load_format"] = wiring.load_format
+    facts["seed"] = wiring.seed if wiring.load_format == "dummy" else None
+    facts["parts"] = {seam: [part.target, dict(part.options)] for seam, part in served.items()}
+    facts["dtype"] = wiring.dtype
+    facts["machine"] = [torch.__version__, *_machine(wiring.device)]
+    facts["block"] = wiring.block
+    facts["ranks"] = wiring.parallel.tensor_parallel_size
+    facts["invariant"] = wiring.batch_invariant
+    facts["steps"] = [wiring.steps.graph, wiring.steps.fuse, list(wiring.steps.unfused)]
+    facts["overrides"] = dict(wiring.hf_overrides)
+    facts["rope_switch"] = wiring.rope_switch
+    text = json.dumps(facts, sort_keys=True)
+    return blake2b(text.encode(), digest_size=32).hexdigest()
 
 
 def _machine(device: str) -> list[str]:

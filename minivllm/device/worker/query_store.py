@@ -39,10 +39,10 @@ class QueryStore:
     def of_step(self, plan: StepPlan) -> QueryStore:
         """Prepare to keep the queries of ``plan.observe``."""
         ends = plan.q_len.cumsum()
-        self._wanted = [
-            (int(plan.slots[row]), int(ends[row]) - count, int(ends[row]), more)
-            for row, count, more in plan.observe.tolist()
-        ]
+        self._wanted = []
+        for row, count, more in plan.observe.tolist():
+            end = int(ends[row])
+            self._wanted.append((int(plan.slots[row]), end - count, end, more))
         return self
 
     def keep(self, layer: int, q: Tensor) -> None:
@@ -57,10 +57,13 @@ class QueryStore:
         """Store copies of the wanted queries of a captured decode step, whose layers are copied together."""
         for slot, first, end, more in self.of_step(plan)._wanted:
             parts = [q[first:end] for q in queries.of_layer.values()]
-            copied = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
-            for layer, part, new in zip(queries.of_layer, parts, copied, strict=True):
-                q = new.view(part.shape)
-                self._kept[slot, layer] = torch.cat([self._kept[slot, layer], q]) if more else q
+            joined = torch.cat([part.flatten() for part in parts])
+            copies = joined.split([part.numel() for part in parts])
+            for layer, part, copied in zip(queries.of_layer, parts, copies, strict=True):
+                new = copied.view(part.shape)
+                if more:
+                    new = torch.cat([self._kept[slot, layer], new])
+                self._kept[slot, layer] = new
 
     def of(self, slot: int, layers: Sequence[AttnLayer]) -> Tensor | None:
         """Return the queries [w, layers * heads, dim] of a slot in some layers, None if none are kept."""
@@ -74,10 +77,9 @@ class QueryStore:
 
         A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
         """
-        forks = delta.fork.tolist()
-        copies = {
-            (slot, layer): q for source, slot, _ in forks for (of, layer), q in self._kept.items() if of == source
-        }
+        copies: dict[tuple[int, int], Tensor] = {}
+        for source, slot, _ in delta.fork.tolist():
+            copies |= {(slot, layer): q for (of, layer), q in self._kept.items() if of == source}
         for slot in delta.leave.tolist():
             self.forget(slot)
         self._kept.update(copies)

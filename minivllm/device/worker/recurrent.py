@@ -38,8 +38,11 @@ def _tensors(layer: StateLayer, dtype: torch.dtype, drafts: int) -> list[tuple[s
     """Return name, shape for one sequence and dtype of each tensor of a layer's state."""
     found = []
     for tensor in layer.state.tensors:
-        shape = (layer.state.places(drafts), *tensor.shape) if tensor.ring else tensor.shape
-        found.append((tensor.name, shape, getattr(torch, tensor.dtype) if tensor.dtype else dtype))
+        shape = tensor.shape
+        if tensor.ring:
+            shape = (layer.state.places(drafts), *shape)
+        own = getattr(torch, tensor.dtype) if tensor.dtype else dtype
+        found.append((tensor.name, shape, own))
     return found
 
 
@@ -63,10 +66,11 @@ class StateMemory:
         self.bytes = state_bytes(layers, dtype, drafts)
         self.memory: list[Mapping[str, Tensor]] = []
         for layer in layers:
-            layer.memory = {
-                name: zeros((total, *shape), kind, device) for name, shape, kind in _tensors(layer, dtype, drafts)
-            }
-            self.memory.append(layer.memory)
+            memory = {}
+            for name, shape, kind in _tensors(layer, dtype, drafts):
+                memory[name] = zeros((total, *shape), kind, device)
+            layer.memory = memory
+            self.memory.append(memory)
         self.valid = torch.zeros(total, dtype=torch.int32, device=device)
         self.save_at = torch.full((total, COPIES), -1, dtype=torch.int32, device=device)
         self.save_to = torch.full((total, COPIES), slots - 1, dtype=torch.int64, device=device)
@@ -115,12 +119,16 @@ class StateMemory:
         rows = (slots + first).masked_fill(dead, null)
         start = start.masked_fill(dead, 0)
         behind = start - self.valid[rows]
-        fits = (behind >= 0) & (behind <= self.drafts + 1) if self.drafts else behind == 0
+        if self.drafts:
+            fits = (behind >= 0) & (behind <= self.drafts + 1)
+        else:
+            fits = behind == 0
         behind = torch.where(fits, behind, UNUSABLE).masked_fill(start == 0, 0)
         if drafts is None:
             drafts = torch.zeros_like(dead)
         save_at = self.save_at[slots].masked_fill(dead[:, None], -1)
-        step = StepStates(rows, start, behind, cu_q, drafts, save_at, self.save_to[slots], lambda: None)
+        save_to = self.save_to[slots]
+        step = StepStates(rows, start, behind, cu_q, drafts, save_at, save_to, lambda: None)
         step.advance = partial(self._advance, step)
         return step
 
@@ -145,7 +153,9 @@ class StateMemory:
         certain = torch.where(step.drafts, n.clamp(max=1), n)
         begin = step.start - step.behind.clamp(min=0)
         end = step.start + certain
-        saved = (step.save_at > begin[:, None]) & (step.save_at <= end[:, None])
+        after = step.save_at > begin[:, None]
+        saved = after & (step.save_at <= end[:, None])
         null = self.slots - 1
-        self.valid[step.save_to.masked_fill(~saved, null)] = step.save_at
+        to = step.save_to.masked_fill(~saved, null)
+        self.valid[to] = step.save_at
         self.valid[step.rows] = step.start + n.masked_fill(step.drafts, 0)

@@ -25,6 +25,11 @@ NATIVE = StepForm("native")
 SEPARATE = StepForm("separate")
 
 
+def _array(tensor: torch.Tensor | None, missing: np.ndarray) -> np.ndarray:
+    """Return a host tensor as an array, or ``missing`` for None."""
+    return missing if tensor is None else tensor.numpy()
+
+
 @dataclass
 class Running:
     """The state of a step between its submission and its collection."""
@@ -71,8 +76,10 @@ class Running:
         This waits for the steps before.  Captured steps read the lengths on the device and do not need it."""
         plan = self.plan
         if len(plan.slack):
-            known = state.known[state.to(plan.slots.astype(np.int64))].cpu().numpy()
-            exact = known - 1 + (plan.draft if len(plan.draft) else 0)
+            slots = state.to(plan.slots.astype(np.int64))
+            exact = state.known[slots].cpu().numpy() - 1
+            if len(plan.draft):
+                exact += plan.draft
             computed = np.where(plan.slack > 0, exact, plan.computed).astype(np.int32)
             self.plan = replace(plan, computed=computed, slack=NO_DRAFTS)
         return self.plan
@@ -108,7 +115,12 @@ class Running:
         flags = packed[2].astype(np.uint8)
         if np.count_nonzero(flags):
             self._explain_failures(flags)
-        errors = self.errors if self.without_drafts is None else [*self.errors, self.without_drafts]
+        errors = tuple(self.errors)
+        if self.without_drafts is not None:
+            errors += (self.without_drafts,)
+        prompt = None
+        if self.prompt is not None:
+            prompt = LogProbs(*(t.numpy() for t in self.prompt))
         result = StepResult(
             id=plan.id,
             slots=plan.slots if n == len(plan.slots) else plan.slots[plan.samples],
@@ -116,23 +128,25 @@ class Running:
             count=packed[1],
             flags=flags,
             logprobs=lp,
-            errors=tuple(errors),
+            errors=errors,
             device_ms=self.device_ms,
             logits=None if self.logits is None else self.logits.numpy(),
             seams=self.seams,
-            prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
-            drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
-            taps=NO_TAPS if self.taps is None else self.taps.numpy(),
-            pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
-            kept=NO_KEPT if self.kept is None else self.kept.numpy(),
+            prompt=prompt,
+            drafted=_array(self.drafted, NO_DRAFTS),
+            taps=_array(self.taps, NO_TAPS),
+            pooled=_array(self.pooled, NO_SUMS),
+            kept=_array(self.kept, NO_KEPT),
             lost=self.lost,
             form=self.form,
             shared=self.shared,
         )
+        submitted = plan
         if self.came is not None and self.back is not None:
-            result = spread(result, self.back, self.came, self.widths)
+            submitted = self.came
+            result = spread(result, self.back, submitted, self.widths)
         if self.host_tokens is not None:
-            self.host_tokens.collect(plan if self.came is None else self.came, result)
+            self.host_tokens.collect(submitted, result)
         return result
 
     @property

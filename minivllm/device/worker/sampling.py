@@ -34,7 +34,8 @@ FOLD_B = 0x1B873593
 
 def _xorshift_(x: Tensor, bits: int) -> Tensor:
     """Compute x ^= x >> bits in place, with an unsigned shift although the dtype is int32."""
-    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+    mask = (1 << (32 - bits)) - 1
+    return x.bitwise_xor_((x >> bits).bitwise_and_(mask))
 
 
 def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,13 +43,15 @@ def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, T
 
     With two words, rows with equal first words still have independent noise.
     """
-    a = (seed.to(torch.int32) ^ _signed(INIT)).mul_(_signed(FOLD_A))
+    fold_a = _signed(FOLD_A)
+    fold_b = _signed(FOLD_B)
+    a = (seed.to(torch.int32) ^ _signed(INIT)).mul_(fold_a)
     _xorshift_(a, 16)
-    b = a * _signed(FOLD_B)
-    for word in ((seed >> 32).to(torch.int32), position.to(torch.int32), sample.to(torch.int32)):
-        a = (word ^ a).mul_(_signed(FOLD_A))
+    b = a * fold_b
+    for word in (seed >> 32, position, sample):
+        a = (word.to(torch.int32) ^ a).mul_(fold_a)
         _xorshift_(a, 16)
-        b = b.add(a) * _signed(FOLD_B)
+        b = b.add(a) * fold_b
     return a, _xorshift_(b, 15)
 
 
@@ -68,7 +71,8 @@ def noise_bits(seed: Tensor, position: Tensor, sample: Tensor, lane: Tensor | in
     a, b = _row_keys(seed, position, sample)
     if not isinstance(lane, Tensor):
         lane = torch.full((), lane, dtype=torch.int32, device=seed.device)
-    x = _xorshift_(lane.to(torch.int32) * _signed(INIT), 15) ^ a
+    spread = lane.to(torch.int32) * _signed(INIT)
+    x = _xorshift_(spread, 15) ^ a
     _xorshift_(x, 16).mul_(_signed(MIX_1)).add_(b)
     _xorshift_(x, 15).mul_(_signed(MIX_2))
     return _xorshift_(x, 16)
@@ -81,8 +85,10 @@ def noise(seed: Tensor, position: Tensor, sample: Tensor, lane: Tensor | int) ->
     steps near 0 are 2**-31, and the largest is 1 - 2**-24.  ``gumbel`` uses the lanes below the size of the vocabulary;
     for other draws at the same position use lanes from 2**30 on.
     """
-    u = noise_bits(seed, position, sample, lane).bitwise_and_(_WORD // 2 - 1).to(torch.float32)
-    return u.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    bits = noise_bits(seed, position, sample, lane)
+    u = bits.bitwise_and_(_WORD // 2 - 1).to(torch.float32)
+    largest = 1 - 2.0**-24
+    return u.add_(0.5).mul_(2.0**-31).clamp_(max=largest)
 
 
 def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor:
@@ -111,9 +117,11 @@ def logprobs_of(
     logits = logits.float()
     total = logsumexp(logits) if batch_invariant else _logsumexp(logits)
     value = logits.gather(1, chosen[:, None])
-    rank = (logits > value).sum(dim=1, dtype=torch.int32) + 1
-    top, top_ids = best_of(logits, min(max(topk, 0), logits.shape[1]))
-    return (value - total).squeeze(1), rank, top_ids.to(torch.int32), top - total
+    likelier = (logits > value).sum(dim=1, dtype=torch.int32)
+    k = min(max(topk, 0), logits.shape[1])
+    top, top_ids = best_of(logits, k)
+    drawn = (value - total).squeeze(1)
+    return drawn, likelier + 1, top_ids.to(torch.int32), top - total
 
 
 def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +132,8 @@ def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values.  The ids of a row with a NaN are undefined.
     """
     rows = max(KEYS // logits.shape[1], 1)
-    values, ids = zip(*(_best_of(part.float(), k) for part in logits.split(rows)), strict=True)
+    best = [_best_of(part.float(), k) for part in logits.split(rows)]
+    values, ids = zip(*best, strict=True)
     return torch.cat(values), torch.cat(ids)
 
 
@@ -138,10 +147,12 @@ def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = torch.arange(width, device=x.device).expand_as(x)
     groups = width // GROUP
     if 2 * k < groups:
-        highest = x[:, : groups * GROUP].unflatten(1, (groups, GROUP)).amax(dim=2)
+        end = groups * GROUP
+        highest = x[:, :end].unflatten(1, (groups, GROUP)).amax(dim=2)
         first = _in_order(highest, ids[:, :groups], k) * GROUP
-        inside = (first[:, :, None] + torch.arange(GROUP, device=x.device)).flatten(1)
-        ids = torch.cat([inside, ids[:, groups * GROUP :]], dim=1)
+        offsets = torch.arange(GROUP, device=x.device)
+        inside = (first[:, :, None] + offsets).flatten(1)
+        ids = torch.cat([inside, ids[:, end:]], dim=1)
     best = _in_order(x.gather(1, ids), ids, k)
     return x.gather(1, best), best
 
@@ -152,8 +163,10 @@ def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
     A value and its id form one integer key, so that no two keys are equal."""
     bits = (x + 0.0).view(torch.int32)  # adding 0 replaces -0 by 0, so that equal values have equal bits
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    keys = (bits.long() << 32) | (_WORD - 1 - ids)
-    return _WORD - 1 - (keys.topk(k, dim=1).values & (_WORD - 1))
+    last = _WORD - 1
+    keys = (bits.long() << 32) | (last - ids)
+    best = keys.topk(k, dim=1).values
+    return last - (best & last)
 
 
 def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bool = False) -> None:
@@ -163,12 +176,13 @@ def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bo
     b + scale * (a - b), where a are its log-probabilities and b those of its guide; ``scale`` is f32 [n]."""
     total = logsumexp if batch_invariant else _logsumexp
     rows = max(KEYS // logits.shape[1], 1)
-    for (own, other), by in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
+    for pair, factor in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
+        own, guide = pair
         a = logits[own]
-        b = logits[other]
+        b = logits[guide]
         a = a - total(a)
         b = b - total(b)
-        logits[own] = a.sub_(b).mul_(by[:, None]).add_(b)
+        logits[own] = a.sub_(b).mul_(factor[:, None]).add_(b)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
@@ -195,9 +209,14 @@ def stop_flags(
     EOS, the others give STOP_ID.  They are ignored while position < ``min_end`` [N].  LENGTH means that the sequence
     has at least ``end`` [N] tokens with this one.  Rows marked in ``bad`` bool [N] get only the flag NAN.
     """
-    hit = (stop_ids == tokens[:, None]) & (position >= min_end)[:, None]
-    is_eos = torch.arange(STOP_IDS, device=tokens.device) < n_eos[:, None]
-    flags = (hit & is_eos).any(dim=1) * EOS + (hit & ~is_eos).any(dim=1) * STOP_ID + (position + 1 >= end) * LENGTH
+    counts = position >= min_end
+    hit = (stop_ids == tokens[:, None]) & counts[:, None]
+    number = torch.arange(STOP_IDS, device=tokens.device)
+    is_eos = number < n_eos[:, None]
+    ends = (hit & is_eos).any(dim=1)
+    stops = (hit & ~is_eos).any(dim=1)
+    is_last = position + 1 >= end
+    flags = ends * EOS + stops * STOP_ID + is_last * LENGTH
     if bad is not None:
         flags = torch.where(bad, NAN, flags)
     return flags.to(torch.uint8)
@@ -207,17 +226,20 @@ def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: 
     """Set the logits of stop ids to -inf, in place, in rows with position < ``min_end`` (the option min_tokens).
 
     ``logits`` is [N, V], ``stop_ids`` [N, STOP_IDS] padded with -1, ``position`` and ``min_end`` are [N]."""
-    on = (position < min_end)[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1])
+    early = position < min_end
+    on = early[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1])
     push = torch.where(on, float("-inf"), 0.0).to(logits.dtype)
+    at = torch.where(on, stop_ids, 0).long()
     # added instead of stored, because all padding entries write to token 0, which may be a stop id
-    logits.scatter_add_(1, torch.where(on, stop_ids, 0).long(), push)
+    logits.scatter_add_(1, at, push)
 
 
 def unpack_bits(mask: Tensor, n: int) -> Tensor:
     """Return bool [rows, n] of a packed mask i32 [rows, ceil(n / 32)].
 
     Element (j, t) is bit t % 32 of ``mask[j, t // 32]``."""
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    bits = (mask[:, :, None] >> shifts) & 1
     return bits.flatten(1)[:, :n] != 0
 
 
@@ -227,7 +249,8 @@ def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None
     ``mask`` is i32 [n, ceil(V / 32)].  Bit t % 32 of ``mask[j, t // 32]`` belongs to token t in row ``rows[j]`` of
     ``logits`` [N, V].  ``rows`` is i64 [n]; None means row j."""
     banned = ~unpack_bits(mask, logits.shape[1])
+    infinity = float("inf")
     if rows is None:
-        logits.masked_fill_(banned, float("-inf"))
+        logits.masked_fill_(banned, -infinity)
     else:
-        logits[rows] = logits[rows].masked_fill_(banned, float("-inf"))
+        logits[rows] = logits[rows].masked_fill_(banned, -infinity)

@@ -31,21 +31,18 @@ def score_prompt(
     rows = plan.prompt[:, 0]
     counts = plan.prompt[:, 1].astype(np.int64)
     row = np.repeat(rows, counts)
-    ahead = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    before = np.cumsum(counts) - counts
+    ahead = np.arange(counts.sum()) - np.repeat(before, counts)
     first = np.cumsum(plan.q_len) - plan.q_len
-    at, slots, position = state.to(
-        np.stack([first[row] + ahead, plan.slots[row], plan.computed[row] + ahead + 1]).astype(np.int64)
-    )
+    columns = [first[row] + ahead, plan.slots[row], plan.computed[row] + ahead + 1]
+    at, slots, position = state.to(np.stack(columns).astype(np.int64))
     tokens = state.tokens[slots, position].long()
     tile = max(1, TILE // vocab_size)
-    parts = [
-        sampling.logprobs_of(
-            model.logits(hidden[at[i : i + tile]]),
-            tokens[i : i + tile],
-            plan.prompt_topk,
-            fused(wiring),
-            wiring.batch_invariant,
-        )
-        for i in range(0, len(tokens), tile)
-    ]
+    fuse = fused(wiring)
+    parts = []
+    for i in range(0, len(tokens), tile):
+        logits = model.logits(hidden[at[i : i + tile]])
+        drawn = tokens[i : i + tile]
+        parts.append(sampling.logprobs_of(logits, drawn, plan.prompt_topk, fuse, wiring.batch_invariant))
+        del logits  # before the logits of the next part are computed
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))

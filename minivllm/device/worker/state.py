@@ -39,7 +39,9 @@ AHEAD_EACH = 3
 def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Return the array as a host tensor whose copy to the device does not block the host (pinned if it is large)."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
+    if device.type == "cuda" and array.nbytes >= PINNED_FROM:
+        return tensor.pin_memory()
+    return tensor
 
 
 def pin_ahead(device: torch.device) -> None:
@@ -47,9 +49,13 @@ def pin_ahead(device: torch.device) -> None:
 
     CUDA waits for all queued steps when it allocates pinned memory, so the first steps of new sizes would not run ahead
     of the host.  torch rounds sizes up to powers of two."""
-    if device.type == "cuda":
-        made = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in AHEAD_SIZES for _ in range(AHEAD_EACH)]
-        made.clear()
+    if device.type != "cuda":
+        return
+    made = []
+    for size in AHEAD_SIZES:
+        for _ in range(AHEAD_EACH):
+            made.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    made.clear()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,10 +80,11 @@ class ProcessorState:
     ) -> None:
         self.specs = dict(processor.columns())
         self.device = device
-        self.columns = {
-            name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
-            for name, c in self.specs.items()
-        }
+        self.columns: dict[str, torch.Tensor] = {}
+        for name, column in self.specs.items():
+            shape = (slots, *column.shape)
+            dtype = getattr(torch, column.dtype)
+            self.columns[name] = torch.full(shape, column.fill, dtype=dtype, device=device)
         self.active = np.zeros(slots, bool) if active is None else active
         self.variant = np.zeros(slots, np.int64)
 
@@ -96,13 +103,14 @@ class ProcessorState:
         self.active[slots[index]] = True
         self.variant[slots[index]] = [row.variant for row in rows.values()]
         for name, spec in self.specs.items():
-            having = [(i, row.values[name]) for i, row in rows.items() if name in row.values]
+            having = {i: row.values[name] for i, row in rows.items() if name in row.values}
             if not having:
                 continue
             column = self.columns[name]
-            where = _index(slots[[i for i, _ in having]], self.device)
-            values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
-            column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
+            where = _index(slots[list(having)], self.device)
+            stacked = np.stack([np.asarray(value) for value in having.values()])
+            values = torch.as_tensor(stacked).to(column.dtype).reshape(len(having), *spec.shape)
+            column[where] = values.to(column.device, non_blocking=True)
 
     def save(self, slot: int) -> list[torch.Tensor]:
         """Return copies of the kept columns (``Column.kept``) of a slot."""
@@ -154,12 +162,14 @@ class DeviceState:
         self.rope_rows = max_len + 1
         self.rope_first = make(slots) if offsets or rope_switch is not None else None
         # one tensor, so that a join needs one copy; each column begins at a multiple of 128 bytes
-        self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
+        padded = -(-slots // 16) * 16
+        self.numbers = make(len(NUMBERS), padded)[:, :slots]
         self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
         self.seed, self.sample, self.n_eos = self.numbers[4:]
         self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
         self.stopped = make(slots, dtype=torch.bool, fill=True)
-        self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
+        blocks = -(-max_len // block) + 1
+        self.table = make(groups, slots, blocks, dtype=torch.int32)
         # tokens that the KV cache of each group does not hold any more, i64 [G, S], on the device and on the host; None
         # if no row is compressed
         self.dropped = make(groups, slots) if compresses else None
@@ -194,20 +204,24 @@ class DeviceState:
         if self.recurrent is not None and len(delta.save):
             self.recurrent.save(*self.to(delta.save.T).long())
         if len(delta.table):
-            t = self.to(delta.table).long()
-            self.table[t[:, 0], t[:, 1], t[:, 2]] = t[:, 3].int()
+            group, slot, column, block = self.to(delta.table.T).long()
+            self.table[group, slot, column] = block.int()
         for group, slot, first, count in delta.trim.tolist():
             self.table[group, slot, first : first + count] = 0
         if len(delta.copy):
-            for g in np.unique(delta.copy[:, 0]).tolist():
-                rows = delta.copy[delta.copy[:, 0] == g]
-                source = self.to(rows[:, 1]).long()
-                to = self.to(rows[:, 2]).long()
-                for layer in caches[g]:
-                    for tensor in layer.values():
-                        tensor[to] = tensor[source]
+            self._copy_blocks(delta.copy, caches)
         for seq in delta.forget.tolist():
             self.saved.pop(seq, None)
+
+    def _copy_blocks(self, copies: np.ndarray, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
+        """Copy blocks of the KV cache.  ``copies`` [n, 3] has the group, the source and the target of each block."""
+        for g in np.unique(copies[:, 0]).tolist():
+            rows = copies[copies[:, 0] == g]
+            source = self.to(rows[:, 1]).long()
+            to = self.to(rows[:, 2]).long()
+            for layer in caches[g]:
+                for tensor in layer.values():
+                    tensor[to] = tensor[source]
 
     def stored(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return how many of the first ``tokens`` i64 [N] of ``slots`` i64 [N] the KV cache of each group holds, i64
@@ -223,8 +237,12 @@ class DeviceState:
         """Copy back the saved columns of preempted sequences that join again.
 
         The caller has reported the accepted tokens to the processors before.  None means that no sequence joins."""
-        for slot, seq in () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False):
-            for processor, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
+        if join is None:
+            return
+        for slot, seq in zip(join.slot.tolist(), join.saved.tolist(), strict=False):
+            if seq < 0:
+                continue
+            for processor, values in zip(self.processors, self.saved[seq], strict=False):
                 processor.restore(slot, values)
 
     def _join(self, j: Join, with_states: np.ndarray) -> None:
@@ -232,23 +250,27 @@ class DeviceState:
 
         ``with_states`` [n] are slots whose recurrent states this delta has copied; the other states are emptied."""
         at = self.to(j.slot).long()
-        rows = np.repeat(j.slot.astype(np.int64), j.known)
-        columns = np.arange(len(rows)) - np.repeat(np.cumsum(j.known) - j.known, j.known)
-        rows, columns, tokens = self.to(np.stack([rows, columns, j.tokens]))
+        slot_of = np.repeat(j.slot.astype(np.int64), j.known)
+        firsts = np.cumsum(j.known) - j.known
+        columns = np.arange(len(slot_of)) - np.repeat(firsts, j.known)
+        rows, columns, tokens = self.to(np.stack([slot_of, columns, j.tokens]))
         self.tokens[rows, columns] = tokens.int()
-        self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
+        numbers = np.stack([getattr(j, name) for name in NUMBERS])
+        self.numbers[:, at] = self.to(numbers)
         if self.rope_first is not None and self.rope_switch is None:
             self.rope_first.index_fill_(0, at, 0)  # ``ImageState`` sets the values of rows with images
         elif self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
-            self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
+            longer = j.end - 1 > self.rope_switch
+            self.rope_first[at] = self.to(longer * self.rope_rows).long()
         if self.dropped is not None:
             self.dropped[:, at] = 0
             self.dropped_host[:, j.slot] = 0
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
         if self.recurrent is not None:
-            self.recurrent.begin(at, self.to(j.slot[~np.isin(j.slot, with_states)]).long())
+            without = j.slot[~np.isin(j.slot, with_states)]
+            self.recurrent.begin(at, self.to(without).long())
         self.wants_min[j.slot] = j.min_end > j.prompt
         for state, bound in zip(self.processors, j.bound, strict=True):
             state.join(j.slot, at, bound)

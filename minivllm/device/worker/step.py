@@ -74,12 +74,15 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
     if r < rows:
         out[r:rows] = spare
         out[cu_q + r : q_len] = t
-    for i, column in enumerate((plan.q_len, kv_len, ends - 1)):
-        out[q_len + i * rows : q_len + i * rows + r] = column
-    row = 5 * rows + 1
-    position = 5 * rows + 1 + tokens
-    out[row : row + t] = at = np.arange(r).repeat(plan.q_len)
-    out[position : position + t] = np.arange(t) + (kv_len - ends)[at]
+    begin = q_len
+    for column in (plan.q_len, kv_len, ends - 1):
+        out[begin : begin + r] = column
+        begin += rows
+    row_of = np.arange(r).repeat(plan.q_len)
+    out[begin : begin + t] = row_of
+    begin += tokens
+    shift = kv_len - ends
+    out[begin : begin + t] = np.arange(t) + shift[row_of]
     return out
 
 
@@ -92,21 +95,24 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
     r = len(host.q_len)
     t = host.tokens
     block = state.block
-    slots, cu_q, q_len, kv_len, last, row, position = table.split([r, r + 1, r, r, r, t, t])
+    sizes = [r, r + 1, r, r, r, t, t]
+    slots, cu_q, q_len, kv_len, last, row, position = table.split(sizes)
     slot_of = slots[row]
     ids = state.tokens[slot_of, position].long()
     if state.dropped is None:
-        place = state.table[:, slot_of, position // block].long() * block + position % block
+        blocks = state.table[:, slot_of, position // block]
+        place = blocks.long() * block + position % block
+        stored = kv_len.int().expand(len(state.table), r)
     else:
         at = state.stored(slot_of, position).clamp_min(0)
         groups = torch.arange(len(at), device=at.device)[:, None]
-        place = state.table[groups, slot_of, at // block].long() * block + at % block
-    stored = kv_len.int().expand(len(state.table), r)
-    if state.dropped is not None:
+        blocks = state.table[groups, slot_of, at // block]
+        place = blocks.long() * block + at % block
         stored = state.stored(slots, kv_len).int()
     nobody = state.stopped[slot_of]
     if padded:
-        nobody = nobody | (torch.arange(t, device=table.device) >= cu_q[-1])
+        padding = torch.arange(t, device=table.device) >= cu_q[-1]
+        nobody = nobody | padding
     meta = AttnMeta(
         slots=slots,
         cu_q=cu_q.int(),
@@ -121,14 +127,17 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         host_q_len=host.q_len,
         host_kv_len=host.kv_len,
     )
-    return StepTensors(ids, position, meta, states=states_of(state, meta, exact=not padded)), last
+    states = states_of(state, meta, exact=not padded)
+    return StepTensors(ids, position, meta, states=states), last
 
 
 def states_of(
     state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None, exact: bool = False
 ) -> StepStates | None:
     """Return the recurrent states of the rows of a step, None for a model without any; see ``StateMemory.of_meta``."""
-    return None if state.recurrent is None else state.recurrent.of_meta(meta, state.stopped, drafts, exact=exact)
+    if state.recurrent is None:
+        return None
+    return state.recurrent.of_meta(meta, state.stopped, drafts, exact=exact)
 
 
 def forward(
@@ -165,8 +174,10 @@ def rows_of(state: DeviceState, slots: Tensor, position: Tensor, longest: int) -
 
     ``slots`` i64 [N] are the slots, and ``position`` i64 [N] the index in the sequence of the token to draw.  No
     position is greater than ``longest``."""
-    at = state.prompt[slots], state.seed[slots], state.sample[slots]
-    return Rows(slots, position, *at, 0, state.tokens, longest)
+    prompt = state.prompt[slots]
+    seed = state.seed[slots]
+    sample = state.sample[slots]
+    return Rows(slots, position, prompt, seed, sample, 0, state.tokens, longest)
 
 
 class DrawCalls(Protocol):
@@ -211,8 +222,9 @@ class StepCalls(DrawCalls, Protocol):
 def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -> None:
     """Set stop ids to -inf in rows below ``min_tokens``, then call processors.  ``logits`` [N, V] change in place."""
     if calls.wants_min:
-        at = state.min_end[rows.slots], state.stop_ids[rows.slots]
-        sampling.suppress_stops(logits, rows.position, *at)
+        min_end = state.min_end[rows.slots]
+        stop_ids = state.stop_ids[rows.slots]
+        sampling.suppress_stops(logits, rows.position, min_end, stop_ids)
     calls.apply(logits, rows)
 
 
@@ -223,16 +235,19 @@ def sample(calls: StepCalls, state: DeviceState, model: Model, hidden: Tensor) -
     ``sampling.logprobs_of``).  Return None if ``calls.topk`` is negative."""
     raw = calls.guide(model.logits(hidden))
     logits = raw.float() if calls.float32 else raw
-    if calls.topk >= 0 and logits is raw and calls.changes and not calls.processed:
+    scores = calls.topk >= 0
+    if scores and logits is raw and calls.changes and not calls.processed:
         logits = raw.clone()
     rows = calls.rows()
     restrict(calls, state, logits, rows)
     calls.meet_host(logits)
     peaks = calls.peaks(logits)
-    scored = calls.drawn_from(logits, rows) if calls.topk >= 0 and calls.processed else raw
+    scored = raw
+    if scores and calls.processed:
+        scored = calls.drawn_from(logits, rows)
     drawn = calls.draw(logits, rows)
     tokens = calls.accept(logits, rows, drawn, peaks)
-    return calls.score(scored, tokens) if calls.topk >= 0 else None
+    return calls.score(scored, tokens) if scores else None
 
 
 # ---- accept drawn tokens -------------------------------------------------------------------------
@@ -264,7 +279,8 @@ def accept(
     tokens = drawn.clamp(0, width - 1)
     ends = state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots]
     flags = sampling.stop_flags(tokens, position, *ends, bad)
-    flags = torch.where((tokens != drawn) & ~bad, FAILED, flags.int())  # the token is outside the vocabulary
+    outside = (tokens != drawn) & ~bad  # the token is outside the vocabulary
+    flags = torch.where(outside, FAILED, flags.int())
     stopped = state.stopped[slots]
     taken = ~stopped
     if failed is not None:
@@ -287,7 +303,8 @@ def accept(
     if draft is not None:  # a slot with drafts has several rows
         length = torch.where(taken, position + 1, 0)
         state.known.scatter_reduce_(0, slots, length, "amax")
-        state.stopped.view(torch.uint8).scatter_reduce_(0, slots, ended.to(torch.uint8), "amax")
+        stops = state.stopped.view(torch.uint8)
+        stops.scatter_reduce_(0, slots, ended.to(torch.uint8), "amax")
     else:
         state.known[slots] = torch.where(taken, position + 1, state.known[slots])
         state.stopped[slots] = ended
@@ -299,10 +316,15 @@ def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, en
 
     ``tokens`` i64 [N] were drawn.  ``ended`` bool [N] marks rows whose token ends the sequence, and rows of sequences
     that had ended before."""
-    back = state.to(np.arange(len(draft)) - (draft > 0))
-    fits = (tokens[back] == state.tokens[rows.slots, rows.position - 1]) & ~ended[back]
-    breaks = (~fits & state.to(draft > 0)).int().cumsum(0)
-    return breaks == breaks[state.to(np.arange(len(draft)) - draft)]
+    row = np.arange(len(draft))
+    is_draft = draft > 0
+    before = state.to(row - is_draft)
+    given = state.tokens[rows.slots, rows.position - 1]
+    fits = (tokens[before] == given) & ~ended[before]
+    wrong = ~fits & state.to(is_draft)
+    breaks = wrong.int().cumsum(0)
+    heads = state.to(row - draft)
+    return breaks == breaks[heads]
 
 
 def by_slot(state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor) -> tuple[np.ndarray, Tensor, Tensor]:
@@ -313,7 +335,10 @@ def by_slot(state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor
     slot."""
     heads = np.flatnonzero(draft == 0)
     size = np.diff(np.append(heads, len(draft)))
-    at = state.to(heads[:, None] + np.minimum(np.arange(size.max()), size[:, None] - 1))
-    group = state.to(np.repeat(np.arange(len(heads)), size))
+    column = np.minimum(np.arange(size.max()), size[:, None] - 1)
+    at = state.to(heads[:, None] + column)
+    slot_of = np.repeat(np.arange(len(heads)), size)
+    group = state.to(slot_of)
     total = torch.zeros(len(heads), dtype=count.dtype, device=count.device)
-    return heads, tokens[at], total.index_add_(0, group, count)
+    total.index_add_(0, group, count)
+    return heads, tokens[at], total

@@ -53,7 +53,9 @@ class TapState:
     ) -> None:
         self.ranks = ranks
         found = tap_points(model)
-        self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
+        self.points: dict[str, int] = {}
+        if found:
+            self.points = {**found, LOGITS: vocab}
         self.widths = tuple(self.points.values())
         self.names = list(self.points)
         self.dtype = dtype
@@ -91,8 +93,9 @@ class TapState:
             for row, number in join.steer.tolist():
                 point = self.names[number]
                 slot = int(join.slot[row])
-                vector = join.vectors[at : at + self.points[point]]
-                at += len(vector)
+                end = at + self.points[point]
+                vector = join.vectors[at:end]
+                at = end
                 if not self._has_room(point):
                     failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
                     continue
@@ -112,8 +115,10 @@ class TapState:
             return True
         with suppress(torch.OutOfMemoryError):
             self._rows(self.steering, point)
-        if self.ranks is not None and not self.ranks.least([point in self.steering])[0]:
-            self.steering.pop(point, None)
+        if self.ranks is not None:
+            (everywhere,) = self.ranks.least([point in self.steering])
+            if not everywhere:
+                self.steering.pop(point, None)
         return point in self.steering
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -125,7 +130,8 @@ class TapState:
         """
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
-        read = set(plan.taps[:, 0].tolist()) - {len(self.names) - 1}
+        logits = len(self.names) - 1
+        read = set(plan.taps[:, 0].tolist()) - {logits}
         return self._steered(plan), tuple(sorted(read))
 
     def _steered(self, plan: StepPlan) -> tuple[int, ...]:
@@ -144,23 +150,29 @@ class TapState:
         """Return the taps of a step of separate launches, or None if it has none.
 
         While the model runs, the values [n, width] of each point at its ``tokens`` i64 [n] are stored in ``found``."""
-        if not len(plan.taps) and not len(plan.steered) and not len(plan.given):
+        given = len(plan.given) > 0
+        if not len(plan.taps) and not len(plan.steered) and not given:
             return None
         indices = {point: self.state.to(at) for point, at in tokens.items() if point != LOGITS}
 
         def keep(point: str, x: Tensor) -> None:
             found[point] = x[indices[point]]
 
-        routes = self._by_point(self.state.to(self._given_tokens(plan))) if len(plan.given) else {}
+        routes = {}
+        if given:
+            experts = self.state.to(self._given_tokens(plan))
+            routes = self._by_point(experts)
         return self._of_step(self._steered(plan), meta, frozenset(indices), keep, routes)
 
     def _given_tokens(self, plan: StepPlan) -> np.ndarray:
         """Return the given experts i32 [T, sum of widths] of all tokens of a step, -1 for the router's own choice."""
-        found = np.full((int(plan.q_len.sum()), sum(self.given.values())), OWN, np.int32)
+        size = int(plan.q_len.sum()), sum(self.given.values())
+        found = np.full(size, OWN, np.int32)
         begins = plan.q_len.cumsum() - plan.q_len
         rows, counts = plan.given.T
-        ends = counts.cumsum()
-        tokens = (begins[rows] - ends + counts).repeat(counts) + np.arange(counts.sum())
+        before = counts.cumsum() - counts
+        shift = begins[rows] - before
+        tokens = shift.repeat(counts) + np.arange(counts.sum())
         found[tokens] = plan.routes.reshape(len(tokens), -1)
         return found
 
@@ -172,8 +184,10 @@ class TapState:
     def give(self, plan: StepPlan, rows: int) -> None:
         """Set the given experts of a captured decode step that is padded to ``rows`` rows."""
         buffer = self._given_buffer()
-        buffer[: len(plan.slots)].copy_(self.state.to(self._given_tokens(plan)), non_blocking=True)
-        buffer[len(plan.slots) : rows].fill_(OWN)
+        count = len(plan.slots)
+        experts = self.state.to(self._given_tokens(plan))
+        buffer[:count].copy_(experts, non_blocking=True)
+        buffer[count:rows].fill_(OWN)
 
     def _given_buffer(self) -> Tensor:
         """Return ``given_rows``, and allocate it at the first use."""
@@ -188,24 +202,34 @@ class TapState:
         """Return the taps of a captured step.  The values of all rows are copied to ``buffers``.
 
         With ``given``, a replay reads the given experts that ``give`` has set."""
-        buffers = {p: self._rows(self.buffers, p) for p in (self.names[n] for n in read)}
+        points = [self.names[number] for number in read]
+        buffers = {point: self._rows(self.buffers, point) for point in points}
 
         def keep(point: str, x: Tensor) -> None:
             buffers[point][: len(x)].copy_(x)
 
-        routes = self._by_point(self._given_buffer()[: len(meta.row)]) if given else {}
+        routes = {}
+        if given:
+            rows = self._given_buffer()[: len(meta.row)]
+            routes = self._by_point(rows)
         return self._of_step(steered, meta, frozenset(buffers), keep, routes)
 
     def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         """Return the values of each point after the replay of a decode step, as ``eager`` stores them in ``found``.
 
         Each row of a decode step has one token, so numbers of tokens are numbers of rows."""
-        return {point: self._rows_at(self.buffers[point], at) for point, at in tokens.items() if point != LOGITS}
+        found = {}
+        for point, at in tokens.items():
+            if point != LOGITS:
+                found[point] = self._rows_at(self.buffers[point], at)
+        return found
 
     def _rows_at(self, buffer: Tensor, at: np.ndarray) -> Tensor:
         """Return the rows ``at`` (ascending) of a buffer: a view if they are the first rows, else a copy."""
         n = len(at)
-        return buffer[:n] if at[-1] == n - 1 else buffer[self.state.to(at)]
+        if at[-1] == n - 1:
+            return buffer[:n]
+        return buffer[self.state.to(at)]
 
     def flat(self, found: Mapping[str, Tensor]) -> Tensor:
         """Return all values as one f32 tensor, concatenated in the order of the points."""
@@ -215,7 +239,8 @@ class TapState:
     def _of_step(
         self, steered: Any, meta: AttnMeta, read: frozenset[str], keep: Any, routes: Mapping[str, Tensor]
     ) -> TapsOfStep:
-        steering = {self.names[n]: self.steering[self.names[n]] for n in steered}
+        points = [self.names[number] for number in steered]
+        steering = {point: self.steering[point] for point in points}
         return TapsOfStep(steering, meta.slots[meta.row], read, keep, routes)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
@@ -225,5 +250,6 @@ class TapState:
         for number, rows, first in by_point(plan.taps):
             n = plan.q_len[rows] - first
             before = n.cumsum() - n
-            found[self.names[number]] = (ends[rows] - n - before).repeat(n) + np.arange(n.sum())
+            shift = ends[rows] - n - before
+            found[self.names[number]] = shift.repeat(n) + np.arange(n.sum())
         return found

@@ -67,21 +67,25 @@ class RowScores:
         scores = torch.empty(shape, device=row.sources.device)
         first = 0
         for part in self._parts(layers, row.stored):
-            out = scores[first : first + len(part)]
-            first += len(part)
+            end = first + len(part)
+            out = scores[first:end]
+            first = end
             try:
                 out.copy_(self._score(part, row))
             except BaseException as e:
-                error = StepError("rows", self.name, describe_error(as_exception(e), self.compressor))
+                message = describe_error(as_exception(e), self.compressor)
+                error = StepError("rows", self.name, message)
                 out.copy_(torch.arange(row.stored, device=out.device))
-        return scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf")), error
+        infinity = float("inf")
+        return scores.nan_to_num_(nan=-infinity, posinf=infinity, neginf=-infinity), error
 
     def _parts(self, layers: list[AttnLayer], stored: int) -> list[list[AttnLayer]]:
         """Return the layers in parts that are scored at once."""
         spec = layers[0].spec
         most = 1
         if self.compressor.joins_layers:
-            of_layer = spec.kv_heads * max(spec.dim_qk, spec.dim_v) * stored * self.dtype.itemsize
+            dim = max(spec.dim_qk, spec.dim_v)
+            of_layer = spec.kv_heads * dim * stored * self.dtype.itemsize
             most = max(1, LOADED // of_layer)
         count = -(-len(layers) // most)
         size = -(-len(layers) // count)
@@ -91,27 +95,37 @@ class RowScores:
         """Return the scores of the compressor, [stored] or [layers, kv_heads, stored].  PluginError for scores of
         another shape."""
         stored = row.stored
-        heads = layers[0].spec.kv_heads
+        first = layers[0]
+        heads = first.spec.kv_heads
         keys, values = self._load(layers, row)
-        sums, queries = (None, None) if self.sums is None else self.sums.of(row.slot, layers, stored)
+        sums: Tensor | None = None
+        counts: Tensor | None = None
+        if self.sums is not None:
+            sums, counts = self.sums.of(row.slot, layers, stored)
+        queries = None
+        if self.queries is not None:
+            queries = self.queries.of(row.slot, layers)
         tokens = StoredTokens(
-            layer=layers[0].index,
+            layer=first.index,
             keys=keys,
             values=values,
-            queries=None if self.queries is None else self.queries.of(row.slot, layers),
-            scale=layers[0].spec.softmax_scale,
+            queries=queries,
+            scale=first.spec.softmax_scale,
             keep=row.kept,
             computed=row.computed,
             seed=self.seeds.get(row.slot, 0),
             attention_sums=sums,
-            sum_queries=queries,
+            sum_queries=counts,
             layers=len(layers),
         )
         scores = call_foreign(self.compressor.score, tokens)
         lines = len(layers) * heads
-        if not isinstance(scores, torch.Tensor) or scores.shape not in ((stored,), (lines, stored)):
-            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-            raise PluginError(f"score() gave {found}; expected a tensor [{lines}, {stored}] or [{stored}]")
+        wanted = f"a tensor [{lines}, {stored}] or [{stored}]"
+        if not isinstance(scores, torch.Tensor):
+            raise PluginError(f"score() gave {type(scores).__name__}; expected {wanted}")
+        shape = tuple(scores.shape)
+        if shape not in ((stored,), (lines, stored)):
+            raise PluginError(f"score() gave {shape}; expected {wanted}")
         return scores if scores.dim() == 1 else scores.reshape(len(layers), heads, stored)
 
     def _load(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, Tensor]:
