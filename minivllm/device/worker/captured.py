@@ -147,8 +147,10 @@ class CapturedCalls(SampleCalls):
         """Return the rows; each draws the token after the newest of its slot."""
         state = self.state
         slots = self.b.slots
-        position, prompt, seed, sample = gather(slots, (state.known, state.prompt, state.seed, state.sample))
-        return Rows(slots, position, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
+        columns = (state.known, state.prompt, state.seed, state.sample)
+        position, prompt, seed, sample = gather(slots, columns)
+        last = state.tokens.shape[1] - 1
+        return Rows(slots, position, prompt, seed, sample, 0, state.tokens, last)
 
     def meet_host(self, logits: Tensor) -> None:
         if self.masks is not None:

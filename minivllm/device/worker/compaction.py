@@ -188,11 +188,13 @@ class Compactor:
         """Move the kept tokens of the rows of a KV group by one launch."""
         from minivllm.device.kernels.kept_tokens import Move
 
-        self.tensors[group].move([Move(one.tokens, one.row.sources, self._targets(one)) for one in found])
+        moves = [Move(one.tokens, one.row.sources, self._targets(one)) for one in found]
+        self.tensors[group].move(moves)
 
     def _targets(self, one: ChosenTokens) -> Tensor:
         """Return the blocks i32 to which the kept tokens of a row move."""
-        return self.state.table[one.group, one.row.slot, : -(-one.row.kept // self.block)]
+        blocks = -(-one.row.kept // self.block)
+        return self.state.table[one.group, one.row.slot, :blocks]
 
     def _count_dropped(self, found: list[ChosenTokens]) -> None:
         """Add the removed tokens of compressed rows to the columns, and shift the positions of rotated rows."""

@@ -60,7 +60,7 @@ class LoadedEncoder:
         want = f"{self.dtype} [{self.levels}, tokens, {self.hidden}]"
         if not isinstance(found, Tensor):
             raise PluginError(f"encode() gave a {type(found).__name__}; expected a tensor {want}")
-        sizes = found.ndim == 3 and (found.shape[0], found.shape[2]) == (self.levels, self.hidden)
+        sizes = found.ndim == 3 and found.shape[0] == self.levels and found.shape[2] == self.hidden
         if not sizes or found.dtype != self.dtype or found.device.type != values.device.type:
             raise PluginError(f"encode() gave {found.dtype} {list(found.shape)} on {found.device}; expected {want}")
         return found.detach()

@@ -33,6 +33,13 @@ class TappedKey(GraphKey):
     changed: tuple[str, ...] = ()
 
 
+def holds(capture: GraphKey, key: GraphKey) -> bool:
+    """Return whether a capture of shape ``capture`` can run a step of shape ``key``, possibly with padding."""
+    if type(capture) is not type(key) or capture.kind != key.kind or capture.shared != key.shared:
+        return False
+    return capture.rows >= key.rows and capture.tokens >= key.tokens and capture.span >= key.span
+
+
 def adapted(key: GraphKey) -> bool:
     """Return whether a captured shape contains the operations of adapters."""
     return key.adapted if isinstance(key, TappedKey) else isinstance(key, AdaptedKey)

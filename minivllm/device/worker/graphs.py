@@ -54,7 +54,7 @@ from .adapters import applied
 from .calls import SeparateCalls
 from .capture import GraphRecorder, replay_ms
 from .captured import Buffers, CapturedCalls, Drawn, SampleOperations, bounds, column_tensors, read_columns
-from .graph_keys import AdaptedKey, ImagedKey, TappedKey, adapted
+from .graph_keys import AdaptedKey, ImagedKey, TappedKey, adapted, holds
 from .later import LaterCaptures
 from .query_store import StepQueries
 from .running import Running
@@ -261,12 +261,7 @@ class Graphs:
         if isinstance(key, TappedKey):
             return None
         if key not in self.serving:
-            found = [
-                one
-                for one in self.forwards
-                if type(one) is type(key) and (one.kind, one.shared) == (key.kind, key.shared)
-                if one.rows >= key.rows and one.tokens >= key.tokens and one.span >= key.span
-            ]
+            found = [one for one in self.forwards if holds(one, key)]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows, one.span), default=None)
         return self.serving[key]
 
@@ -276,7 +271,8 @@ class Graphs:
 
         It is captured once its steps have lost as much time as a capture takes, unless the largest number of captures
         is reached."""
-        return self._has_paid(key, min(max(lost, 0.0) / self.costs.launch_ms, 1.0) / SIGHTS)
+        share = max(lost, 0.0) / self.costs.launch_ms
+        return self._has_paid(key, min(share, 1.0) / SIGHTS)
 
     def _has_paid(self, key: GraphKey, share: float) -> bool:
         """Count a step of shape ``key`` that lost a ``share`` of the time of a capture; return whether to capture this
@@ -310,7 +306,8 @@ class Graphs:
             active = bool(on.any()) or i == len(state.processors) - 1
             if active and not self.runner.graph_safe[i]:
                 return None
-            variants.append(int(np.bitwise_or.reduce(processor.variant[slots])) if active else -1)
+            bits = np.bitwise_or.reduce(processor.variant[slots])
+            variants.append(int(bits) if active else -1)
         wants_min = bool(state.wants_min[slots].any())
         return SampleOperations(tuple(variants), wants_min, topk, late)
 
@@ -518,7 +515,8 @@ class Graphs:
         An exception of a plug-in is noted."""
         r = self.runner
         running = Running(plan)
-        step.sample(SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {}), r.state, r.model, hidden)
+        calls = SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {})
+        step.sample(calls, r.state, r.model, hidden)
         for error in running.errors:
             self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
         r.seams.take()  # discard the times of this step, which include the compiler
@@ -550,9 +548,11 @@ class Graphs:
         """Return the buffers for ``size`` rows, with these slots in them.  ``slots`` [n] has at most ``size`` slots;
         the other rows get the spare slot.  Slots are copied only if they changed."""
         b = self._buffers(size)
-        if not np.array_equal(b.host_slots[: len(slots)], slots) or (b.host_slots[len(slots) :] != self.spare).any():
-            b.host_slots[: len(slots)] = slots
-            b.host_slots[len(slots) :] = self.spare
+        used = b.host_slots[: len(slots)]
+        padding = b.host_slots[len(slots) :]
+        if not np.array_equal(used, slots) or (padding != self.spare).any():
+            used[:] = slots
+            padding[:] = self.spare
             b.slots.copy_(torch.from_numpy(b.host_slots.copy()), non_blocking=True)
         return b
 
@@ -562,7 +562,8 @@ class Graphs:
         if size not in self.buffers:
             r = self.runner
             slots = torch.full((size,), self.spare, dtype=torch.int64, device=r.device)
-            hidden = torch.zeros(size, r.worker.hidden_size, dtype=getattr(torch, r.wiring.dtype), device=r.device)
+            dtype = getattr(torch, r.wiring.dtype)
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=dtype, device=r.device)
             out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
             self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
         return self.buffers[size]
@@ -599,7 +600,7 @@ class Graphs:
         if isinstance(shape, Drawn):
             run = self._draw(b, shape.operations)
         else:
-            run = (self._decode(shape, b) if shape.kind == "decode" else self._mixed(shape, b))[0]
+            run, _ = self._decode(shape, b) if shape.kind == "decode" else self._mixed(shape, b)
         self.recorder.rehearse(run)
 
     def _decode(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:

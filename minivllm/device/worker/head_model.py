@@ -98,7 +98,8 @@ class HeadModel(OwnModel):
         """Return the hidden states [T, W] of ``q_len`` pairs of each row, after its first ``computed`` pairs."""
         row = np.repeat(np.arange(len(slots)), q_len)
         first = q_len.cumsum() - q_len
-        position = (computed - first)[row] + np.arange(len(row))
+        shift = computed - first
+        position = shift[row] + np.arange(len(row))
         places = np.stack([slots[row], position]).astype(np.int64)
         slot_of, at = self.state.to(places)
         return self.states.at(self.state, slot_of, at)

@@ -213,7 +213,8 @@ class ImageState:
     def _seen(self, plan: StepPlan, pieces: list[Piece]) -> np.ndarray:
         """Return the last position i64 [T] that each token of a step attends to: its own, or the end of its image."""
         starts = np.cumsum(plan.q_len) - plan.q_len
-        seen = np.arange(int(plan.q_len.sum())) + np.repeat(plan.computed - starts, plan.q_len)
+        shift = np.repeat(plan.computed - starts, plan.q_len)
+        seen = np.arange(len(shift)) + shift
         for piece in pieces:
             seen[piece.at : piece.at + piece.length] = piece.span.end - 1
         return seen.astype(np.int64)

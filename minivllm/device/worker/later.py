@@ -108,7 +108,9 @@ class LaterCaptures:
             self.queue.popleft()
         if not self.queue:
             return False
-        new = next((one for one in self.queue if one not in self.jobs), None) if self.rehearsals.active else None
+        new = None
+        if self.rehearsals.active:
+            new = next((one for one in self.queue if one not in self.jobs), None)
         with torch.inference_mode():
             if new is not None and (self.queue[0] not in self.jobs or not self.compiled(self.queue[0])):
                 self.compiled(new)

@@ -157,7 +157,8 @@ class PinnedSlabs:
                 self._made[size] -= _slab_bytes(size)
             raise
         places = range(max(SLAB, step) // step)
-        self._free.setdefault(step, []).extend((slab, slab.address + i * step) for i in reversed(places))
+        free = self._free.setdefault(step, [])
+        free += [(slab, slab.address + i * step) for i in reversed(places)]
 
     def prepare(self, shares: Mapping[int, int], most: int) -> None:
         """Allocate slabs in threads, so that ``at_hand`` finds pieces.

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 def state_bytes(layers: Sequence[StateLayer], dtype: torch.dtype, drafts: int) -> int:
     """Return the bytes of the states of one sequence in all layers."""
-    return sum(
-        int(np.prod(shape)) * kind.itemsize for layer in layers for _, shape, kind in _tensors(layer, dtype, drafts)
-    )
+    total = 0
+    for layer in layers:
+        for _, shape, kind in _tensors(layer, dtype, drafts):
+            total += int(np.prod(shape)) * kind.itemsize
+    return total
 
 
 def _tensors(layer: StateLayer, dtype: torch.dtype, drafts: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

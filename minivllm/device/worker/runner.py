@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,8 @@ class Runner:
         slots = wiring.max_num_seqs + 1  # one more than the requests: the spare slot (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
-        offsets = w.encoder is not None and bool(wiring.images.facts.sections)
-        offsets = offsets or wiring.cache.rerotates
+        sections = w.encoder is not None and bool(wiring.images.facts.sections)
+        offsets = sections or wiring.cache.rerotates
         self.state = DeviceState(*sizes, w.device, wiring.rope_switch, part is not None, offsets)
         self.state.recurrent = w.states
         self.compactor = None if part is None else Compactor(part, wiring, w, self.state)
@@ -240,7 +241,7 @@ class Runner:
             notes.append(
                 f"steps have at most {step_tokens:,} tokens, because longer ones take longer to launch than to run"
             )
-        return Capacity(
+        capacity = Capacity(
             blocks=tuple(w.num_blocks),
             block_bytes=tuple(w.block_bytes),
             vocab_size=w.vocab_size,
@@ -252,17 +253,20 @@ class Runner:
             taps=self.taps.points,
             given=tuple(self.taps.given),
             hidden=w.hidden_size,
-            checkpoints=None if w.states is None else w.states.checkpoints,
-            state_bytes=0 if w.states is None else w.states.bytes,
-            compresses=None if self.compactor is None else self.compactor.compressor.window,
-            sums=self.compactor is not None and self.compactor.sums is not None,
-            kept_heads=() if self.compactor is None else self.compactor.kept_heads,
             image_bytes=self.image_bytes,
             no_images=w.no_images,
             drafts_ahead=self.drafts_ahead,
             step_tokens=step_tokens,
-            step_sizes=() if self.graphs is None else self.graphs.step_sizes(),
         )
+        if w.states is not None:
+            capacity = replace(capacity, checkpoints=w.states.checkpoints, state_bytes=w.states.bytes)
+        if self.compactor is not None:
+            window = self.compactor.compressor.window
+            sums = self.compactor.sums is not None
+            capacity = replace(capacity, compresses=window, sums=sums, kept_heads=self.compactor.kept_heads)
+        if self.graphs is not None:
+            capacity = replace(capacity, step_sizes=self.graphs.step_sizes())
+        return capacity
 
     @property
     def drafts_ahead(self) -> bool:
@@ -320,7 +324,9 @@ class Runner:
                     if len(plan.pooled):
                         running.pooled = to_host(pool_captured(plan, hidden, self.state))
                     if len(plan.samples) < len(plan.slots):
-                        running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
+                        running.hidden = None
+                        if len(plan.samples):
+                            running.hidden = hidden[self.state.to(plan.samples).long()]
                     return running
                 what = "attention"
 
@@ -340,12 +346,16 @@ class Runner:
         for captures in (self.drafted, self.graphs):
             if captures is self.graphs:
                 plan = running.settle(self.state)  # these captures read lengths of mixed steps from the host
-            key = captures.key(plan) if captures is not None else None
-            hidden = captures.forward(key, plan) if captures is not None and key is not None else None
+            if captures is None:
+                continue
+            key = captures.key(plan)
+            if key is None:
+                continue
+            hidden = captures.forward(key, plan)
             if hidden is not None:
                 running.captures = captures
                 running.graph = key
-                if key is not None and key.shared:
+                if key.shared:
                     running.shared = self.shared_rows(plan)
                 return hidden
         return None
@@ -363,13 +373,16 @@ class Runner:
             self.adapters.apply(delta)
         if self.images is not None:
             self.images.apply(delta)
-        for slot in delta.leave.tolist() if self._poison else ():
-            self._poison.pop(slot, None)
+        if self._poison:
+            for slot in delta.leave.tolist():
+                self._poison.pop(slot, None)
         self._poison.update(self.taps.apply(delta))
         if self.compactor is not None:
             self.compactor.note(delta)
             self._poison.update(self.seams.run("compressor", self.compactor.apply, delta))
-        for source, to, _ in delta.fork.tolist() if self._poison else ():
+        if not self._poison:
+            return
+        for source, to, _ in delta.fork.tolist():
             if source in self._poison:
                 self._poison[to] = self._poison[source]
 
@@ -395,7 +408,8 @@ class Runner:
                 features.precede(read.taps)
                 read.taps = features
         selects = self.selects_tokens(read) and not methods
-        at = np.cumsum(plan.q_len)[plan.samples] - 1
+        ends = np.cumsum(plan.q_len)
+        at = ends[plan.samples] - 1
         indices = None
         needed = used_tokens(plan, at)
         used: np.ndarray | None = None
@@ -416,8 +430,10 @@ class Runner:
             running.pooled = to_host(pool(plan, hidden, used, self.state))
         if len(plan.prompt):
             running.prompt = self._score_prompt(plan, hidden)
+        if len(at) and len(at) != len(hidden):
+            hidden = hidden[self.state.to(rows_of(at, used))]
         if len(at):
-            running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
+            running.hidden = hidden
 
     def _runs_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
         """Return whether the native part can run the layers of a step, and set the adapters of its rows."""
@@ -463,7 +479,8 @@ class Runner:
         ``place`` [T] is the index in ``hidden`` of each token whose logits are read.  Raise ValueError if the model
         left a point out."""
         if LOGITS in tokens:
-            found[LOGITS] = self.model.logits(hidden[self.state.to(place[tokens[LOGITS]])])
+            rows = self.state.to(place[tokens[LOGITS]])
+            found[LOGITS] = self.model.logits(hidden[rows])
         if lost := [point for point in tokens if point not in found]:
             raise ValueError(f"the model names the point {lost[0]!r}, and passed nothing through it")
         running.taps = to_host(self.taps.flat(found))
@@ -477,7 +494,8 @@ class Runner:
         if recurrent and whole is not plan:
             # a recurrent state processes a row and its drafts as one row
             meta = read.meta if self.merges else self._read(whole).meta
-            read.states = step.states_of(self.state, meta, self.state.to(rows_with_drafts(plan)))
+            drafts = self.state.to(rows_with_drafts(plan))
+            read.states = step.states_of(self.state, meta, drafts)
         return read
 
     def _read(self, plan: StepPlan) -> StepTensors:
@@ -499,8 +517,9 @@ class Runner:
         prompt = join.prompt[back].astype(np.int64)
         count = join.known[back] - prompt
         slots, first = self.state.to(np.stack([slots_np, prompt]))
-        at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
-        tokens = self.state.tokens[slots[:, None], self.state.to(at)].long()
+        column = np.minimum(np.arange(count.max()), count[:, None] - 1)
+        at = self.state.to(prompt[:, None] + column)
+        tokens = self.state.tokens[slots[:, None], at].long()
         self._tell(slots_np, slots, first, tokens, self.state.to(count))
 
     def _take_tokens(self, plan: StepPlan) -> None:
@@ -524,7 +543,8 @@ class Runner:
         rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
         calls = GuardedCalls(self.chain, slots_np, [])
         calls.commit(tokens, count, rows)
-        self._poison.update({int(slots_np[r]): e for e in calls.errors for r in e.rows})
+        for error in calls.errors:
+            self._poison |= {int(slots_np[row]): error for row in error.rows}
 
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
@@ -567,19 +587,20 @@ class Runner:
         operation that cannot be captured, or there is no capture and none can be made.
         """
         plan = running.plan
-        captures = running.captures if running.graph is not None and not self._poison else None
-        operations = captures.sample_operations(plan) if captures is not None else None
-        done = (
-            captures.sample(running.graph, operations, plan, late)
-            if captures is not None and operations is not None
-            else None
-        )
+        captures = running.captures
+        if running.graph is None or captures is None or self._poison:
+            return False
+        operations = captures.sample_operations(plan)
+        if operations is None:
+            return False
+        done = captures.sample(running.graph, operations, plan, late)
         if done is None:
             return False
-        running.packed = to_host(done[0])
+        packed, logprobs = done
+        running.packed = to_host(packed)
         running.pick = plan.samples
-        if done[1] is not None:
-            running.logprobs = tuple(to_host(t) for t in done[1])
+        if logprobs is not None:
+            running.logprobs = tuple(to_host(t) for t in logprobs)
         return True
 
     def _mark(self) -> Any:
@@ -596,10 +617,12 @@ class Runner:
         It is the buffer that captured steps copy from if this buffer is large enough, else a new array (pinned on a
         GPU).
         """
-        masks = self.graphs.late_masks() if self.graphs is not None else None
-        if masks is not None and len(masks.host) >= rows:
-            return masks.host[:rows]
-        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
+        if self.graphs is not None:
+            masks = self.graphs.late_masks()
+            if len(masks.host) >= rows:
+                return masks.host[:rows]
+        pinned = self.device.type == "cuda"
+        return torch.empty(rows, words, dtype=torch.int32, pin_memory=pinned).numpy()
 
     # ---- results and faults --------------------------------------------------------------------------------------
 
@@ -643,8 +666,9 @@ class Runner:
             self.native.close()
         if self.worker is not None:
             # emptied in place, because the layers of the model hold the same mappings
-            for cache in (layer for group in self.worker.caches for layer in group):
-                cache.clear()
+            for group in self.worker.caches:
+                for cache in group:
+                    cache.clear()
         # A closed runner is not used again, so the types of its attributes exclude None.
         self.worker = self.backend = self.state = None  # type: ignore[assignment]
         self.weights = None  # type: ignore[assignment]

@@ -97,7 +97,8 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor
     Large values come from small u, where float32 has a fine resolution.  All values are between -2.9 and 22.2.
     """
     lane = torch.arange(width, dtype=torch.int32, device=seed.device)
-    u = noise(seed[:, None], position[:, None], sample[:, None], lane)
+    of_row = (seed[:, None], position[:, None], sample[:, None])
+    u = noise(*of_row, lane)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 

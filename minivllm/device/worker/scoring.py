@@ -34,8 +34,10 @@ def score_prompt(
     before = np.cumsum(counts) - counts
     ahead = np.arange(counts.sum()) - np.repeat(before, counts)
     first = np.cumsum(plan.q_len) - plan.q_len
-    columns = [first[row] + ahead, plan.slots[row], plan.computed[row] + ahead + 1]
-    at, slots, position = state.to(np.stack(columns).astype(np.int64))
+    index = first[row] + ahead
+    following = plan.computed[row] + ahead + 1
+    columns = np.stack([index, plan.slots[row], following])
+    at, slots, position = state.to(columns.astype(np.int64))
     tokens = state.tokens[slots, position].long()
     tile = max(1, TILE // vocab_size)
     fuse = fused(wiring)

@@ -75,7 +75,8 @@ class SharedPages:
 
     def can_save(self, rows: int, tokens: int) -> bool:
         """Return whether a step of ``rows`` rows, with contexts of at most ``tokens`` tokens, can save ``least``."""
-        deepest = max((depth * self.block for depth in self.depths if depth * self.block <= tokens), default=0)
+        lengths = [depth * self.block for depth in self.depths]
+        deepest = max((length for length in lengths if length <= tokens), default=0)
         return rows >= FEWEST_ROWS and (rows - 1) * deepest >= self.least_tokens
 
     def _estimate(self, plan: StepPlan) -> int:

@@ -107,7 +107,8 @@ def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
         return "kernels are interpreted (TRITON_INTERPRET)"
     if wiring.parallel.tensor_parallel_size > 1:
         return "several processes share the model"
-    others = [part.name for part in (*wiring.parts.values(), *wiring.processors) if not part.name.startswith(OWN)]
+    parts = (*wiring.parts.values(), *wiring.processors)
+    others = [part.name for part in parts if not part.name.startswith(OWN)]
     if others:  # results of the kernels may be read on the host by other plug-ins
         return f"parts of other packages run on the device ({', '.join(others)})"
     return None
