@@ -48,17 +48,17 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
 
-CPU_CACHE_SHARE = 0.25  # share of the free memory; the operating system allocates a page at its first write
+CPU_CACHE_SHARE = 0.25  # share of a CPU's free memory for the KV cache; a page is only allocated at its first write
 CPU_CACHE_LIMIT = 8 << 30
-# Largest share of the memory after weights and slots' states for checkpoints of states, and largest number of
-# checkpoints per slot.
+# Checkpoints of recurrent states take at most this share of the memory that weights and the states of the slots leave,
+# and there are at most this many for each request.
 CHECKPOINT_SHARE = 0.2
 CHECKPOINTS_EACH = 4
 
 
 @dataclass
 class Worker:
-    """The parts that a runner needs: model, attention back end, processors and memory of one device."""
+    """The model, attention back end, processors and memory of one device, from which a ``Runner`` runs steps."""
 
     device: torch.device
     model: Any
@@ -68,21 +68,21 @@ class Worker:
     vocab_size: int
     hidden_size: int
     weight_bytes: int
-    parts: ModelParts  # the parts that the model was built from
+    parts: ModelParts  # the modules of the model, and the plug-ins from which they were built
     times: StartTimes
     rehearsals: Rehearsals
-    # [group][layer of the group] -> cache tensors by name
+    # KV group -> layer of the group -> cache tensors by name
     caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    states: StateMemory | None = None  # states of recurrent layers; None without any
-    # key: "drafter", or the name of the processor
+    states: StateMemory | None = None  # states of recurrent layers; None for a model without such layers
+    # "drafter" or the name of a processor -> its own model
     own_models: dict[str, SecondModel] = field(default_factory=dict)
-    # hidden states that a drafter reads, or None
+    # memory for hidden states of the served model that a drafter reads; None if no drafter reads any
     target_states: TargetStates | None = None
-    adapters: Adapters | None = None  # None if no adapters are served
-    encoder: LoadedEncoder | None = None  # None if no images are read, for the reason ``no_images``
+    adapters: Adapters | None = None  # adapters such as LoRA; None if the configuration serves none
+    encoder: LoadedEncoder | None = None  # image encoder; None if no images are read: ``no_images`` has the reason
     no_images: str = ""
 
 
@@ -125,7 +125,8 @@ def has_kernels(wiring: Wiring) -> bool:
 def fused(wiring: Wiring, which: str = "") -> bool:
     """Return whether fused kernels run, which compute several operations of layers or of a sampler in one launch.
 
-    ``which`` names one kind of fused kernel, as in ``StepWiring.unfused``; "" means fused kernels in general."""
+    ``which`` is the name of a fused kernel that the configuration may turn off (``StepWiring.unfused``); "" means fused
+    kernels in general."""
     return wiring.steps.fuse and has_kernels(wiring) and which not in wiring.steps.unfused
 
 
@@ -169,7 +170,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 
 
 def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> None:
-    """Load the models of a drafter and of processors, the adapters' memory and the image encoder.
+    """Load the models of the drafter and of processors and the image encoder, and allocate the memory of adapters.
 
     ``cfg`` is the config object of the served model."""
     draft = wiring.speculation.draft_model
@@ -269,7 +270,7 @@ def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemo
 
 
 def _free_for_states(worker: Worker, parts: ModelParts) -> int:
-    """Return the bytes that recurrent states may take on the device."""
+    """Return the number of bytes that recurrent states may occupy on the device."""
     free = _free_memory(str(worker.device))
     if worker.device.type == "cpu":
         share = int(2 * CPU_CACHE_SHARE * free)
@@ -320,9 +321,9 @@ def _load(
 ) -> tuple[Any, ModelParts, list[str]]:
     """Build a model with its own attention back end, and load its weights from ``folder``.
 
-    ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  ``arch`` None means the architecture
-    in ``chosen``; otherwise it is that of a head, which reads modules of the target model.  Return (model, its parts,
-    notes on the weights for the user)."""
+    ``chosen`` are the plug-ins of this model, and ``groups`` the indices of the layers of each KV group.  ``arch`` is
+    the architecture of a drafter's head, which uses modules of the served model; None means the architecture plug-in in
+    ``chosen``.  Return (model, its ``ModelParts``, notes on the weights for the user)."""
     context = attention_context(wiring, fmt)
     backend = build_part("attention", wiring.parts["attention"], context)
     stored = getattr(cfg, "quantization_config", None)
@@ -349,7 +350,8 @@ def _load(
     with torch.inference_mode():
         model = build_model(arch, cfg, parts, folder)
         parts.described = type(arch).build is ModelArch.build
-        if not head:  # a head lacks modules that options may name, and the target model has checked the options
+        # quantizer options may name modules that a drafter's head lacks; they were checked with the served model
+        if not head:
             quantizer.finish()
         notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
     return model, parts, notes
@@ -357,7 +359,7 @@ def _load(
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
-    worker.notes += getattr(worker.backend, "notes", ())  # back ends of an earlier contract have no notes
+    worker.notes += getattr(worker.backend, "notes", ())  # attention back ends of an older interface have no notes
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     for own in worker.own_models.values():
         its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)
@@ -447,7 +449,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         return min(usable, CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
     worker.rehearsals.compile(lambda: _trial_step(worker, wiring))
-    with ALONE:  # a concurrent capture of another engine would be counted here
+    with ALONE:  # memory of a concurrent capture of another engine would be counted as activations
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -465,10 +467,11 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:
-    """Run the largest possible step on the null block, so that the caller can measure its temporary memory."""
+    """Run the largest possible step, with keys and values written to the null block, so that its memory can be
+    measured."""
     whole = wiring.max_model_len
     t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * whole)
-    longest = -(-t // whole)  # number of rows of the greatest length
+    longest = -(-t // whole)  # number of rows of ``max_model_len`` tokens that hold t tokens
     rows = max(1, min(wiring.max_num_seqs, longest))
     q_len = np.full(rows, t // rows, np.int32)
     computed = np.zeros(rows, np.int32)
@@ -488,8 +491,8 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
 
 
 def _free_memory(device: str) -> int:
-    """Return the bytes that weights may take on the device."""
+    """Return the free bytes of the device, which weights may occupy."""
     if device == "cpu":
         return free_ram()
-    release_unused()  # an earlier engine of this process may have been dropped without close()
+    release_unused()  # memory of an earlier engine in this process that was dropped without close()
     return torch.cuda.mem_get_info()[0]

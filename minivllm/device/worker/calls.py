@@ -69,29 +69,31 @@ class SampleCalls(ABC):
 
     @abstractmethod
     def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
-        """Return (rows i64 [n] that use processor ``p``, or None for all rows; their variant bits).
+        """Return (indices i64 [n] of the rows that use processor ``p``, or None for all rows; their combined variant
+        bits).
 
-        Return None if no row uses it."""
+        Return None if no row uses the processor."""
 
     @abstractmethod
     def sampler_variant(self) -> int:
-        """Return the variant bits of the sampler, combined over all rows."""
+        """Return the variant bits of the sampler, combined by OR over all rows."""
 
     @abstractmethod
     def blank(self, logits: Tensor) -> Tensor:
         """Return a tensor i64 [N] to which the sampler writes its tokens."""
 
     def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
-        """Return the logits f32 [n, V] of the model of processor ``p``, or None if it has no model.
+        """Return the logits f32 [n, V] from the own model of processor ``p``, or None if it has no model.
 
-        ``some`` i64 [n] are the rows; None means all."""
+        ``some`` i64 [n] are the indices of its rows; None means all rows."""
         return None
 
     def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
-        """Handle the exception ``e`` of plug-in ``p`` for ``rows`` i64 [n] (None means all).  It is raised here."""
+        """Raise the exception ``e`` of processor ``p``.  A subclass may instead end the rows with the indices ``rows``
+        i64 [n] (None means all)."""
         raise e
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -118,7 +120,8 @@ class SampleCalls(ABC):
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
-        its.own_logits = None  # ``its`` may be the object ``rows``, which the other processors receive too
+        # ``its`` may be the object ``rows``, which other processors get, and these logits are not theirs
+        its.own_logits = None
         if index is not None:
             logits[index] = part
 
@@ -173,7 +176,8 @@ class SampleCalls(ABC):
 
 
 class BoundCalls(SampleCalls):
-    """Calls for the rows of ``slots`` i64 [N].  Host arrays of ``ProcessorState`` give the rows of a processor."""
+    """Calls of processors and the sampler for the rows in ``slots`` i64 [N].  Each processor runs on the rows that use
+    it."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
         super().__init__(chain, bool(chain.state.wants_min[slots].any()))
@@ -194,12 +198,13 @@ class BoundCalls(SampleCalls):
         return int(np.bitwise_or.reduce(variants))
 
     def blank(self, logits: Tensor) -> Tensor:
-        """Return a tensor of -1, which is no token, so that a row without a written token is detected."""
+        """Return a tensor i64 [N] of -1.  A row that the sampler leaves out keeps -1, which is no token, and so
+        fails."""
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
 
 
 class GuardedCalls(BoundCalls):
-    """Calls that turn an exception of a plug-in into an error of its rows, in ``errors``, and measure the time."""
+    """Calls that measure the time of each plug-in, and add an exception as an error of its rows to ``errors``."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray, errors: list[StepError]) -> None:
         super().__init__(chain, slots)
@@ -217,7 +222,7 @@ class GuardedCalls(BoundCalls):
 
 
 class ProcessorModel(Protocol):
-    """The model that a processor brings (see ``own_model``)."""
+    """The second model that a processor uses (see ``own_model``)."""
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray) -> Tensor:
         """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N]."""
@@ -262,7 +267,7 @@ class SeparateCalls(GuardedCalls):
             self._fail_poisoned(poison)
 
     def _fail_poisoned(self, poison: dict[int, StepError]) -> None:
-        """Fail the rows of slots in ``poison``, and remove their errors from it."""
+        """End the rows whose slots have an error in ``poison`` with this error, and remove it from ``poison``."""
         for row, slot in enumerate(self.slots.tolist()):
             if slot in poison:
                 self.errors.append(replace(poison[slot], rows=(row,)))
@@ -321,7 +326,8 @@ class SeparateCalls(GuardedCalls):
         return sampling.bad_rows(logits)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
-        """Write the drawn tokens to the columns, report them to the processors, and start the copy of the result."""
+        """Write the drawn tokens to the columns, report them to the processors, and start the copy of tokens, counts
+        and flags to the host."""
         plan = self.plan
         to = self.state.to
         waits = np.concatenate([plan.host, plan.held])

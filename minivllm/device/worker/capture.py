@@ -39,7 +39,7 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.launch_ms = 0.0  # time that the host needed to launch the kernels of the last capture separately
+        self.launch_ms = 0.0  # milliseconds in which the host launched the kernels of the last capture without a graph
         # graphs whose capture failed; kept, because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
@@ -62,7 +62,7 @@ class GraphRecorder:
                 return self._record(run)
 
     def rehearse(self, run: Callable[[], Any]) -> None:
-        """Call ``run`` on the stream and thread state of ``capture``, without recording it."""
+        """Call ``run`` as ``capture`` does, on the stream of captures and with the lock, without recording a graph."""
         with self._on_stream():
             run()
 
@@ -88,7 +88,8 @@ class GraphRecorder:
                 result = run()
                 self.launch_ms = 1e3 * (time.perf_counter() - begun)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the exception may have broken the capture
+                # an exception of the captured function may have ended the capture already
+                with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()

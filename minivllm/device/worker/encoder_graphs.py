@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-SIGHTS = 2  # calls of a shape before its capture, which takes about as long as three calls
-GRAPHS = 32  # most captures; later shapes are launched separately
-SHAPES = 4096  # shapes whose calls are counted
-# Bytes of values from which an encoder computes longer than the host launches it, so that a capture would gain little.
+SIGHTS = 2  # a shape of images is captured at this call; a capture takes as long as three calls
+GRAPHS = 32  # largest number of captures; images of further shapes run as separate launches
+SHAPES = 4096  # largest number of shapes for which calls are counted
+# Size of an image in bytes from which the encoder runs longer than its launches take, so that a capture gains little.
 MOST_BYTES = 16 << 20
 
 ShapeKey = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -34,8 +34,8 @@ ShapeKey = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 class _Capture(NamedTuple):
     graph: Any
-    values: Tensor  # read by each replay
-    features: Tensor  # written by each replay
+    values: Tensor  # the input, which each replay reads
+    features: Tensor  # the output, which each replay overwrites
 
 
 class EncoderGraphs:
@@ -46,7 +46,7 @@ class EncoderGraphs:
         self.recorder = GraphRecorder()
         self.captures: dict[ShapeKey, _Capture] = {}
         self.seen: Counter[ShapeKey] = Counter()
-        self.refused: set[ShapeKey] = set()  # shapes whose capture failed
+        self.refused: set[ShapeKey] = set()  # shapes of images whose capture failed
 
     def __call__(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
         """Return the features of ``values``, which no later call changes."""
@@ -61,7 +61,7 @@ class EncoderGraphs:
         return capture.features.clone()
 
     def _due(self, key: ShapeKey, values: Tensor) -> bool:
-        """Count a call of a shape, and return whether to capture the shape now."""
+        """Count an image of a shape, and return whether to capture the encoder for this shape now."""
         if values.nbytes > MOST_BYTES or key in self.refused or len(self.captures) >= GRAPHS:
             return False
         if len(self.seen) >= SHAPES:
@@ -70,11 +70,11 @@ class EncoderGraphs:
         return self.seen[key] > SIGHTS
 
     def _captured(self, key: ShapeKey, values: Tensor, shape: tuple[int, int, int]) -> _Capture | None:
-        """Capture the calls of a shape.  None if that fails."""
+        """Capture the encoder for images of a shape, and return the capture; None if that fails."""
         fixed = values.clone()
         try:
             graph, features = self.recorder.capture(lambda: self.encode(fixed, shape))
-        except Exception as exc:  # code of a plug-in that waits for the device, or too little memory
+        except Exception as exc:  # the plug-in waits for the device, or there is too little memory
             self.refused.add(key)
             log.warning("images of a shape are encoded by separate launches: %s", describe_error(as_exception(exc)))
             return None

@@ -1,4 +1,5 @@
-"""The shapes of captured steps with further operations: of adapters, of images, or of taps."""
+"""The shapes of captured steps that contain operations for adapters, for images, or for tap points (named values of the
+model that requests read or change)."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ class AdaptedKey(GraphKey):
 
 @dataclass(frozen=True)
 class TappedKey(GraphKey):
-    """The captured shape of a step with taps.
+    """The shape of a captured step in which rows read or change values at tap points.
 
-    ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
-    read.  ``given`` means that rows have given experts, and ``changed`` are the names of the points that adapters
-    change.
+    ``steered`` are the indices of the tap points at which a vector is added, and ``read`` the indices of the points
+    whose values are read.  ``given`` means that requests set the experts of tokens.  ``changed`` are the names of the
+    points whose values adapters change.
     """
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
-    adapted: bool = False  # rows have adapters
+    adapted: bool = False  # whether rows have adapters
     given: bool = False
     changed: tuple[str, ...] = ()
 

@@ -71,8 +71,8 @@ log = logging.getLogger(__name__)
 # Steps whose contexts have at most this number of tokens share their captures.  The attention back end splits longer
 # contexts differently, so they have captures of their own.
 SHORT = 8192
-WHOLE_TOKENS = 1024  # mixed steps of at least this size have captures for contexts of any length only
-CAPTURES = 160  # largest number of FORWARD captures, and of SAMPLE captures
+WHOLE_TOKENS = 1024  # mixed steps of at least this many tokens are captured only for contexts of any length
+CAPTURES = 160  # largest number of captures of FORWARD (the layers), and of SAMPLE (the draw)
 # A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
 # capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
 # instantiation.  A burst of requests has many shapes, so capturing each at once would be slow.
@@ -81,8 +81,8 @@ SIGHTS = 4
 # most a few milliseconds, a capture 20 to 80, so gaps between tokens are rare.
 DECODE_SIGHTS = 16
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
-TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
-OBSERVED_ROWS = 64  # largest decode step whose capture keeps its queries for a compressor
+TAPPED_CAPTURES = 48  # largest number of captured shapes with tap points that rows read or change
+OBSERVED_ROWS = 64  # captures of decode steps of at most this many rows keep their queries for a KV compressor
 
 
 @dataclass
@@ -102,36 +102,36 @@ class MeasuredCaptures(NamedTuple):
     """Measurements that a runner reuses when it captures its steps again after sleep."""
 
     costs: StepCosts
-    sizes: tuple[int, ...]  # rows of decode steps
+    sizes: tuple[int, ...]  # numbers of rows for which decode steps are captured
 
 
 @dataclass
 class Graphs:
-    """The captures of one runner.  They share one memory pool, because only one of them runs at a time."""
+    """The CUDA graphs of one runner.  They share one memory pool, because only one of them runs at a time."""
 
     # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
     # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
-    gradual = True  # whether captures of sizes that first requests do not need may be made while the engine serves
-    draws_apart = True  # ``_launch_once`` also draws a token
+    gradual = True  # whether some captures may be made while the engine serves requests, instead of at its start
+    draws_apart = True  # whether ``_launch_once`` also draws a token
     runner: Runner
-    mixed: bool  # the attention back end can be captured in mixed steps
-    # Measurements of earlier captures.  Kernels are compiled then, so only the steps that first requests need are
-    # captured before the engine is ready again.
+    mixed: bool  # whether the attention back end can be captured in mixed steps, in which rows have several tokens
+    # Measurements from before a sleep; None at the first start.  The kernels are compiled already,
+    # so only the steps that first requests need are captured before the engine is ready again.
     known: MeasuredCaptures | None = None
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
-    # shape without its own capture -> time that its steps have lost so far, in units of a capture's time
+    # shape without an own capture -> time that its steps have lost so far, as a share of the time of a capture
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # mixed step -> result of ``_larger``
+    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # shape of a step -> result of ``_larger``
     notes: list[str] = field(default_factory=list)
-    # bits of the sampler variants of captured draws, for 16-bit logits (False) and float32 logits (True)
+    # variant bits of the samplers in captures so far: False -> with 16-bit logits, True -> with float32 logits
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    masks: DeviceMasks | None = None  # token masks of a step; None until the first step with a mask
+    masks: DeviceMasks | None = None  # memory of token masks; None until the first step in which a row has a mask
     # shapes whose capture failed; their steps run as separate launches
     refused: set[GraphKey] = field(default_factory=set)
-    # milliseconds of a replay, by the size of a decode step that was measured
+    # rows of a measured decode step -> milliseconds of its replay
     times: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,23 +151,24 @@ class Graphs:
             self.sizes = list(self.known.sizes)
 
     def measured(self) -> MeasuredCaptures:
-        """Return the results of measurements so far."""
+        """Return the costs and sizes of the captures that were measured so far."""
         return MeasuredCaptures(self.costs, tuple(self.sizes))
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
     def shape(self, plan: StepPlan) -> GraphKey | None:
-        """Return the shape of a step, padded as little as captures allow.  None means that it cannot be captured."""
+        """Return the shape of the smallest capture in which a step could run; None if such a step cannot be
+        captured."""
         rows = len(plan.slots)
         tokens = int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
         if len(plan.sums):
-            return None  # these steps use the host's numbers of tokens, which a replay does not update
+            return None  # attention sums use numbers of tokens from the host, which a replay would not update
         if len(plan.pooled) and not reads_last_tokens(plan):
             return None  # a capture returns the hidden state of only one token per row
         if len(plan.draft) and self.runner.state.recurrent is not None:
-            return None  # a recurrent state reads a row and its drafts as one row
+            return None  # recurrent layers need a row and its drafts as one row of several tokens
         longest = int((plan.computed + plan.q_len).max())
         (steered, read) = self.runner.taps.of_step(plan)
         given = len(plan.given) > 0
@@ -179,7 +180,7 @@ class Graphs:
             if self.imaged is None or steered or read or given or adapts or not self.imaged.takes(plan):
                 return None
             kind = ImagedKey
-        # rows of drafts need positions of their own, so they cannot run as a decode step
+        # a decode step takes the newest token of each slot, so rows of drafts cannot run in one
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft) and kind is not ImagedKey:
             plain = not (steered or read or given or adapts or observed)
             span = self._span(longest)
@@ -187,10 +188,10 @@ class Graphs:
                 return shared
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             if observed and size > OBSERVED_ROWS:
-                return None  # only small captures keep queries
+                return None  # only captures of few rows keep queries
             key = kind("decode", size, size, span)
         elif observed or not self.mixed or tokens > MOST_TOKENS or read or given:
-            return None  # a capture stores queries, tap values and given experts of only one token per row
+            return None  # a capture has memory for the queries, tap values and set experts of one token per row only
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             padded = max(token_size(tokens), size)
@@ -201,9 +202,10 @@ class Graphs:
         return key
 
     def _span(self, longest: int, tokens: int = 0) -> int:
-        """Return the bound of the context lengths in the capture for a step whose longest context has ``longest``
-        tokens.  ``tokens`` is the size of a mixed step, 0 for a decode step.  In a long mixed step the split of long
-        contexts costs next to nothing, so its capture serves all contexts."""
+        """Return the longest context in tokens, SHORT or ``max_model_len``, of the captures for a step.
+
+        ``longest`` is the longest context of the step.  ``tokens`` is the size of a mixed step, 0 for a decode step.  A
+        long mixed step hardly gains from a separate capture of short contexts, so it has none."""
         whole = self.runner.wiring.max_model_len
         return SHORT if longest <= SHORT and (tokens < WHOLE_TOKENS or whole <= SHORT) else whole
 
@@ -215,14 +217,14 @@ class Graphs:
         if key is None:
             return None
         if len(plan.observe):
-            return self._unless_refused(key)  # a larger capture may keep no queries
+            return self._unless_refused(key)  # a larger capture may have no memory for queries
         if key.kind == "decode" and not isinstance(key, TappedKey):
             return self._decode_key(key)
         tokens = int(plan.q_len.sum())
         saved = self.costs.saved_ms(tokens, pairs_of(plan))
         own = self.costs.padding_ms(tokens, key.tokens)
         if key in self.forwards:
-            # the device is busy with a long step while the host launches the kernels
+            # in a long step the device computes longer than the host launches, so padding would only cost time
             return key if own <= saved else None
         larger = self._larger(key)
         lost = saved - own
@@ -245,7 +247,8 @@ class Graphs:
         return (self._unless_refused(key) if due else None) or larger
 
     def _shared(self, plan: StepPlan, span: int) -> GraphKey | None:
-        """Return the shape of a decode step whose rows share prefixes; None if each row is read separately."""
+        """Return the shape of a decode step whose rows read a common prefix once; None if each row reads its own
+        blocks."""
         if not self.runner.shared_rows(plan):
             return None
         at = int(np.searchsorted(self.shared_sizes, len(plan.slots)))
@@ -255,9 +258,10 @@ class Graphs:
         return self._unless_refused(GraphKey("decode", size, size, span, shared=True))
 
     def _larger(self, key: GraphKey) -> GraphKey | None:
-        """Return the smallest existing capture of the same kind that can run a step of shape ``key``.
+        """Return the shape of the smallest existing capture that can run a step of shape ``key``, possibly with
+        padding.
 
-        It may be one for longer contexts.  Return None if there is none, or if the step has taps."""
+        It may be for longer contexts.  Return None if there is none, or if rows read or change values at tap points."""
         if isinstance(key, TappedKey):
             return None
         if key not in self.serving:
@@ -275,8 +279,8 @@ class Graphs:
         return self._has_paid(key, min(share, 1.0) / SIGHTS)
 
     def _has_paid(self, key: GraphKey, share: float) -> bool:
-        """Count a step of shape ``key`` that lost a ``share`` of the time of a capture; return whether to capture this
-        shape now."""
+        """Add the ``share`` of a capture's time that a step of shape ``key`` lost; return whether to capture the shape
+        now."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
         self.paid[key] = self.paid.get(key, 0.0) + share
@@ -295,7 +299,8 @@ class Graphs:
         return self.slot_operations(plan.slots[plan.samples], plan.topk, len(plan.late) > 0)
 
     def slot_operations(self, slots: np.ndarray, topk: int, late: bool) -> SampleOperations | None:
-        """Return the operations for drawing a token in each of ``slots`` i32 [N], or None if they cannot be captured.
+        """Return the operations with which a token is drawn for each of ``slots`` i32 [N]; None if they cannot be
+        captured.
 
         ``topk`` is ``StepPlan.topk``.  ``late`` means that at least one row has a token mask (``StepPlan.late``).
         """
@@ -321,7 +326,7 @@ class Graphs:
         captured = self.forwards[key]
         if key.kind == "mixed":
             table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
-            # only captures of mixed steps have a row table
+            # ``rows`` is set, because the capture of a mixed step has a row table
             captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)  # type: ignore[union-attr]
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
@@ -346,8 +351,8 @@ class Graphs:
     ) -> tuple[torch.Tensor, Any] | None:
         """Replay the SAMPLE part of a step.
 
-        Return (tokens, counts and flags of the rows, i32 [3, B]; their log-probabilities, or None if ``operations`` has
-        none), or None if the capture fails.  ``late`` has the token masks, None if no row has one."""
+        Return (i32 [3, B] with tokens, counts and flags of the rows; their log-probabilities, or None if ``operations``
+        has none).  Return None if the capture fails.  ``late`` has the token masks, None if no row has one."""
         if late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
         captured = self._sample_of(key.rows, operations)
@@ -411,9 +416,7 @@ class Graphs:
         self.runner.worker.rehearsals.compile(*(partial(self.rehearse, shape) for shape in shapes))
 
     def capture_shape(self, shape: GraphKey | Drawn) -> None:
-        """Make a capture that no step waits for.
-
-        At the start an error of a decode step is raised.  All other errors become notes."""
+        """Make a capture ahead of the steps that need it.  Only an error in a decode step at the start is raised."""
         if isinstance(shape, Drawn):
             self._sample_of(*shape)
         elif shape.shared or (shape.kind == "decode" and shape.span > SHORT):
@@ -427,9 +430,10 @@ class Graphs:
             self._try_forward(shape)
 
     def _time_decode(self, key: GraphKey) -> None:
-        """Time a capture of a decode step, and remove the sizes that take longer than a larger size.
+        """Measure the replay of a decode step, and remove the sizes whose replays take longer than that of a larger
+        size.
 
-        The captured rows must be spare rows."""
+        The slots of all rows must be the spare slot."""
         whole = key == GraphKey("decode", key.rows, key.rows, SHORT)
         if not whole or key.rows < self.measured_from or self.known is not None:
             return
@@ -444,8 +448,8 @@ class Graphs:
     def _warm_mixed(self) -> list[GraphKey]:
         """Capture some mixed steps, so that neither kernels nor long steps are captured during the first burst.
 
-        The smallest is first.  If its capture fails, the others are not tried.  Then the costs are measured, and steps
-        whose launches are hidden by the device's work are left out.  Return the shapes that are captured later.
+        The smallest step is first; if its capture fails, no other is tried.  Then the costs are measured, and sizes are
+        left out in which the device computes longer than the launches take.  Return the shapes that are captured later.
         """
         budget = self.runner.wiring.max_num_batched_tokens
         rows, tokens = first_mixed(self.coarse, 1)[-1]
@@ -473,19 +477,20 @@ class Graphs:
         return later
 
     def step_tokens(self) -> int:
-        """Return the number of tokens of the longest captured step if longer steps are slower to launch than to run,
-        else 0.  It is compared with a step of ``max_num_batched_tokens``.  Two captured steps are then faster than
-        one step of the same tokens as separate launches."""
+        """Return the number of tokens to which the scheduler should limit steps, 0 for no limit.
+
+        It is the size of the longest capture if a step of ``max_num_batched_tokens`` takes longer to launch than to
+        compute.  Two captured steps are then faster than one step of the same tokens as separate launches."""
         budget = self.runner.wiring.max_num_batched_tokens
         longest = max(self._mixed_tokens(), default=0)
         return longest if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens() else 0
 
     def step_sizes(self) -> tuple[int, ...]:
-        """Return the tokens of captures of long mixed steps, ascending."""
+        """Return the numbers of tokens for which long mixed steps are captured, ascending."""
         return tuple(sorted(n for n in self._mixed_tokens() if n >= FIRST_TOKENS[-1]))
 
     def _mixed_tokens(self) -> set[int]:
-        """Return the numbers of tokens of the captures of mixed steps, made or queued."""
+        """Return the sizes in tokens of the mixed steps whose captures exist or are queued."""
         shapes = {*self.forwards, *self.later.queue}
         return {key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"}
 
@@ -497,7 +502,7 @@ class Graphs:
         """
         r = self.runner
         if r.state.recurrent is not None:
-            return  # a trial step would change the states of its rows
+            return  # the trial step would change recurrent states
         slots, q_len, first = np.array([[self.spare], [tokens], [0]], np.int32)
         plan = StepPlan(0, slots, q_len, computed=first, samples=first)
         read = r.read(plan)
@@ -506,7 +511,7 @@ class Graphs:
             hidden = step.forward(r.model, r.backend, read, GraphKey(), last, r.selects_tokens(read))
             if self.draws_apart:
                 self._draw_apart(plan, hidden)
-        except BaseException as e:  # an error of a plug-in, which its requests will report
+        except BaseException as e:  # a plug-in raised; requests that use it will report the error
             self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _draw_apart(self, plan: StepPlan, hidden: torch.Tensor) -> None:
@@ -519,14 +524,16 @@ class Graphs:
         step.sample(calls, r.state, r.model, hidden)
         for error in running.errors:
             self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
-        r.seams.take()  # discard the times of this step, which include the compiler
+        r.seams.take()  # discard the measured times of this step, which include the compilation of kernels
 
     def _measure(self, key: GraphKey) -> StepCosts:
-        """Return the costs of mixed steps, measured with the last capture, which has the shape ``key``.  Its replay
-        computes all products but no attention, because its table has no rows."""
+        """Measure the costs of mixed steps by a replay of the last capture, which has the shape ``key``.
+
+        The replay computes all matrix products but no attention, because its row table has no rows."""
         worker = self.runner.worker
         token_ms = replay_ms(self.forwards[key].graph) / key.tokens
-        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)  # in units of the time of a token
+        # time of a (query, key) pair in attention, relative to the time of a token in all products
+        each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)
         narrow = any(x.element_size() == 1 for cache in worker.caches for layer in cache for x in layer.values())
         return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, NARROW if narrow else 1.0)
 
@@ -541,12 +548,13 @@ class Graphs:
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except BaseException as e:  # an error of a plug-in, which its requests will report
+        except BaseException as e:  # the sampler raised; requests that use it will report the error
             self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
-        """Return the buffers for ``size`` rows, with these slots in them.  ``slots`` [n] has at most ``size`` slots;
-        the other rows get the spare slot.  Slots are copied only if they changed."""
+        """Return the buffers of captures of ``size`` rows, after ``slots`` [n] were copied to their first n rows.
+
+        The other rows get the spare slot.  Slots that did not change are not copied."""
         b = self._buffers(size)
         used = b.host_slots[: len(slots)]
         padding = b.host_slots[len(slots) :]
@@ -575,7 +583,7 @@ class Graphs:
         try:
             self._capture_forward(key)
         except BaseException as e:
-            # the model or back end cannot be captured, or memory is exhausted
+            # the model or the attention back end cannot be captured, or memory is exhausted
             self.refused.add(key)
             how = "it runs as separate launches, or in a larger capture"
             self._note(f"a step is not captured, {how}: {describe_error(as_exception(e))}")
@@ -604,7 +612,7 @@ class Graphs:
         self.recorder.rehearse(run)
 
     def _decode(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return the operations of a decode step, and the tensors of its capture by their names in ``Captured``."""
+        """Return the function that runs a decode step in the rows of ``b``, and the fields of its ``Captured``."""
         r = self.runner
         static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
         observes = r.compactor is not None and r.compactor.queries is not None and key.rows <= OBSERVED_ROWS
@@ -621,7 +629,7 @@ class Graphs:
         return run, {"keep": static, "queries": queries}
 
     def _mixed(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return the operations of a mixed step, and the tensors of its capture by their names in ``Captured``."""
+        """Return the function that runs a mixed step in the rows of ``b``, and the fields of its ``Captured``."""
         r = self.runner
         size = step.table_size(key.rows, key.tokens)
         host = bounds(key, len(r.worker.groups))
@@ -641,7 +649,8 @@ class Graphs:
         return run, {"rows": table}
 
     def _methods(self, key: GraphKey) -> tuple[int, ...]:
-        """Return the adapter methods of a captured step: all of them, because replays have rows of any method."""
+        """Return the indices of the adapter methods that a captured step computes: all, because rows of a replay may
+        use any."""
         adapters = self.runner.adapters
         return adapters.all if adapters is not None and adapted(key) else ()
 
@@ -668,16 +677,16 @@ class Graphs:
             b.slots.copy_(before)
 
     def _draw(self, b: Buffers, operations: SampleOperations) -> Callable[[], Any]:
-        """Return the operations of the SAMPLE part for the rows of ``b``."""
+        """Return the function that draws the tokens of the rows of ``b`` (the SAMPLE part of a step)."""
         r = self.runner
         return lambda: step.sample(self._calls(b, operations), r.state, r.model, b.hidden)
 
     def _calls(self, b: Buffers, operations: SampleOperations) -> CapturedCalls:
-        """Return the calls of the SAMPLE part for the rows of ``b``.
+        """Return the calls of processors and the sampler for the rows of ``b``.
 
-        The sampler reads float32 logits if captured draws had all bits of its variant with these, and not all of them
-        with 16-bit logits.  Kernels for 16-bit logits are then not compiled, which takes up to two seconds.  The tokens
-        do not depend on the dtype."""
+        The sampler gets float32 logits if its kernels are compiled for these and not for 16-bit logits, because a
+        compilation takes up to two seconds.  ``draw_bits`` shows for which variants they are compiled.  The tokens do
+        not depend on the dtype."""
         calls = CapturedCalls(self.runner, b, operations, self.masks)
         variant = operations.variants[-1]
         compiled = {wide: not variant & ~bits for wide, bits in self.draw_bits.items()}

@@ -30,10 +30,10 @@ Shape = GraphKey | Drawn
 
 
 class Captures(Protocol):
-    """The captures of a runner (``graphs.Graphs``), as far as this module uses them."""
+    """The attributes of a runner's captures (``graphs.Graphs``) that this module uses."""
 
-    sizes: list[int]  # rows of decode steps
-    coarse: list[int]  # rows of mixed steps
+    sizes: list[int]  # numbers of rows for which decode steps are captured, ascending
+    coarse: list[int]  # numbers of rows for which mixed steps are captured, ascending
     forwards: dict[GraphKey, Any]
     samples: dict[tuple[int, SampleOperations], Any]
     refused: set[GraphKey]
@@ -43,27 +43,27 @@ class Captures(Protocol):
 
 
 def size_of(shape: Shape) -> tuple[int, int]:
-    """Return (tokens, rows) of a capture, the sort key of the queue.  Steps of few tokens occur most often."""
+    """Return (tokens, rows) of a capture, by which the queue is sorted ascending: small steps are the most frequent."""
     tokens = shape.rows if isinstance(shape, Drawn) else shape.tokens
     return tokens, shape.rows
 
 
 class LaterCaptures:
-    """The captures that are left for later.  Without ``gradual`` there are none."""
+    """The queue of captures that are made while the engine serves.  Without ``gradual`` it stays empty."""
 
     def __init__(self, graphs: Captures, rehearsals: Rehearsals, gradual: bool) -> None:
         self.graphs = graphs
         self.rehearsals = rehearsals
         self.gradual = gradual
-        self.begun = False  # the start is over
+        self.begun = False  # whether the captures of the engine's start are finished
         self.queue: deque[Shape] = deque()
-        # compilations of the kernels of a capture that was rehearsed
+        # shape of a capture -> running compilations of its kernels
         self.jobs: dict[Shape, Sequence[Future[None]]] = {}
 
     def divide(self, decodes: Sequence[GraphKey], draws: Sequence[Drawn]) -> tuple[list[Shape], list[Shape]]:
-        """Divide the decode steps and draws into those captured at the start and those captured later.
+        """Divide shapes of decode steps and of draws into those to capture at the start and those to capture later.
 
-        The draws at the start are those of its decode steps, and of mixed steps with the fewest and the most rows.
+        The draws at the start have the rows of its decode steps, and the fewest and the most rows of mixed steps.
         """
         graphs = self.graphs
         every: list[Shape] = [*decodes, *draws]
@@ -76,7 +76,7 @@ class LaterCaptures:
         return now, [one for one in every if one not in early]
 
     def divide_mixed(self, shapes: Iterable[GraphKey]) -> tuple[list[GraphKey], list[GraphKey]]:
-        """Divide the mixed steps into the ones that are captured at the start, and the later ones."""
+        """Divide shapes of mixed steps into those to capture at the start and those to capture later."""
         keys = list(shapes)
         if not self.gradual:
             return keys, []
@@ -86,13 +86,14 @@ class LaterCaptures:
         return now, [key for key in keys if key not in early]
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """Record that the captures of the start are made, and queue the others."""
+        """Note that the captures of the start are finished, and queue ``shapes`` for later."""
         self.begun = True
         self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
         self.rehearsals.done(FIRST if shapes else ALL)
 
     def compiled(self, shape: Shape) -> bool:
-        """Return whether the kernels of a capture are compiled.  If not, start to compile them at the first call."""
+        """Return whether the kernels of a capture are compiled.  The first call starts to compile them if they are
+        not."""
         if not self.rehearsals.active:
             return True
         if shape not in self.jobs:
@@ -100,9 +101,9 @@ class LaterCaptures:
         return all(job.done() for job in self.jobs[shape])
 
     def capture(self) -> bool:
-        """Make the next capture of the queue, or rehearse it if its kernels may not be compiled.
+        """Make the next capture of the queue, or start to compile its kernels if they are not compiled.
 
-        Return False if the compiler must finish first.
+        Return False if nothing can be done before a compilation ends.
         """
         while self.queue and self._needless(self.queue[0]):
             self.queue.popleft()
@@ -123,7 +124,7 @@ class LaterCaptures:
         return True
 
     def _needless(self, shape: Shape) -> bool:
-        """Return whether a capture exists already, has failed, or is of a size that was removed."""
+        """Return whether a capture need not be made: it exists or has failed, or its size was removed."""
         graphs = self.graphs
         if isinstance(shape, Drawn):
             return shape in graphs.samples or shape.rows not in {*graphs.sizes, *graphs.coarse}

@@ -1,4 +1,4 @@
-"""Pages of the KV cache on the device, for the tiers behind it (``core.mover``)."""
+"""Copy pages of the KV cache between the device and the storage tiers (``core.mover``)."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
-STAGING = 1 << 30  # largest size in bytes of loaded pages in device memory that wait for their blocks
-STAGING_SHARE = 1 / 128  # the same limit as a share of device memory; pages that leave the device have as much again
-AT_START = 16 << 30  # most bytes of pinned memory that are allocated before they are needed
-TRIAL = 8 << 20  # bytes that are copied to compare the methods
+STAGING = 1 << 30  # most bytes of device memory for loaded pages that no step has written to blocks yet
+STAGING_SHARE = 1 / 128  # the same limit as a share of device memory; pages on the way to the host get as much again
+AT_START = 16 << 30  # most bytes of pinned memory that are allocated at the start, before pages need them
+TRIAL = 8 << 20  # bytes that are copied to compare the speeds of a kernel and of the copy engine
 
 
 class HostBatch:
-    """Pages u8 [n, bytes] in host memory."""
+    """Pages u8 [n, bytes] that are in host memory already, as on a CPU."""
 
     ready = True
 
@@ -50,9 +50,9 @@ class HostBatch:
 
 
 class LeavingBatch:
-    """Pages u8 [bytes] that a GPU copies to pinned memory, and the event behind the copies.
+    """Pages u8 [bytes] in pinned memory to which a GPU copies, and the event behind the copies.
 
-    Pages without memory are None."""
+    A page is None if no pinned memory was free for it."""
 
     def __init__(self, pages: list[np.ndarray | None], ended: Any) -> None:
         self.pages = pages
@@ -68,24 +68,25 @@ class LeavingBatch:
 
 
 class LeavingPages:
-    """Device memory for pages on their way to the host, in slots that are used in turn.
+    """Device memory for pages that are copied to the host, in slots of memory that are used in turn.
 
-    The steps write a slot, and another stream copies it to the host.  If the copies are late, the next use of a slot
-    waits on the device for its copy.
+    The stream of the steps writes a slot, and another stream copies it to the host.  The next write to the slot waits
+    on the device for this copy.
     """
 
     def __init__(self, total: int, slot: int, device: torch.device) -> None:
-        """Allocate nothing yet.  There are slots of ``slot`` bytes, at least two, and of ``total`` bytes in all."""
+        """Prepare slots of ``slot`` bytes each, ``total`` bytes together and at least two, without allocating them
+        yet."""
         self._slots: list[Tensor | None] = [None] * max(2, total // slot)
         self._size = slot
         self._device = device
         self._next = 0
-        self._ended: list[Any] = [None] * len(self._slots)  # events behind the last copies
-        self._batches: deque[LeavingBatch] = deque()  # whose copies may run, so that their memory is not used again
+        self._ended: list[Any] = [None] * len(self._slots)  # slot -> event behind the last copy from it
+        self._batches: deque[LeavingBatch] = deque()  # batches whose copies may still run, so their memory must stay
         self.stream = torch.cuda.Stream(device)
 
     def take(self, size: int) -> tuple[int, Tensor]:
-        """Return the number of the next slot and ``size`` bytes of it, which the current stream may write."""
+        """Return the index of the next slot and ``size`` bytes of its memory, which the current stream may write."""
         number = self._next
         self._next = (number + 1) % len(self._slots)
         memory = self._slots[number]
@@ -97,13 +98,15 @@ class LeavingPages:
         return number, memory[:size]
 
     def release(self) -> None:
-        """Free the slots, which later calls allocate again."""
+        """Free the memory of the slots.  Later calls allocate it again."""
         self._slots = [None] * len(self._slots)
         self._ended = [None] * len(self._slots)
 
     def leave(self, number: int, gathered: Tensor, pages: list[np.ndarray | None]) -> LeavingBatch:
-        """Copy the rows of ``gathered`` u8 [n, bytes] in a slot, which the current stream writes, to the n pages that
-        are not None."""
+        """Copy the rows of ``gathered`` u8 [n, bytes] in slot ``number`` to the n elements of ``pages`` that are not
+        None.
+
+        The copy waits for the current stream, which writes ``gathered``."""
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             for row, page in zip(gathered, [page for page in pages if page is not None], strict=True):
@@ -119,13 +122,14 @@ class LeavingPages:
 
 
 class Landing:
-    """Device memory u8 [bytes] of pages that are copied to the device together."""
+    """Device memory u8 [bytes] for loaded pages that are copied to the device together, and the events of their
+    copies."""
 
     def __init__(self, memory: Tensor, begun: Any, ended: Any, sources: Sequence[Tensor], freed: deque[int]) -> None:
         self.memory = memory
         self.begun = begun
         self.ended = ended
-        self.sources: Sequence[Tensor] = sources  # host memory, until the copies have ended
+        self.sources: Sequence[Tensor] = sources  # host pages; dropped when their copies have ended
         self._freed = freed
 
     def __del__(self) -> None:
@@ -145,7 +149,7 @@ class Landing:
 
 
 class LandedPage:
-    """A page u8 [bytes] of a landing."""
+    """A page u8 [bytes] on the device that was loaded as a part of a ``Landing``."""
 
     def __init__(self, landing: Landing, page: Tensor) -> None:
         self.landing = landing
@@ -153,7 +157,8 @@ class LandedPage:
 
 
 class DevicePages:
-    """The cache tensors of each KV group, and the recurrent states as one more group.
+    """Copies between the cache tensors of a device and pages in host memory.  A page has the bytes of a block in all
+    tensors of a KV group; recurrent states are one more group.
 
     On a GPU, blocks are gathered to pages on the stream of the steps, and a second stream copies them to pinned memory.
     Loaded pages are copied to the device by a third stream as soon as they are in host memory, so that the step of
@@ -175,16 +180,16 @@ class DevicePages:
         if states is not None:
             self.groups.append([*_sorted(states.memory), states.valid])
         self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
-        # pages that the steps copy to the device, with events before and behind the copies
+        # (event before, event behind, host pages) of each copy to the device that a step has queued
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
-        # events behind copies of staged pages that were written before their copies ended, and the pages in host memory
+        # (event behind the copies, host pages) of staged pages that a step used before their copies had ended
         self._arriving: deque[tuple[Any, Sequence[Tensor]]] = deque()
         self.written_bytes = 0
         self.written_seconds = 0.0
-        self._staged = 0  # bytes of staging memory in use, and of its parts that are free again
+        self._staged = 0  # bytes of staging memory in use; ``_freed`` has the sizes of parts that are free again
         self._freed: deque[int] = deque()
         self._tables: list[Any] = [None] * len(self.groups)
-        # whether a kernel copies the pages of a group to the device, in place of the copy engine
+        # KV group -> whether a kernel copies its pages to the device, instead of the copy engine
         self.queue = QUEUE
         self.copy_seconds: float | None = None
         self.by_kernel = [False] * len(self.groups)
@@ -200,8 +205,8 @@ class DevicePages:
                 self._build_tables()
 
     def _build_tables(self) -> None:
-        """Prepare the kernel for the groups whose tensors it can address, and choose the method by which pages are
-        copied."""
+        """Prepare the kernel that copies pages, for KV groups with contiguous tensors, and measure for each group
+        whether the kernel or the copy engine is faster."""
         from minivllm.device.kernels.pages import PageTable
 
         for group, tensors in enumerate(self.groups):
@@ -256,7 +261,7 @@ class DevicePages:
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
         """Start the copies of loaded pages to the device, and return one object per page for ``write``.
 
-        A thread of a tier calls this.
+        A thread of a storage tier calls this.
         """
         if not self.on_gpu:
             return pages
@@ -277,7 +282,8 @@ class DevicePages:
         return [LandedPage(landing, part) for part in parts]
 
     def _copy(self, group: int, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Copy host pages to device pages on the current stream."""
+        """Copy pages of a KV group from host memory (``sources``) to device memory (``parts``), on the current
+        stream."""
         if self.by_kernel[group] and all(s.data_ptr() % 8 == 0 and s.is_pinned() for s in sources):
             from minivllm.device.kernels.pages import copy_pages
 
@@ -287,7 +293,8 @@ class DevicePages:
             part.copy_(source, non_blocking=True)
 
     def arrived(self, page: Any) -> float | None:
-        """Return the seconds of the copy of a staged page; None while it runs, 0 if ``write`` will copy the page."""
+        """Return the seconds that the copy of a staged page took; None while it runs, 0 if ``write`` copies the
+        page."""
         if not isinstance(page, LandedPage):
             return 0.0
         landing = page.landing
@@ -305,7 +312,7 @@ class DevicePages:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(landing.ended)
                 landing.memory.record_stream(stream)
-                if not landing.arrived:  # a release may drop the landing before its copies have ended
+                if not landing.arrived:  # the host pages must stay until their copies have ended
                     self._arriving.append((landing.ended, landing.sources))
             copied = iter([source.to(self.device, non_blocking=True) for source in sources])
             found = [page.page if isinstance(page, LandedPage) else next(copied) for page in pages]
@@ -362,7 +369,7 @@ class DevicePages:
         )
 
     def _mark(self) -> Any:
-        """Return the time in seconds on a CPU, or an event behind all work queued so far on a GPU."""
+        """Return the time in seconds on a CPU; on a GPU return an event behind the work queued so far."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -392,9 +399,9 @@ class DevicePages:
         return self._pinned.empty(size) if self.on_gpu else np.empty(size, np.uint8)
 
     def prepare(self, kept: int) -> None:
-        """Allocate pinned memory in threads for pages that leave a GPU.
+        """Allocate pinned memory in threads for pages that are copied from a GPU to the host.
 
-        It holds the ``kept`` bytes of stores that keep the arrays of their pages, and the pages on their way.
+        It holds ``kept`` bytes of pages that stay in stores in host memory, and the pages that are being copied.
         """
         if self.on_gpu:
             most = kept + self.queue * KEPT
@@ -407,29 +414,31 @@ class DevicePages:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock under which CUDA may wait for the device."""
+        """Hold the lock without which CUDA must not wait for the device, because another thread may record a graph."""
         with ALONE, torch.cuda.device(self.device):
             yield
 
     def release(self) -> None:
-        """Free the memory of pages that left the device."""
+        """Free the device memory for pages on the way to the host."""
         if self.on_gpu:
             self._leaving.release()
 
     def close(self) -> None:
-        """End the threads that allocate memory, and free the device's."""
+        """End the threads that allocate pinned memory, and free the device memory of pages."""
         if self.on_gpu:
             self._pinned.close()
             self._leaving.release()
 
 
 def staging_bytes(total: int) -> int:
-    """Return the bytes for loaded pages on a device with ``total`` bytes of memory, and for pages that leave it."""
+    """Return the bytes of device memory for loaded pages, and also for pages on the way to the host.
+
+    ``total`` is the size of the device's memory in bytes."""
     return min(STAGING, int(total * STAGING_SHARE))
 
 
 def _sorted(memories: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Return the tensors of the memories of layers, those of a layer in the order of their names."""
+    """Return the tensors of all layers; the tensors of a layer are sorted by their names."""
     return [memory[name] for memory in memories for name in sorted(memory)]
 
 
@@ -439,7 +448,7 @@ def _row_bytes(t: Tensor) -> int:
 
 
 def identity_of(wiring: Wiring, layout: Any) -> str:
-    """Return the digest (hex) of all that determines a page besides its tokens and its salt."""
+    """Return a digest (hex) of everything besides tokens and salt on which the content of a page depends."""
     seconds = list(wiring.own_models.values())
     if wiring.speculation.draft_model is not None:
         seconds.append(wiring.speculation.draft_model)
@@ -468,18 +477,18 @@ def identity_of(wiring: Wiring, layout: Any) -> str:
 
 
 def _machine(device: str) -> list[str]:
-    """Return the kind of the device and of its instructions, on which the last bits of keys and values depend."""
+    """Return the name of the GPU, or the instruction set of the CPU; the last bits of keys and values depend on it."""
     if device == "cpu":
         return ["cpu", library.isa()]
     return [torch.cuda.get_device_name()]
 
 
-KEYS = 2  # a higher number after a fault that stored pages under wrong keys: 1 did so for beams
-PAGES = ("model", "quantizer", "kvformat", "attention")  # seams whose plug-ins affect keys and values
+KEYS = 2  # increased when a fault stored pages under wrong keys, as version 1 did for beam search
+PAGES = ("model", "quantizer", "kvformat", "attention")  # kinds of plug-ins that affect keys and values
 
 
 def page_mover(wiring: Wiring, worker: Any) -> Mover | None:
-    """Build the stores of a wiring and start their threads; None without any."""
+    """Build the stores of a configuration for pages of the KV cache, and start their threads; None without stores."""
     if not wiring.cache.stores:
         return None
     pages = DevicePages(worker.caches, worker.states, worker.device)

@@ -23,32 +23,32 @@ log = logging.getLogger("minivllm")
 SLAB = 32 << 20  # bytes of a slab
 HUGE = 2 << 20  # bytes of a huge page
 THREADS = 4  # threads that allocate slabs ahead
-AHEAD = 2 << 30  # bytes of free pieces that they keep
-PAUSE = 2e-3  # seconds between two slabs of a thread, in which other threads launch kernels
-JOIN = 2.0  # longest seconds to wait for the end of a thread
-LOOK = 0.05  # seconds between two looks whether slabs are needed
+AHEAD = 2 << 30  # bytes of free pieces that the threads keep in reserve
+PAUSE = 2e-3  # seconds that a thread pauses between two slabs, so that other threads can launch kernels
+JOIN = 2.0  # most seconds to wait for the end of a thread
+LOOK = 0.05  # seconds between two checks whether more slabs are needed
 ALIGNED = 4096  # bytes to which the address of each piece is aligned, as reads from a disk need
 
 
 class HostSlab:
-    """Memory that is registered for a GPU until no piece refers to it."""
+    """Host memory that is registered with CUDA as pinned until no piece of it is in use."""
 
     def __init__(self, size: int) -> None:
-        """Allocate ``size`` bytes, and touch each page of the system."""
+        """Allocate ``size`` bytes, and write to each page of the operating system, so that it exists."""
         self._registered = False
         self._size = size
-        # private, because a system need not have huge pages of shared memory
+        # a private mapping, because a system may lack huge pages of shared memory
         self._memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = np.frombuffer(self._memory, np.uint8)
         first = -whole.__array_interface__["data"][0] % HUGE
         self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory.madvise(mmap.MADV_DONTFORK)  # a fork would separate the GPU's memory from this process's
+        self._memory.madvise(mmap.MADV_DONTFORK)  # after a fork the GPU and this process could use different pages
         self._bytes = whole[first : first + size]
         self._bytes[::ALIGNED] = 0
         self.address: int = self._bytes.__array_interface__["data"][0]
 
     def register(self) -> None:
-        """Register the memory.  RuntimeError if CUDA refuses."""
+        """Register the memory with CUDA as pinned memory.  RuntimeError if CUDA refuses it."""
         error = torch.cuda.cudart().cudaHostRegister(self.address, self._size, 0)
         if int(error):
             raise RuntimeError(f"cudaHostRegister: error {int(error)} for {self._size} bytes")
@@ -68,10 +68,10 @@ class TorchSlab:
 
 
 class SlabPiece:
-    """A piece of a slab, which is given back when no array refers to it any longer."""
+    """A piece of a slab as an array.  The piece becomes free again when no array refers to it any longer."""
 
     def __init__(self, at: int, size: int, slab: Any, free: list[tuple[Any, int]]) -> None:
-        # a piece references its slab, so the slab is freed after its last piece
+        # each piece refers to its slab, so a slab is freed after its last piece
         self.slab = slab
         self.at = at
         self._free = free
@@ -82,7 +82,7 @@ class SlabPiece:
 
 
 def allocate(size: int, alone: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> Any:
-    """Return a slab of ``size`` bytes.  CUDA is called within ``alone``; memory is touched before."""
+    """Return a slab of ``size`` bytes of pinned memory.  ``alone()`` is the context in which CUDA may be called."""
     try:
         slab = HostSlab(size)
         with alone():
@@ -95,22 +95,23 @@ def allocate(size: int, alone: Callable[[], contextlib.AbstractContextManager[An
 
 
 def _forget_error() -> None:
-    """Clear the last error of CUDA with a launch that reports it; it would else end the next launch of this thread."""
+    """Clear the pending CUDA error of this thread by a launch that reports it, so that the next launch succeeds."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 class PinnedSlabs:
-    """Slabs of equal pieces for each size of a page.  They are freed with the last reference to their pieces."""
+    """An allocator of pinned memory: for each size it divides slabs into equal pieces.  A slab is freed when none of
+    its pieces is in use."""
 
     def __init__(self, allocate: Callable[[int], Any]) -> None:
-        """Create an allocator without a slab.
+        """Create an allocator that has no slab yet.
 
         ``allocate(n)`` returns an object that owns n bytes of memory at its ``address``.
         """
         self._allocate = allocate
-        self._free: dict[int, list[tuple[Any, int]]] = {}  # by size of a piece: (slab, address)
-        self._made: dict[int, int] = {}  # bytes of slabs by size of a page, with those that are being made
+        self._free: dict[int, list[tuple[Any, int]]] = {}  # size of a piece -> (slab, address) of its free pieces
+        self._made: dict[int, int] = {}  # size of a piece -> bytes of its slabs, including slabs being allocated
         self._lock = threading.Lock()
         self._growing = threading.Lock()
         self._closing = threading.Event()
@@ -120,13 +121,13 @@ class PinnedSlabs:
         """Return pinned memory u8 [size] of any content."""
         while (piece := self.at_hand(size)) is None:
             with self._growing:
-                if not self._free[_step(size)]:  # no other thread has just added a slab
+                if not self._free[_step(size)]:  # another thread may have added a slab in the meantime
                     self._claim(size, lambda made: True)
                     self._add(size)
         return piece
 
     def at_hand(self, size: int) -> np.ndarray | None:
-        """Return the same as ``empty``, or None if that needs another slab."""
+        """Return a free piece of ``size`` bytes without an allocation, or None if no piece is free."""
         free = self._free.setdefault(_step(size), [])
         try:
             slab, at = free.pop()
@@ -136,9 +137,10 @@ class PinnedSlabs:
         return np.asarray(piece)
 
     def _claim(self, size: int, wants: Callable[[int], bool]) -> bool:
-        """Count another slab of pieces of ``size`` bytes, if ``wants`` returns true for the bytes of the existing ones.
+        """Reserve the allocation of another slab of pieces of ``size`` bytes if ``wants(bytes of existing slabs)`` is
+        true.
 
-        Return whether it was counted.
+        Return whether it was reserved.
         """
         with self._lock:
             made = self._made.get(size, 0)
@@ -148,7 +150,8 @@ class PinnedSlabs:
         return wanted
 
     def _add(self, size: int) -> None:
-        """Allocate a slab of pieces of ``size`` bytes, which was counted.  An exception removes it from the count."""
+        """Allocate a slab of pieces of ``size`` bytes.  ``_claim`` has counted it; after an exception it is
+        uncounted."""
         try:
             slab = self._allocate(_slab_bytes(size))
             step = _step(size)
@@ -161,10 +164,10 @@ class PinnedSlabs:
         free += [(slab, slab.address + i * step) for i in reversed(places)]
 
     def prepare(self, shares: Mapping[int, int], most: int) -> None:
-        """Allocate slabs in threads, so that ``at_hand`` finds pieces.
+        """Allocate slabs in threads, so that ``at_hand`` finds free pieces.
 
-        ``shares`` has the bytes to allocate by size of a piece.  When these are in use, the last ``AHEAD`` bytes are
-        kept free, up to ``most`` bytes for each size.  The first slab of each size is there when this returns."""
+        ``shares`` maps a size of pieces to the bytes to allocate.  Afterwards the threads keep ``AHEAD`` bytes free,
+        but allocate at most ``most`` bytes for each size.  The first slab of each size exists when this returns."""
         for size in shares:
             self.empty(size)
         for _ in range(THREADS):
@@ -174,7 +177,7 @@ class PinnedSlabs:
             self._threads.append(work)
 
     def _prepare(self, shares: Mapping[int, int], most: int) -> None:
-        """Allocate slabs that are needed, until ``close``.
+        """Allocate slabs as they are needed, until ``close`` (the loop of a thread).
 
         A failed allocation ends all threads with a warning.  Pages then use the slabs that exist.
         """
@@ -193,19 +196,19 @@ class PinnedSlabs:
             self._closing.wait(PAUSE if added else LOOK)
 
     def _lacks(self, size: int, share: int, most: int, made: int) -> bool:
-        """Return True if more of the ``made`` bytes of slabs are needed."""
+        """Return whether another slab of pieces of ``size`` bytes is needed, when ``made`` bytes of slabs exist."""
         free = len(self._free.get(_step(size), ())) * size
         return made + _slab_bytes(size) <= (most if free < AHEAD else share)
 
     def close(self) -> None:
-        """End the threads, and wait until they have made their last slabs."""
+        """End the threads that allocate slabs, and wait until their last allocations are finished."""
         self._closing.set()
         for thread in self._threads:
             thread.join(JOIN)
 
 
 def _step(size: int) -> int:
-    """Return the bytes from one piece of ``size`` bytes to the next."""
+    """Return the distance in bytes between the starts of two neighbouring pieces of ``size`` bytes."""
     return -(-max(size, 1) // ALIGNED) * ALIGNED
 
 

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def build(text: str, make: Any = None) -> Runner:
     """Build a runner from the JSON of a wiring: load the model and allocate its memory.
 
-    ``make(wiring)`` is called instead of ``Runner`` if it is given, after the environment for torch was set.  Raise
+    ``make(wiring)`` builds the runner instead of ``Runner(wiring)`` if it is given.  The environment for torch is set
+    before.  Raise
     ModelError, PluginError (a target cannot be imported; the message names its package) or ResourceError (not enough
     memory, or another version of minivllm wrote the JSON)."""
-    prepare_environment()  # before torch is imported
+    prepare_environment()  # sets variables that torch reads when it is imported
     from minivllm.core.wiring import wiring_from_json
 
     from .runner import Runner

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def state_bytes(layers: Sequence[StateLayer], dtype: torch.dtype, drafts: int) -> int:
-    """Return the bytes of the states of one sequence in all layers."""
+    """Return the number of bytes of a sequence's recurrent states in all layers."""
     total = 0
     for layer in layers:
         for _, shape, kind in _tensors(layer, dtype, drafts):
@@ -37,7 +37,7 @@ def state_bytes(layers: Sequence[StateLayer], dtype: torch.dtype, drafts: int) -
 
 
 def _tensors(layer: StateLayer, dtype: torch.dtype, drafts: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return name, shape for one sequence and dtype of each tensor of a layer's state."""
+    """Return (name, shape for one sequence, dtype) of each tensor in the recurrent state of a layer."""
     found = []
     for tensor in layer.state.tensors:
         shape = tensor.shape
@@ -80,12 +80,14 @@ class StateMemory:
     # ---- between steps ---------------------------------------------------------------------------
 
     def begin(self, slots: Tensor, empty: Tensor) -> None:
-        """Prepare ``slots`` i64 [n] for new sequences: cancel copies, and empty the states ``empty`` i64 [m]."""
+        """Prepare ``slots`` i64 [n] for new sequences: cancel requested copies, and empty the states of ``empty`` i64
+        [m]."""
         self.valid.index_fill_(0, empty, 0)
         self.save_at.index_fill_(0, slots, -1)
 
     def copy(self, source: Tensor, to: Tensor) -> None:
-        """Copy the states ``source`` i64 [n] to ``to`` i64 [n]; all are read before one is written."""
+        """Copy the recurrent states with the indices ``source`` i64 [n] to ``to`` i64 [n].  All are read before any is
+        written."""
         for memory in self.memory:
             for tensor in memory.values():
                 tensor[to] = tensor[source]
@@ -95,7 +97,8 @@ class StateMemory:
     def save(self, slots: Tensor, which: Tensor, position: Tensor, to: Tensor) -> None:
         """Request copies of states: slot ``slots[i]`` to index ``to[i]`` when it covers ``position[i]`` tokens.
 
-        A slot may have COPIES requests at a time; ``which[i]`` is the number of the request.  All are i64 [n]."""
+        A slot may have COPIES requests at a time, and ``which[i]`` is the index of the request.  All arguments are i64
+        [n]."""
         self.save_at[slots, which] = position.int()
         self.save_to[slots, which] = to
 
@@ -137,7 +140,7 @@ class StateMemory:
     def of_meta(
         self, meta: AttnMeta, stopped: Tensor, drafts: Tensor | None = None, first: int = 0, exact: bool = False
     ) -> StepStates:
-        """Return the recurrent states of the rows of ``meta``.  The other arguments are those of ``of_step``.
+        """Return the recurrent states of the rows of a step with the attention metadata ``meta``, as ``of_step``.
 
         ``exact`` means that the lengths on the host are exact instead of upper bounds.
         """
@@ -150,7 +153,7 @@ class StateMemory:
         return step
 
     def _advance(self, step: StepStates) -> None:
-        """Note which tokens the states cover."""
+        """Update the numbers of tokens that the states cover, after a step."""
         n = step.cu_q[1:] - step.cu_q[:-1]
         certain = torch.where(step.drafts, n.clamp(max=1), n)
         begin = step.start - step.behind.clamp(min=0)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 class Runner:
     """The model, its KV cache and the columns of one device.  It runs the steps of the engine."""
 
-    captures: Any = None  # class of the captures; None means ``Graphs``
+    captures: Any = None  # class that holds the captured steps; None means ``graphs.Graphs``
     drafts: Any = Drafting  # class that runs the drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
@@ -76,7 +76,7 @@ class Runner:
         self.model = w.model
         self.backend = w.backend
         self.selects = takes_logits_indices(w.model)
-        slots = wiring.max_num_seqs + 1  # one more than the requests: the spare slot (see ``graphs``)
+        slots = wiring.max_num_seqs + 1  # one for each request, and the spare slot for padding (see ``graphs``)
         sizes = slots, wiring.max_model_len, len(w.groups), wiring.block
         part = wiring.compressor
         sections = w.encoder is not None and bool(wiring.images.facts.sections)
@@ -97,10 +97,10 @@ class Runner:
         self.processors = chain.made
         self.sampler = chain.sampler
         self.processed = wiring.logprobs_mode == "processed_logprobs"
-        self._poison: dict[int, StepError] = {}  # slots that failed between steps
-        self._trace: Any = None  # a profile that is running
-        # by "drafter" or by the name of the processor
-        self.states_read = w.target_states  # hidden states that a drafter reads, or None
+        self._poison: dict[int, StepError] = {}  # slot -> error between two steps, which ends its row in the next step
+        self._trace: Any = None  # the running profile, or None
+        # "drafter" or the name of a processor -> its own model
+        self.states_read = w.target_states  # memory for hidden states that a drafter reads, or None
         self.own_models: dict[str, OwnModel] = {}
         for name, model in w.own_models.items():
             made: Callable[..., OwnModel] = OwnModel
@@ -117,7 +117,7 @@ class Runner:
         with w.times.of("captures"):
             self.graphs = self.captured_steps()
             self.native = self.native_steps()
-        self.drafted = self.drafted_steps()  # captures of steps with drafts; None without the option
+        self.drafted = self.drafted_steps()  # captures of steps with drafts; None if ``captured_drafts`` is off
         self.weights = RunningWeights(self)
         pin_ahead(self.device)
 
@@ -143,7 +143,7 @@ class Runner:
         return made
 
     def _add_native_head(self, steps: NativeSteps) -> None:
-        """Run the layers of a drafter's head natively, if they can; otherwise note the reason."""
+        """Let native CPU code run the layers of a drafter's head, or note the reason why it cannot."""
         own = self.own_models.get("drafter")
         if not isinstance(own, HeadModel):
             return
@@ -183,21 +183,23 @@ class Runner:
             with torch.inference_mode():
                 graphs.warm()
         except BaseException as e:
-            # the model or back end cannot be captured, or memory is exhausted
+            # the model or the attention back end cannot be captured, or memory is exhausted
             message = describe_error(as_exception(e))
             self.worker.notes.append(f"steps are not captured, they run as separate launches: {message}")
             return None
         return graphs
 
     def image_steps(self) -> ImageSteps | None:
-        """Return the memory of captured steps with images, None if there are none."""
+        """Return the memory of captured steps with images; None if such steps are not captured."""
         w = self.worker
         if self.images is None or self.images.facts.span:
-            return None  # tokens that see later ones of their image need the exact lengths of rows
+            return None  # tokens that attend to later tokens of their image need the exact lengths of rows
         return ImageSteps(self.images, w.hidden_size, w.parts.dtype)
 
     def capture_later(self) -> dict[str, int | bool]:
-        """Make one of the queued captures (see the verb "captures" of ``Executor.call``)."""
+        """Make one of the queued captures; the executor's operation "captures" calls this.
+
+        Return the number of captures that are left, and whether one was made."""
         later = None if self.graphs is None else self.graphs.later
         if later is None:
             return {"left": 0, "worked": False}
@@ -230,9 +232,10 @@ class Runner:
             self.drafting.captured = None
 
     def capacity(self) -> Capacity:
-        """Return the blocks, states and features of the device.
+        """Return the KV blocks, recurrent states and features of the device.
 
-        ``depth`` is the number of steps that run ahead: by default 1 on a GPU and 0 on a CPU."""
+        ``Capacity.depth`` is the number of steps that may be queued behind the running one: by default 1 on a GPU and
+        0 on a CPU."""
         w = self.worker
         depth = self.wiring.steps.run_ahead
         step_tokens = 0 if self.graphs is None else self.graphs.step_tokens()
@@ -270,7 +273,7 @@ class Runner:
 
     @property
     def drafts_ahead(self) -> bool:
-        """Return whether rows may have drafts while a step with them is in flight.
+        """Return whether drafts of a row may be planned while an earlier step of the row is still running.
 
         Compression, drafters that read tokens on the host, and several ranks need exact lengths on the host."""
         exact = self.compactor is not None or not self.alone
@@ -302,7 +305,7 @@ class Runner:
                 self._take_tokens(plan)
                 for model in self.own_models.values():
                     model.note(plan)
-                if self.drafted is None:  # Only captured steps with drafts read lengths on the device.
+                if self.drafted is None:  # only captured steps with drafts read the lengths of rows on the device
                     plan = running.settle(self.state)
                 if self.drafting is not None:
                     self.drafting.prepare(running)
@@ -345,7 +348,7 @@ class Runner:
         """Replay the layers of a step, and return the hidden states [R, H] of its rows; None if it is not captured."""
         for captures in (self.drafted, self.graphs):
             if captures is self.graphs:
-                plan = running.settle(self.state)  # these captures read lengths of mixed steps from the host
+                plan = running.settle(self.state)  # ``graphs`` reads the lengths of rows of mixed steps from the host
             if captures is None:
                 continue
             key = captures.key(plan)
@@ -387,7 +390,7 @@ class Runner:
                 self._poison[to] = self._poison[source]
 
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
-        """Run the layers as separate launches."""
+        """Run the layers of a step as separate launches, and store their results in ``running``."""
         read = self.read(plan)
         found = dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
@@ -422,7 +425,7 @@ class Runner:
         with applied(self.adapters, read.meta, methods):
             hidden = step.forward(self.model, self.backend, read, key, indices, selects, run=run)
         if own is not None and (unused := sorted(own.routes.keys() - own.used)):
-            raise ValueError(f"the model accepts given experts at {unused[0]!r}, and did not read them")
+            raise ValueError(f"the model lets requests set experts at {unused[0]!r}, and did not read them")
         if len(plan.taps):
             place = rows_of(np.arange(len(read.ids)), used)
             self._keep_taps(running, tapped, found, hidden, place)
@@ -436,33 +439,35 @@ class Runner:
             running.hidden = hidden
 
     def _runs_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
-        """Return whether the native part can run the layers of a step, and set the adapters of its rows."""
+        """Return whether the native CPU code can run the layers of a step, and pass it the adapters of the rows."""
         methods, points = self.adapts(plan)
         native.places = self.adapters.of_slot if self.adapters is not None and methods else None
         adapted = not points and all(method == native.adapters for method in methods)
         return adapted and native.takes(plan)
 
     def adapts(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return the adapter methods of a step's rows, and the tap points that their adapters change."""
+        """Return the indices of the adapter methods of a step's rows, and the names of the tap points that they
+        change."""
         return ((), ()) if self.adapters is None else self.adapters.of_step(plan)
 
     def shared_rows(self, plan: StepPlan) -> int:
-        """Return the number of decoding rows that share prefixes; 0 if it reads each row's blocks separately."""
+        """Return the number of decoding rows of a step whose common prefixes attention reads once; 0 if it reads each
+        row separately."""
         if self.shared is None or len(plan.draft):
-            return 0  # a row with drafts has several rows of one slot
+            return 0  # drafts are further rows of the same slot
         return self.shared.sharing(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:
-        """Return the object that stores the hidden states of a step for a drafter, None if none reads them."""
+        """Return the object that stores the hidden states of a step for a drafter; None if no drafter reads them."""
         return None if self.states_read is None else self.states_read.watch(read.meta)
 
     def selects_tokens(self, read: StepTensors) -> bool:
-        """Return whether the model may leave out tokens of a step after its last attention."""
+        """Return whether the model may compute only the needed tokens of a step behind its last attention."""
         all_read = read.watch is not None and NORM in read.watch.points
         return self.selects and read.taps is None and not all_read
 
     def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Start the copies of the log-probabilities of prompt tokens."""
+        """Compute the log-probabilities of prompt tokens, and start their copies to the host."""
         found = score_prompt(plan, hidden, self.model, self.state, self.wiring, self.worker.vocab_size)
         return tuple(to_host(t) for t in found)
 
@@ -474,25 +479,27 @@ class Runner:
         hidden: Tensor,
         place: np.ndarray,
     ) -> None:
-        """Start the copy of the values that rows read; a later step may overwrite ``found``.
+        """Start the copy of the tap values that rows read to the host.
 
-        ``place`` [T] is the index in ``hidden`` of each token whose logits are read.  Raise ValueError if the model
-        left a point out."""
+        ``tokens`` maps a tap point to the indices of the tokens to read, and ``found`` to their values, which a later
+        step may overwrite.  ``place`` [T] is the index in ``hidden`` of each token whose logits are read.  Raise
+        ValueError if the model computed no value of a point."""
         if LOGITS in tokens:
             rows = self.state.to(place[tokens[LOGITS]])
             found[LOGITS] = self.model.logits(hidden[rows])
         if lost := [point for point in tokens if point not in found]:
-            raise ValueError(f"the model names the point {lost[0]!r}, and passed nothing through it")
+            raise ValueError(f"the model names the tap point {lost[0]!r}, and passed no value through it")
         running.taps = to_host(self.taps.flat(found))
 
     def read(self, plan: StepPlan) -> StepTensors:
-        """Return the inputs of the model for a plan.  One array is copied to the device; the rest is gathered there."""
+        """Return the inputs of the model for a plan.  The host copies one array; token ids are gathered on the
+        device."""
 
         recurrent = self.state.recurrent is not None
         whole = merged(plan) if self.merges or recurrent else plan
         read = self._read(whole if self.merges else plan)
         if recurrent and whole is not plan:
-            # a recurrent state processes a row and its drafts as one row
+            # recurrent layers need a row and its drafts as one row of several tokens
             meta = read.meta if self.merges else self._read(whole).meta
             drafts = self.state.to(rows_with_drafts(plan))
             read.states = step.states_of(self.state, meta, drafts)
@@ -575,15 +582,15 @@ class Runner:
         running.seams = self.seams.take()
 
     def _draws_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
-        """Return whether the native part can draw the tokens of a step.
+        """Return whether the native CPU code can draw the tokens of a step.
 
-        It cannot if an error of a slot must be reported, or if the sampler implements ``commit``."""
+        It cannot if a slot has an error to report, or if the sampler implements ``commit``."""
         return not self._poison and not self.chain.commits[-1] and native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
         """Draw the tokens of a step by a replay of the captured SAMPLE, and return True.  ``late`` has the token masks.
 
-        Return False without drawing if FORWARD was not captured, an error of a slot must be reported, the step needs an
+        Return False, without a draw, if the layers were not captured, a slot has an error to report, the step needs an
         operation that cannot be captured, or there is no capture and none can be made.
         """
         plan = running.plan
@@ -659,13 +666,13 @@ class Runner:
             self.adapters.close()
             self.adapters = None
         if self.device.type == "cuda":
-            # A failed device raises here. Its results are lost, so the error is ignored.
+            # A device that has failed raises here.  Its results are lost in any case, so the error is ignored.
             with contextlib.suppress(RuntimeError):
                 synchronize()  # a step in flight still uses graphs and memory
         if self.native is not None:
             self.native.close()
         if self.worker is not None:
-            # emptied in place, because the layers of the model hold the same mappings
+            # the mappings are emptied in place, because the layers of the model refer to them
             for group in self.worker.caches:
                 for cache in group:
                     cache.clear()

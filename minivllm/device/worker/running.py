@@ -1,4 +1,4 @@
-"""A step that the device has not finished."""
+"""The state of a step that the device has not finished."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ SEPARATE = StepForm("separate")
 
 
 def _array(tensor: torch.Tensor | None, missing: np.ndarray) -> np.ndarray:
-    """Return a host tensor as an array, or ``missing`` for None."""
+    """Return a host tensor as an array; ``missing`` is returned for None."""
     return missing if tensor is None else tensor.numpy()
 
 
 @dataclass
 class Running:
-    """The state of a step between its submission and its collection."""
+    """A step that was submitted to the device and whose result has not been collected."""
 
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
-    graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
+    graph: GraphKey | None = None  # shape of the capture that ran the layers; None if they ran as separate launches
     captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
-    shared: int = 0  # decoding rows that share prefixes, which the attention reads once
-    native: bool = False  # the native CPU code computed the layers
+    shared: int = 0  # number of decoding rows whose common prefixes attention reads once
+    native: bool = False  # whether the native CPU code computed the layers
     # whether the native code returned the hidden states of the drawing rows, so that it can draw their tokens
     draws_natively: bool = False
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
     sampler: str = ""  # name of the sampler, for error messages
-    # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
+    # i32 [3, N] tokens, counts and flags in host memory, which are valid after ``event``
     packed: torch.Tensor | None = None
     logprobs: tuple[torch.Tensor, ...] | None = None
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
-    taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
-    pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
-    kept: torch.Tensor | None = None  # i32, the kept tokens of ``delta.kept``
+    taps: torch.Tensor | None = None  # f32 values read at tap points, in the order of ``plan.taps``
+    pooled: torch.Tensor | None = None  # f64 sums of hidden states that ``plan.pooled`` requests
+    kept: torch.Tensor | None = None  # i32 indices of the tokens that compressions kept
     errors: list[StepError] = field(default_factory=list)
-    # images whose features are missing -> reason (see ``StepResult.lost``)
+    # id of an image without features -> reason why it has none (see ``StepResult.lost``)
     lost: dict[int, str] = field(default_factory=dict)
-    without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
-    drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
-    widths: tuple[int, ...] = ()  # widths of the points of the model
-    came: StepPlan | None = None  # the submitted plan if rows were removed from the executed plan, else None
-    back: np.ndarray | None = None  # for each remaining drawing row, its index in ``came.samples``
-    # receives the tokens of the step; None if no drafter reads tokens on the host
+    without_drafts: StepError | None = None  # error of the drafter, after which the step runs without drafts
+    drafted: torch.Tensor | None = None  # i32 number of drafts of each row with drafts
+    widths: tuple[int, ...] = ()  # numbers of elements of a token's value at each tap point of the model
+    came: StepPlan | None = None  # the plan before rows were removed from it; None if none were removed
+    back: np.ndarray | None = None  # index in ``came.samples`` of each drawing row that was not removed
+    # gets the tokens of the step, for a drafter that reads tokens on the host; None without such a drafter
     host_tokens: HostTokens | None = None
     seams: dict[str, float] = field(default_factory=dict)
-    # indices of the rows that draw, because a captured SAMPLE returns all rows; None without a capture
+    # indices of the rows that draw in the result of a captured draw, which has all rows; None without a capture
     pick: np.ndarray | None = None
     event: Any = None
     begun: Any = None
@@ -87,7 +87,7 @@ class Running:
     def finished(self) -> bool:
         try:
             return self.sampled and (self.event is None or self.event.query())
-        except RuntimeError:  # ``result`` reports the device fault
+        except RuntimeError:  # the device has failed; ``result`` reports this
             return True
 
     def result(self) -> StepResult:
@@ -151,15 +151,15 @@ class Running:
 
     @property
     def form(self) -> StepForm:
-        """Return how the layers ran."""
+        """Return whether the layers ran in a capture, in native CPU code or as separate launches."""
         if self.graph is not None:
             return StepForm(self.graph.kind, self.graph.rows, self.graph.tokens)
         return NATIVE if self.native else SEPARATE
 
     def _explain_failures(self, flags: np.ndarray) -> None:
-        """Add an error for rows that have FAILED in ``flags`` [N] but no error yet.
+        """Add an error for rows that have the flag FAILED in ``flags`` [N] and no error yet.
 
-        Their sampler drew a token outside the vocabulary, which only the device detects."""
+        Their sampler drew an id outside the vocabulary; only the device checks this."""
         failed = np.flatnonzero(flags & FAILED)
         if not len(failed):
             return

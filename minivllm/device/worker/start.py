@@ -1,4 +1,4 @@
-"""The start of a runner: kernels that are compiled before they are needed."""
+"""Compile the kernels of steps at the start of a runner, before steps need them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
-# captures whose kernels are compiled
+# stages of a start whose kernels are compiled
 FIRST = "first"  # the captures that are made before the server is ready
 ALL = "all"
 
 
 class Rehearsals:
-    """Compiles the kernels of steps before these run, unless an earlier start has compiled them.
+    """Compiles the kernels of steps before the steps run, unless an earlier start of the engine has compiled them.
 
     Without ``compile_ahead`` of the configuration it does nothing, and kernels are compiled at their first launch.
     ``note`` gives the reason if the configuration has it and kernels are still compiled at their first launch.
@@ -57,11 +57,12 @@ class Rehearsals:
 
     @property
     def active(self) -> bool:
-        """Return whether a rehearsal may still find kernels that are not compiled."""
+        """Return whether some kernels of steps may not be compiled yet."""
         return self.ahead is not None
 
     def compile(self, *runs: Callable[[], Any]) -> None:
-        """Compile the kernels of the captures of a start, or of its trial step, and wait for them."""
+        """Compile the kernels that the functions ``runs`` launch, by calls that record the kernels, and wait for the
+        compiler."""
         if self.marks is None or self.marks.has(FIRST):
             return
         with self.times.of("compile"):
@@ -70,9 +71,10 @@ class Rehearsals:
                 self.ahead.wait(jobs)
 
     def start(self, run: Callable[[], Any]) -> Sequence[Any]:
-        """Start the compilation of the kernels of an operation, and return the compilations.
+        """Start to compile the kernels that ``run`` launches, and return the compilations.
 
-        If an operation cannot be rehearsed, its kernels and those of all later operations are compiled when they run.
+        If the rehearsal of ``run`` fails, its kernels and those of all later functions are compiled at their first
+        launch.
         """
         if self.ahead is None:
             return ()
@@ -84,21 +86,21 @@ class Rehearsals:
             return ()
 
     def done(self, stage: str) -> None:
-        """Note that all kernels of a stage are compiled.  After the last stage no more are rehearsed."""
+        """Note that all kernels of ``stage`` are compiled.  After the stage ALL no more functions are rehearsed."""
         if self.marks is not None and self.ahead is not None:
             self.marks.set(stage)
         if stage == ALL:
             self.close()
 
     def close(self) -> None:
-        """Drop the compilations that have not begun."""
+        """Cancel the compilations that have not begun."""
         if self.ahead is not None:
             self.ahead.close()
             self.ahead = None
 
 
 def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
-    """Return the reason why the kernels of steps cannot be compiled before these run, or None."""
+    """Return the reason why kernels cannot be compiled before their first launch; None if they can."""
     if not kernels:
         return "the device runs no kernels of Triton"
     from triton import knobs
@@ -109,13 +111,14 @@ def _reason_against(wiring: Wiring, kernels: bool) -> str | None:
         return "several processes share the model"
     parts = (*wiring.parts.values(), *wiring.processors)
     others = [part.name for part in parts if not part.name.startswith(OWN)]
-    if others:  # results of the kernels may be read on the host by other plug-ins
+    if others:  # foreign plug-ins may read results of kernels on the host, which do not exist while these are compiled
         return f"parts of other packages run on the device ({', '.join(others)})"
     return None
 
 
 def _facts(wiring: Wiring) -> list[str]:
-    """Return all values on which the kernels of a configuration depend: its wiring, and the sizes of the model."""
+    """Return texts of all values on which the compiled kernels depend: the configuration (wiring), and the model's
+    sizes."""
     folder = Path(wiring.model_dir)
     config = folder / "config.json"
     shapes = config.read_text(encoding="utf-8") if config.is_file() else str(folder)

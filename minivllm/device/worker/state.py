@@ -1,4 +1,4 @@
-"""Per-slot columns on the device, and the deltas that change them.
+"""Columns with a value for each slot (place of a running sequence) on the device, and the changes that the host sends.
 
 The device stores the state of each running sequence: its tokens, its length, and whether it has ended.  The host sends
 only changes that the device cannot compute itself (see ``plan.Delta``).
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
-# columns with one number per slot, which a ``Join`` contains
+# columns with one number for each slot; ``Join`` has a field of the same name for each
 NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
-# bytes from which a host array is pinned: CUDA passes smaller arrays with the call, but for a larger array that is not
-# pinned the host waits for the device
+# smallest size in bytes of host arrays that are pinned: CUDA passes smaller arrays with the call of the copy, and lets
+# the host wait for the copy of a larger array that is not pinned
 PINNED_FROM = 16 << 10
-# bytes of the pinned arrays that are allocated ahead, and how many of each size: enough for three steps
+# sizes in bytes of the pinned arrays that are allocated at the start, and their number for each size: three steps can
+# be queued
 AHEAD_SIZES = tuple(1 << n for n in range(6, 23))
 AHEAD_EACH = 3
 
@@ -71,9 +72,9 @@ def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class ProcessorState:
-    """The columns of one processor on the device.  On the host: the slots that use it, and their variant bits.
+    """The columns of one processor on the device; on the host also the slots that use it, and their variant bits.
 
-    ``active`` bool [slots] is the memory of the first; None allocates it."""
+    ``active`` bool [slots] is the memory that marks the slots with the processor; None allocates it."""
 
     def __init__(
         self, processor: Processor, slots: int, device: torch.device, active: np.ndarray | None = None
@@ -89,10 +90,11 @@ class ProcessorState:
         self.variant = np.zeros(slots, np.int64)
 
     def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
-        """Set the columns of new sequences in ``slots`` i32 [n]; ``at`` i64 [n] are the same slots on the device.
+        """Set the processor's columns for new sequences in ``slots`` i32 [n]; ``at`` i64 [n] are the slots on the
+        device.
 
-        ``rows`` maps an index into ``slots`` to the ``Row`` of a sequence that uses the processor.  The columns of the
-        other sequences get their fill values."""
+        ``rows`` maps an index into ``slots`` to the ``Row`` (column values) of a sequence that uses the processor.  The
+        columns of the other sequences get their fill values."""
         self.active[slots] = False
         self.variant[slots] = 0
         for name, spec in self.specs.items():
@@ -113,7 +115,7 @@ class ProcessorState:
             column[where] = values.to(column.device, non_blocking=True)
 
     def save(self, slot: int) -> list[torch.Tensor]:
-        """Return copies of the kept columns (``Column.kept``) of a slot."""
+        """Return copies of a slot's values in the columns that are kept across a preemption (``Column.kept``)."""
         return [self.columns[name][slot].clone() for name, spec in self.specs.items() if spec.kept]
 
     def restore(self, slot: int, saved: Sequence[torch.Tensor]) -> None:
@@ -131,7 +133,7 @@ class ProcessorState:
 
 
 class DeviceState:
-    """All columns of one device.
+    """The columns of one device: tensors with a value for each slot, such as tokens and lengths of the sequences.
 
     No method waits for the device.  ``column[index] = 0`` would copy the number from the host after all queued work.
     ``index_fill_`` passes the number with the kernel launch, so it is used instead."""
@@ -170,22 +172,22 @@ class DeviceState:
         self.stopped = make(slots, dtype=torch.bool, fill=True)
         blocks = -(-max_len // block) + 1
         self.table = make(groups, slots, blocks, dtype=torch.int32)
-        # tokens that the KV cache of each group does not hold any more, i64 [G, S], on the device and on the host; None
-        # if no row is compressed
+        # i64 [G, S] number of a slot's tokens that compressions removed from the KV cache of each group, on the device
+        # and on the host; None without a compressor
         self.dropped = make(groups, slots) if compresses else None
         self.dropped_host = np.zeros((groups, slots), np.int64)
-        self.wants_min = np.zeros(slots, bool)  # host copy: whether a slot has ``min_tokens``
+        self.wants_min = np.zeros(slots, bool)  # on the host: whether the request in a slot has ``min_tokens``
         self.processors: list[ProcessorState] = []
-        self.active = np.zeros((0, slots), bool)  # which slots use each processor, the sampler last
-        self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
-        # sequence -> kept columns of each processor at its last preemption, until the sequence ends
+        self.active = np.zeros((0, slots), bool)  # [processor, slot] whether the slot uses it, the sampler last
+        self.recurrent: StateMemory | None = None  # states of recurrent layers; None for a model without such layers
+        # id of a sequence -> columns of each processor that were saved at its last preemption
         self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
     def to(self, array: np.ndarray) -> torch.Tensor:
         return staged(array, self.device).to(self.device, non_blocking=True)
 
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
-        """Apply the changes of a step to the columns, block tables and caches, except ``delta.token``.
+        """Apply the changes ``delta`` of a step to the columns, block tables and caches, except ``delta.token``.
 
         ``Runner`` applies ``delta.token``, because the processors must see these tokens.  ``caches[g]`` holds the cache
         tensors of the layers of group g."""
@@ -224,8 +226,8 @@ class DeviceState:
                     tensor[to] = tensor[source]
 
     def stored(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return how many of the first ``tokens`` i64 [N] of ``slots`` i64 [N] the KV cache of each group holds, i64
-        [G, N].  Rows of this state may be compressed."""
+        """Return the numbers i64 [G, N] of tokens in the KV cache of each group, for ``slots`` i64 [N] with ``tokens``
+        i64 [N] computed tokens.  It is smaller than ``tokens`` for rows that were compressed."""
         assert self.dropped is not None
         return tokens - self.dropped[:, slots]
 
@@ -234,9 +236,10 @@ class DeviceState:
         return position if self.rope_first is None else position + self.rope_first[slots]
 
     def restore(self, join: Join | None) -> None:
-        """Copy back the saved columns of preempted sequences that join again.
+        """Copy the saved processor columns of preempted sequences back when these join again.
 
-        The caller has reported the accepted tokens to the processors before.  None means that no sequence joins."""
+        The caller has reported the accepted tokens to the processors before.  ``join`` None means that no sequence
+        joins."""
         if join is None:
             return
         for slot, seq in zip(join.slot.tolist(), join.saved.tolist(), strict=False):
@@ -246,9 +249,10 @@ class DeviceState:
                 processor.restore(slot, values)
 
     def _join(self, j: Join, with_states: np.ndarray) -> None:
-        """Fill the columns of sequences that join.
+        """Fill the columns of the slots of sequences that join.
 
-        ``with_states`` [n] are slots whose recurrent states this delta has copied; the other states are emptied."""
+        ``with_states`` [n] are the slots whose recurrent states were just copied; the states of the other slots are
+        emptied."""
         at = self.to(j.slot).long()
         slot_of = np.repeat(j.slot.astype(np.int64), j.known)
         firsts = np.cumsum(j.known) - j.known
@@ -258,7 +262,7 @@ class DeviceState:
         numbers = np.stack([getattr(j, name) for name in NUMBERS])
         self.numbers[:, at] = self.to(numbers)
         if self.rope_first is not None and self.rope_switch is None:
-            self.rope_first.index_fill_(0, at, 0)  # ``ImageState`` sets the values of rows with images
+            self.rope_first.index_fill_(0, at, 0)  # ``ImageState`` later sets the offsets of rows with images
         elif self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             longer = j.end - 1 > self.rope_switch

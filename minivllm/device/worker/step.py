@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class HostLengths(NamedTuple):
-    """The lengths of the rows of a step that the host has.  They are upper bounds in a capture."""
+    """The numbers of tokens of a step's rows, as far as the host has them.  In a capture they are upper bounds."""
 
-    tokens: int  # T, tokens of all rows
-    decode_rows: int  # rows with one token
+    tokens: int  # number T of the tokens of all rows
+    decode_rows: int  # number of rows with one token
     q_len: np.ndarray  # i32 [R] tokens of each row in this step
     kv_len: np.ndarray  # i32 [G, R] tokens in the KV cache after the step, in each group of layers
 
@@ -134,7 +134,8 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
 def states_of(
     state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None, exact: bool = False
 ) -> StepStates | None:
-    """Return the recurrent states of the rows of a step, None for a model without any; see ``StateMemory.of_meta``."""
+    """Return the recurrent states of the rows of a step, as ``StateMemory.of_meta``; None for a model without such
+    states."""
     if state.recurrent is None:
         return None
     return state.recurrent.of_meta(meta, state.stopped, drafts, exact=exact)
@@ -150,9 +151,10 @@ def forward(
     out: Tensor | None = None,
     run: Callable[..., Any] = lambda seam, call, *args: call(*args),
 ) -> Tensor:
-    """Run the layers of a model; return the hidden states [N, H] of the tokens ``logits_indices`` i64 [N].
+    """Run the layers of a model; return the hidden states [N, H] of the tokens with the indices ``logits_indices`` i64
+    [N].
 
-    None means all tokens.  With ``selects`` the model itself keeps only these tokens after its last
+    ``logits_indices`` None means all tokens.  With ``selects`` the model itself drops the other tokens after its last
     attention.  The result is written to ``out`` unless that is None.  ``run(seam, call, *args)`` calls the attention
     back end and the model; ``seam`` is "attention" or "model"."""
     run("attention", backend.plan, step.meta, key)
@@ -170,7 +172,8 @@ def forward(
 
 
 def rows_of(state: DeviceState, slots: Tensor, position: Tensor, longest: int) -> Rows:
-    """Return the ``Rows`` for which processors and the sampler run.
+    """Return the ``Rows`` that processors and the sampler get: slot, position, length of the prompt and seed of each
+    row.
 
     ``slots`` i64 [N] are the slots, and ``position`` i64 [N] the index in the sequence of the token to draw.  No
     position is greater than ``longest``."""
@@ -190,30 +193,30 @@ class DrawCalls(Protocol):
 
     # calls the processors in order, which change ``logits`` in place
     def apply(self, logits: Tensor, rows: Rows) -> None: ...
-    # call the sampler
+    # call the sampler, and return its tokens
     def draw(self, logits: Tensor, rows: Rows) -> Draw: ...
 
 
 class StepCalls(DrawCalls, Protocol):
     """Calls of the SAMPLE part of a step, which also accept the drawn tokens and compute log-probabilities."""
 
-    float32: bool  # convert the logits to float32 before the processors run
-    changes: bool  # processors, masks or the sampler may write to the logits
-    topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
-    processed: bool  # return the log-probabilities of the processed logits, not of the model's
+    float32: bool  # whether the logits are converted to float32 before the processors run
+    changes: bool  # whether processors, masks or the sampler may overwrite the logits
+    topk: int  # log-probabilities of the k likeliest tokens are returned; -1 means no log-probabilities
+    processed: bool  # whether log-probabilities are those of the processed logits instead of the model's logits
 
-    # combines the logits of each row that has a guide with the logits of the guide
+    # combine the logits of each row that has a guide with the logits of its guide
     def guide(self, logits: Tensor) -> Tensor: ...
     # return the rows that draw; called after the output layer was enqueued
     def rows(self) -> Rows: ...
     # apply the token masks of rows in place, and start the copy of logits to the host
     def meet_host(self, logits: Tensor) -> None: ...
-    # returns data from which ``accept`` finds the rows without a finite largest logit
+    # return the data from which ``accept`` finds rows whose largest logit is not finite
     def peaks(self, logits: Tensor) -> Any: ...
-    # returns the logits whose softmax is the distribution of the sampler
+    # return the logits whose softmax is the distribution from which the sampler draws
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor: ...
-    # writes the drawn tokens to the columns and the result, passes them to the processors, and returns them, i64 [N] in
-    # the vocabulary
+    # write the drawn tokens to the columns and the result, report them to the processors, and return them, i64 [N]
+    # within the vocabulary
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Any) -> Tensor: ...
     # return log-probabilities as ``sampling.logprobs_of`` does
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]: ...
@@ -279,13 +282,13 @@ def accept(
     tokens = drawn.clamp(0, width - 1)
     ends = state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots]
     flags = sampling.stop_flags(tokens, position, *ends, bad)
-    outside = (tokens != drawn) & ~bad  # the token is outside the vocabulary
+    outside = (tokens != drawn) & ~bad  # rows whose drawn id is not in the vocabulary
     flags = torch.where(outside, FAILED, flags.int())
     stopped = state.stopped[slots]
     taken = ~stopped
     if failed is not None:
         flags = flags.masked_fill(failed, FAILED)
-    if waits is not None:  # only a fault ends a row that waits for the host's token
+    if waits is not None:  # a row whose token the host will choose ends only by a fault
         host = torch.zeros_like(stopped)
         host[waits] = True
         flags = torch.where(host, flags & (FAILED | NAN), flags)
@@ -300,7 +303,7 @@ def accept(
     old = state.tokens[slots, position]
     state.tokens[slots, position] = torch.where(taken, tokens.int(), old)
     ended = stopped | (flags != 0)
-    if draft is not None:  # a slot with drafts has several rows
+    if draft is not None:  # a sequence with drafts has several rows with the same slot
         length = torch.where(taken, position + 1, 0)
         state.known.scatter_reduce_(0, slots, length, "amax")
         stops = state.stopped.view(torch.uint8)
@@ -312,7 +315,8 @@ def accept(
 
 
 def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, ended: Tensor) -> Tensor:
-    """Return bool [N]: True if every draft of the sequence up to this row was drawn and no earlier row ended it.
+    """Return bool [N], True for rows of sequences whose drafts up to this row were all drawn and did not end the
+    sequence.
 
     ``tokens`` i64 [N] were drawn.  ``ended`` bool [N] marks rows whose token ends the sequence, and rows of sequences
     that had ended before."""

@@ -37,9 +37,9 @@ NO_MEMORY = (
 
 
 class TapState:
-    """The points of a model, and the memory for vectors that are added and values that are read.
+    """The tap points (named values) of a model, with memory for vectors that are added and values that are read.
 
-    ``points`` maps the name of a point to its width, with "logits" last; it is empty if the model has no points.
+    ``points`` maps the name of a tap point to its width, with "logits" last; it is empty if the model has none.
     ``ranks`` is the communicator of the processes that share the model, or None.  All of them must add vectors at the
     same points, because otherwise they would capture different steps."""
 
@@ -61,25 +61,26 @@ class TapState:
         self.dtype = dtype
         self.state = state
         self.slots = len(state.known)
-        # point at which a step may give experts -> its width
+        # tap point (named value of the model) at which a request may set a token's experts -> experts per token
         self.given = {point: self.points[point] for point in given_points(model) if point in self.points}
-        self.given_rows: Tensor | None = None  # i32 [S, sum of widths] given experts of captured decode steps
+        self.given_rows: Tensor | None = None  # i32 [S, sum of widths] experts that requests set, for captured steps
         self.steering: dict[str, Tensor] = {}
-        self.buffers: dict[str, Tensor] = {}  # [S, width] values of the rows of captured decode steps
+        self.buffers: dict[str, Tensor] = {}  # tap point -> values [S, width] of the rows of a captured decode step
 
     def _rows(self, rows: dict[str, Tensor], point: str) -> Tensor:
-        """Return the tensor [S, width] of a point in ``rows``, and create it with zeros at the first use."""
+        """Return the tensor [S, width] of the tap point ``point`` in ``rows``.  It is created with zeros at the first
+        use."""
         if point not in rows:
             width = self.points[point]
-            # values of a read-only point may be expert numbers, which float32 stores exactly
+            # values of a read-only tap point may be indices of experts, which float32 stores exactly
             dtype = torch.float32 if read_only(point) else self.dtype
             rows[point] = torch.zeros(self.slots, width, dtype=dtype, device=self.state.device)
         return rows[point]
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
-        """Store the vectors of sequences that join, and copy the vectors of sequences that fork.
+        """Store the vectors that new sequences add at tap points, and copy them to the forks of a sequence.
 
-        Return an error for each slot whose vectors do not fit in memory.
+        Return slot -> error for the slots whose vectors do not fit in memory.
         """
         join = delta.join
         to = self.state.to
@@ -108,7 +109,7 @@ class TapState:
         return failed
 
     def _has_room(self, point: str) -> bool:
-        """Allocate the vectors of a point if necessary; return whether there is memory on all ranks.
+        """Allocate the vectors [S, width] of a tap point if necessary; return whether all ranks have memory for them.
 
         If one rank has no memory, the vectors of the point are freed on all."""
         if point in self.steering:
@@ -124,9 +125,9 @@ class TapState:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the points at which rows of a step add a vector, and of the points that they read.
+        """Return the indices of the tap points at which rows of a step add a vector, and of those that they read.
 
-        The point "logits" is left out of both.
+        The index of the point "logits" is left out of both.
         """
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
@@ -135,9 +136,9 @@ class TapState:
         return self._steered(plan), tuple(sorted(read))
 
     def _steered(self, plan: StepPlan) -> tuple[int, ...]:
-        """Return the numbers of the points at which a vector is added, without points that have no memory.
+        """Return the indices of the tap points at which rows of a step add a vector.
 
-        The rows that add a vector at a point without memory have failed already."""
+        Points whose vectors did not fit in memory are left out, because their rows have failed already."""
         return tuple(n for n in plan.steered.tolist() if self.names[n] in self.steering)
 
     def eager(
@@ -147,9 +148,11 @@ class TapState:
         meta: AttnMeta,
         found: dict[str, Tensor],
     ) -> TapsOfStep | None:
-        """Return the taps of a step of separate launches, or None if it has none.
+        """Return the object that reads and changes the values at tap points in a step without a capture; None if no row
+        needs it.
 
-        While the model runs, the values [n, width] of each point at its ``tokens`` i64 [n] are stored in ``found``."""
+        ``tokens`` maps a tap point to the indices i64 [n] of the tokens to read.  While the model runs, their values
+        [n, width] are stored in ``found``."""
         given = len(plan.given) > 0
         if not len(plan.taps) and not len(plan.steered) and not given:
             return None
@@ -165,7 +168,8 @@ class TapState:
         return self._of_step(self._steered(plan), meta, frozenset(indices), keep, routes)
 
     def _given_tokens(self, plan: StepPlan) -> np.ndarray:
-        """Return the given experts i32 [T, sum of widths] of all tokens of a step, -1 for the router's own choice."""
+        """Return the experts i32 [T, sum of widths] that requests set for the tokens of a step; -1 leaves the choice to
+        the router."""
         size = int(plan.q_len.sum()), sum(self.given.values())
         found = np.full(size, OWN, np.int32)
         begins = plan.q_len.cumsum() - plan.q_len
@@ -177,12 +181,13 @@ class TapState:
         return found
 
     def _by_point(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the columns i32 [T, k] of each point, contiguous, of given experts [T, sum of widths]."""
+        """Divide experts [T, sum of widths] by tap point, into contiguous tensors i32 [T, k]."""
         parts = rows.split(list(self.given.values()), dim=1)
         return {point: part.contiguous() for point, part in zip(self.given, parts, strict=True)}
 
     def give(self, plan: StepPlan, rows: int) -> None:
-        """Set the given experts of a captured decode step that is padded to ``rows`` rows."""
+        """Copy the experts that requests set for a captured decode step to its memory; the step is padded to ``rows``
+        rows."""
         buffer = self._given_buffer()
         count = len(plan.slots)
         experts = self.state.to(self._given_tokens(plan))
@@ -199,9 +204,10 @@ class TapState:
     def captured(
         self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta, given: bool = False
     ) -> TapsOfStep:
-        """Return the taps of a captured step.  The values of all rows are copied to ``buffers``.
+        """Return the object that reads and changes the values at tap points in a captured step.
 
-        With ``given``, a replay reads the given experts that ``give`` has set."""
+        ``steered`` and ``read`` are indices of tap points.  The values of all rows are copied to ``buffers``.  With
+        ``given``, a replay reads the experts that ``give`` has copied."""
         points = [self.names[number] for number in read]
         buffers = {point: self._rows(self.buffers, point) for point in points}
 
@@ -215,9 +221,10 @@ class TapState:
         return self._of_step(steered, meta, frozenset(buffers), keep, routes)
 
     def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Return the values of each point after the replay of a decode step, as ``eager`` stores them in ``found``.
+        """Return the values [n, width] of each tap point after the replay of a decode step.
 
-        Each row of a decode step has one token, so numbers of tokens are numbers of rows."""
+        ``tokens`` maps a tap point to the indices i64 [n] of its tokens.  Each row of a decode step has one token, so
+        these are indices of rows too."""
         found = {}
         for point, at in tokens.items():
             if point != LOGITS:
@@ -232,7 +239,7 @@ class TapState:
         return buffer[self.state.to(at)]
 
     def flat(self, found: Mapping[str, Tensor]) -> Tensor:
-        """Return all values as one f32 tensor, concatenated in the order of the points."""
+        """Return the values of all tap points as one f32 tensor, concatenated in the order of the points."""
         values = [found[point].float().ravel() for point in self.names if point in found]
         return values[0] if len(values) == 1 else torch.cat(values)
 
@@ -244,7 +251,7 @@ class TapState:
         return TapsOfStep(steering, meta.slots[meta.row], read, keep, routes)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
-        """Return a dict from each point that is read to the numbers i64 [n] of the tokens to read, ascending."""
+        """Return tap point -> indices i64 [n] in the step of the tokens to read there, ascending."""
         ends = plan.q_len.cumsum()
         found = {}
         for number, rows, first in by_point(plan.taps):

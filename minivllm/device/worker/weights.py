@@ -28,19 +28,21 @@ LEFT_FREE = 1 << 30  # bytes of a GPU that copies of old weights leave free
 
 
 class RunningWeights:
-    """The weights of a runner.  ``level`` 0 means that it is awake."""
+    """Updates of a runner's weights, and its sleep.  ``level`` is the level of the sleep, 0 while the runner is
+    awake."""
 
     def __init__(self, runner: Any) -> None:  # ``runner`` is the Runner that creates this object
         self.runner = runner
         self.level = 0
-        self.dropped = False  # the weights of the model are dropped, and not written since then
+        self.dropped = False  # whether the weights of the model were dropped and have not been written again
         self.update: WeightUpdate | None = None
         self.spare = SpareMemory()  # memory of the old weights while an update is written
-        # on a GPU, storages of freed weights and caches with their bytes, and storages with their host copies
+        # on a GPU: freed storages of weights and of caches, each with its bytes, and storages with their copies on the
+        # host
         self._weights: list[tuple[torch.UntypedStorage, int]] = []
         self._memory: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self._measured: Any = None  # measurements of the captures that ``_sleep`` dropped
+        self._measured: Any = None  # measured times of the captures that ``_sleep`` dropped
 
     @property
     def parts(self) -> ModelParts:
@@ -48,10 +50,10 @@ class RunningWeights:
         return self.runner.worker.parts
 
     def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the operation ``args["do"]``.
+        """Run the operation ``args["do"]`` with the other arguments.
 
-        Return its error or None, whether the weights are dropped, and whether a write that does not keep the keys and
-        values overwrites them."""
+        Return a dict: "error" is the message of its error or None, "dropped" whether the weights are dropped, and
+        "overwrites" whether a write without ``keep`` overwrites the keys and values."""
         operations: dict[str, Callable[..., None]] = {
             "check": self._check,
             "write": self._write,
@@ -104,7 +106,7 @@ class RunningWeights:
         self.update.write(self.spare)
 
     def _free_bytes(self) -> int:
-        """Return the bytes of a GPU that no process uses, without ``LEFT_FREE``; 0 on a CPU."""
+        """Return the free bytes of the GPU less ``LEFT_FREE``; 0 on a CPU."""
         if self.runner.device.type == "cpu":
             return 0
         return max(0, int(torch.cuda.mem_get_info(self.runner.device)[0]) - LEFT_FREE)
@@ -119,7 +121,7 @@ class RunningWeights:
             release_unused()
 
     def _replaceable(self) -> list[Tensor]:
-        """Return the KV cache of a GPU.
+        """Return the tensors of a GPU's KV cache, which may store the old weights during an update.
 
         The result is empty on a CPU, which has no separate memory and keeps cached prefixes.
         """
@@ -133,7 +135,7 @@ class RunningWeights:
         self.update = None
         if update is None:
             return
-        if self.level == 2:  # the weights stay undefined until another update or a wake
+        if self.level == 2:  # dropped weights have no defined values until another update or a wake
             return
         update.restore()
         self._forget_old()
@@ -155,7 +157,7 @@ class RunningWeights:
         self._close_native()
         try:
             self.runner.native = self.runner.native_steps()
-        except Exception as e:  # an error such as a lack of memory
+        except Exception as e:  # such as too little memory
             why = describe_error(as_exception(e))
             self.runner.worker.notes.append(f"steps are not captured, they run as separate operations: {why}")
 
@@ -198,7 +200,7 @@ class RunningWeights:
         if gpu or level == 2:
             for module in self.parts.modules.values():
                 module.release()
-        if level == 2:  # last, so that an earlier error leaves the weights in place
+        if level == 2:  # weights are dropped last, so that an error before leaves them in place
             self.dropped = True
             free(weights, self._weights)
         self.level = level
@@ -223,7 +225,8 @@ class RunningWeights:
         free(tensors, self._weights)
 
     def _wake(self, reload: bool) -> None:
-        """Allocate the memory again.  With ``reload`` dropped weights are read from the files of the model.
+        """Allocate the memory that ``_sleep`` freed.  With ``reload``, dropped weights are read from the files of the
+        model.
 
         The steps that first requests need are captured.  Other sizes follow in idle turns, or once they are frequent.
         """
@@ -231,7 +234,7 @@ class RunningWeights:
         if gpu:
             allocate(self._weights)
             for storage, host in self._moved:
-                storage.copy_(host, non_blocking=True)  # steps are captured meanwhile
+                storage.copy_(host, non_blocking=True)  # the copy runs while steps are captured
             self._moved.clear()
             allocate(self._memory)
             for tensor in self._caches():
@@ -263,7 +266,7 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def free(tensors: Iterable[Tensor], freed: list[tuple[torch.UntypedStorage, int]]) -> None:
-    """Free the memory of tensors, and add the storages of a GPU and their bytes to ``freed``.
+    """Free the memory of tensors.  Storages on a GPU are added to ``freed``, each with its bytes.
 
     On a CPU the tensors keep their addresses, and their pages become zeros.
     """
