@@ -2,7 +2,7 @@
 
 The code here uses torch and makes no scheduling decisions; the plan of a step contains all of them.
 
-process ──► runner ──► state        the columns of rows that run
+process ──► runner ──► state        tensors with a value for each running row
                ├─────► step         the operations of a step; sampling, scoring
                ├─────► calls        calls of processors and sampler
                ├─────► graphs ──► captured, capture

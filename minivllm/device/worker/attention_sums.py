@@ -1,4 +1,4 @@
-"""The attention that each stored token of a row gets from the queries of the row's prompt, for a compressor.
+"""Sum the attention that each stored token of a row gets from the queries of its prompt, for a KV compressor.
 
     prompt    chunk 1 (8 tokens)   chunk 2 (5 tokens)     compression          generated tokens
     sums      [layers, heads, 8] ──► [.., 13] ─────────── [.., kept] ──────────── zeros behind
@@ -28,22 +28,21 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-PAIRS = 1 << 22  # largest number of (head, query, key) probabilities that are computed at a time
+PAIRS = 1 << 22  # largest number of attention probabilities (head, query, key) that torch computes at a time
 
 
 class RowSums(NamedTuple):
-    """The sums of a row in a KV group."""
+    """The attention that each stored token of a row got, summed over queries, in a KV group."""
 
-    sums: Tensor  # f32 [layers, kv_heads, n]
-    # f32 [layers, kv_heads, n] number of queries in each sum; None as long as the row is not compressed, because the
-    # token at position i was then read by the n - i queries from its own on
+    sums: Tensor  # f32 [layers, kv_heads, n] sum of the probabilities with which queries attended to each token
+    # f32 [layers, kv_heads, n] number of queries in each sum.  None before the first compression: the token at
+    # position i was then read by n - i queries
     queries: Tensor | None = None
 
     def of_layers(self, first: int, count: int, stored: int) -> tuple[Tensor, Tensor]:
-        """Return the attention sums and the numbers of queries, f32 [count * kv_heads, stored], of ``count`` layers
-        from ``first`` on.
+        """Return the attention sums, and the numbers of queries in them, of ``count`` layers from index ``first`` on.
 
-        Tokens after the prompt have zeros.
+        Both are f32 [count * kv_heads, stored], with zeros for tokens behind the prompt.
         """
         sums = self.sums[first : first + count].flatten(0, 1)
         more = stored - sums.shape[-1]
@@ -51,7 +50,7 @@ class RowSums(NamedTuple):
         return pad(sums, (0, more)), pad(queries, (0, more))
 
     def all_queries(self) -> Tensor:
-        """Return the number of queries in each sum, f32 [layers, kv_heads, n]."""
+        """Return how many queries each attention sum contains, f32 [layers, kv_heads, n]."""
         if self.queries is not None:
             return self.queries
         n = self.sums.shape[-1]
@@ -60,10 +59,10 @@ class RowSums(NamedTuple):
 
 
 class AttentionSums:
-    """The sums of all rows, by slot and KV group.
+    """The attention that stored tokens got so far, summed over queries, for each slot and KV group.
 
-    ``layers`` are the attention layers of each KV group.  ``kernel`` means that the Triton kernel adds them up, from
-    the log-sum-exp of the attention back end."""
+    ``layers`` are the attention layers of each KV group.  ``kernel`` means that a Triton kernel computes the sums from
+    the log-sum-exp of the attention back end; otherwise torch does."""
 
     def __init__(
         self, layers: Sequence[Sequence[AttnLayer]], fmt: KVFormat, state: DeviceState, dtype: torch.dtype, kernel: bool
@@ -73,16 +72,17 @@ class AttentionSums:
         self.state = state
         self.dtype = dtype
         self.kernel = kernel
-        # layer index -> index in its KV group
+        # index of a layer in the model -> its index in its KV group
         self.number: dict[int, int] = {}
         for group in layers:
             self.number |= {layer.index: i for i, layer in enumerate(group)}
         self._of_slot: dict[int, dict[int, RowSums]] = {}
-        self._rows: list[tuple[int, int, int, int]] = []  # (slot, first token, tokens, stored tokens) of the step
+        # (slot, index of the first token in the step, tokens, stored tokens) of the step's rows
+        self._rows: list[tuple[int, int, int, int]] = []
         self._tables: dict[int, SummedRows] = {}  # by KV group
 
     def of_step(self, plan: StepPlan) -> AttentionSums:
-        """Prepare the sums of the rows ``plan.sums``, which get room for the tokens of the step."""
+        """Extend the sums of the rows ``plan.sums`` by zeros for the tokens of the step, and return this object."""
         ends = plan.q_len.cumsum()
         groups = self._groups()
         self._rows = []
@@ -100,11 +100,12 @@ class AttentionSums:
         return self
 
     def _groups(self) -> list[int]:
-        """Return the KV groups with compressed rows, which are the groups without a sliding window."""
+        """Return the indices of the KV groups that a compressor compresses, which are those without a sliding
+        window."""
         return [g for g, layers in enumerate(self.layers) if layers[0].spec.window is None]
 
     def _grown(self, row: RowSums | None, group: int, stored: int) -> RowSums:
-        """Return the sums of a row with zeros for new tokens, as new tensors."""
+        """Return new sums of a row in a KV group: the old ones, and zeros up to ``stored`` tokens."""
         layers = self.layers[group]
         if row is None:
             shape = (len(layers), layers[0].spec.kv_heads, stored)
@@ -112,7 +113,7 @@ class AttentionSums:
         return RowSums(pad(row.sums, (0, stored - row.sums.shape[-1])))
 
     def _table(self, group: int) -> SummedRows:
-        """Return the rows of the step for the kernel."""
+        """Return the table of the step's rows for the kernel, with the addresses of their sums in a KV group."""
         from minivllm.device.kernels.attention_sums import SummedRows
 
         columns = []
@@ -124,13 +125,15 @@ class AttentionSums:
         return SummedRows(table, longest, len(self._rows))
 
     def norms(self, layer: AttnLayer, q: Tensor) -> Tensor | None:
-        """Return the tensor f32 [T, heads] for the log-sum-exp of a layer; None if it is not needed."""
+        """Return an empty tensor f32 [T, heads] for the log-sum-exp that attention of a layer writes; None if it is not
+        needed."""
         if not self.kernel or layer.spec.window is not None:
             return None
         return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
     def add(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, norms: Tensor | None) -> None:
-        """Add the attention of the step's prepared queries q [T, heads, dim_qk] to the sums of a layer."""
+        """Add the attention probabilities of the step's queries q [T, heads, dim_qk], with rotary embedding, to a
+        layer's sums."""
         if layer.spec.window is not None:
             return
         number = self.number[layer.index]
@@ -156,8 +159,9 @@ class AttentionSums:
         return keys[0, :stored]
 
     def of(self, slot: int, layers: Sequence[AttnLayer], stored: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sums and the numbers of queries f32 [layers * kv_heads, stored] of a row in consecutive layers of
-        a group; None without sums."""
+        """Return the attention sums, and the numbers of queries in them, of a slot in consecutive layers of a KV group.
+
+        Both are f32 [layers * kv_heads, stored], or None if the slot has no sums."""
         row = self._of_slot.get(slot, {}).get(layers[0].group)
         if row is None:
             return None, None
@@ -165,7 +169,8 @@ class AttentionSums:
         return row.of_layers(first, len(layers), stored)
 
     def keep(self, slot: int, group: int, chosen: Tensor) -> None:
-        """Keep the sums of the tokens ``chosen`` i32 [layers, kv_heads, kept] of a group."""
+        """Reduce the sums of a slot in a KV group to the tokens ``chosen`` i32 [layers, kv_heads, kept] that a
+        compression kept."""
         row = self._of_slot.get(slot, {}).get(group)
         if row is None:
             return
@@ -178,9 +183,9 @@ class AttentionSums:
         self._of_slot[slot][group] = RowSums(sums * inside, queries * inside)
 
     def note(self, delta: Delta) -> None:
-        """Drop the sums of rows that left or joined, and copy the sums of a parent to its forks.
+        """Drop the sums of sequences that leave or join a slot, and copy the sums of a parent to its forks.
 
-        A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
+        A parent may leave its slot in the same step, and a fork may use a slot that another sequence has left.
         """
         copies = {}
         for source, slot, _ in delta.fork.tolist():
@@ -196,11 +201,11 @@ class AttentionSums:
 def sum_attention(
     sums: Tensor, q: Tensor, keys: Tensor, spec: AttnSpec, sinks: Tensor | None, sees: Tensor | None = None
 ) -> None:
-    """Add the attention of the queries q [t, heads, dim_qk], which are those of the last t of the n tokens with
-    ``keys`` [n, kv_heads, dim_qk], to ``sums`` f32 [kv_heads, n].
+    """Add the attention probabilities of queries q [t, heads, dim_qk] to ``sums`` f32 [kv_heads, n].
 
-    ``sinks`` f32 [heads] are the logits that only the denominator has, if the spec has them.  ``sees`` i64 [t] is the
-    last position that each query sees, None means its own."""
+    ``keys`` [n, kv_heads, dim_qk] are those of n tokens, and the queries belong to the last t of these.  ``sinks`` f32
+    [heads] are logits that only enlarge the denominator of the softmax; None without.  ``sees`` i64 [t] is the last
+    position to which each query attends; None means its own position."""
     n, kv_heads, dim = keys.shape
     tokens, heads = q.shape[:2]
     own = torch.arange(n - tokens, n, device=q.device) if sees is None else sees

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-ALONE = threading.RLock()  # held during a capture, and while a thread waits for the whole device
+ALONE = threading.RLock()  # held while a graph is captured, and while a thread waits for the whole device
 
 
 @lru_cache(maxsize=16)
@@ -40,7 +40,7 @@ class GraphRecorder:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.launch_ms = 0.0  # milliseconds in which the host launched the kernels of the last capture without a graph
-        # graphs whose capture failed; kept, because torch still counts them as users of their memory pools
+        # graphs whose capture failed; they are kept, because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -68,7 +68,8 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Make the stream of captures the current stream, behind all work that is queued on the thread's own."""
+        """Make the stream of captures the current stream; its work waits for the work queued on the thread's own
+        stream."""
         before = torch.cuda.current_stream()
         stream = _stream(torch.cuda.current_device())
         stream.wait_stream(before)
@@ -94,7 +95,7 @@ class GraphRecorder:
                 raise
             graph.capture_end()
         except BaseException:
-            # torch may mark the pool as recording for ever, so later captures use a new pool
+            # torch may regard the memory pool as in use for recording from then on, so later captures use a new pool
             self._broken.append(graph)
             self.pool = torch.cuda.graph_pool_handle()
             raise
@@ -115,7 +116,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the work queued on the device.  Captures of other threads stay intact."""
+    """Wait for all work that is queued on the device, without breaking a capture in another thread."""
     with ALONE:
         torch.cuda.synchronize()
 

@@ -35,16 +35,17 @@ if TYPE_CHECKING:
 
 
 class SampleOperations(NamedTuple):
-    """The operations that the SAMPLE part of a step needs.  Each distinct value has a separate capture."""
+    """The options of the draw of a step (processors, minimum tokens, log-probabilities, masks).  Each distinct value
+    has a separate capture."""
 
-    variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses the processor
+    variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses it
     wants_min: bool  # whether at least one row has ``min_tokens``
-    topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
-    late: bool  # whether at least one row has a mask
+    topk: int  # log-probabilities of the k likeliest tokens are returned; -1 means none
+    late: bool  # whether at least one row has a token mask
 
 
 class Drawn(NamedTuple):
-    """The shape of a SAMPLE capture."""
+    """The shape of a captured draw: its number of rows and its options."""
 
     rows: int
     operations: SampleOperations
@@ -52,16 +53,16 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Buffers:
-    """The tensors that all captures of B rows use."""
+    """The fixed tensors that all captures of B rows read and write."""
 
-    slots: Tensor  # i64 [B] slots of the rows that draw; other rows have the spare slot
-    hidden: Tensor  # [B, H] hidden states that FORWARD returns
-    out: Tensor  # i32 [3, B] tokens, counts and flags that SAMPLE returns
-    host_slots: np.ndarray  # host copy of ``slots``
+    slots: Tensor  # i64 [B] slot of each row that draws a token; the other rows have the spare slot
+    hidden: Tensor  # [B, H] hidden states that a replay of the layers writes
+    out: Tensor  # i32 [3, B] tokens, counts and flags that a replay of the draw writes
+    host_slots: np.ndarray  # [B] copy of ``slots`` on the host
 
 
 def bounds(key: GraphKey, groups: int) -> step.HostLengths:
-    """Return upper bounds of the row lengths of every step that runs in a capture of shape ``key``.
+    """Return upper bounds of the lengths of rows, for all steps that can run in a capture of shape ``key``.
 
     A capture serves steps of many lengths, and only the device has the exact ones."""
     longest = 1 if key.kind == "decode" else key.tokens
@@ -71,7 +72,8 @@ def bounds(key: GraphKey, groups: int) -> step.HostLengths:
 
 
 def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) -> StepTensors:
-    """Create the static tensors of a captured decode step of ``slots`` i64 [B]; ``read_columns`` fills them."""
+    """Create the fixed tensors of a captured decode step for ``slots`` i64 [B]; ``read_columns`` fills them in each
+    replay."""
     size = len(slots)
     groups = len(state.table)
     device = slots.device
@@ -102,7 +104,7 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
 
 
 def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
-    """Fill the static tensors of a decode step from the columns, and return the inputs of the model.
+    """Fill the fixed tensors ``static`` of a decode step from the columns, and return the inputs of the model.
 
     Each row has one token, the newest of its slot.  Nothing is read from the host."""
     meta = static.meta
@@ -113,7 +115,8 @@ def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
 
 
 class CapturedCalls(SampleCalls):
-    """The calls of a step during its capture.  Plug-ins run on all rows of ``b``; their exceptions are not caught."""
+    """The calls of processors and the sampler while a draw is captured.  Plug-ins run on all rows of ``b``, and their
+    exceptions are raised."""
 
     def __init__(self, runner: Runner, b: Buffers, operations: SampleOperations, masks: DeviceMasks | None) -> None:
         super().__init__(runner.chain, operations.wants_min)
@@ -144,7 +147,7 @@ class CapturedCalls(SampleCalls):
         return logits
 
     def rows(self) -> Rows:
-        """Return the rows; each draws the token after the newest of its slot."""
+        """Return the rows of the draw; each draws the token behind the newest token of its slot."""
         state = self.state
         slots = self.b.slots
         columns = (state.known, state.prompt, state.seed, state.sample)

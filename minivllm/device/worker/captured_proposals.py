@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 class ProposalKey(NamedTuple):
-    """The shape of a captured call: B rows, k drafts, contexts below ``span`` tokens, and the draw."""
+    """The shape of a captured call of the drafter: B rows, k drafts, contexts below ``span`` tokens, and options of the
+    draw."""
 
     rows: int
     k: int
@@ -48,7 +49,7 @@ class ProposalKey(NamedTuple):
 
 
 class CapturedPasses:
-    """The passes of a drafter's model over B rows while a call is captured.
+    """Run the drafter's model over B rows, once for each draft, while a call is captured.
 
     ``slots`` i64 [B] are the slots of the rows, and ``key`` is the shape of the call."""
 
@@ -68,7 +69,7 @@ class CapturedPasses:
         none = torch.empty(0, device=device)
         buffers = Buffers(slots, none, none, no_rows())
         self.calls = CapturedCalls(runner, buffers, key.operations, None)
-        self.last: Tensor | None = None  # [B, W] results of the newest pass
+        self.last: Tensor | None = None  # [B, W] hidden states of the newest pass
 
     def _static(self, size: int, span: int) -> tuple[StepTensors, GraphKey]:
         key = GraphKey("decode", size, size, span)
@@ -115,20 +116,21 @@ class CapturedPasses:
 
 @dataclass
 class CapturedProposals:
-    """The captured calls of the drafter of one runner.
+    """The captures of calls of one runner's drafter.
 
-    ``steps`` are the captures of the steps that verify the drafts; ``own`` is the drafter's model, None without one."""
+    ``steps`` has the captures of the steps that verify drafts.  ``own`` is the drafter's model; None without one."""
 
     runner: Runner
     drafting: Drafting
     steps: DraftedSteps
     own: OwnModel | None
     made: dict[ProposalKey, Captured | None] = field(default_factory=dict)
-    # B -> lengths on the host and on the device
+    # number of rows B -> slots [B] of the last call, on the host and on the device
     slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)
 
     def propose(self, slots: np.ndarray, known: np.ndarray, k: int, slack: np.ndarray) -> Tensor | None:
-        """Write ``k`` drafts of each row to the history, and return the number of usable drafts i32 [N].
+        """Write ``k`` drafts of each row to the columns of tokens; return the number of usable drafts of each row i32
+        [N].
 
         ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the call cannot
         be captured.  An exception of the drafter's model is raised if it occurs before the replay.
@@ -166,8 +168,9 @@ class CapturedProposals:
         return key if key in self.made or len(self.made) < CAPTURES else None
 
     def _fill(self, size: int, slots: np.ndarray) -> Tensor:
-        """Copy the slots of a call to the device unless they equal those of the previous call, and return all B
-        slots."""
+        """Return the slots i64 [size] of a call on the device, padded with the spare slot.
+
+        They are copied only if they differ from those of the previous call."""
         spare = self.runner.wiring.max_num_seqs
         device = self.runner.device
         padded = np.full(size, spare, np.int64)
@@ -181,7 +184,7 @@ class CapturedProposals:
         return there
 
     def _capture(self, key: ProposalKey) -> Captured | None:
-        """Record a call for spare rows.  Return None and write a note if that fails."""
+        """Capture a call of the drafter for rows of the spare slot.  Return None and write a note if that fails."""
         r = self.runner
         vocab = self.drafting.vocab_size
         slots = self._fill(key.rows, np.zeros(0, np.int64))

@@ -39,11 +39,12 @@ if TYPE_CHECKING:
     from .state import DeviceState
 
 
-SORTED = 1 << 23  # scores of a batch of layers, which torch sorts together
+SORTED = 1 << 23  # largest number of scores that torch sorts at a time
 
 
 class ChosenTokens(NamedTuple):
-    """A compressed row in a KV group, and its kept tokens i32 [layers, kv_heads, kept], ascending."""
+    """A row to compress in a KV group, with the indices i32 [layers, kv_heads, kept] of the tokens it keeps,
+    ascending."""
 
     group: int
     row: CompactedRow
@@ -51,7 +52,8 @@ class ChosenTokens(NamedTuple):
 
 
 class Compactor:
-    """The compressor of a worker, and the moves of the tokens that it keeps."""
+    """Compress rows of the KV cache: the compressor plug-in scores tokens, and the kept ones move to the row's first
+    places."""
 
     def __init__(self, part: Part, wiring: Wiring, worker: Worker, state: DeviceState) -> None:
         """Build the compressor ``part``.  PluginError if the KV cache of a layer is not stored token by token."""
@@ -62,14 +64,14 @@ class Compactor:
         self.block = wiring.block
         self.layers: list[list[AttnLayer]] = [[worker.parts.layers[i] for i in group] for group in worker.groups]
         _check_layout(self.name, worker.parts.layers, wiring.block)
-        # number of a layer -> its rotary tables, if keys are rotated to new positions
+        # index of a layer -> its (cos, sin) tables, if keys are rotated to new positions
         self.rotations = worker.parts.rotations if wiring.cache.rerotates else {}
         if wiring.cache.rerotates and not self.rotations:
             raise PluginError(
                 f"{self.name} rotates keys to new positions: no attention layer of the model records its rotary tables "
                 "in `ModelParts.rotations`; use a compressor that leaves keys as they are"
             )
-        self.tensors = self._tensors(wiring)  # by KV group; empty if torch moves the tokens
+        self.tensors = self._tensors(wiring)  # for each KV group, for the kernels; empty if torch moves the tokens
         fmt = worker.backend.ctx.kv_format
         dtype = worker.parts.dtype
         self.scores = RowScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))
@@ -85,16 +87,17 @@ class Compactor:
 
     @property
     def queries(self) -> QueryStore | None:
-        """Return the queries that the next compressions read; None if the compressor reads none."""
+        """Return the store of queries that compressions read; None if the compressor reads no queries."""
         return self.scores.queries
 
     @property
     def sums(self) -> AttentionSums | None:
-        """Return the attention sums; None if the compressor reads none."""
+        """Return the store of attention sums that compressions read; None if the compressor reads no sums."""
         return self.scores.sums
 
     def _tensors(self, wiring: Wiring) -> list[GroupTensors]:
-        """Return the tensors of the KV groups for the kernels, none if the kernels cannot be used."""
+        """Return the cache tensors of each KV group in the form that the kernels need; [] if the kernels cannot be
+        used."""
         if not has_kernels(wiring):
             return []
         from minivllm.device.kernels.kept_tokens import GroupTensors
@@ -108,9 +111,9 @@ class Compactor:
         return groups
 
     def _attention_sums(self, wiring: Wiring, worker: Worker) -> AttentionSums:
-        """Return the store of attention sums.
+        """Create the store of attention sums.
 
-        A note is added if torch computes them on a GPU, which is slow.
+        A note is added if torch has to compute the sums on a GPU, which is slow.
         """
         reason = "triton is not installed"
         kernel = False
@@ -129,13 +132,14 @@ class Compactor:
 
     @property
     def kept_heads(self) -> tuple[tuple[int, ...], ...]:
-        """Return the number of KV heads of each layer of each KV group; () if other processes have further heads."""
+        """Return the number of KV heads of each layer of each KV group; () if the heads are divided over several
+        processes."""
         if self.parallel > 1:
             return ()
         return tuple(tuple(layer.spec.kv_heads for layer in layers) for layers in self.layers)
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
-        """Compress the rows of ``delta.compact``, and return an error for each slot whose scores failed.
+        """Compress the rows of ``delta.compact``; return slot -> error for the slots whose tokens could not be scored.
 
         A row with failed scores keeps its newest tokens, so that the lengths on the host stay correct until the row
         ends.  A row that was preempted keeps the tokens of its first compression.
@@ -185,20 +189,20 @@ class Compactor:
                     _move(layer, place[tokens], to, self._rotation(layer, one.row, tokens))
 
     def _launch_moves(self, group: int, found: list[ChosenTokens]) -> None:
-        """Move the kept tokens of the rows of a KV group by one launch."""
+        """Move the kept tokens of all rows in a KV group by one kernel launch."""
         from minivllm.device.kernels.kept_tokens import Move
 
         moves = [Move(one.tokens, one.row.sources, self._targets(one)) for one in found]
         self.tensors[group].move(moves)
 
     def _targets(self, one: ChosenTokens) -> Tensor:
-        """Return the blocks i32 to which the kept tokens of a row move."""
+        """Return the ids i32 of the KV blocks to which the kept tokens of a row move."""
         blocks = -(-one.row.kept // self.block)
         return self.state.table[one.group, one.row.slot, :blocks]
 
     def _count_dropped(self, found: list[ChosenTokens]) -> None:
-        """Add the removed tokens of compressed rows to the columns, and shift the positions of rotated rows."""
-        shifts: dict[int, int] = {}  # slot -> places by which the positions of its next tokens move
+        """Add the numbers of removed tokens to the columns, and lower the positions of rows whose keys were rotated."""
+        shifts: dict[int, int] = {}  # slot -> number of removed tokens, by which later positions become smaller
         assert self.state.dropped is not None
         for group, row, _ in found:
             gone = row.stored - row.kept
@@ -237,8 +241,8 @@ class Compactor:
         return cos, sin
 
     def _choose(self, group: int, row: CompactedRow) -> tuple[Tensor, StepError | None]:
-        """Return the tokens of a row that stay in the layers of a group, i32 [layers, kv_heads, kept], ascending, and
-        the last error of a score."""
+        """Return the indices i32 [layers, kv_heads, kept] of the tokens that a row keeps in a KV group, ascending, and
+        the last error of the compressor or None."""
         found: list[Tensor] = []
         failed = None
         for layers in self._batches(group, row.stored):
@@ -248,12 +252,13 @@ class Compactor:
         return torch.cat(found) if len(found) > 1 else found[0], failed
 
     def _places(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Return the flat place i64 [tokens] of each token in ``blocks`` i64."""
+        """Return the index i64 [tokens] of each token's place in the KV cache (block * tokens per block + offset), for
+        a row in ``blocks`` i64."""
         at = torch.arange(tokens, device=blocks.device)
         return blocks[at // self.block] * self.block + at % self.block
 
     def _batches(self, group: int, stored: int) -> list[list[AttnLayer]]:
-        """Return the layers of a group in batches whose tokens are chosen together.
+        """Divide the layers of a KV group into batches; the kept tokens of a batch are chosen together.
 
         A batch has at most ``SORTED`` scores, or one layer.  The kernel chooses the tokens of all layers together.
         """
@@ -264,9 +269,9 @@ class Compactor:
         return [layers[i : i + size] for i in range(0, len(layers), size)]
 
     def _chosen(self, layers: list[AttnLayer], row: CompactedRow, scores: Tensor) -> Tensor:
-        """Return the tokens of a row that stay in each layer, i32 or i64 [layers, kv_heads, kept], ascending.
+        """Return the indices, i32 or i64 [layers, kv_heads, kept], of the tokens with the best scores, ascending.
 
-        Of tokens with equal scores the first stay."""
+        Of tokens with equal scores the earlier ones are kept."""
         if self.tensors:
             from minivllm.device.kernels.kept_tokens import choose
 
@@ -305,8 +310,9 @@ def _check_layout(name: str, layers: Sequence[AttnLayer], block: int) -> None:
 
 
 def _move(layer: AttnLayer, sources: Tensor, to: Tensor, rotation: tuple[Tensor, Tensor] | None) -> None:
-    """Copy the tokens at the flat places ``sources`` i64 [kv_heads, k] of a layer's cache to ``to`` i64 [k], head by
-    head.  Keys are rotated by ``rotation``, which is cos and sin [kv_heads, k, dim], unless it is None."""
+    """Copy keys and values of tokens in a layer's cache from the places ``sources`` i64 [kv_heads, k] to ``to`` i64
+    [k], head by head.  A place is block * tokens per block + offset.  Keys are rotated by ``rotation``, which is cos
+    and sin [kv_heads, k, dim], unless it is None."""
     heads = torch.arange(len(sources), device=to.device)[:, None]
     for name, tensor in layer.cache.items():
         raw = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -46,16 +46,16 @@ NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class DraftedKey(GraphKey):
-    """The captured shape of a step of rows with drafts.  To an attention back end it is a decode step."""
+    """The shape of a captured step with drafts.  Attention back ends treat it as a decode step."""
 
 
 @dataclass
 class DraftBuffers(Buffers):
-    """The tensors that all captures of B rows with drafts use.
+    """The fixed tensors that all captures of B rows with drafts use.
 
-    ``table`` i64 [6 B + 1] holds on the device: slots | number of the draft, 0 for the newest token | slots of the
-    sequences | 1 for sequences with drafts | the sequence of each row | the first row of each sequence, and B.  The
-    sequences of a step are fewer than B; the places behind them have the spare slot and no rows."""
+    ``table`` i64 [6 B + 1] on the device holds: slot of each row | index of its draft, 0 for the newest token | slot of
+    each sequence | 1 for sequences with drafts | index of each row's sequence | first row of each sequence, and B.  A
+    step has at most B sequences; entries behind them have the spare slot and no rows."""
 
     table: Tensor
     draft: Tensor
@@ -63,11 +63,11 @@ class DraftBuffers(Buffers):
     many: Tensor
     row: Tensor
     cu_q: Tensor
-    total: Tensor  # i32 [B] accepted tokens of each sequence, at its first row
-    host: np.ndarray  # host copy of ``table``
+    total: Tensor  # i32 [B] number of accepted tokens of each sequence, at the index of its first row
+    host: np.ndarray  # copy of ``table`` on the host
 
 
-# fields of a plan that are empty in every captured step with drafts
+# fields of ``StepPlan`` that must be empty in captured steps with drafts
 APART = (
     "host", "held", "late", "guided", "prompt", "pooled", "observe", "sums", "taps", "steered", "given",
 )  # fmt: skip
@@ -94,12 +94,13 @@ def draft_table(slots: np.ndarray, draft: np.ndarray, size: int, spare: int) -> 
 
 
 class DraftedCalls(CapturedCalls):
-    """The calls of the SAMPLE part of a step with drafts during its capture."""
+    """The calls of processors and the sampler while the draw of a step with drafts is captured."""
 
     b: DraftBuffers
 
     def rows(self) -> Rows:
-        """Return the rows.  Each row draws the token after its input token."""
+        """Return the rows of the draw.  Each row draws the token behind its input token (the newest token, or a
+        draft)."""
         rows = super().rows()
         return replace(rows, position=rows.position + self.b.draft)
 
@@ -117,9 +118,9 @@ class DraftedCalls(CapturedCalls):
         return drawn.tokens
 
     def _commit_sequences(self, tokens: Tensor, rows: Rows, most: int) -> None:
-        """Report the accepted tokens to the processors, all tokens of a sequence at its first row.
+        """Report the accepted tokens to the processors, with all tokens of a sequence in its first row.
 
-        Rows of drafts become rows of the spare slot without tokens."""
+        Rows of drafts get the spare slot and no tokens."""
         b = self.b
         size = len(tokens)
         first = torch.arange(size, device=tokens.device)
@@ -131,13 +132,13 @@ class DraftedCalls(CapturedCalls):
 
 @dataclass
 class DraftedSteps:
-    """The captures of steps with drafts of one runner.  They share the memory of its other captures."""
+    """The CUDA graphs of one runner's steps with drafts.  They share the memory pool of its other captures."""
 
     runner: Runner
     buffers: dict[int, DraftBuffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
-    refused: set[GraphKey] = field(default_factory=set)  # shapes whose capture failed
+    refused: set[GraphKey] = field(default_factory=set)  # shapes whose capture failed; their steps are not captured
 
     def __post_init__(self) -> None:
         wiring = self.runner.wiring
@@ -146,7 +147,8 @@ class DraftedSteps:
         self.sizes = row_sizes(self.spare * (1 + self.most))
 
     def key(self, plan: StepPlan) -> DraftedKey | None:
-        """Return the shape of the capture in which a step runs, or None if this class does not capture it."""
+        """Return the shape of the capture in which a step with drafts runs; None if the step cannot be captured
+        here."""
         rows = len(plan.slots)
         if not len(plan.draft) or rows > self.sizes[-1] or len(plan.samples) < rows:
             return None
@@ -185,9 +187,9 @@ class DraftedSteps:
     def sample(
         self, key: GraphKey, operations: SampleOperations, plan: StepPlan, late: LateInputs | None
     ) -> tuple[Tensor, Any] | None:
-        """Replay the SAMPLE part of a step; the result is that of ``Graphs.sample``.
+        """Replay the draw of a step with drafts, and return the same as ``Graphs.sample``.
 
-        No row has a mask, so ``late`` is None."""
+        ``late`` is None, because no row of such a step has a token mask."""
         at = key.rows, operations
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
@@ -200,7 +202,7 @@ class DraftedSteps:
         return self.buffers[key.rows].out, captured.result
 
     def note(self, what: str, e: Exception) -> None:
-        """Add a note that a capture failed to the notes of the other captures, and log each text once."""
+        """Add a note that the capture of ``what`` failed to the notes of the runner's captures, and log it once."""
         text = f"{what} is not captured, it runs as separate launches: {describe_error(e)}"
         if text not in self.runner.graphs.notes:
             self.runner.graphs.notes.append(text)
@@ -250,7 +252,7 @@ class DraftedSteps:
         return self._capture(run, static)
 
     def _states(self, b: DraftBuffers) -> StepStates | None:
-        """Return the recurrent states of the sequences, None for a model without any."""
+        """Return the recurrent states of a step's sequences; None for a model without recurrent layers."""
         state = self.runner.state
         if state.recurrent is None:
             return None
@@ -280,6 +282,6 @@ class DraftedSteps:
             b.table.copy_(before)
 
     def _capture(self, run: Callable[[], Any], keep: Any) -> Captured:
-        """Record the operations of ``run``.  All rows must be spare rows meanwhile."""
+        """Capture the operations of ``run``.  All rows must have the spare slot, because ``run`` is executed."""
         graph, result = self.runner.graphs.recorder.capture(run)
         return Captured(graph, result, keep=keep)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """The drafter of a runner.  ``model`` is the drafter's model, or None if it needs none."""
+    """Calls of a runner's drafter, and the drafts of its steps.  ``model`` is the drafter's model; None without one."""
 
     def __init__(
         self, wiring: Wiring, state: DeviceState, seams: SeamTimes, vocab_size: int, model: DraftModel | None
@@ -47,17 +47,17 @@ class Drafting:
         self.part = wiring.parts["drafter"]
         ctx = DrafterContext(vocab_size, wiring.max_model_len, wiring.device, model)
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
-        # the head whose native program replaces calls of the drafter, None without one
+        # drafter's head whose native CPU code draws the drafts instead of the drafter; None without such a head
         self.head = model if isinstance(model, HeadModel) and replaceable(self.drafter) else None
         self.broken = False
         self.host: HostTokens | None = None
         if "host_tokens" in self.part.features:
             self.host = HostTokens(len(state.known), wiring.max_model_len, self._learn)
-        self.captured: Any = None  # ``CapturedProposals``, None if calls of the drafter cannot be captured
-        self._failed: StepError | None = None  # an error of ``learn``, which the next step with drafts reports
+        self.captured: Any = None  # ``CapturedProposals``; None if calls of the drafter cannot be captured
+        self._failed: StepError | None = None  # error of ``Drafter.learn``, reported by the next step with drafts
 
     def _learn(self, *args: Any) -> None:
-        """Pass the tokens of a sequence to the drafter, unless that has failed."""
+        """Pass the tokens of a finished sequence to the drafter, unless the drafter has raised before."""
         if not self.broken:
             try:
                 self.seams.run("drafter", self.drafter.learn, *args)
@@ -65,7 +65,7 @@ class Drafting:
                 self._failed = self._fail(e)
 
     def _fail(self, e: Exception) -> StepError:
-        """Return the error of a drafter that raised; steps then run without drafts."""
+        """Mark the drafter as broken, so that steps run without drafts, and return the error to report."""
         self.broken = True
         return StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
 
@@ -104,9 +104,9 @@ class Drafting:
                 (running.plan, running.back) = without(plan, keep)
 
     def propose(self, running: Running, ask: Ask) -> torch.Tensor | None:
-        """Write the drafts of the rows of ``ask``, which has no ``rows`` yet, to the history.
+        """Write drafts for the sequences of ``ask`` to the columns of tokens.  ``ask.rows`` is not set yet.
 
-        Return the number of usable drafts of each row, i32 [N] on the device, or None if the drafter fails."""
+        Return the number of usable drafts of each sequence, i32 [N] on the device, or None if the drafter fails."""
         plan = running.plan
         heads = group_rows(plan.draft)[1]
         if self.captured is not None:
@@ -115,7 +115,7 @@ class Drafting:
                 slack = plan.slack[heads]
             try:
                 count = self.seams.run("drafter", self.captured.propose, ask.slots, ask.known, ask.k, slack)
-            except Exception as e:  # the drafter's model raised in an operation that is not captured
+            except Exception as e:  # an operation of the drafter's model outside the capture raised
                 running.without_drafts = self._fail(e)
                 return None
             if count is not None:
@@ -125,7 +125,7 @@ class Drafting:
             ask = replace(ask, known=running.settle(state).computed[heads] + 1)
         if self.head is not None:
             drafts = self.seams.run("drafter", self.head.propose, ask.slots, ask.known, ask.k)
-            if drafts is not None:  # the first token of a sequence has no states before it
+            if drafts is not None:  # a row of one token has no usable drafts, because no hidden state precedes it
                 counts = np.where(ask.known > 1, ask.k, 0)
                 return torch.from_numpy(counts.astype(np.int32))
         columns = np.stack([ask.slots, ask.known])
@@ -141,7 +141,8 @@ class Drafting:
         return usable.int()
 
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the drafter's tokens i64 [N, k] and their counts i64 [N]; None if it fails."""
+        """Return the drafts i64 [N, k] of the drafter, and the number of usable drafts of each row i64 [N]; None if it
+        fails."""
         slots, position = packed
         longest = int(ask.known.max())
         ask = replace(ask, rows=rows_of(self.state, slots, position, longest))
@@ -151,7 +152,7 @@ class Drafting:
         try:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
             return _usable(tokens, count, len(slots), ask.k, self.vocab_size)
-        except Exception as e:  # steps run without drafts after an exception of the drafter
+        except Exception as e:  # after an exception of the drafter, steps run without drafts
             running.without_drafts = self._fail(e)
             return None
 
@@ -164,7 +165,7 @@ def check_drafts(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int) -> N
         raise ValueError(f"drafts of shape {shape}, count {counts}; expected {(n, k)} and {(n,)}")
     for name, found in (("drafts", tokens), ("count", count)):
         if found.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name} are {found.dtype}; expected int64")
+            raise ValueError(f"{name} are {found.dtype}; expected int64 or int32")
 
 
 def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +175,7 @@ def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: in
     shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
     check_drafts(tokens, count, n, k)
     there = (tokens >= 0) & (tokens < vocab)
-    valid = there.int().cumprod(1).sum(1)  # number of tokens before the first that is none
+    valid = there.int().cumprod(1).sum(1)  # number of drafts before the first that is no id of the vocabulary
     usable = torch.minimum(count, valid).clamp_(min=0)
     if tokens.device.type == "cpu":
         least = int(count.min())
@@ -182,7 +183,7 @@ def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: in
         if least < 0 or most > k:
             raise ValueError(f"count goes from {least} to {most}; expected 0 to {k} drafts a row")
         if (usable < count).any():
-            raise ValueError(f"a draft is out of range; expected tokens 0 to {vocab - 1}")
+            raise ValueError(f"a draft is out of range; expected token ids 0 to {vocab - 1}")
     return torch.where(there, tokens, 0), usable
 
 

@@ -1,4 +1,5 @@
-"""Remove rows from the plan of a step before it runs, and later convert its result to one of the original plan."""
+"""Remove rows from the plan of a step before the step runs, and extend its result to all rows of the plan
+afterwards."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ import numpy as np
 
 from minivllm.core.interfaces.plan import LogProbs, StepError, StepPlan, StepResult, group_rows
 
-# fields of a plan with one number for each row, and fields with indices in ``samples``
+# fields of ``StepPlan`` with one number for each row, and fields with indices into ``StepPlan.samples``
 OF_ROWS = ("slots", "q_len", "computed", "draft")
 OF_SAMPLES = ("late", "host", "held", "guided")
 
 
 def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
-    """Return the plan of the rows in ``keep`` bool [R], and the index in ``plan.samples`` of each of them that draws.
+    """Return the plan of the rows in ``keep`` bool [R] only; also return the index in ``plan.samples`` of each of these
+    rows that draws a token.
 
     Rows that still have drafts come after the other rows with one token, as ``StepPlan`` requires.
     """
     first, _ = group_rows(plan.draft)
-    remaining = np.bincount(first[keep], minlength=len(first))  # rows of each sequence, at its first row
+    remaining = np.bincount(first[keep], minlength=len(first))  # number of a sequence's kept rows, at its first row
     alone = remaining[first] == 1
     rows = np.flatnonzero(keep)
     several = plan.q_len[rows] > 1
@@ -52,7 +54,8 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
 
 
 def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of ``plan.given`` and ``plan.routes`` for the rows in ``keep`` bool [R]."""
+    """Return copies of ``plan.given`` and ``plan.routes`` (experts that requests set) for the rows in ``keep`` bool
+    [R]."""
     if not len(plan.given):
         return plan.given.copy(), plan.routes
     rows, counts = plan.given.T
@@ -63,9 +66,10 @@ def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
-    """Extend the result of the remaining rows to all rows of ``plan``.  ``back`` comes from ``without``.
+    """Extend the result of a step to all rows of ``plan``, of which ``without`` had removed some.
 
-    Removed rows have zeros.  ``widths`` has the width of each point of the model.
+    ``back`` is the second result of ``without``.  Removed rows get zeros.  ``widths`` has the number of elements of a
+    token's value at each tap point (named value) of the model.
     """
 
     def full(part: np.ndarray) -> np.ndarray:
@@ -94,11 +98,11 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
 
 
 def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
-    """Extend the tap values f32 of the remaining rows with zeros for removed rows."""
+    """Insert zeros for removed rows into the f32 values that the other rows read at tap points."""
     if not len(plan.taps):
         return values
     removed = np.zeros(len(plan.slots), bool)
-    removed[np.delete(plan.samples, back)] = True  # each removed row would have drawn a token
+    removed[np.delete(plan.samples, back)] = True  # only rows that draw a token are removed
     point, row, first = plan.taps.T
     tokens = plan.q_len[row] - first
     sizes = np.asarray(widths)[point] * tokens

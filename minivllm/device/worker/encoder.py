@@ -1,4 +1,4 @@
-"""The image encoder of a worker: the plug-in with its weights, and the checks of its results."""
+"""Load the image encoder plug-in of a worker, and check its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoadedEncoder:
-    """The plug-in of the seam encoder on a device.  A call returns the features of one image."""
+    """The image encoder plug-in on a device, with its weights.  A call returns the features of one image."""
 
     def __init__(self, part: Part, ctx: EncoderContext, wiring: Wiring, hidden: int) -> None:
         """Build the plug-in and load its weights, or draw them for ``load_format=dummy``.
@@ -50,13 +50,14 @@ class LoadedEncoder:
     def __call__(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Return features [levels, tokens, hidden] of an image with values f32 or u8 [n] of this shape.
 
-        PluginError for features of another form.  The number of tokens is checked where a row reads them."""
+        PluginError for features of another type, shape, dtype or device.  Their number of tokens is checked by the
+        steps that read them."""
         if self.graphs is not None:
             return self.graphs(values, (shape[0], shape[1], shape[2]))
         return self._checked(call_foreign(self.plugin.encode, values, tuple(shape)), values)
 
     def _checked(self, found: Any, values: Tensor) -> Tensor:
-        """Return the features that the plug-in gave for values.  PluginError for another form."""
+        """Return the features ``found`` of an image encoder.  PluginError for another type, shape, dtype or device."""
         want = f"{self.dtype} [{self.levels}, tokens, {self.hidden}]"
         if not isinstance(found, Tensor):
             raise PluginError(f"encode() gave a {type(found).__name__}; expected a tensor {want}")
@@ -66,12 +67,12 @@ class LoadedEncoder:
         return found.detach()
 
     def describe(self, exc: BaseException) -> str:
-        """Return the message of a failed call, with its place in the code of the plug-in."""
+        """Return the message of an exception in the encoder, with the line of the plug-in's code."""
         return f"the image encoder failed: {describe_error(as_exception(exc), self.plugin)}"
 
 
 def _checked_size(size: Any) -> int:
-    """Return the bytes of the weights.  PluginError for other values."""
+    """Return ``size``, the bytes of the encoder's weights.  PluginError unless it is an int of at least 0."""
     if type(size) is not int or size < 0:
         raise PluginError(f"load() gave {size!r}; expected the bytes of the weights, an int >= 0")
     return size

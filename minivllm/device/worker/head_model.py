@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class HeadModel(OwnModel):
-    """A head on the block tables of the served model.
+    """A drafter's layers that read hidden states of the served model (a head), on the block tables of the served model.
 
     Invariant: the KV cache of the head holds the first ``read[s]`` pairs of the sequence in slot s.  A pair at the end
     of a block depends on the first token of the next block.  If a block is shared by rows that continue differently,
@@ -41,15 +41,15 @@ class HeadModel(OwnModel):
     def __init__(self, *args: Any, states: TargetStates) -> None:
         super().__init__(*args)
         self.states = states
-        self.native: NativeHead | None = None  # the native program of a CPU, or None
-        self.last: torch.Tensor | None = None  # [N, W] states of the head at the newest draft of each row
+        self.native: NativeHead | None = None  # native CPU code that runs the head's layers, or None
+        self.last: torch.Tensor | None = None  # [N, W] hidden states of the head at the newest draft of each row
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if self.passes is not None:
             return self.passes.logits(j)
         if not j:
             return self.logits_behind(ask.slots, ask.known, ask.k - 1)
-        # all rows draw as many drafts as the row with the most drafts; additional drafts of the other rows are dropped
+            # every row draws as many drafts as the row that wants the most; surplus drafts are dropped
         last = self.wiring.max_model_len - 2
         pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, last)
         ones = np.ones(len(pairs), np.int32)
@@ -74,7 +74,8 @@ class HeadModel(OwnModel):
         return self._run(slots, missing, done)
 
     def propose(self, slots: np.ndarray, known: np.ndarray, k: int) -> np.ndarray | None:
-        """Draw k drafts of each row in one native call, and write them to the history.  Return the drafts i32 [k, N].
+        """Draw k drafts of each row in one call of native CPU code, and write them to the columns of tokens.  Return
+        the drafts i32 [k, N].
 
         ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the native
         program cannot compute or draw these rows."""
@@ -95,7 +96,8 @@ class HeadModel(OwnModel):
         return super().draw(ask, logits, j)
 
     def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
-        """Return the hidden states [T, W] of ``q_len`` pairs of each row, after its first ``computed`` pairs."""
+        """Return the hidden states [T, W] of the served model for ``q_len`` pairs of each row, behind its first
+        ``computed`` pairs."""
         row = np.repeat(np.arange(len(slots)), q_len)
         first = q_len.cumsum() - q_len
         shift = computed - first
@@ -115,15 +117,16 @@ class HeadModel(OwnModel):
         self.drafted[slots] = extra + 1
 
     def most_pending(self, k: int) -> int:
-        """Return the number of pairs of a row that a captured call computes in its first pass.
+        """Return the number of (hidden state, token) pairs of a row that a captured call computes in its first pass.
 
-        Pairs of drafts are computed again with the states of the served model, so all tokens of a step are missing."""
+        Pairs of drafts are computed again with the hidden states of the served model, so all tokens of the last step
+        are computed."""
         return 1 + k
 
     def covers(self, slots: np.ndarray, k: int) -> bool:
         if not super().covers(slots, k):
             return False
-        # a row whose last step had more drafts may lack more (token, state) pairs
+        # a row whose last step had more than k drafts may lack more (hidden state, token) pairs than one pass computes
         return bool((self.drafted[slots] <= k).all())
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
@@ -133,10 +136,10 @@ class HeadModel(OwnModel):
         read.hidden = last
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
-        """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.
+        """Run the head on the ``q_len`` (hidden state, token) pairs of each row behind its first ``computed`` pairs.
 
         Return the logits f32 [N, V] of the last pair of each row.  ``copied`` means that each row has one pair, whose
-        states belong to the previous draft.
+        hidden state is the head's own for the previous draft.
         """
         if self.native is not None and self.native.takes(q_len):
             states = self.last if copied else self._states(slots, q_len, computed)
@@ -145,7 +148,7 @@ class HeadModel(OwnModel):
             return logits
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
-        read.states = None  # these would be the states of the served model
+        read.states = None  # ``read_plan`` gives the recurrent states of the served model
         if self.second.one_rope:
             read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]

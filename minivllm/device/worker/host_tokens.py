@@ -24,15 +24,15 @@ class HostTokens:
 
     def __init__(self, slots: int, max_len: int, ended: Callable[[int, np.ndarray, int], None]) -> None:
         self.ended = ended
-        # the operating system allocates a page of this memory at its first write
+        # costs memory only for tokens that exist, because the operating system allocates a page at its first write
         self.tokens = np.empty((slots, max_len + 1), np.int32)
         self.length = np.zeros(slots, np.int64)
         self.prompt = np.zeros(slots, np.int64)
         self.owner = np.zeros(slots, np.int64)
-        self.since = np.zeros(slots, np.int64)  # id of the step in which the sequence got its slot
+        self.since = np.zeros(slots, np.int64)  # slot -> id of the step in which its sequence joined
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the delta of a plan, in the order of ``plan.Delta``."""
+        """Apply the changes ``plan.delta`` of the sequences in slots, in the order that ``Delta`` defines."""
         delta = plan.delta
         before = self.length.copy() if len(delta.fork) else self.length
         for slot in delta.leave.tolist():
@@ -41,7 +41,7 @@ class HostTokens:
             self._join(delta.join, plan.id)
         for source, to, _ in delta.fork.tolist():
             self.tokens[to] = self.tokens[source]
-            # a source that leaves its slot in this step is already cleared, but its tokens are still stored
+            # the length of a parent that leaves its slot in this step is 0 already, but its tokens are still stored
             self.length[to] = self.length[source] or before[source]
             for column in (self.prompt, self.owner):
                 column[to] = column[source]
@@ -51,7 +51,7 @@ class HostTokens:
             self.length[slot] += 1
 
     def _leave(self, slot: int) -> None:
-        """Report the tokens of a slot to ``ended``, and empty the slot."""
+        """Call ``ended`` with the tokens of a slot whose sequence leaves it, and empty the slot."""
         n = int(self.length[slot])
         self.length[slot] = 0
         if n:
@@ -70,9 +70,9 @@ class HostTokens:
         self.since[join.slot] = step
 
     def collect(self, plan: StepPlan, result: StepResult) -> None:
-        """Append the accepted tokens of a step.
+        """Append the accepted tokens of a step to the sequences of their slots.
 
-        A token is dropped if its slot has a sequence that joined after the step."""
+        A token is dropped if another sequence has joined its slot after the step."""
         rows = plan.samples
         slots = plan.slots[rows]
         current = (self.since[slots] <= plan.id) & (self.length[slots] > 0)

@@ -1,6 +1,6 @@
 """Captured steps that compute parts of images: the memory through which a replay gets features and rotary rows.
 
-    host:    pieces of the step ──► features copied behind one another, one table of the step's tokens ──►
+    host:    parts of images ──► features copied behind one another, one table of the step's tokens ──►
     device:  FORWARD[mixed, rows, tokens]   rows of the table in place of positions, features where the table has a mark
 
 The features of an image are another tensor for each image, and a replay reads fixed memory.
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
     from .images import ImageState
 
-MOST_TOKENS = 2048  # of a captured step with images; longer steps run longer than the host launches them
+MOST_TOKENS = 2048  # most tokens of a captured step with images; longer steps compute longer than their launches take
 
 
 class ImageSteps:
-    """The fixed memory of captured steps with images."""
+    """The memory from which captured steps with images read features and rotary positions."""
 
     def __init__(self, images: ImageState, hidden: int, dtype: torch.dtype) -> None:
         self.images = images
         device = images.state.device
         shape = images.facts.levels, MOST_TOKENS, hidden
         self.features = torch.zeros(shape, dtype=dtype, device=device)
-        # i64 [2, tokens]: the row in the rotary tables, -1 for that of the position; 1 where a token has features
+        # i64 [2, tokens]: row in the rotary tables, -1 for the row of the token's position; 1 for tokens with features
         self.table = torch.zeros(2, MOST_TOKENS, dtype=torch.int64, device=device)
         self.table[0] = -1
 
     def takes(self, plan: StepPlan) -> bool:
-        """Return whether a step can be captured: its images have features, and it is not too long."""
+        """Return whether a step with images can be captured: all its images have features, and it has at most
+        MOST_TOKENS tokens."""
         if int(plan.q_len.sum()) > MOST_TOKENS:
             return False
         images = self.images
@@ -63,7 +64,8 @@ class ImageSteps:
         self.table[:, :tokens].copy_(staged(table, images.state.device), non_blocking=True)
 
     def enter(self, read: StepTensors) -> None:
-        """Give the inputs of a captured step the rotary rows and the features of a later ``fill``."""
+        """Let a captured step read rotary positions and features from the fixed memory, which ``fill`` sets before a
+        replay."""
         tokens = len(read.ids)
         rows = self.table[0, :tokens]
         marks = self.table[1, :tokens]
@@ -72,7 +74,7 @@ class ImageSteps:
 
 
 class FixedFeatures:
-    """The taps of a captured step that insert features (``model.StepTaps``).
+    """Insert features of images into the values at tap points of a captured step (``model.StepTaps``).
 
     ``mask`` bool [T, 1] marks the tokens of images, and ``values`` [levels, T, hidden] has their features."""
 
@@ -83,12 +85,12 @@ class FixedFeatures:
         self.points = frozenset({EMBEDDING, *self.levels})
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Return the value of a tap point with the features of the step's image tokens."""
+        """Return the value ``x`` of a tap point with the features of image tokens."""
         if point == EMBEDDING:
             return torch.where(self.mask, self.values[0], x)
         level = self.levels.get(point)
         return x if level is None else torch.where(self.mask, x + self.values[level], x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return None, because no row of such a step has given experts."""
+        """Return None, because requests set no experts in captured steps with images."""
         return None

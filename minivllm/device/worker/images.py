@@ -1,4 +1,4 @@
-"""The images of one device: their features, and the places of the rows' images.
+"""The images on one device: their features, and their places in the sequences.
 
     Delta.image (number, values) ──► encoder ──► features [levels, tokens, hidden], until the host frees them
     Join.image ──► images of a slot ──► in each step: features in place of embeddings, rows of the rotary tables
@@ -38,12 +38,12 @@ MISSING = "the features of an image are missing"
 
 
 def layer_point(level: int) -> str:
-    """Return the name of the tap point (place in the model) at which the features of a level are added."""
+    """Return the name of the tap point (named value in the model) to which image features of ``level`` are added."""
     return f"layers.{level}.input"
 
 
 class Span(NamedTuple):
-    """An image of a row: ``tokens`` placeholders from ``position`` on."""
+    """An image in a sequence: ``tokens`` placeholder tokens from index ``position`` on."""
 
     number: int
     position: int
@@ -52,12 +52,13 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the position after the image's last placeholder."""
+        """Return the index behind the image's last placeholder token."""
         return self.position + self.tokens
 
 
 class Piece(NamedTuple):
-    """A part of an image in a step: rows ``[first, first + length)`` of its features, from the step's token ``at``."""
+    """The part of an image that a step computes: ``length`` tokens from index ``first`` of its features on.  ``at`` is
+    the index of its first token in the step."""
 
     span: Span
     slot: int
@@ -66,18 +67,19 @@ class Piece(NamedTuple):
     length: int
 
     def tokens(self) -> np.ndarray:
-        """Return the indices i64 [length] of the part's tokens in the step."""
+        """Return the indices i64 [length] of this part's tokens among the tokens of the step."""
         return np.arange(self.at, self.at + self.length)
 
 
 def _rows(plan: StepPlan) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the slot, the computed tokens, the tokens and the first token's index in the step of each row."""
+    """Yield for each row: its slot, its number of computed tokens, its number of tokens in the step, and the index of
+    the first of these among the tokens of the step."""
     starts = np.cumsum(plan.q_len) - plan.q_len
     return zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
 
 
 class ImageState:
-    """The features of images on the device, and the images of each slot."""
+    """The features of images on the device, and the places of images in the sequence of each slot."""
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class ImageState:
         tables: Sequence[tuple[Tensor, Tensor]],
         scratch: int,
     ) -> None:
-        """Start without images.  ``tables`` are the rotary tables, whose rows from ``scratch`` on are free."""
+        """Create the state without any images.
+
+        ``tables`` are the (cos, sin) tables of rotary embeddings, whose rows from ``scratch`` on are free."""
         self.facts = facts
         self.encoder = encoder
         self.state = state
@@ -95,10 +99,10 @@ class ImageState:
         self.scratch = scratch
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
-        self.failed: dict[int, str] = {}  # number of an image -> reason why its features are missing
+        self.failed: dict[int, str] = {}  # id of an image -> reason why it has no features
         self.spans: list[tuple[Span, ...]] = [()] * slots
-        self.upto = np.zeros(slots, np.int64)  # end position of the last image of each slot, 0 means no image
-        # difference between position and token index after the images of each slot
+        self.upto = np.zeros(slots, np.int64)  # slot -> index behind its last image token, 0 without images
+        # slot -> difference between the position and the index of a token behind the slot's images
         self.offset = np.zeros(slots, np.int64)
         self.axes: Tensor | None = None
         if facts.sections:
@@ -107,7 +111,8 @@ class ImageState:
     # ---- changes -------------------------------------------------------------------------------------------------
 
     def apply(self, delta: Delta) -> None:
-        """Compute and free features, and set the images of slots that join or fork."""
+        """Apply the changes of a step: compute and free features of images, and set the images of slots that join or
+        fork."""
         at = 0
         for number, size, each, *shape in delta.image.tolist():
             self.features.pop(number, None)
@@ -131,7 +136,8 @@ class ImageState:
             self.state.rope_first[where] = offsets
 
     def _encode(self, number: int, values: np.ndarray, shape: Sequence[int]) -> None:
-        """Compute the features of an image.  A failure ends the requests that reach the image."""
+        """Compute the features of an image.  After a failure, requests whose steps reach the image end with an
+        error."""
         try:
             self.features[number] = self.encoder(self.state.to(values), shape)
         except Exception as e:
@@ -154,9 +160,9 @@ class ImageState:
         self.offset[slot] = sum(self._shift(span) for span in spans)
 
     def _shift(self, span: Span) -> int:
-        """Return the difference between the positions and the tokens of an image.
+        """Return the number of positions of an image minus its number of tokens.
 
-        An image takes as many positions as its longer side has tokens.
+        With positions for each axis, an image takes as many positions as its longer side has tokens.
         """
         if not self.facts.sections:
             return 0
@@ -165,11 +171,11 @@ class ImageState:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def reached(self, plan: StepPlan) -> bool:
-        """Return whether a row of a step has a token before the end of its last image."""
+        """Return whether a row of a step begins before the end of its last image."""
         return bool((plan.computed < self.upto[plan.slots]).any())
 
     def pieces(self, plan: StepPlan) -> Iterator[Piece]:
-        """Yield the parts of images that the rows of a step compute."""
+        """Yield the parts of images whose tokens a step computes."""
         for slot, computed, n, start in _rows(plan):
             for span in self.spans[slot]:
                 first = max(span.position, computed)
@@ -179,9 +185,10 @@ class ImageState:
                     yield Piece(span, slot, at, first - span.position, end - first)
 
     def enter(self, plan: StepPlan, meta: AttnMeta) -> tuple[FeatureTaps | None, dict[int, str]]:
-        """Prepare a step for its images: set the rotary rows of ``meta``, and return the taps that insert the features.
+        """Set the rotary positions of a step's image tokens in ``meta``, and return the object that inserts their
+        features.
 
-        Also return the numbers of images without features, each with the reason."""
+        Also return the ids of images without features, each with the reason."""
         found = []
         lost = {}
         pieces = list(self.pieces(plan))
@@ -220,7 +227,7 @@ class ImageState:
         return seen.astype(np.int64)
 
     def why_lost(self, span: Span) -> str:
-        """Return why an image has no features, "" if it has them."""
+        """Return the reason why an image has no usable features; "" if it has them."""
         features = self.features.get(span.number)
         if features is None:
             return self.failed.get(span.number, MISSING)
@@ -229,10 +236,11 @@ class ImageState:
         return ""
 
     def rotary_rows(self, plan: StepPlan, pieces: list[Piece], lost: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that a step computes before the end of their row's images, and their rows in the rotary
-        tables, i64 [n] each.  The rows of parts of images are written to the tables.
+        """Return indices of tokens in a step and their rows in the rotary tables, i64 [n] each.
 
-        Tokens of ``lost`` pieces get row 0, because their own positions may be outside of the tables.
+        These are the tokens before the end of the last image of their sequence.  Rows for the tokens of ``pieces`` are
+        written to the tables.  Tokens of ``lost`` (parts of images without features) get row 0, because their own
+        positions may be outside of the tables.
         """
         text: list[np.ndarray] = []
         rows: list[np.ndarray] = []
@@ -241,7 +249,7 @@ class ImageState:
             shift = 0
             behind = computed
             for span in self.spans[slot]:
-                # the text between the previous image and this one
+                # positions of the text between the previous image and this one
                 positions = np.arange(behind, min(span.position, end))
                 behind = max(behind, span.end)
                 text.append(start + positions - computed)
@@ -264,7 +272,7 @@ class ImageState:
         return np.concatenate(text), np.concatenate(rows)
 
     def _positions(self, piece: Piece) -> np.ndarray:
-        """Return the positions i64 [3, length] (time, row, column) of a part of an image."""
+        """Return the positions i64 [3, length] (time, row, column) of the tokens of a part of an image."""
         span = piece.span
         earlier = [one for one in self.spans[piece.slot] if one.position < span.position]
         shift = sum(self._shift(one) for one in earlier)
@@ -275,7 +283,7 @@ class ImageState:
         return grid[:, piece.first : end] + span.position + shift
 
     def _write(self, positions: Tensor) -> None:
-        """Write the cos and sin of ``positions`` i64 [3, n] to the free rows of the tables."""
+        """Write cos and sin for ``positions`` i64 [3, n] (time, row, column) to the free rows of the rotary tables."""
         assert self.axes is not None
         n = positions.shape[1]
         index = self.axes.expand(n, 1, -1)
@@ -286,10 +294,10 @@ class ImageState:
 
 
 class FeatureTaps:
-    """The taps of a step that insert the features of images (``model.StepTaps``).
+    """Insert the features of images into the values at tap points of a step (``model.StepTaps``).
 
-    ``index`` i64 [n] are tokens of the step, and ``values`` [levels, n, hidden] their features.  ``then`` are the taps
-    of other rows of the step, which are called with the values that contain the features."""
+    ``index`` i64 [n] are the indices of image tokens in the step, and ``values`` [levels, n, hidden] their features.
+    ``then`` reads or changes the values for other rows of the step afterwards."""
 
     then: StepTaps | None = None
 
@@ -300,23 +308,24 @@ class FeatureTaps:
         self.points = frozenset({EMBEDDING, *self.levels})
 
     def precede(self, taps: StepTaps | None) -> None:
-        """Set the taps that are called after the features are inserted, with the values that contain them."""
+        """Set the object that reads or changes values at tap points after the features were inserted."""
         self.then = taps
         if taps is not None:
             self.points |= taps.points
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """Insert the features of the step's image tokens into the value of a point, call the taps of other rows with
-        it, and return the result."""
+        """Insert the features of image tokens into the value ``x`` of a tap point, pass it to ``then``, and return the
+        result."""
         x = self._insert(point, x)
         return x if self.then is None else self.then(point, x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts that the step gives at a point to rows without images, or None."""
+        """Return the experts that requests set at a tap point for rows without images, or None."""
         return None if self.then is None else self.then.given(point)
 
     def _insert(self, point: str, x: Tensor) -> Tensor:
-        """Return the value of a point with the features of the step's image tokens."""
+        """Return the value ``x`` of a tap point with the features of image tokens: they replace embeddings, or are
+        added to later layers."""
         if point == EMBEDDING:
             return x.index_copy(0, self.index, self.values[0].to(x.dtype))
         level = self.levels.get(point)
@@ -326,7 +335,7 @@ class FeatureTaps:
 
 
 def axis_of_frequency(facts: ImageFacts) -> Tensor:
-    """Return the axis (0 time, 1 row, 2 column) that each element of a head follows, i64 [dim]."""
+    """Return i64 [dim]: the axis (0 time, 1 row, 2 column) whose position rotates each element of an attention head."""
     sections = facts.sections
     if facts.interleaved:
         axes = torch.zeros(sum(sections), dtype=torch.int64)
@@ -338,7 +347,9 @@ def axis_of_frequency(facts: ImageFacts) -> Tensor:
 
 
 def lacks_points(points: Mapping[str, int], levels: int) -> str:
-    """Return why a model with these tap points cannot read features of ``levels`` levels, "" if it can."""
+    """Return why image features of ``levels`` levels cannot enter a model with these tap points; "" if they can.
+
+    ``points`` maps a tap point (named value in the model) to its width."""
     needed = [EMBEDDING]
     needed += [layer_point(level) for level in range(1, levels)]
     missing = [point for point in needed if point not in points]

@@ -1,4 +1,5 @@
-"""The tokens that compressions have kept.  A preempted row keeps the same tokens when it is computed again.
+"""The tokens that compressions of the KV cache kept, so that a preempted sequence keeps the same tokens when it is
+computed again.
 
     slot 3      (group 0, 20 tokens) ──► i32 [layers, kv_heads, kept]      ascending, numbers of stored tokens
        │ preempted                                ▲ joins again
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class KeptSets:
-    """The kept tokens of the compressions of running and of preempted rows, on the device."""
+    """The tokens that compressions kept, on the device, for running and for preempted sequences."""
 
     def __init__(self) -> None:
         self._of_slot: dict[int, dict[tuple[int, int], Tensor]] = {}
@@ -30,10 +31,9 @@ class KeptSets:
         self._returned: list[Tensor] = []
 
     def note(self, delta: Delta) -> None:
-        """Save the sets of preempted rows, and assign sets to rows that join again and to rows that fork.
+        """Save the kept tokens of preempted sequences, and restore them for sequences that join again.
 
-        A row that joins gets the set of its sequence, and a fork the set of its parent.  A row may join the slot that
-        another row leaves.
+        A fork gets the kept tokens of its parent.  A sequence may join the slot that another one leaves.
         """
         of_slot = self._of_slot
         for slot, seq in delta.keep.tolist():
@@ -53,20 +53,21 @@ class KeptSets:
             self._of_sequence.pop(seq, None)
 
     def find(self, slot: int, group: int, computed: int) -> Tensor | None:
-        """Return the recorded tokens i32 [layers, kv_heads, kept] of a group, None if there are none."""
+        """Return the tokens i32 [layers, kv_heads, kept] that a compression at ``computed`` tokens kept, None without a
+        record."""
         return self._of_slot.get(slot, {}).get((group, computed))
 
     def add(self, slot: int, group: int, computed: int, chosen: Tensor) -> None:
-        """Record the tokens that stay in the layers of a group when the row has ``computed`` tokens."""
+        """Record the tokens that the compression of a KV group at ``computed`` tokens kept."""
         self._of_slot.setdefault(slot, {})[group, computed] = chosen
 
     def send(self, chosen: Tensor) -> None:
-        """Return these tokens with the result of the step."""
+        """Add kept tokens to those that the result of the step returns."""
         self._returned.append(chosen)
 
     def take(self) -> Tensor | None:
-        """Start the copy of the tokens of ``send`` to the host, and return them i32 in one dimension; None if there are
-        none."""
+        """Start the copy of the tokens that ``send`` collected to the host, and return the copy, i32 [n]; None without
+        any."""
         sent = self._returned
         self._returned = []
         if not sent:

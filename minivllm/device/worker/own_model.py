@@ -1,4 +1,4 @@
-"""The model of a drafter or processor.  It uses the block tables of the served model."""
+"""The second model that a drafter or processor runs.  It uses the block tables of the served model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OwnModel(DraftModel):
     A model with recurrent states has two states for each slot.  The first state covers exactly ``read[s]`` tokens.
     The second is a copy for the newest token and the drafts, so rejected drafts leave no trace; ``extra`` is 0 then."""
 
-    ahead = 0  # 1 if a token is the input of the preceding position, as in a head, else 0
+    ahead = 0  # 1 if the input of a position is the token behind it, as in a drafter's head, else 0
 
     def __init__(
         self,
@@ -50,13 +50,14 @@ class OwnModel(DraftModel):
         size = wiring.max_num_seqs + 1
         self.read = np.zeros(size, np.int64)
         self.extra = np.zeros(size, np.int64)
-        # drafts of each row that the call in the previous step computed, 0 without a call
+        # number of drafts of each row that the last call computed, 0 if the last step had no call for the row
         self.drafted = np.zeros(size, np.int64)
-        # the passes of a call that is being captured (``captured_proposals.CapturedPasses``), else None
+        # the passes of the call that is being captured (``captured_proposals.CapturedPasses``); None outside a capture
         self.passes: Any = None
 
     def note(self, plan: StepPlan) -> None:
-        """Update the counts for a step: rows that join or fork, rows without drafts, and blocks that changed."""
+        """Update the numbers of tokens in this model's KV cache for a step's plan: for sequences that join or fork, for
+        rows without drafts, and for blocks that changed."""
         delta = plan.delta
         states = self.second.states
         if delta.join is not None:
@@ -74,7 +75,7 @@ class OwnModel(DraftModel):
         self.extra[lone] = 0
         self.drafted[lone] = 0
         table = delta.table[delta.table[:, 0] == 0]
-        # a block that replaced an equal block of the prefix cache may lack the KV of this model
+        # a block that was replaced by an equal cached block may lack the keys and values of this model
         if len(table):
             slots = table[:, 1]
             index = table[:, 2].astype(np.int64)
@@ -84,14 +85,13 @@ class OwnModel(DraftModel):
             self.extra[shorter] = 0
             self.drafted[shorter] = 0
             if states is not None:
-                self.read[shorter] = 0  # a recurrent state cannot be moved back to an earlier token
+                self.read[shorter] = 0  # a recurrent state of fewer tokens cannot be restored
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if self.passes is not None:
             return self.passes.logits(j)
         if j:
-            # all rows draw as many drafts as the row with the most drafts; additional drafts of the other rows are
-            # dropped
+            # every row draws as many drafts as the row that wants the most; surplus drafts are dropped
             last = self.wiring.max_model_len - 1
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
@@ -120,11 +120,11 @@ class OwnModel(DraftModel):
         """Return the number of ``known`` tokens in the KV cache of this model, less than ``known``."""
         read = self.read[slots]
         accepted = np.clip(known - 1 - read, 0, self.extra[slots])
-        # a row whose last draw was rejected has the same ``known`` as before, and its last token is computed again
+        # a row whose last draw was rejected has the same ``known`` again, and its last token is computed once more
         return np.minimum(read + accepted, known - 1)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
-        """Note that the KV cache holds the ``known`` tokens, and then ``extra`` drafts."""
+        """Note that the KV cache of this model holds the ``known`` tokens of each row, and then ``extra`` drafts."""
         self.read[slots] = known
         self.extra[slots] = extra
         self.drafted[slots] = extra + 1
@@ -138,19 +138,20 @@ class OwnModel(DraftModel):
         return 2
 
     def covers(self, slots: np.ndarray, k: int) -> bool:
-        """Return whether the first pass of a captured call for ``k`` drafts computes all missing inputs of the rows.
+        """Return whether the first pass of a captured call for ``k`` drafts computes all tokens that the KV cache
+        lacks.
 
-        The lengths of these rows are known on the device only.  A row whose last step had drafts lacks at most two
-        inputs.
+        Only the device has the lengths of these rows.  A row whose last step had drafts lacks at most two tokens.
         """
         return bool((self.drafted[slots] > 0).all())
 
     def total(self, known: np.ndarray) -> np.ndarray:
-        """Return the number of inputs of this model for ``known`` i32 [N] tokens."""
+        """Return the number of positions i32 [N] that this model computes for ``known`` i32 [N] tokens."""
         return known
 
     def catch_up(self, slots: np.ndarray, known: np.ndarray, k: int) -> None:
-        """Compute missing inputs until each row lacks at most ``most_pending`` of its ``known`` i32 [N] tokens."""
+        """Compute tokens that are missing in this model's KV cache, until each row lacks at most ``most_pending`` of
+        its ``known`` i32 [N] tokens."""
         done = self._done(slots, known)
         total = self.total(known)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
@@ -163,12 +164,13 @@ class OwnModel(DraftModel):
         self.extra[slots] = 0
 
     def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
-        """Add inputs of a captured pass that only this model needs.
+        """Add to ``read`` the inputs of a captured pass that only models of this class need.
 
         ``last`` are the results [N, W] of the pass before, None in the first pass."""
 
     def _run_newest(self, slots: np.ndarray, known: np.ndarray, done: np.ndarray) -> torch.Tensor:
-        """Compute a model with recurrent states behind ``done``, and the newest token with copies of the states.
+        """Compute the tokens behind ``done`` with a model that has recurrent states; the newest token uses copies of
+        these.
 
         Return the logits f32 [N, V] of the newest token of each row."""
         states = self.second.states
@@ -194,7 +196,7 @@ class OwnModel(DraftModel):
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         states = self.second.states
-        read.states = None  # the states belong to the served model
+        read.states = None  # ``read_plan`` gives the recurrent states of the served model
         if states is not None:
             first = states.slots if copied else 0
             read.states = states.of_meta(read.meta, self.state.stopped, first=first)
@@ -222,9 +224,9 @@ class OwnModel(DraftModel):
 
 
 def rows_plan(slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> tuple[StepPlan, np.ndarray]:
-    """Return the plan of a second model for rows of ``q_len`` i32 [N] tokens behind ``computed`` i32 [N] tokens.
+    """Return the plan of a step of a second model: rows of ``q_len`` i32 [N] tokens behind ``computed`` i32 [N] tokens.
 
-    Also return the index i64 [N] of the last token of each row in the plan."""
+    Also return the index i64 [N] of the last token of each row among the tokens of the plan."""
     order = np.argsort(q_len > 1, kind="stable")
     lengths = q_len[order]
     before = computed[order].astype(np.int32)
@@ -235,7 +237,7 @@ def rows_plan(slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> tup
 
 
 def _lone(plan: StepPlan) -> np.ndarray:
-    """Return the slots of the rows without drafts."""
+    """Return the slots of sequences without drafts in a step."""
     following = np.append(plan.draft[1:], 0)
     lone = (plan.draft == 0) & (following == 0)
     return plan.slots[lone]

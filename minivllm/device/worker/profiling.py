@@ -1,4 +1,4 @@
-"""Profile a worker process with torch."""
+"""Record a profile of a worker process with ``torch.profiler``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.errors import RequestError
 
 
 class TorchTrace:
-    """A torch profile of this process.  It begins when the object is created and ends with ``stop``."""
+    """A running profile of this process by torch.  It begins when the object is created and ends with ``stop``."""
 
     def __init__(self, cuda: bool) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]

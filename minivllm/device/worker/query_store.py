@@ -1,4 +1,4 @@
-"""The prepared queries of the last tokens of rows that are compressed next."""
+"""The queries (with rotary embedding) of the last tokens of sequences whose KV cache is compressed next."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 class StepQueries:
-    """The prepared queries of all tokens of a captured decode step, which each replay computes again, by layer."""
+    """The queries of all tokens of a captured decode step, by layer.  Each replay overwrites them."""
 
     def __init__(self) -> None:
         self.of_layer: dict[int, Tensor] = {}
 
     def keep(self, layer: int, q: Tensor) -> None:
-        """Store the queries q [T, heads, dim] of a layer, or a copy if they are a part of a tensor.
+        """Store the queries q [T, heads, dim] of a layer.
 
-        The other parts may be overwritten by later layers."""
+        A view of a larger tensor is copied, because later layers may overwrite that tensor."""
         whole = q.untyped_storage().nbytes() == q.nbytes
         self.of_layer[layer] = q if whole else q.clone()
 
 
 class QueryStore:
-    """The prepared queries of the last tokens of rows that are compressed next, by slot and layer."""
+    """The queries of the last tokens of sequences whose KV cache is compressed next, by slot and layer."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Tensor] = {}
-        # (slot, first token, end, whether the tokens follow stored ones) of the running step
+        # (slot, first token, end, whether queries of earlier tokens are stored) of the requests of the running step
         self._wanted: list[tuple[int, int, int, int]] = []
 
     def of_step(self, plan: StepPlan) -> QueryStore:
-        """Prepare to keep the queries of ``plan.observe``."""
+        """Note the tokens of ``plan.observe``, whose queries ``keep`` stores."""
         ends = plan.q_len.cumsum()
         self._wanted = []
         for row, count, more in plan.observe.tolist():
@@ -46,7 +46,7 @@ class QueryStore:
         return self
 
     def keep(self, layer: int, q: Tensor) -> None:
-        """Store the queries of the wanted tokens from q [T, heads, dim] of a layer's step."""
+        """Store the queries of the tokens that ``of_step`` noted, from the queries q [T, heads, dim] of a layer."""
         for slot, first, end, more in self._wanted:
             new = q[first:end].clone()
             if more:
@@ -54,7 +54,8 @@ class QueryStore:
             self._kept[slot, layer] = new
 
     def take(self, plan: StepPlan, queries: StepQueries) -> None:
-        """Store copies of the wanted queries of a captured decode step, whose layers are copied together."""
+        """Store copies of the queries that ``plan.observe`` requests from a replayed decode step, with one copy for all
+        layers."""
         for slot, first, end, more in self.of_step(plan)._wanted:
             parts = [q[first:end] for q in queries.of_layer.values()]
             joined = torch.cat([part.flatten() for part in parts])
@@ -66,16 +67,17 @@ class QueryStore:
                 self._kept[slot, layer] = new
 
     def of(self, slot: int, layers: Sequence[AttnLayer]) -> Tensor | None:
-        """Return the queries [w, layers * heads, dim] of a slot in some layers, None if none are kept."""
+        """Return the stored queries [w, layers * heads, dim] of a slot in the given layers; None if a layer has
+        none."""
         found = [q for layer in layers if (q := self._kept.get((slot, layer.index))) is not None]
         if len(found) < len(layers):
             return None
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def note(self, delta: Delta) -> None:
-        """Drop the queries of rows that left, and copy the queries of a parent to its forks.
+        """Drop the queries of sequences that left their slots, and copy the queries of a parent to its forks.
 
-        A row that left may be the parent of a fork, and a branch may use a slot that another row has left.
+        A parent may leave its slot in the same step, and a fork may use a slot that another sequence has left.
         """
         copies: dict[tuple[int, int], Tensor] = {}
         for source, slot, _ in delta.fork.tolist():
@@ -85,6 +87,6 @@ class QueryStore:
         self._kept.update(copies)
 
     def forget(self, slot: int) -> None:
-        """Remove the queries of a slot."""
+        """Remove the stored queries of a slot."""
         for key in [key for key in self._kept if key[0] == slot]:
             del self._kept[key]

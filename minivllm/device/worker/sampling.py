@@ -13,13 +13,13 @@ from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
 from minivllm.device.layers.invariant import logsumexp
 
 _WORD = 1 << 32
-GROUP = 64  # logits in a group; ``best_of`` first compares the largest logits of the groups
-# sort keys, or logits of guided rows, that are created at a time; this limits temporary memory to 0.1 GB
+GROUP = 64  # ``best_of`` divides logits into groups of this size, and compares the largest of each group first
+# largest number of sort keys, or of logits of guided rows, that are created at a time, in at most 0.1 GB
 KEYS = 1 << 22
 
 
 def _signed(word: int) -> int:
-    """Return the int32 that has the same bits as an unsigned 32-bit number."""
+    """Return the signed 32-bit number with the same bits as the unsigned 32-bit number ``word``."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
@@ -39,7 +39,7 @@ def _xorshift_(x: Tensor, bits: int) -> Tensor:
 
 
 def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a key of 64 bits for each row, as two int32 words.
+    """Return a hash of 64 bits for each row, as two int32 tensors.
 
     With two words, rows with equal first words still have independent noise.
     """
@@ -139,7 +139,7 @@ def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of x f32 [N, V] and their ids, as ``best_of`` does.
+    """Return the k largest of x f32 [N, V] and their ids, in the order of ``best_of``.
 
     If there are many groups of GROUP logits, only the k groups with the largest maxima and the logits after the last
     whole group are sorted.  Other groups cannot contain one of the k best: each of the k groups has a logit that comes
@@ -159,11 +159,14 @@ def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Return the positions i64 [N, k] of the k best values of ``x`` f32 [N, M], as given by ``ids`` i64 [N, M].
+    """Return the ids i64 [N, k] of the k largest values of ``x`` f32 [N, M]; ``ids`` i64 [N, M] are those of the
+    values.
+
+    Larger values come first; of equal values the one with the lower id.
 
     A value and its id form one integer key, so that no two keys are equal."""
     bits = (x + 0.0).view(torch.int32)  # adding 0 replaces -0 by 0, so that equal values have equal bits
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that have the same order as the floats
     last = _WORD - 1
     keys = (bits.long() << 32) | (last - ids)
     best = keys.topk(k, dim=1).values

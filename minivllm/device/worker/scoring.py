@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-TILE = 1 << 24  # logits computed at a time, 64 MB in float32 for any length of prompt
+TILE = 1 << 24  # largest number of logits that are computed at a time: 64 MB in float32
 
 
 def score_prompt(
@@ -46,5 +46,5 @@ def score_prompt(
         logits = model.logits(hidden[at[i : i + tile]])
         drawn = tokens[i : i + tile]
         parts.append(sampling.logprobs_of(logits, drawn, plan.prompt_topk, fuse, wiring.batch_invariant))
-        del logits  # before the logits of the next part are computed
+        del logits  # frees them before the logits of the next part are computed
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))

@@ -24,10 +24,11 @@ FEWEST_ROWS = 4  # that share it
 
 
 class SharedPages:
-    """A copy of the block tables of one KV group, and the estimate of the bytes that sharing saves.
+    """A copy of the block tables of one KV group, from which the host estimates the bytes that rows with common blocks
+    save.
 
-    ``least`` is the smallest saving of a step, in bytes of a layer, for which prefixes are shared.  ``token_bytes`` are
-    the bytes of a token in a layer.
+    ``least`` is the smallest saving of a step in bytes for each layer, from which common blocks are read once.
+    ``token_bytes`` is the size of a token's keys and values in a layer.
     """
 
     def __init__(self, group: int, slots: int, columns: int, block: int, token_bytes: float, least: int) -> None:
@@ -37,14 +38,13 @@ class SharedPages:
         self.least_tokens = max(1, int(least / token_bytes))
         first = max(1, -(-LEAST_TOKENS // block))
         self.depths = [first << i for i in range(columns.bit_length()) if first << i <= columns]
-        # slots of the last estimate, decoding rows first, and the number of decoding rows; None after changes of the
-        # tables
+        # slots of the last estimate, those of decoding rows first; None after a change of the tables
         self.slots: np.ndarray | None = None
         self.decoding = 0
         self.rows = 0  # the last estimate
 
     def apply(self, delta: Delta) -> None:
-        """Apply the changes of a plan to the copy of the block tables."""
+        """Apply the changes of a step to the copy of the block tables."""
         if delta is NO_CHANGE:
             return
         if delta.join is not None:
@@ -58,23 +58,25 @@ class SharedPages:
         changed = delta.table[delta.table[:, 0] == self.group]
         slots = changed[:, 1]
         index = changed[:, 2]
-        # a block of the row was replaced, for instance by an equal cached block
+        # a block of a row was replaced, for instance by an equal cached block, so the last estimate is not valid
         if np.count_nonzero(self.pages[slots, index]):
             self.slots = None
         self.pages[slots, index] = changed[:, 3]
 
     def sharing(self, plan: StepPlan) -> int:
-        """Return the number of decoding rows that share prefixes; 0 if that saves less than ``least``."""
+        """Return the number of decoding rows of a step that share cached blocks; 0 if reading those once saves too
+        little."""
         decoding = int(np.count_nonzero(plan.q_len == 1))
         if self.slots is None or decoding != self.decoding or not np.array_equal(self.slots, plan.slots):
-            # a copy, because the plan's memory may be written again
+            # a copy, because the memory of the plan may be reused
             self.slots = plan.slots.copy()
             self.decoding = decoding
             self.rows = self._estimate(plan)
         return self.rows
 
     def can_save(self, rows: int, tokens: int) -> bool:
-        """Return whether a step of ``rows`` rows, with contexts of at most ``tokens`` tokens, can save ``least``."""
+        """Return whether a step of ``rows`` rows with contexts of at most ``tokens`` tokens can save ``least``
+        bytes."""
         lengths = [depth * self.block for depth in self.depths]
         deepest = max((length for length in lengths if length <= tokens), default=0)
         return rows >= FEWEST_ROWS and (rows - 1) * deepest >= self.least_tokens
@@ -99,9 +101,9 @@ class SharedPages:
 
 
 def shared_pages(worker: Worker, state: DeviceState) -> SharedPages | None:
-    """Return the copy of the block tables from which sharing is estimated.
+    """Return the copy of the block tables from which common blocks of rows are estimated.
 
-    None if the attention back end reads each row separately, or if all layers have sliding windows."""
+    Return None if the attention back end reads each row separately, or if all layers have sliding windows."""
     least = worker.backend.shares_from
     group = _group_without_window(worker)
     if least is None or group is None:

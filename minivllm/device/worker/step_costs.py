@@ -20,32 +20,33 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.plan import StepPlan
 
-# A step hides its separate launches if the device takes this many times as long as the launches. The host also plans
-# the next step and publishes the last one in this time.
+# Separate launches cost no time if the device computes a step this many times as long as the host launches it.  In this
+# time the host also plans the next step and publishes the last one.
 HIDDEN = 1.25
 # Keys and values of one byte are copied as numbers of 16 bits in separate launches of long rows, but not in captures.
 # Attention then takes this many times as long (``plugins/attention/triton_widen.py``).
 NARROW = 2.2
-GUESSED_LAUNCH_MS = 30.0  # before any measurement, as of a model of 28 layers on the host of an H200
-GUESSED_FLOPS_MS = 375e9  # operations in a millisecond; half of the bfloat16 peak of an H100
+GUESSED_LAUNCH_MS = 30.0  # ``launch_ms`` before any measurement, as of a model of 28 layers on the host of an H200
+GUESSED_FLOPS_MS = 375e9  # operations that a device computes in a millisecond: half of the bfloat16 peak of an H100
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of mixed steps in milliseconds."""
+    """Times from which the duration of a mixed step (rows of several tokens) is estimated, in milliseconds."""
 
-    launch_ms: float  # time in milliseconds in which the host launches the kernels of a step separately
-    token_ms: float  # time of a token in all products of the layers
-    pair_ms: float = 0.0  # time of a pair in the attention of all layers
-    narrow: float = 1.0  # factor of the time of attention in a capture, relative to separate launches
+    launch_ms: float  # milliseconds in which the host launches the kernels of a step separately
+    token_ms: float  # milliseconds that the matrix products of all layers take for each token
+    pair_ms: float = 0.0  # milliseconds that attention of all layers takes for each (query, key) pair
+    narrow: float = 1.0  # attention in a capture takes this many times as long as in separate launches
 
     @classmethod
     def guessed(cls, token_flops: float) -> StepCosts:
-        """Return costs without a measurement, for a model with ``token_flops`` operations for a token."""
+        """Return estimated costs, before any measurement, for a model with ``token_flops`` operations for each
+        token."""
         return cls(GUESSED_LAUNCH_MS, token_flops / GUESSED_FLOPS_MS)
 
     def saved_ms(self, tokens: int, pairs: float) -> float:
-        """Return the milliseconds by which a capture without padding is faster than separate launches.
+        """Return the milliseconds by which a step runs faster in a capture without padding than as separate launches.
 
         The result is negative if the slower attention of captures costs more than the launches.
         """
@@ -54,11 +55,12 @@ class StepCosts:
         return max(HIDDEN * self.launch_ms - own, 0.0) - attention * (self.narrow - 1.0)
 
     def padding_ms(self, tokens: int, size: int) -> float:
-        """Return the milliseconds that the padding of a step of ``tokens`` tokens costs in a capture of ``size``."""
+        """Return the milliseconds that padding costs when a step of ``tokens`` tokens runs in a capture of ``size``
+        tokens."""
         return (size - tokens) * self.token_ms
 
     def most_tokens(self) -> int:
-        """Return the number of tokens from which on a step always hides its launches."""
+        """Return the number of tokens from which on the device computes a step longer than the host launches it."""
         return int(HIDDEN * self.launch_ms / max(self.token_ms, 1e-9))
 
 

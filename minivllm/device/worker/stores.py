@@ -1,4 +1,4 @@
-"""Build the stores of a worker's tiers (``core.mover``)."""
+"""Build the stores of a worker, to which pages of the KV cache are moved (``core.mover``)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def make_mover(
     empty: Callable[[int], np.ndarray] | None = None,
     threaded: bool = True,
 ) -> Mover:
-    """Build the stores of a wiring, and the mover between the stores and the ``pages`` of the device.
+    """Build the stores of a configuration, and the mover that copies pages of the KV cache between them and the device.
 
     ``identity`` is the digest (hex) of all that determines a page besides its tokens.  ``empty`` returns memory from
-    which the device can copy asynchronously; None means ordinary memory.  Without ``threaded`` the caller runs the
-    work.
+    which the device can copy asynchronously; None means ordinary memory.  Without ``threaded`` the mover has
+    no threads, and the caller runs its work.
     """
     place = wiring.parallel
     label = f"{wiring.model_dir}, {wiring.dtype} on {wiring.device}"

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from .state import DeviceState
 
-NORM = "norm"  # name of the point whose values are the hidden states that a step returns
+NORM = "norm"  # name of the tap point whose values are the last hidden states, which a step returns
 
 
 class TargetStates:
-    """Memory for the values of ``points`` of ``model``, in blocks of ``block`` tokens of the first KV group.
+    """Memory for the hidden states of a model at the tap points ``points`` (named values of the model).
 
-    ConfigError, which names ``part``, for points that the model does not have."""
+    It is divided into the blocks, of ``block`` tokens, of the first KV group.  ConfigError, which names the plug-in
+    ``part``, for points that the model does not have."""
 
     def __init__(self, model: Model, points: Sequence[str], block: int, dtype: torch.dtype, part: str) -> None:
         known = state_points(model)
@@ -40,7 +41,7 @@ class TargetStates:
                 problem = f"{part} reads the hidden states {shown(point)} of the model, which has none of this name"
                 raise ConfigError(f"{problem}; expected another drafter, such as ngram.{suggest(point, known)}")
         self.points = frozenset(points)
-        self.first: dict[str, int] = {}  # point -> first column of its values in the memory
+        self.first: dict[str, int] = {}  # tap point -> index of the first column of its values in the memory
         self.width = 0
         for point in points:
             self.first[point] = self.width
@@ -51,26 +52,29 @@ class TargetStates:
 
     @property
     def memory(self) -> Tensor:
-        """Return the states [blocks * block, W], by flat slots."""
+        """Return all stored hidden states [blocks * block, W], one row for each place of a token in the KV cache."""
         return self.cache["states"].view(-1, self.width)
 
     def watch(self, meta: AttnMeta) -> Watch:
-        """Return the object that stores the states of a step's tokens."""
+        """Return the object that stores the hidden states of the tokens of a step with the attention metadata
+        ``meta``."""
         return Watch(self, meta.slot_map[0])
 
     def at(self, state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:
-        """Return the states [T, W] of the tokens at ``position`` i64 [T] in the sequences of ``slots`` i64 [T]."""
+        """Return the stored hidden states [T, W] of the tokens at ``position`` i64 [T] in the sequences of ``slots``
+        i64 [T]."""
         return self.memory[_places(state, slots, position)]
 
 
 def _places(state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:
-    """Return the flat slots i64 [T] of tokens in the first KV group."""
+    """Return the index i64 [T] of each token's place in the first KV group (block * tokens per block + offset)."""
     blocks = state.table[0][slots, position // state.block].long()
     return blocks * state.block + position % state.block
 
 
 class Watch:
-    """The implementation of ``model.StepWatch`` for one step; ``places`` i64 [T] are flat slots."""
+    """Stores the hidden states of one step (``model.StepWatch``).  ``places`` i64 [T] are the rows of ``states`` for
+    the step's tokens."""
 
     def __init__(self, states: TargetStates, places: Tensor) -> None:
         self.states = states

@@ -1,9 +1,9 @@
-"""Scores of the stored tokens of a row, from the compressor and the KV cache.
+"""Score the tokens of a row in the KV cache with a compressor.
 
     layers 0 1 2 3 ...   ── a part of them ──►  keys [n, layers * kv_heads, dim]  ── score ──►  [layers, kv_heads, n]
 
-A compressor that joins layers scores as many of them at once as ``LOADED`` allows, because the operations of one layer
-take longer to launch than to run.
+A compressor with ``joins_layers`` gets as many layers in one call as ``LOADED`` bytes allow, because the operations of
+one layer take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from .attention_sums import AttentionSums
 
-LOADED = 1 << 27  # bytes of keys that are scored at once
-PLAIN = ("minivllm/bf16", "minivllm/fp16", "minivllm/fp32")  # KV formats that store keys and values as they are
+LOADED = 1 << 27  # most bytes of keys that are loaded for one call of the compressor
+PLAIN = ("minivllm/bf16", "minivllm/fp16", "minivllm/fp32")  # formats that store keys and values without scales
 
 
 class CompactedRow(NamedTuple):
-    """A row to compress: its slot, the blocks i32 [n] that store its tokens, and its numbers of tokens."""
+    """A row to compress: its slot, the ids i32 [n] of the KV blocks with its tokens, and its numbers of tokens."""
 
     slot: int
     sources: Tensor
@@ -42,7 +42,8 @@ class CompactedRow(NamedTuple):
 
 
 class RowScores:
-    """The scores of a compressor.  ``kernels`` means that Triton kernels can read the KV cache."""
+    """Calls of a compressor that score the stored tokens of a row.  ``kernels`` means that Triton kernels read the
+    cache."""
 
     def __init__(
         self, compressor: Compressor, name: str, wiring: Wiring, fmt: KVFormat, dtype: torch.dtype, kernels: bool
@@ -53,14 +54,14 @@ class RowScores:
         self.dtype = dtype
         self.gathers = kernels and wiring.parts["kvformat"].name in PLAIN
         self.queries = QueryStore() if compressor.window else None
-        self.sums: AttentionSums | None = None  # None unless the compressor reads sums
-        self.seeds: dict[int, int] = {}  # slot -> seed of its row
+        self.sums: AttentionSums | None = None  # attention sums; None unless the compressor reads them
+        self.seeds: dict[int, int] = {}  # slot -> sampling seed of its request
 
     def of(self, layers: list[AttnLayer], row: CompactedRow) -> tuple[Tensor, StepError | None]:
-        """Return the scores f32 [layers, kv_heads, stored] of a row's tokens in layers of a group, and an error if
-        ``score`` failed.
+        """Return the scores f32 [layers, kv_heads, stored] of a row's tokens in ``layers``, and an error if the
+        compressor raised.
 
-        In a layer with failed scores, the scores increase with the position, so that the newest tokens stay.
+        Layers without scores get scores that increase with the position, so that the newest tokens are kept.
         """
         error = None
         shape = (len(layers), layers[0].spec.kv_heads, row.stored)
@@ -80,7 +81,7 @@ class RowScores:
         return scores.nan_to_num_(nan=-infinity, posinf=infinity, neginf=-infinity), error
 
     def _parts(self, layers: list[AttnLayer], stored: int) -> list[list[AttnLayer]]:
-        """Return the layers in parts that are scored at once."""
+        """Divide the layers of a KV group into parts; the compressor scores the layers of a part in one call."""
         spec = layers[0].spec
         most = 1
         if self.compressor.joins_layers:
@@ -157,7 +158,8 @@ class RowScores:
         return keys, values
 
     def _gathered(self, name: str, layers: list[AttnLayer], row: CompactedRow) -> Tensor:
-        """Return the tokens [stored, layers * kv_heads, dim] of a row in the tensors ``name`` of some layers."""
+        """Return the keys or values [stored, layers * kv_heads, dim] of a row, read from the cache tensors ``name`` of
+        ``layers``."""
         from minivllm.device.kernels.kept_tokens import gather
 
         lines = gather([layer.cache[name] for layer in layers], row.sources, row.stored)
@@ -165,5 +167,5 @@ class RowScores:
 
 
 def _joined(of_layers: list[Tensor]) -> Tensor:
-    """Return the tokens [n, layers * heads, dim] of layers with [n, heads, dim]."""
+    """Concatenate the tensors [n, heads, dim] of several layers to one tensor [n, layers * heads, dim]."""
     return torch.cat(of_layers, dim=1) if len(of_layers) > 1 else of_layers[0]
