@@ -64,8 +64,8 @@ class ImageSteps:
         self.table[:, :tokens].copy_(staged(table, images.state.device), non_blocking=True)
 
     def enter(self, read: StepTensors) -> None:
-        """Let a captured step read rotary positions and features from the fixed memory, which ``fill`` sets before a
-        replay."""
+        """Set the inputs ``read`` of a captured step to the fixed memory of positions and features, which ``fill``
+        writes."""
         tokens = len(read.ids)
         rows = self.table[0, :tokens]
         marks = self.table[1, :tokens]

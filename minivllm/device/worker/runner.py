@@ -143,7 +143,7 @@ class Runner:
         return made
 
     def _add_native_head(self, steps: NativeSteps) -> None:
-        """Let native CPU code run the layers of a drafter's head, or note the reason why it cannot."""
+        """Build the native CPU code that runs the layers of a drafter's head, or note the reason why it cannot."""
         own = self.own_models.get("drafter")
         if not isinstance(own, HeadModel):
             return
